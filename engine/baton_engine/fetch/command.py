@@ -1,4 +1,4 @@
-"""`baton-model fetch`: the init container of pods with a model on a hub or in an object store."""
+"""The command `baton-model fetch`, which downloads a pod's model in an init container."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fetched(msgspec.Struct, frozen=True):
-    """Content of the container's termination log."""
+    """The content of the container's termination log."""
 
     revision: str
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
             progress_server.serve(progress, pod_ip(), args.http_port)
         except OSError as error:
             logger.warning(
-                "cannot serve the progress on port %d of %s: %s; it is only in this log",
+                "cannot serve the progress on port %d of %s: %s; only this log shows the progress",
                 args.http_port,
                 pod_ip(),
                 error,
@@ -114,12 +114,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit at once: other threads may still download, and must not log after the last line."""
+    """End the process at once.
+
+    Other threads may still download, and must not write to the log after the FATAL line.
+    """
     os._exit(code)
 
 
 def _output(path: str) -> Path:
-    """Return the path on this machine for a path in the container, which need not exist yet."""
+    """Map a path in the container to a path on this machine. The path need not exist yet."""
     given = Path(path)
     return container_path(str(given.parent)) / given.name
 

@@ -1,4 +1,4 @@
-"""Download of a model's files: several at a time, resumed, verified and retried."""
+"""Downloads the files of a model in parallel. Downloads are resumed, verified and retried."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CORRUPT_TRIES = 3
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Retries of a source that does not respond, with exponential backoff."""
+    """Retries with exponential backoff, for a source that does not respond."""
 
     #: Maximum time without a new byte.
     give_up_after_s: float = 300.0
@@ -36,6 +36,11 @@ class RetryPolicy:
         self, attempt: int, silent_since: float, error: TransientError, stop: threading.Event
     ) -> None:
         """Wait before the next attempt.
+
+        Args:
+            attempt: number of earlier attempts without a new byte.
+            silent_since: time of the last new byte, from `time.monotonic`.
+            stop: ends the wait early.
 
         Raises:
             FetchError: nothing was received for `give_up_after_s`.
@@ -49,7 +54,7 @@ class RetryPolicy:
 
 
 class Download:
-    """Download of the files of one listing into a partial folder."""
+    """Downloads the files of one listing into a partial folder."""
 
     def __init__(
         self,
@@ -67,7 +72,7 @@ class Download:
         """Download and verify all files.
 
         Raises:
-            FetchError: a file cannot be downloaded. Other transfers continue in daemon threads.
+            FetchError: a file cannot be downloaded. Other downloads may continue in daemon threads.
         """
         wanted: queue.SimpleQueue[RemoteFile] = queue.SimpleQueue()
         outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -151,7 +156,7 @@ class Download:
 
 
 def _disk_error(error: OSError) -> Exception:
-    """Return a FetchError with the reason of a condition if a user has to act, else `error`."""
+    """Return a FetchError if the disk is full or not writable. Otherwise return `error`."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return FetchError("NoSpace", f"the cache is full: {error}")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

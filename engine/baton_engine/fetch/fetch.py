@@ -1,4 +1,4 @@
-"""Download of a model into a folder, once for all fetchers that share a cache."""
+"""Downloads a model into a folder. Fetchers that share a cache download the model once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FetchRequest:
 
 
 def fetch(request: FetchRequest, progress: Progress, retries: RetryPolicy) -> Marker:
-    """Download the model, unless the folder is complete already.
+    """Download the model unless the folder is complete. Return the folder's marker.
 
     Raises:
         FetchError: the model cannot be downloaded.
@@ -67,7 +67,7 @@ def fetch(request: FetchRequest, progress: Progress, retries: RetryPolicy) -> Ma
 def _fetch_once(
     request: FetchRequest, source: Source, progress: Progress, retries: RetryPolicy
 ) -> Marker:
-    """Fetch the listing and its files.
+    """List the model's files, download the selected ones and commit the folder.
 
     Raises:
         FetchError: a retry does not help.

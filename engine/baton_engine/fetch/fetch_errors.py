@@ -1,4 +1,7 @@
-"""Errors of a fetch. The process exits with `FATAL <reason>: <message>` as its last line."""
+"""Errors of a fetch.
+
+After a FetchError, the last line of stderr is `FATAL <reason>: <message>`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from baton_protocol.fatal import ConfigurationError
 
 
 class FetchError(ConfigurationError):
-    """The fetch failed. A retry without a change does not help unless the error is `temporary`."""
+    """The fetch failed. If the error is `temporary`, the same fetch may succeed later."""
 
     def __init__(self, reason: str, message: str, *, temporary: bool = False) -> None:
         super().__init__(reason, message)

@@ -1,9 +1,9 @@
-"""The folder of one model on disk.
+"""The folders of one model on disk.
 
-DIR                      complete, with a marker; does not change after it appears
-DIR.lock                 see lock.py
-DIR.partial-<random>/    one fetcher's download: verified files, `<name>.incomplete`, its state
-DIR.discarded-<random>/  being removed
+DIR/                     the complete model, with a marker file
+DIR.lock                 the lock file: see lock.py
+DIR.partial-<random>/    one fetcher's download: verified files, `<name>.incomplete`, a state file
+DIR.discarded-<random>/  a folder that is being removed
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STATE, _OWNER = ".baton-partial.json", ".baton-partial.lock"
 
 
 class Marker(msgspec.Struct, frozen=True):
-    """Content of a complete folder's marker file."""
+    """The content of the marker file in a complete folder."""
 
     uri: str
     revision: str
@@ -40,7 +40,7 @@ class Marker(msgspec.Struct, frozen=True):
 
 
 class _State(msgspec.Struct):
-    """State of a partial folder: the model, and the files that are verified."""
+    """The content of the state file in a partial folder: the model and the verified files."""
 
     uri: str
     revision: str
@@ -49,13 +49,13 @@ class _State(msgspec.Struct):
 
 
 def read_complete(target: Path, uri: str, only: Only) -> Marker | None:
-    """Return the marker of a folder that holds all of `uri`, and remove a damaged folder.
+    """Return the marker of the complete folder at `target`. Remove the folder if it is damaged.
 
     Returns:
-        None if the model has to be fetched.
+        None if the model must be downloaded.
 
     Raises:
-        FetchError: ModelCacheInvalid, the folder has other content.
+        FetchError: the folder contains another model or unknown files (ModelCacheInvalid).
     """
     try:
         marker = msgspec.json.decode((target / MARKER).read_bytes(), type=Marker)
@@ -88,13 +88,13 @@ def _is_file(path: Path, size: int) -> bool:
 
 
 class Partial:
-    """A partial folder, which one fetcher fills and renames to the model's folder.
+    """The folder into which one fetcher downloads, before it is renamed to the model's folder.
 
-    One thread per file may call the methods.
+    Several threads may call the methods at the same time, each for a different file.
     """
 
     def __init__(self, target: Path, uri: str, revision: str) -> None:
-        """Create the folder.
+        """Create the partial folder.
 
         Raises:
             OSError: the cache is not writable.
@@ -108,10 +108,11 @@ class Partial:
         self._write_state()
 
     def reuse_leftovers(self) -> None:
-        """Move the files of other partial folders here, then remove those folders.
+        """Move the reusable files of other partial folders here, and remove the other folders.
 
-        A folder whose fetcher is alive on this machine stays. Verified files have no writer. An
-        incomplete file is moved only if its fetcher ran on this machine, and is known to be dead.
+        A folder whose fetcher is alive on this machine is skipped. From other folders of the same
+        revision, verified files are moved. Incomplete files are moved only if their fetcher ran on
+        this machine, because a fetcher on another machine may still write to them.
         """
         for other in sorted(self._target.parent.glob(f"{self._target.name}.partial-*")):
             if other != self.path and not other.is_symlink():
@@ -150,7 +151,7 @@ class Partial:
         discard(other)
 
     def has(self, file: RemoteFile) -> bool:
-        """Return whether the file exists and is verified."""
+        """Return whether the file is downloaded and verified."""
         return self._state.verified.get(file.name) == file and _is_file(
             self.path / file.name, file.size
         )
@@ -174,22 +175,28 @@ class Partial:
         self._state.verified[file.name] = file
 
     def save(self) -> None:
-        """Write the list of verified files, which a later fetcher reuses. Not thread-safe."""
+        """Save the list of verified files for reuse by a later fetcher. Not thread-safe."""
         self._write_state()
 
     def size_of(self, file: RemoteFile) -> int:
-        """Return the number of bytes on disk."""
+        """Return how many bytes of the file are on disk."""
         for path in (self.path / file.name, self.incomplete(file)):
             with contextlib.suppress(OSError):
                 return min(path.stat().st_size, file.size)
         return 0
 
     def commit(self, only: Only, files: list[RemoteFile]) -> Marker:
-        """Write the marker and rename the folder. If another fetcher did so first, keep its folder.
+        """Write the marker and rename this folder to the model's folder.
+
+        If another fetcher has already created the model's folder, keep that folder and remove this
+        one.
+
+        Returns:
+            The marker of the model's folder.
 
         Raises:
-            TransientError: another fetcher declared this one dead and moved its files, or the
-                folder that another fetcher renamed first is damaged.
+            TransientError: another fetcher has moved files out of this folder, or the model's
+                folder is damaged.
         """
         if not all(self.has(file) for file in files):
             raise TransientError(f"another fetcher moved files out of {self.path}")
@@ -216,7 +223,7 @@ class Partial:
         return marker
 
     def close(self) -> None:
-        """Allow other fetchers to reuse the files."""
+        """Release the folder, so that other fetchers may reuse its files."""
         if self._owner >= 0:
             os.close(self._owner)
             self._owner = -1
@@ -228,7 +235,7 @@ class Partial:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder. Rename it first, so that no process reads a folder that is half removed."""
+    """Rename a folder, then remove it, so that no process reads a partly removed folder."""
     doomed = folder.with_name(
         f"{folder.name.partition('.partial-')[0]}.discarded-{secrets.token_hex(6)}"
     )

@@ -1,6 +1,6 @@
-"""The source for hf://, a Hugging Face hub, through `huggingface_hub`.
+"""The source for hf:// URIs: a Hugging Face hub, accessed through `huggingface_hub`.
 
-Environment: HF_TOKEN, HF_ENDPOINT and the other variables of the library.
+The library reads HF_TOKEN, HF_ENDPOINT and other environment variables.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TIMEOUT_S = 20.0
 
 
 class HubSource:
-    """One repository at one revision. Files are read at the commit of the listing."""
+    """One repository at one revision. Files are read at the commit that `listing` returned."""
 
     def __init__(self, model: HubModel) -> None:
         self._model = model
         self._endpoint = os.environ.get("HF_ENDPOINT") or None
 
     def listing(self) -> Listing:
-        """Return the files of one commit, as `Source.listing`."""
+        """Return all files of the commit to which the revision points. See `Source.listing`."""
         with self._translated():
             info = HfApi(endpoint=self._endpoint).model_info(
                 self._model.repo,
@@ -55,7 +55,7 @@ class HubSource:
         return Listing(info.sha, tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """Append the bytes of one file from `offset` on to `target`, as `Source.read`."""
+        """Append the bytes of a file from `offset` on to `target`. See `Source.read`."""
         with self._translated():
             http_get(
                 hf_hub_url(self._model.repo, file.name, revision=revision, endpoint=self._endpoint),
@@ -72,7 +72,11 @@ class HubSource:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Convert the library's errors. Its network errors have no stable base class."""
+        """Convert exceptions of `huggingface_hub` to FetchError or TransientError.
+
+        Unknown exceptions become TransientError, because the library's network errors have no
+        common base class. Errors of the local disk are not converted.
+        """
         try:
             yield
         except HfHubHTTPError as error:

@@ -1,7 +1,7 @@
-"""The lock of fetchers that share a cache: one downloads, the others wait for its folder.
+"""A lock between fetchers that share a cache: one fetcher downloads, and the others wait.
 
-The lock only saves bandwidth. Every fetcher writes into its own folder, and the first rename
-wins. If a file system does not share locks between machines, the cost is a second download.
+The lock only saves bandwidth. Every fetcher writes into its own folder, and the first rename wins.
+On a file system that does not share locks between machines, a model may be downloaded twice.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ DEAD_AFTER_S = 20.0
 
 class _Beat(msgspec.Struct):
     holder: str
-    #: Boot id of the holder's kernel. On the same kernel flock alone decides.
+    #: Boot id of the holder's kernel. Between processes on the same kernel, only flock decides.
     machine: str
     count: int
 
 
 class FetchLock:
-    """The lock at `path`. Not thread-safe."""
+    """The lock file at `path`, with a heartbeat of its holder. Not thread-safe."""
 
     def __init__(
         self, path: Path, *, beat_s: float = BEAT_S, dead_after_s: float = DEAD_AFTER_S
@@ -44,7 +44,10 @@ class FetchLock:
         self._thread: threading.Thread | None = None
 
     def try_acquire(self) -> bool:
-        """Take the lock without waiting, if it is free or its holder's heartbeat has stopped.
+        """Try to take the lock without waiting.
+
+        The lock can be taken if it is free or if its holder's heartbeat has stopped. After a
+        heartbeat has stopped, a second call may be needed.
 
         Returns:
             Whether this process holds the lock.
@@ -61,7 +64,7 @@ class FetchLock:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if silent:  # the holder is frozen and keeps its file; others create a new one
+                if silent:  # the holder is frozen and keeps the file locked; use a new file
                     self._path.unlink(missing_ok=True)
                     self._seen = (b"", time.monotonic())
                 os.close(fd)
@@ -82,9 +85,9 @@ class FetchLock:
         return True
 
     def release(self) -> None:
-        """Release the lock and empty the file.
+        """Release the lock and truncate the lock file.
 
-        The file stays: without it two fetchers could lock two files of the same name.
+        The file is not removed. Otherwise two fetchers could lock two files with the same name.
         """
         self._stop.set()
         if self._thread is not None:
@@ -117,7 +120,11 @@ class FetchLock:
 
 
 def _decode(content: bytes) -> _Beat | None:
-    """Return None if the lock was released, or its holder died before its first heartbeat."""
+    """Decode a heartbeat from the content of the lock file.
+
+    Returns:
+        None if the lock was released, or if its holder died before the first heartbeat.
+    """
     try:
         return msgspec.json.decode(content, type=_Beat)
     except msgspec.DecodeError:

@@ -1,8 +1,10 @@
-"""The source for s3:// and gs://, object stores, through `obstore`.
+"""The source for s3:// and gs:// URIs: an object store, accessed through `obstore`.
 
-Environment for s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION,
-AWS_ENDPOINT_URL, AWS_SKIP_SIGNATURE (true for public buckets). For gs:
-GOOGLE_SERVICE_ACCOUNT_KEY. The library reads further variables.
+The library reads these environment variables, among others:
+
+- for s3: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_REGION, AWS_ENDPOINT_URL,
+  AWS_SKIP_SIGNATURE (true for public buckets)
+- for gs: GOOGLE_SERVICE_ACCOUNT_KEY
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
 CHUNK_BYTES = 4 * 2**20
-#: Timeout of a connection, and of a read.
+#: Timeout for connecting, and for one read.
 TIMEOUT_S = 20
 _MISSING = ("404 Not Found", "NoSuchBucket")
 _DENIED = (
@@ -46,13 +48,16 @@ _DENIED = (
 
 
 class ObjectStoreSource:
-    """The objects directly below a prefix. A read fails if an ETag is not the listed one."""
+    """A model whose files are the objects directly below a prefix.
+
+    Reading an object fails if the object's ETag has changed since the listing.
+    """
 
     def __init__(self, model: StoredModel) -> None:
-        """Create the client.
+        """Create the client of the object store.
 
         Raises:
-            FetchError: the settings in the environment cannot work.
+            FetchError: the environment variables contain invalid settings.
         """
         self._model = model
         client: ClientConfig = {
@@ -76,7 +81,10 @@ class ObjectStoreSource:
         self._tags: dict[str, str] = {}
 
     def listing(self) -> Listing:
-        """Return the objects, as `Source.listing`. The revision hashes names, sizes and ETags."""
+        """Return the objects directly below the prefix. See `Source.listing`.
+
+        The revision is a hash of the names, sizes and ETags.
+        """
         with self._translated():
             objects = obstore.list_with_delimiter(self._store, self._model.prefix)["objects"]
         files, digest = [], hashlib.sha256()
@@ -91,7 +99,7 @@ class ObjectStoreSource:
         return Listing(f"sha256:{digest.hexdigest()}", tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """Append the bytes of one object from `offset` on to `target`, as `Source.read`."""
+        """Append the bytes of an object from `offset` on to `target`. See `Source.read`."""
         if offset >= file.size:
             return
         path = f"{self._model.prefix}/{file.name}"
@@ -115,7 +123,10 @@ class ObjectStoreSource:
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
-        """Convert the library's errors. The text decides where the library has no class."""
+        """Convert exceptions of `obstore` to FetchError or TransientError.
+
+        Where `obstore` has no exception class for a failure, the text of the message decides.
+        """
         try:
             yield
         except PreconditionError as error:
@@ -135,7 +146,7 @@ class ObjectStoreSource:
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
-            # The library panics on settings that it does not check; this is not an Exception.
+            # The library panics on settings that it does not check. A panic is no Exception.
             raise FetchError(
                 "ModelSourceInvalid",
                 f"{self._name}: the library failed on the settings in the environment: "
@@ -150,10 +161,10 @@ class ObjectStoreSource:
 
 
 def _endpoint() -> str:
-    """Return $AWS_ENDPOINT_URL, empty if it is not set.
+    """Return the value of AWS_ENDPOINT_URL, or an empty string if the variable is not set.
 
     Raises:
-        FetchError: ModelSourceInvalid, it is no URL of an endpoint.
+        FetchError: the value is not an HTTP or HTTPS URL (ModelSourceInvalid).
     """
     url = os.environ.get("AWS_ENDPOINT_URL")
     if url is None:

@@ -1,4 +1,4 @@
-"""The source for a URI."""
+"""Creates the source for a model URI."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from baton_engine.fetch.uri import HubModel, parse
 
 
 def open_source(uri: str) -> Source:
-    """Create the source, and import only the library that the URI needs.
+    """Create the source for a model URI. Imports only the library that the URI needs.
 
     Raises:
-        FetchError: the URI is invalid, or its library is not installed.
+        FetchError: the URI is invalid, or the library is not installed.
     """
     model = parse(uri)
     try:

@@ -20,7 +20,7 @@ MAX_ERROR_CHARS = 1000
 
 
 class Progress:
-    """Progress of a fetch. The fetcher writes it, the server's threads read it."""
+    """The progress of a fetch, written by the fetcher and read by the HTTP server's threads."""
 
     def __init__(self) -> None:
         self._message = "starting"
@@ -31,11 +31,12 @@ class Progress:
     def set_step(
         self, message: str, measure: Callable[[], LoadProgress | None] | None = None
     ) -> None:
-        """Start a step.
+        """Set the step that the fetch now performs, and log `message`.
 
         Args:
             message: what the step does.
-            measure: returns the step's progress when it is requested.
+            measure: called for every health report. Returns the progress of the step. None:
+                unknown.
         """
         self._measure = measure or (lambda: None)
         if message != self._message:
@@ -44,7 +45,10 @@ class Progress:
         self._message = message
 
     def fail(self, error: str) -> None:
-        """Record the error of an attempt. Health reports it until the progress or step changes."""
+        """Record the error of a failed attempt.
+
+        `health` reports the error until the progress or the step changes.
+        """
         self._failed = (" ".join(error.split())[:MAX_ERROR_CHARS], self._measure())
 
     def health(self) -> Health:
@@ -85,10 +89,10 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
 
 
 def serve(progress: Progress, host: str, port: int) -> int:
-    """Serve `GET /health` in a daemon thread.
+    """Serve the progress as `GET /health` in a daemon thread.
 
     Returns:
-        The port.
+        The bound port.
 
     Raises:
         OSError: the address is in use.

@@ -1,4 +1,4 @@
-"""The files of a model to download, and the names that they may have."""
+"""Selects the files of a model to download, and checks their names."""
 
 from __future__ import annotations
 
@@ -34,11 +34,15 @@ TEXT_FILES = frozenset(
 def select(names: Iterable[str], only: Only) -> list[str]:
     """Return the names of the files to download, sorted.
 
-    This is an allow-list of files at the top of the folder: safetensors, JSON and the tokenizer's
-    files. Files that may hold code, such as pickles, are not downloaded.
+    Only safetensors, JSON and tokenizer files at the top of the model's folder are selected. Files
+    that can contain code, such as pickles, are not downloaded.
+
+    Args:
+        names: all files of the model.
+        only: "tokenizer" selects only the files that a gateway reads.
 
     Raises:
-        FetchError: ModelInvalid, a name leads out of the folder, or config or weights are missing.
+        FetchError: a name leads out of the folder, or config or weights are missing (ModelInvalid).
     """
     taken = []
     for name in sorted(set(names)):
@@ -59,11 +63,7 @@ def select(names: Iterable[str], only: Only) -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Check that `name` is a plain relative path.
-
-    Raises:
-        FetchError: ModelInvalid, it is not.
-    """
+    """Raise FetchError (ModelInvalid) unless `name` is a plain relative path."""
     parts = name.split("/")
     hostile = (
         not name

@@ -1,4 +1,4 @@
-"""The interface of a source of models, and the verification of files."""
+"""The interface of a model source, and the verification of downloaded files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BUFFER_BYTES = 2**20
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file of a model, as its source lists it."""
+    """One file of a model, as the source lists it."""
 
     #: Path relative to the model's folder.
     name: str
@@ -35,7 +35,7 @@ class Source(Protocol):
     """A model on a hub or in an object store."""
 
     def listing(self) -> Listing:
-        """Return all files.
+        """Return the revision and all files of the model.
 
         Raises:
             FetchError: a retry does not help.
@@ -43,7 +43,9 @@ class Source(Protocol):
         """
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
-        """Append the bytes from `offset` on to `target`. The bytes before an error are valid.
+        """Append the bytes of a file from `offset` on to `target`.
+
+        Bytes that were appended before an error are valid, so a retry can continue after them.
 
         Raises:
             FetchError: a retry does not help.
@@ -53,10 +55,10 @@ class Source(Protocol):
 
 
 def verify(path: Path, file: RemoteFile) -> str:
-    """Compare a file's size and digest with the source's.
+    """Compare a downloaded file with the size and digest that the source lists.
 
     Returns:
-        The difference in words; empty if there is none.
+        A description of the difference. Empty if there is none.
     """
     size = path.stat().st_size
     if size != file.size:

@@ -1,4 +1,4 @@
-"""The URIs of models."""
+"""Parses model URIs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HubModel:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Objects under a prefix of a bucket."""
+    """A model in an object store: the objects under a prefix of a bucket."""
 
     scheme: str
     bucket: str
@@ -37,7 +37,7 @@ def parse(uri: str) -> HubModel | StoredModel:
     """Parse `hf://ORG/NAME[@REVISION]`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`.
 
     Raises:
-        FetchError: ModelUriInvalid.
+        FetchError: the URI has none of these forms (ModelUriInvalid).
     """
     if match := _HUB.fullmatch(uri):
         return HubModel(match[1], match[2] or DEFAULT_REVISION)
