@@ -1,4 +1,4 @@
-"""Structured output. No torch.
+"""Structured output. Does not import torch.
 
-structured_output   compiled grammars and the tokens that they allow next
+structured_output   compiles grammars and computes the tokens that they allow next
 """

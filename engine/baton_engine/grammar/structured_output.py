@@ -1,9 +1,11 @@
-"""Structured output: limits tokens to texts of a JSON schema, regex, choice or grammar.
+"""Structured output: restricts generated text to a JSON schema, regex, choice or grammar.
 
-The scheduler compiles a request's specification on arrival. It requests a bitmask for every step
-that samples for the request, and passes each sampled token to the grammar. `llguidance` compiles
-the grammars and computes the masks. The first structured request imports it and reads the
-tokenizer.
+The scheduler compiles a request's specification when the request arrives. For every step that
+samples for the request, the scheduler gets a bitmask of the allowed tokens. After sampling, the
+scheduler passes the token to the grammar.
+
+`llguidance` compiles the grammars and computes the bitmasks. The first structured request imports
+`llguidance` and reads the tokenizer.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 128
 #: Threads for compilation and masks. The model needs the remaining cores.
 NUM_THREADS = min(2, os.cpu_count() or 1)
-#: Limit of an error's reason, in characters.
+#: Maximum length of an error message, in characters.
 MAX_REASON_LENGTH = 300
 # llguidance's defaults trust the schema's author. A lexer state takes 1 to 2 kB, so these limit an
 # untrusted schema to about 60 MB.
@@ -39,7 +41,7 @@ MAX_LEXER_STATES = 30_000
 
 
 class Grammar:
-    """The state of one request in its grammar. Not thread-safe."""
+    """The state of one request in its compiled grammar. Not thread-safe."""
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
         self.matcher = matcher
@@ -47,13 +49,13 @@ class Grammar:
         self._ended = False
 
     def accept(self, token_ids: Sequence[int]) -> bool:
-        """Advance over sampled tokens.
+        """Advance the grammar by sampled tokens.
 
-        An EOS token is accepted where the grammar may end, and ends it. After it only EOS is
-        accepted.
+        An EOS token is accepted only where the text may end. After an EOS token, only EOS tokens
+        are accepted.
 
         Returns:
-            False if the tokens break the grammar. It cannot be used afterwards.
+            False if a token is not allowed. Then the grammar cannot be used any more.
         """
         for token_id in token_ids:
             if self._ended:
@@ -72,11 +74,14 @@ class Grammar:
 
     @property
     def error(self) -> str:
-        """Reason why the grammar cannot continue: a resource limit or an invalid token. Else ""."""
+        """The reason why the grammar cannot continue, or "" if it can continue.
+
+        The reason is a resource limit or an invalid token.
+        """
         return _reason(self.matcher)
 
     def copy(self) -> Grammar:
-        """Return an independent copy, for the children of a beam."""
+        """Return an independent copy, as a beam search needs for a new beam."""
         twin = Grammar(self.matcher.deep_copy(), self._eos_token_ids)
         twin._ended = self._ended
         return twin
@@ -84,7 +89,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class _Backend:
-    """Objects that are loaded with the first structured request."""
+    """The `llguidance` objects that the first structured request creates."""
 
     tokenizer: LLTokenizer
     executor: LLExecutor
@@ -92,13 +97,14 @@ class _Backend:
 
 
 class StructuredOutputManager:
-    """Compiles specifications and computes bitmasks.
+    """Compiles specifications of structured output and computes bitmasks of allowed tokens.
 
     Args:
-        model_path: the checkpoint. Its tokenizer.json is read when the first request needs it.
-        vocab_size: width of the logits. Ids that the tokenizer lacks (a padded embedding) are never
-            allowed.
-        eos_token_ids: the model's own end tokens, allowed exactly where a grammar may end.
+        model_path: the folder of the checkpoint. The first structured request reads
+            `tokenizer.json` in this folder.
+        vocab_size: width of the logits. Ids that the tokenizer does not have (padding of the
+            embedding) are never allowed.
+        eos_token_ids: the model's EOS tokens, which are allowed only where the text may end.
         wakeup: called, by the compiling thread, when a Future of `compile` is done.
     """
 
@@ -119,7 +125,11 @@ class StructuredOutputManager:
         self._pool: ThreadPoolExecutor | None = None
 
     def compile(self, spec: StructuredOutput) -> Future[Grammar]:
-        """Start to compile. The Future raises ValueError for an invalid specification."""
+        """Start to compile a specification in another thread.
+
+        Returns:
+            A Future of the grammar. The Future raises ValueError if the specification is invalid.
+        """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         future = self._pool.submit(self._compile, spec)
@@ -127,7 +137,11 @@ class StructuredOutputManager:
         return future
 
     def bitmask(self, grammars: Sequence[Grammar]) -> npt.NDArray[np.int32]:
-        """Return the tokens allowed next, in the layout of `GrammarOutput.bitmask`."""
+        """Compute the tokens that each grammar allows next.
+
+        Returns:
+            One row per grammar, in the layout of `GrammarOutput.bitmask`.
+        """
         words = -(-self._vocab_size // 32)
         if self._backend is None or not grammars:
             return np.zeros((len(grammars), words), dtype=np.int32)
@@ -144,7 +158,7 @@ class StructuredOutputManager:
         return np.ascontiguousarray(bitmask[:, :words])
 
     def shutdown(self) -> None:
-        """Cancel the compilations that have not started. Does not wait for the others."""
+        """Cancel compilations that have not started. Does not wait for running compilations."""
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -180,7 +194,7 @@ class StructuredOutputManager:
         return matcher
 
     def _check_start(self, matcher: LLMatcher, backend: _Backend) -> None:
-        """Raise ValueError if no text matches, or the first token breaks a resource limit."""
+        """Raise ValueError if the grammar allows no first token or exceeds a resource limit."""
         mask = np.zeros((1, -(-backend.tokenizer.vocab_size // 32)), dtype=np.int32)
         backend.executor.unsafe_compute_mask_ptr(
             [(matcher, 0)], mask.ctypes.data, mask.strides[0], 1
@@ -202,7 +216,7 @@ class StructuredOutputManager:
         if not self._eos_token_ids:
             raise ValueError(
                 "structured_output needs a model with an eos_token_id: "
-                "nothing else ends such a text"
+                "no other token ends a structured text"
             )
         file = self._model_path / "tokenizer.json"
         if not file.is_file():
@@ -229,22 +243,22 @@ class StructuredOutputManager:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Return the matcher's error without the parser state and the grammar's text that follow it."""
+    """Return the matcher's error message without the parser state and the text of the grammar."""
     reason = matcher.get_error().partition("\n<")[0].strip()[:MAX_REASON_LENGTH]
     return "no text matches it" if reason == "NoExtensionBias" else reason
 
 
 def _to_llguidance(spec: StructuredOutput) -> str:
-    """Convert the specification to llguidance's form.
+    """Convert a specification to a grammar in llguidance's format.
 
     Raises:
-        ValueError: the specification is not valid JSON, where that is needed.
+        ValueError: a JSON schema or a choice is not valid JSON.
     """
     from llguidance import LLMatcher, grammar_from
 
     match spec.kind:
         case StructuredOutputKind.JSON:
-            json.loads(spec.spec)  # its error points into the client's own text
+            json.loads(spec.spec)  # an error gives the position in the client's own text
             return LLMatcher.grammar_from_json_schema(spec.spec)
         case StructuredOutputKind.JSON_OBJECT:
             return LLMatcher.grammar_from_json_schema('{"type": "object"}')
