@@ -1,5 +1,5 @@
-"""Small HTTP servers on threads, with JSON answers.
+"""Small threaded HTTP servers that respond in JSON.
 
-json_server      the base of all of them
-bounded_server   a server for untrusted clients, bounded in connections, time and bytes
+json_server      base classes of all servers
+bounded_server   a server for untrusted clients, with limits on connections, time and bytes
 """

@@ -1,7 +1,7 @@
-"""An HTTP server for untrusted clients, bounded in connections, time and bytes.
+"""An HTTP server for untrusted clients, with limits on connections, time and bytes.
 
-It has one thread per connection. Requests that cannot be read are answered 400, 405, 411, 413, 414
-or 431 with {reason, message}, and their connection is closed.
+The server has one thread per connection. A request that cannot be read gets status 400, 405, 411,
+413, 414 or 431 and the body {reason, message}. Then the connection is closed.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ LINGER_S = 1.0
 
 
 class BoundedHTTPServer(JSONServer):
-    """The server. Subclasses of BoundedHandler answer its requests."""
+    """An HTTP server with limits. A subclass of BoundedHandler handles the requests."""
 
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, handler: type[BoundedHandler]) -> None:
-        """Bind the port. Raise OSError if the address is taken."""
+        """Bind the port. Raise OSError if the address is in use."""
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._lock = threading.Lock()
-        #: Start of each connection's current request, or of the wait for it.
+        #: By connection: time of the last response, or of the start if there was none.
         self._since: dict[Any, float] = {}
         self._log = SparseLog(logger)
         super().__init__((host, port), handler)
 
     def server_bind(self) -> None:
-        """Bind without a DNS lookup of the host's name."""
+        """Bind the socket without a DNS lookup of the host name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = (
             str(self.server_address[0]),
@@ -99,7 +99,7 @@ class BoundedHTTPServer(JSONServer):
 
 
 class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
-    """A handler with limits on the request."""
+    """The base class of request handlers. Refuses requests that exceed a limit."""
 
     server: BoundedHTTPServer
     disable_nagle_algorithm = True
@@ -131,9 +131,10 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
         return body
 
     def ignore_body(self) -> None:
-        """Close the connection after a request that should have no body but has one.
+        """Close the connection after the response if the request has a body.
 
-        Otherwise the body would be read as the next request.
+        Handlers that expect no body call this method. Otherwise the unread body would be parsed as
+        the next request.
         """
         if (
             self.headers.get("Content-Length", "0") != "0"
@@ -142,14 +143,14 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
             self.close_connection = True
 
     def not_allowed(self, *methods: str) -> None:
-        """Answer 405 with the allowed methods."""
+        """Respond with 405 and the allowed methods, and close the connection."""
         self.close_connection = True
         message = f"{one_line(self.command)} is not allowed here; allowed: {', '.join(methods)}"
         body = msgspec.json.encode({"reason": "MethodNotAllowed", "message": message})
         self._answer(405, body, headers={"Allow": ", ".join(methods), "Connection": "close"})
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer a request that the library rejects."""
+        """Respond to a request that `http.server` rejects. An unknown method gets status 405."""
         if code == http.HTTPStatus.NOT_IMPLEMENTED:
             self.not_allowed(*sorted(name[3:] for name in dir(self) if name.startswith("do_")))
         else:
@@ -159,7 +160,7 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
         logger.debug("http %s: %s", self.client_address[0], one_line(format % args))
 
     def _refuse(self, code: int, message: str) -> None:
-        """Answer an error and close the connection, because the rest of the request is not read."""
+        """Respond with an error and close the connection. The rest of the request is discarded."""
         self.close_connection = True
         # An unread request counts as HTTP/0.9, whose responses have no headers.
         self.request_version = self.protocol_version
@@ -175,6 +176,6 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
 
 
 def _end(connection: socket.socket) -> None:
-    """Shut a connection down. Its thread notices and closes it."""
+    """Shut down a connection. The connection's thread then closes the socket."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Base of the HTTP servers of engines, coordinators and fetchers: JSON, deadlines, quiet logs."""
+"""Base classes of the HTTP servers of engines, coordinators and fetchers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class JSONServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log an exception of a handler. A client that disconnects is no error."""
+        """Log an exception of a handler. A disconnected client is logged at debug level only."""
         error = sys.exception()
         if isinstance(error, ConnectionError | TimeoutError):
             logger.debug("an HTTP client disconnected: %s", one_line(error))
@@ -33,7 +33,7 @@ class JSONServer(ThreadingHTTPServer):
 
 
 class JSONHandler(BaseHTTPRequestHandler):
-    """A handler that answers in JSON."""
+    """A request handler that responds in JSON."""
 
     timeout = SOCKET_TIMEOUT_S
     protocol_version = "HTTP/1.1"
@@ -42,7 +42,7 @@ class JSONHandler(BaseHTTPRequestHandler):
         self._answer(status, msgspec.json.encode({"reason": reason, "message": message}))
 
     def _unauthorized(self) -> None:
-        """Answer 401. The body is not read, so the Connection header closes the connection."""
+        """Respond with 401 and close the connection, because the request's body is not read."""
         message = (
             "this request needs the service's key: send `Authorization: Bearer TOKEN`, where TOKEN "
             "is the HMAC-SHA256 of baton/http with that key, in hex"
