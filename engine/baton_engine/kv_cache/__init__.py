@@ -1,4 +1,4 @@
-"""The KV cache: blocks of a fixed number of tokens. No torch.
+"""The scheduler's side of the KV cache: blocks of a fixed number of tokens. Does not import torch.
 
 manager      blocks of each sequence: allocate, fork, swap, cache, free
 sequence     the tokens and blocks of one sequence

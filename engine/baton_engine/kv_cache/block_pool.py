@@ -1,7 +1,7 @@
-"""Block pool: reference counts, the prefix cache's hashes and the list of free blocks.
+"""The pool of KV blocks: reference counts, hashes of the prefix cache, the list of free blocks.
 
-All operations are O(1) per block. A free block keeps its cached KV, and can be found by hash,
-until it is handed out again. The least recently used block goes first. Its content then moves to
+All operations are O(1) per block. A free block keeps its cached KV, and can be found by hash, until
+it is allocated again. The least recently used block is allocated first. Its cached KV then moves to
 the offload tier, if there is one.
 """
 
@@ -15,7 +15,7 @@ from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, KVEvent
 
 
 class Block:
-    """One KV block. `prev` and `next` link it into the free list while it has no holder."""
+    """One KV block. While the block is free, `prev` and `next` link it into the free list."""
 
     __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
 
@@ -33,10 +33,7 @@ class Block:
 
 
 class FreeList:
-    """Free blocks as a doubly linked list. A sentinel closes the ring.
-
-    The head is handed out next.
-    """
+    """The free blocks as a doubly linked list. The block at the head is allocated next."""
 
     def __init__(self, blocks: Iterable[Block]) -> None:
         self._ring = Block(-1)
@@ -49,16 +46,16 @@ class FreeList:
         return self._length
 
     def append(self, block: Block) -> None:
-        """Add `block` at the tail: it is handed out last."""
+        """Add `block` at the tail, so that it is allocated last."""
         assert self._ring.prev is not None
         self._insert(self._ring.prev, block)
 
     def append_left(self, block: Block) -> None:
-        """Add `block` at the head: it is handed out next."""
+        """Add `block` at the head, so that it is allocated next."""
         self._insert(self._ring, block)
 
     def pop_left(self) -> Block:
-        """Remove and return the head. Raises IndexError if the list is empty."""
+        """Remove and return the block at the head. Raises IndexError if the list is empty."""
         head = self._ring.next
         if head is None or head is self._ring:
             raise IndexError("no free KV block")
@@ -66,7 +63,7 @@ class FreeList:
         return head
 
     def remove(self, block: Block) -> None:
-        """Remove `block` from any position."""
+        """Remove `block` from the list, at any position."""
         assert block.prev is not None, "block is not in the free list"
         assert block.next is not None
         block.prev.next, block.next.prev = block.next, block.prev
@@ -83,7 +80,7 @@ class FreeList:
 
 
 class BlockPool:
-    """Allocates blocks, counts their holders and finds cached blocks by hash."""
+    """Allocates KV blocks, counts the references to each block and finds cached blocks by hash."""
 
     def __init__(
         self,
@@ -91,12 +88,12 @@ class BlockPool:
         events: list[KVEvent] | None = None,
         offload: OffloadTier | None = None,
     ) -> None:
-        """Create blocks that are all free.
+        """Create a pool of `num_blocks` free blocks.
 
         Args:
-            events: list to which evictions and resets are appended.
-            offload: tier that stores evicted blocks. `events` reports them as removed when they
-                leave the tier.
+            events: list to which evictions and resets are appended. None: nothing is recorded.
+            offload: tier that stores evicted blocks. An event reports such a block as removed only
+                when the block leaves the tier.
         """
         self.num_blocks = num_blocks
         self.events = events
@@ -107,19 +104,19 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without a holder, including cached ones."""
+        """Number of blocks without a reference, including cached ones."""
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """Fraction of blocks that have a holder, 0 to 1. 0 for an empty pool."""
+        """Fraction of the blocks that have a reference, from 0 to 1. 0 for an empty pool."""
         return 1.0 - len(self._free) / self.num_blocks if self.num_blocks else 0.0
 
     def allocate(self, num_blocks: int) -> list[Block]:
-        """Take free blocks and evict their cached content.
+        """Take free blocks and remove them from the prefix cache. Each block gets one reference.
 
         Raises:
-            ValueError: fewer blocks are free; check `num_free_blocks` first.
+            ValueError: fewer than `num_blocks` blocks are free.
         """
         if num_blocks > len(self._free):
             raise ValueError(f"{num_blocks} KV blocks wanted, {len(self._free)} are free")
@@ -130,17 +127,20 @@ class BlockPool:
         return blocks
 
     def touch(self, blocks: Iterable[Block]) -> None:
-        """Add one holder to each of these held or cached blocks."""
+        """Add one reference to each block. Free blocks leave the free list."""
         for block in blocks:
             if block.ref_count == 0:
                 self._free.remove(block)
             block.ref_count += 1
 
     def free(self, blocks: Sequence[Block]) -> None:
-        """Remove one holder from each block of a sequence, given in the sequence's order.
+        """Remove one reference from each block of a sequence.
 
-        The tail enters the free list first, because a prefix is shared more often than what follows
-        it.
+        Blocks that are now without references enter the free list, the last block of the sequence
+        first. Later blocks are therefore reused before the prefix, which more requests share.
+
+        Args:
+            blocks: in the order of the sequence.
         """
         for block in reversed(blocks):
             if block.ref_count <= 0:
@@ -153,17 +153,16 @@ class BlockPool:
                     self._free.append(block)
 
     def find(self, block_hash: BlockHash) -> Block | None:
-        """Return the block that holds the tokens of `block_hash`, whether free or not."""
+        """Return the cached block with this hash, free or not. None: no such block is cached."""
         return self._cached.get(block_hash)
 
     def cache(self, block: Block, block_hash: BlockHash) -> bool:
         """Add a full, computed block to the prefix cache.
 
-        If another block with the same content is cached already, that one stays and `block` remains
-        private.
+        A block is not added if it is cached already, or if another block has the same hash.
 
         Returns:
-            Whether `block_hash` is new to the cache.
+            Whether the block was added.
         """
         if block.block_hash is not None or block_hash in self._cached:
             return False
@@ -172,7 +171,10 @@ class BlockPool:
         return True
 
     def evict(self, blocks: Iterable[Block]) -> None:
-        """Remove blocks from the prefix cache before their content changes. Holders keep them."""
+        """Remove blocks from the prefix cache, before their content changes.
+
+        The offload tier, if there is one, stores the removed blocks. References to the blocks stay.
+        """
         gone: list[BlockHash] = []
         for block in blocks:
             if block.block_hash is not None:
@@ -187,10 +189,7 @@ class BlockPool:
             self.events.append(BlocksRemoved(gone))
 
     def reset(self) -> None:
-        """Remove all content from the prefix cache and the offload tier.
-
-        Holders keep their blocks.
-        """
+        """Empty the prefix cache and the offload tier. References to blocks stay."""
         for block in self._cached.values():
             block.block_hash = None
         self._cached.clear()

@@ -1,10 +1,11 @@
-"""KV cache manager: prefix lookup, allocation, copy-on-write, swapping, restoring.
+"""The KV cache manager: prefix lookup, allocation, copy-on-write, swapping, restoring.
 
-A sequence's blocks are in `KVSequence.blocks` and `KVSequence.swapped_blocks`. Only this manager
-changes these lists. The manager moves no KV itself: workers make the copies that it returns, in the
-order that `executor/step.py` describes.
+A sequence's blocks are in `KVSequence.blocks` and `KVSequence.swapped_blocks`. Only the manager
+changes these lists. The manager does not move KV, but returns block copies. Workers make the copies
+in the order that `executor/step.py` describes.
 
-A block must be read before it is overwritten. Within one step this forbids three orders:
+Workers must read a block before they overwrite it. Therefore callers must not do the following
+within one step:
 
 - swap out a block after it was made writable,
 - swap in after freeing blocks that a copy of the same step reads or writes,
@@ -29,7 +30,7 @@ CachedBlock = Block | OffloadedBlock
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Counters since start."""
+    """Counters of the prefix cache since the engine's start."""
 
     #: Tokens looked up.
     queries: int = 0
@@ -52,17 +53,17 @@ class KVCacheManager:
         watermark_blocks: int = 0,
         enable_events: bool = False,
     ) -> None:
-        """Create pools in which all blocks are free.
+        """Create a manager in which all blocks are free.
 
         Args:
             block_size: tokens per block.
-            model_key: the engine's compatibility hash. Block hashes can be compared only under the
-                same key.
+            model_key: the engine's compatibility hash. Block hashes of different keys cannot be
+                compared.
             num_swap_blocks: blocks in host memory for swapped requests.
             num_offload_blocks: slots in host memory for evicted blocks of the prefix cache. 0
                 disables the offload tier.
             watermark_blocks: blocks that the scheduler keeps free when it admits a request. The
-                manager only stores it.
+                manager only stores this number.
             enable_events: record changes of the prefix cache for `take_events`.
         """
         self.block_size = block_size
@@ -73,24 +74,24 @@ class KVCacheManager:
         self.swap_pool = BlockPool(num_swap_blocks)
         self.stats = PrefixCacheStats()
         self._model_key = model_key
-        #: May change at any time. Blocks cached before are found again once it is True.
+        #: May change at any time. When it is True again, earlier cached blocks are found again.
         self.enable_prefix_caching = enable_prefix_caching
 
     @property
     def usage(self) -> float:
-        """Fraction of blocks that have a holder, 0 to 1."""
+        """Fraction of the device blocks that have a reference, from 0 to 1."""
         return self.pool.usage
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without a holder, including cached ones."""
+        """Number of device blocks without a reference, including cached ones."""
         return self.pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def block_hashes(self, request: KVSequence) -> list[BlockHash]:
-        """Return the chained hashes of the request's full blocks. Compute the missing ones."""
+        """Return the chained hashes of the request's full blocks. Computes missing hashes."""
         hashes, size = request.block_hashes, self.block_size
         parent = hashes[-1] if hashes else self._root(request)
         for start in range(len(hashes) * size, len(request.token_ids) - size + 1, size):
@@ -101,7 +102,7 @@ class KVCacheManager:
     def block_hashes_until(self, request: KVSequence, num_tokens: int) -> list[BlockHash]:
         """Return the hashes of the blocks that hold the first `num_tokens` tokens.
 
-        A partial last block has a hash of its tokens so far.
+        The hash of a partial last block covers the tokens up to `num_tokens`.
         """
         num_full, rest = divmod(num_tokens, self.block_size)
         hashes = self.block_hashes(request)[:num_full]
@@ -115,7 +116,7 @@ class KVCacheManager:
     def find_cached_prefix(self, request: KVSequence, max_tokens: int) -> list[CachedBlock]:
         """Return the cached blocks that hold the request's first tokens, at most `max_tokens`.
 
-        The blocks stay where they are until `allocate` takes them.
+        The lookup does not reserve the blocks. Pass them to `allocate`.
         """
         blocks: list[CachedBlock] = []
         if self.enable_prefix_caching:
@@ -136,17 +137,18 @@ class KVCacheManager:
         *,
         keep_free: int = 0,
     ) -> list[int] | None:
-        """Extend the request's blocks to hold its first `num_tokens` tokens, `cached` blocks first.
+        """Give the request enough blocks for its first `num_tokens` tokens.
 
         Args:
-            cached: result of `find_cached_prefix`, for a request without blocks. An offloaded block
-                gets a device block, which enters the prefix cache at once. The step under
-                construction restores it before its tokens run.
-            keep_free: blocks that must stay free if any are taken.
+            cached: result of `find_cached_prefix`, for a request without blocks. These blocks
+                become the request's first blocks. An offloaded block gets a device block, which
+                enters the prefix cache at once. The step under construction restores the KV before
+                the step's tokens run.
+            keep_free: number of blocks that must stay free, unless no free block is taken.
 
         Returns:
             Ids of the added blocks, including cached ones. None, with nothing changed, if too few
-            are free.
+            blocks are free.
         """
         num_new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks) - len(cached))
         on_device = [block for block in cached if isinstance(block, Block)]
@@ -163,11 +165,11 @@ class KVCacheManager:
         return [block.block_id for block in added]
 
     def fork(self, parent: KVSequence, child: KVSequence, num_tokens: int) -> None:
-        """Let `child` share the parent's blocks of the first `num_tokens` tokens, which both have.
+        """Share the parent's blocks of the first `num_tokens` tokens with `child`.
 
-        A partial last block is shared too. It may also hold later tokens of the parent: a request
-        does not read positions that it has not computed. Before either of them writes to the block,
-        `make_writable` copies it for the writer. The last holder of a block writes in place.
+        Both sequences have these tokens. A partial last block is shared too. That block may also
+        hold later tokens of the parent, which the child does not read. Before a sequence writes to
+        a shared block, `make_writable` must replace the block by a copy.
 
         Raises:
             ValueError: the parent's blocks hold fewer tokens, or the child has blocks already.
@@ -190,18 +192,17 @@ class KVCacheManager:
         self.pool.touch(child.blocks)
 
     def make_writable(self, request: KVSequence, start: int, end: int) -> list[BlockCopy] | None:
-        """Copy on write: make `request` the only holder of the blocks of positions [start, end).
+        """Make `request` the only user of its blocks for positions [start, end) (copy on write).
 
-        A block with other holders is replaced in `request.blocks` by a copy, and the others keep
-        the old one. A block without other holders stays. It is removed from the prefix cache if it
-        is there: a forked child may be the last holder of a block that its parent filled.
+        A block that other sequences use is replaced by a new block in `request.blocks`. A block
+        that only `request` uses stays, but is removed from the prefix cache.
 
         Returns:
             Copies to make before the step's tokens run. None, with nothing changed, if too few
             blocks are free.
 
         Raises:
-            ValueError: the request has no blocks for these positions; call `allocate` first.
+            ValueError: the request has no blocks for these positions. Call `allocate` first.
         """
         if start >= end:
             return []
@@ -223,10 +224,10 @@ class KVCacheManager:
         return copies
 
     def swap_out(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
-        """Move all blocks of these requests to host memory. A block that they share is moved once.
+        """Move all blocks of the requests to host memory. A shared block is moved once.
 
-        Their device blocks are freed as by `free`: full cached ones stay in the prefix cache until
-        they are handed out again. Other holders keep their blocks.
+        The requests release their device blocks. Cached blocks stay in the prefix cache until they
+        are allocated again.
 
         Returns:
             Copies from device blocks to host blocks. None, with nothing changed, if too few host
@@ -250,10 +251,10 @@ class KVCacheManager:
     def swap_in(
         self, requests: Sequence[KVSequence], *, keep_free: int = 0
     ) -> list[BlockCopy] | None:
-        """Move all blocks of these requests to the device. A block that they share is moved once.
+        """Move all blocks of the requests to the device. A shared block is moved once.
 
-        The new blocks enter the prefix cache with the next `cache_blocks`. Other holders keep their
-        host blocks.
+        The requests release their host blocks. The device blocks enter the prefix cache at the next
+        call of `cache_blocks`.
 
         Returns:
             Copies from host blocks to device blocks. None, with nothing changed, if too few device
@@ -281,13 +282,21 @@ class KVCacheManager:
         return copies
 
     def count_lookup(self, num_tokens: int, num_hits: int) -> None:
-        """Count the prefix-cache lookup of an admitted request."""
+        """Count the prefix-cache lookup of an admitted request in `stats`.
+
+        Args:
+            num_tokens: tokens looked up.
+            num_hits: tokens found.
+        """
         if self.enable_prefix_caching:
             self.stats.queries += num_tokens
             self.stats.hits += num_hits
 
     def cache_blocks(self, request: KVSequence, num_computed_tokens: int) -> None:
-        """Add the full blocks of computed, or loaded and verified, tokens to the prefix cache."""
+        """Add the full blocks of the first `num_computed_tokens` tokens to the prefix cache.
+
+        The KV of these tokens was computed, or was loaded and verified.
+        """
         if not self.enable_prefix_caching:
             return
         num_full = num_computed_tokens // self.block_size
@@ -300,7 +309,7 @@ class KVCacheManager:
                 first_new = index
         request.num_cached_blocks = num_full
         if self._events is not None and first_new is not None:
-            # One event carries the whole chain, so hashes behind the first new one may be repeated.
+            # One event carries the whole chain, so it may repeat hashes after the first new one.
             parent = hashes[first_new - 1] if first_new else self._root(request)
             self._events.append(BlocksStored(hashes[first_new:num_full], parent, self.block_size))
 
@@ -310,11 +319,15 @@ class KVCacheManager:
         self._free_host_blocks(request)
 
     def take_offload_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Return what the finished step stores in the offload tier, and what it restores."""
+        """Return the offload tier's copies for the step under construction, and finish that step.
+
+        Returns:
+            Copies from device blocks to slots, and copies from slots to device blocks.
+        """
         return self.offload.take_copies() if self.offload is not None else ([], [])
 
     def reset_prefix_cache(self) -> None:
-        """Remove all content from the prefix cache. Holders keep their blocks."""
+        """Empty the prefix cache and the offload tier. Requests keep their blocks."""
         self.pool.reset()
 
     def take_events(self) -> list[KVEvent]:
@@ -329,9 +342,12 @@ class KVCacheManager:
         return taken
 
     def _restore(self, cached: Sequence[CachedBlock]) -> list[Block]:
-        """Return the blocks of a prefix, with a device block for each offloaded one.
+        """Replace each offloaded block of a cached prefix by a new device block.
 
         The caller has called `pool.touch` for the blocks that are on the device.
+
+        Returns:
+            The device blocks of the prefix.
         """
         assert self.offload is not None
         offloaded = [block for block in cached if isinstance(block, OffloadedBlock)]
@@ -344,9 +360,9 @@ class KVCacheManager:
         return [block if isinstance(block, Block) else next(targets) for block in cached]
 
     def _can_take(self, num_blocks: int, keep_free: int = 0) -> bool:
-        """Return whether `num_blocks` are free besides `keep_free`.
+        """Return whether `num_blocks` can be taken while `keep_free` blocks stay free.
 
-        Taking no block is always possible.
+        Always true if `num_blocks` is 0.
         """
         return num_blocks == 0 or num_blocks + keep_free <= self.pool.num_free_blocks
 
@@ -366,7 +382,9 @@ class KVCacheManager:
 def _take_counterparts(
     tables: Sequence[Sequence[Block]], target: BlockPool
 ) -> tuple[list[list[Block]], list[BlockCopy]]:
-    """Allocate a block of `target`, with as many holders, for each distinct block in `tables`.
+    """Allocate a block of `target` for each distinct block in `tables`.
+
+    A new block gets one reference per table that contains the old block.
 
     Returns:
         The tables with the new blocks, and one copy per distinct block, from old to new.
@@ -377,7 +395,7 @@ def _take_counterparts(
     moved: list[list[Block]] = []
     for table in tables:
         new_table = [counterpart[block] for block in table]
-        # `allocate` counted the first holder.
+        # `allocate` counted the first reference.
         target.touch(block for block in new_table if block in taken)
         taken.update(new_table)
         moved.append(new_table)

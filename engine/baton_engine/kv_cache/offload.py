@@ -1,13 +1,14 @@
-"""Offload tier: maps evicted blocks of the prefix cache to slots in host memory.
+"""The offload tier: keeps evicted blocks of the prefix cache in slots of host memory.
 
-Workers make the copies. The step that overwrites a block on the device stores it first. The step of
-a request that needs the prefix restores it into a new device block.
+This module only assigns slots. Workers make the copies. The step that overwrites an evicted block
+on the device first stores the block in a slot. The step of a request that needs the block copies
+the slot to a new device block.
 
-Workers apply steps in order. Within a step (`executor/step.py`) they store before any other write
-to the device, and restore before the tokens run. Therefore no copy waits for a step to finish. A
-slot that a step writes or reads must not be given to another block in the same step.
+Workers apply steps in order. Within a step (`executor/step.py`), stores come before any other write
+to the device, and restores come before the tokens run. Therefore no copy waits for a step to
+finish. A slot that a step writes or reads must not be given to another block in the same step.
 
-A restored block keeps its slot, so evicting it again copies nothing.
+A restored block keeps its slot, so no copy is needed when the block is evicted again.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from baton_protocol.block_hash import BlockHash
 
 
 class OffloadedBlock(NamedTuple):
-    """A block of a prefix that is in the offload tier and not on the device."""
+    """A cached block that is in the offload tier and not on the device."""
 
     block_hash: BlockHash
     slot: int
 
 
 class OffloadTier:
-    """Slots in least-recently-used order. All operations are O(1) per block."""
+    """Assigns slots to blocks and reuses the least recently used slot. O(1) per block."""
 
     def __init__(self, num_slots: int) -> None:
         """Create a tier in which all slots are free.
@@ -52,7 +53,7 @@ class OffloadTier:
         self.reset()
 
     def __len__(self) -> int:
-        """Return the number of blocks held."""
+        """Return the number of blocks in the tier."""
         return len(self._slots)
 
     def find(self, block_hash: BlockHash) -> OffloadedBlock | None:
@@ -60,12 +61,14 @@ class OffloadTier:
         return OffloadedBlock(block_hash, slot) if slot is not None else None
 
     def store(self, block_hash: BlockHash, block_id: int) -> BlockHash | None:
-        """Store a computed block that the step under construction will overwrite.
+        """Store a computed block before the step under construction overwrites it.
+
+        Without a free slot, the block replaces the least recently used block. If the step needs
+        that block's slot, the new block is not stored.
 
         Returns:
-            The hash that is no longer in the tier. It is the least recently used one, or
-            `block_hash` itself if the step needs the least recently used slot. None if a slot was
-            free or the block is stored already.
+            The hash of the block that is lost: the replaced block's, or `block_hash` if the new
+            block is not stored. None if no block is lost.
         """
         if block_hash in self._slots:
             self._slots.move_to_end(block_hash)
@@ -85,28 +88,34 @@ class OffloadTier:
         return lost
 
     def hold(self, blocks: Sequence[OffloadedBlock]) -> None:
-        """Keep these blocks of a sequence, given in order, until `restore` and the end of the step.
+        """Mark blocks as used, and keep their slots until the step under construction is finished.
 
-        The tail counts as used less recently, because it is useless without its prefix.
+        Args:
+            blocks: in the order of the sequence. Later blocks count as less recently used, because
+                they are useless without the earlier blocks.
         """
         for block in reversed(blocks):
             self._slots.move_to_end(block.block_hash)
             self._busy.add(block.slot)
 
     def restore(self, block: OffloadedBlock, block_id: int) -> None:
-        """Let the step under construction copy a held block to the device block `block_id`."""
+        """Copy a held block to the device block `block_id` in the step under construction."""
         self._restores.append(BlockCopy(block.slot, block_id))
         self.num_restored += 1
 
     def take_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Finish the step under construction and return its stores and restores."""
+        """Return the copies of the step under construction, and finish that step.
+
+        Returns:
+            Copies from device blocks to slots, and copies from slots to device blocks.
+        """
         stores, self._stores = self._stores, []
         restores, self._restores = self._restores, []
         self._busy.clear()
         return stores, restores
 
     def reset(self) -> None:
-        """Remove all blocks. Call it between steps only."""
-        assert not self._busy, "the step under construction still needs some"
+        """Remove all blocks from the tier. Call this only between steps."""
+        assert not self._busy, "the step under construction still uses slots"
         self._slots.clear()
         self._free = list(reversed(range(self.num_slots)))

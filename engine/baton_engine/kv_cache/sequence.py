@@ -1,4 +1,4 @@
-"""The tokens of one sequence and the KV blocks that hold them."""
+"""The tokens and the KV blocks of one sequence."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from baton_protocol.block_hash import BlockHash
 
 @dataclass(slots=True, eq=False)
 class KVSequence:
-    """A sequence as the KV cache manager sees it.
+    """The tokens and the KV blocks of one sequence.
 
-    Only the manager writes the block fields. The scheduler writes the others.
+    Only the KV cache manager writes `blocks` and the fields after it. The scheduler writes the
+    other fields.
     """
 
     request_id: str
