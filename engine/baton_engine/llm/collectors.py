@@ -1,4 +1,4 @@
-"""Collectors: from engine outputs to the caller's output objects, one per prompt. No torch."""
+"""Joins the engine's outputs for one prompt into one result. Does not import torch."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Prompt:
 
 
 class Collector(abc.ABC):
-    """Everything that is generated for one prompt.
+    """Collects the engine's outputs for one prompt.
 
     Attributes:
-        requests: requests for the engine.
-        num_generated: tokens received so far.
+        requests: requests to send to the engine.
+        num_generated: tokens received so far, over all requests.
     """
 
     def __init__(self, prompt: Prompt, requests: list[EngineCoreRequest]) -> None:
@@ -52,14 +52,16 @@ class Collector(abc.ABC):
 
     @abc.abstractmethod
     def push(self, output: EngineCoreOutput) -> bool:
-        """Take in an output of one of `requests`. Return whether that request has ended.
+        """Add an output of one of `requests`.
 
-        The engine may still run it, because stop strings are found here.
+        Returns:
+            Whether that request has ended. The engine may still run the request, because the
+            collector, not the engine, finds stop strings.
         """
 
 
 class SamplesCollector(Collector):
-    """The samples of one prompt."""
+    """Collects the samples of one prompt."""
 
     def __init__(
         self,
@@ -78,10 +80,10 @@ class SamplesCollector(Collector):
         return self._samples[output.request_id].push(output)
 
     def result(self, request_id: str) -> RequestOutput:
-        """Return the caller's object, once every request has ended."""
+        """Return the result of the prompt. Call this after all requests have ended."""
         samples = list(self._samples.values())
-        # The first of a group computes the prompt. Only its count describes the prompt, because
-        # the others find it cached.
+        # The first sample of a group computes the prompt. The others find the prompt cached, so
+        # their counts do not describe it.
         output = RequestOutput(
             request_id,
             self.prompt.text,
@@ -103,7 +105,7 @@ class SamplesCollector(Collector):
 
 
 class BeamsCollector(Collector):
-    """The beams of one prompt: one request with one output."""
+    """Collects the beams of one prompt. One request returns all beams."""
 
     def __init__(self, prompt: Prompt, request: EngineCoreRequest, tokenizer: Tokenizer) -> None:
         super().__init__(prompt, [request])
@@ -116,7 +118,7 @@ class BeamsCollector(Collector):
         return output.finished
 
     def result(self) -> BeamSearchOutput:
-        """Return the caller's object, once the request has ended."""
+        """Return the result of the prompt. Call this after the request has ended."""
         assert self._output is not None
         sequences = []
         for beam in self._output.beams or []:
@@ -136,7 +138,7 @@ class BeamsCollector(Collector):
 
 @dataclass
 class _Sample:
-    """One sequence."""
+    """One generated sequence."""
 
     params: SamplingParams
     tokenizer: Tokenizer
@@ -189,10 +191,10 @@ class _Sample:
 
 
 def check_output(output: EngineCoreOutput, where: str) -> None:
-    """Raise the exception of an engine's refusal or failure.
+    """Raise an exception if an output reports a refusal or a failure.
 
     Args:
-        where: names the prompt in the message.
+        where: name of the prompt, for the message.
 
     Raises:
         ValueError: the prompt or its parameters cannot be served.

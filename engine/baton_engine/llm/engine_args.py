@@ -1,4 +1,4 @@
-"""The offline API's keyword arguments as an EngineConfig."""
+"""Converts the keyword arguments of the offline API to an EngineConfig."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from baton_protocol.options import options, set_field
 
 
 class EngineArgs(TypedDict, total=False):
-    """Keyword arguments of `LLM(model, ...)`. `EngineConfig` describes each and its default.
+    """Keyword arguments of `LLM(model, ...)`. `EngineConfig` describes them and the defaults.
 
-    They are written out for type checkers. A test compares names and types with the options.
+    The arguments are repeated here for type checkers. A test compares names and types with the
+    fields of `EngineConfig`.
     """
 
     dtype: str
@@ -57,7 +58,7 @@ class EngineArgs(TypedDict, total=False):
     crash_dump_dir: str
 
 
-#: Options by the name of their argument. Their flag has the same name.
+#: Options by the name of the argument. The option's flag has the same name.
 _OPTIONS = {
     name: option
     for option in options(EngineConfig)
@@ -69,8 +70,8 @@ def engine_config(model: str | Path, args: EngineArgs) -> EngineConfig:
     """Build the configuration of an engine in the caller's process.
 
     Raises:
-        TypeError: there is no such argument.
-        ValueError: a value has the wrong type or is out of bounds; the message names the argument.
+        TypeError: an argument does not exist.
+        ValueError: a value has the wrong type or is out of bounds. The message names the argument.
     """
     fields: dict[str, Any] = {
         "model": {"path": str(model)},

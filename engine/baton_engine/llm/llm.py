@@ -1,4 +1,4 @@
-"""LLM: a model in this process. `generate`, `chat` and `beam_search` run prompts as one batch."""
+"""The class `LLM`: offline inference in the caller's process."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """A model for offline inference.
+    """A model for offline inference in this process.
 
-    Calls are served one after another. Calls from several threads wait for each other.
+    Calls from several threads run one after another.
 
     Args:
         model: folder of the checkpoint.
-        seed: seed of the generator that draws a seed for each prompt whose parameters have none.
-            Equal calls of equal LLMs return equal texts.
+        seed: seed of the random generator that draws a seed for each prompt without one. With the
+            same seed, the same calls return the same texts.
         args: fields of EngineConfig by name, see `EngineArgs`.
 
     Raises:
         ConfigurationError: the model or the configuration cannot be served.
-        TypeError: there is no such argument.
+        TypeError: an argument does not exist.
         ValueError: a value has the wrong type or is out of bounds.
     """
 
@@ -91,23 +91,24 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: ProgressBar = True,
     ) -> list[RequestOutput]:
-        """Continue prompts.
+        """Generate text that continues one or several prompts.
 
         Args:
-            prompts: one or several. Each is a text or token ids, also as `{"prompt": ...}` or
-                `{"prompt_token_ids": ...}`.
-            sampling_params: parameters of all prompts, or a list with one per prompt. None: the
-                defaults.
-            use_tqdm: whether to show a progress bar, or a function that creates one from tqdm's
-                arguments.
+            prompts: one prompt or a list of prompts. A prompt is a text, a list of token ids,
+                `{"prompt": ...}` or `{"prompt_token_ids": ...}`.
+            sampling_params: parameters of all prompts, or a list with one entry per prompt. None:
+                the defaults.
+            use_tqdm: True shows a progress bar. A function is called with tqdm's arguments and
+                returns the bar.
 
         Returns:
-            One output per prompt, in their order.
+            One output per prompt, in the order of the prompts.
 
         Raises:
             TypeError: an argument has the wrong type.
-            ValueError: a prompt or its parameters cannot be served. Nothing is left running.
-            RuntimeError: the engine failed, or this LLM is closed.
+            ValueError: a prompt or its parameters cannot be served. All prompts of the call are
+                aborted.
+            RuntimeError: the engine failed, or this LLM is asleep or closed.
         """
         with self._lock:
             tokenized = [
@@ -125,20 +126,20 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations.
+        """Generate the assistant's next message in one or several conversations.
 
         Args:
-            messages: one conversation or several.
-            chat_template: Jinja source to use instead of the checkpoint's.
-            add_generation_prompt: open the assistant's turn.
-            chat_template_kwargs: further variables of the template, such as enable_thinking.
+            messages: one conversation or a list of conversations.
+            chat_template: Jinja source to use instead of the checkpoint's template.
+            add_generation_prompt: end each prompt with the start of an assistant message.
+            chat_template_kwargs: additional variables of the template, such as enable_thinking.
 
         Returns:
-            As `generate`.
+            One output per conversation, in the order of the conversations.
 
         Raises:
             TypeError, RuntimeError: as `generate`.
-            ValueError: as `generate`; also if the template is missing, or refuses the messages.
+            ValueError: as `generate`; also if the template is missing or rejects the messages.
         """
         if chat_template is None:
             template = self._tokenizer.chat_template
@@ -176,10 +177,11 @@ class LLM:
         params: BeamSearchParams,
         use_tqdm: ProgressBar = False,
     ) -> list[BeamSearchOutput]:
-        """Search for the most likely continuations of prompts.
+        """Search for the most likely continuations of one or several prompts.
 
         Returns:
-            One output per prompt, in their order. Its sequences are sorted, best first.
+            One output per prompt, in the order of the prompts. The beams in an output are sorted,
+            best first.
 
         Raises:
             TypeError, ValueError, RuntimeError: as `generate`.
@@ -202,41 +204,45 @@ class LLM:
         return self._tokenizer
 
     def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """Free memory between calls.
+        """Free memory until `wake_up` is called.
 
         Level 0 frees nothing. Level 1 moves the weights to host memory and drops the KV cache.
-        Level 2 drops both.
+        Level 2 drops the weights and the KV cache.
         """
         with self._lock:
             self._check_open()
             self._core.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore memory: some of `weights`, `kv_cache` and `scheduling`. None: all."""
+        """Restore what `sleep` has freed.
+
+        Args:
+            tags: some of `weights`, `kv_cache` and `scheduling`. None: all.
+        """
         with self._lock:
             self._check_open()
             self._core.wake_up(tags)
 
     def reset_prefix_cache(self) -> None:
-        """Drop the KV of earlier prompts. It never fails, so it returns nothing, unlike vLLM's."""
+        """Drop the KV of earlier prompts. Unlike vLLM's method, this one returns nothing."""
         with self._lock:
             self._check_open()
             self._core.reset_prefix_cache()
 
     def start_profile(self) -> None:
-        """Start torch's profiler in every worker. Needs `profiler_dir`."""
+        """Start torch's profiler in every worker. Needs the argument `profiler_dir` of `LLM`."""
         with self._lock:
             self._check_open()
             self._core.start_profile()
 
     def stop_profile(self) -> None:
-        """Stop the profiler. The traces are in `profiler_dir`."""
+        """Stop the profiler and write the traces to `profiler_dir`."""
         with self._lock:
             self._check_open()
             self._core.stop_profile()
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics, under the names of its /metrics."""
+        """Return the engine's metrics, with the names that the engine's /metrics uses."""
         with self._lock:
             self._check_open()
             name = Path(self.config.model.path).name
@@ -248,7 +254,7 @@ class LLM:
             ]
 
     def close(self) -> None:
-        """End workers and free the model's memory. Idempotent."""
+        """End the workers and free the model's memory. Idempotent."""
         with self._lock:
             self._finalizer()
 
@@ -302,7 +308,10 @@ class LLM:
     def _requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams
     ) -> list[EngineCoreRequest]:
-        """Return the samples of one prompt, as one group, so that the prompt is computed once."""
+        """Return one request per sample of a prompt.
+
+        The requests form one group, so the engine computes the prompt once.
+        """
         wire = params.to_wire(self._tokenizer, seed=self._seeds.getrandbits(63))
         num = params.num_candidates
         arrival = time.time()
@@ -356,7 +365,7 @@ class LLM:
 
 
 def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
-    """Return one prompt as a list of one."""
+    """Return the prompts as a list. A single prompt becomes a list of one."""
     given: Any = prompts
     if isinstance(given, str | dict):
         return [cast(PromptType, given)]
@@ -371,10 +380,10 @@ def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptT
 
 
 def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
-    """Return one conversation as a list of one.
+    """Return the conversations as a list. A single conversation becomes a list of one.
 
     Raises:
-        TypeError: this is neither a conversation nor a list of them.
+        TypeError: `messages` is neither a conversation nor a list of conversations.
         ValueError: a conversation is empty.
     """
     if not isinstance(messages, list | tuple):
@@ -396,7 +405,7 @@ def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
 
 
 def _type_name(given: object) -> str:
-    """Name the type of a value and, in a list, of the first item that is not an int."""
+    """Return the name of a value's type. For a list, add the type of the first non-int item."""
     if isinstance(given, list | tuple):
         item_type = next(type(item).__name__ for item in given if type(item) is not int)
         return f"a {type(given).__name__} with {item_type}"

@@ -1,4 +1,4 @@
-"""Results of the offline API, in the shapes of vLLM."""
+"""Results of the offline API. The classes follow the names and fields of vLLM."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class CompletionOutput:
 
     index: int
     text: str
-    #: Including the token that ended it.
+    #: Including the token that ended the sequence.
     token_ids: list[int]
     #: Sum of the log-probabilities of `token_ids`. None unless logprobs were requested.
     cumulative_logprob: float | None
-    #: Per token of `token_ids`: the log-probabilities of this token and of the most likely ones, by
+    #: Per token of `token_ids`: log-probabilities of this token and of the most likely tokens, by
     #: token id. None unless requested.
     logprobs: list[dict[int, Logprob]] | None
     #: stop, length or repetition.
     finish_reason: str | None
-    #: The stop string or stop token id that ended it. None for the model's own end token.
+    #: The stop string or stop token id that ended the sequence. None for the model's EOS token.
     stop_reason: int | str | None = None
     #: Experts of all computed tokens, if `return_routed_experts` was set.
     routed_experts: RoutedExperts | None = None
@@ -46,7 +46,7 @@ class RequestOutput:
     #: None if token ids were given.
     prompt: str | None
     prompt_token_ids: list[int]
-    #: Per prompt token. None for the first, which nothing predicts.
+    #: Per prompt token. None for the first token, which nothing predicts.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False
@@ -56,15 +56,15 @@ class RequestOutput:
 
 @dataclass
 class BeamSearchSequence:
-    """One beam."""
+    """One beam of a beam search."""
 
-    #: The prompt's and the generated tokens.
+    #: The tokens of the prompt, then the generated tokens.
     tokens: list[int]
     #: Text of `tokens`, including the prompt, as in vLLM.
     text: str
     #: Sum of the log-probabilities of the generated tokens.
     cum_logprob: float
-    #: cum_logprob / number of generated tokens ** length_penalty. Beams are sorted by it.
+    #: cum_logprob / number of generated tokens ** length_penalty. Beams are sorted by this score.
     score: float
     finish_reason: str
     stop_reason: int | None = None
@@ -79,7 +79,7 @@ class BeamSearchOutput:
 
 @dataclass
 class Metric:
-    """One sample of a metric, as on the engine's /metrics."""
+    """One sample of a metric, with the name that the engine's /metrics uses."""
 
     name: str
     labels: dict[str, str]

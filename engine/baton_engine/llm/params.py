@@ -1,4 +1,8 @@
-"""Parameters of the offline API: the protocol's, and those that the client side implements."""
+"""Sampling and beam-search parameters of the offline API.
+
+`SamplingParams` extends the engine's parameters with options that the engine does not implement,
+such as stop strings.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ _INDEX = re.compile(r"\$\[(\d+)\]")
 
 
 def check_types(params: msgspec.Struct) -> None:
-    """Raise ValueError naming the first field with a value of the wrong type."""
+    """Raise ValueError if a field has a value of the wrong type. The message names the field."""
     kind = type(params)
     for name in kind.__struct_fields__:
         if isinstance(getattr(params, name), set | frozenset):
@@ -39,7 +43,7 @@ def check_types(params: msgspec.Struct) -> None:
 
 
 def _unencodable_field(params: msgspec.Struct) -> str:
-    """Name of the first field whose value has a type that no message could carry."""
+    """Return the name of the first field whose value cannot be encoded as a message."""
     for name in params.__struct_fields__:
         try:
             msgspec.to_builtins(getattr(params, name))
@@ -49,11 +53,11 @@ def _unencodable_field(params: msgspec.Struct) -> str:
 
 
 class SamplingParams(WireSamplingParams, kw_only=True):
-    """Parameters of one prompt, given by name: `SamplingParams(temperature=0.8, max_tokens=64)`."""
+    """Sampling parameters of one prompt, for example `SamplingParams(temperature=0.8)`."""
 
     #: Limit of generated tokens, as in vLLM. None: up to max_model_len.
     max_tokens: int | None = 16
-    #: None: one is drawn per prompt, from the LLM's own seed.
+    #: None: a seed is drawn for each prompt by the LLM's random generator.
     seed: int | None = None  # type: ignore[assignment]  # never None on the wire
     #: Sequences to return for each prompt.
     n: int = 1
@@ -73,7 +77,7 @@ class SamplingParams(WireSamplingParams, kw_only=True):
 
     @property
     def num_candidates(self) -> int:
-        """Sequences drawn for each prompt."""
+        """Number of sequences to generate for each prompt: `best_of`, or `n` if unset."""
         return self.n if self.best_of is None else self.best_of
 
     @property
@@ -83,7 +87,7 @@ class SamplingParams(WireSamplingParams, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     def validate(self) -> None:
-        """Raise ValueError naming the field and the bound."""
+        """Raise ValueError if a value is invalid. The message names the field and its bound."""
         check_types(self)
         if self.n < 1:
             raise ValueError(f"n must be at least 1, got {self.n}")
@@ -97,18 +101,18 @@ class SamplingParams(WireSamplingParams, kw_only=True):
             )
         if self.structured_output is not None and self.structured_outputs is not None:
             raise ValueError(
-                "structured_output cannot be combined with structured_outputs: use the latter"
+                "structured_output cannot be combined with structured_outputs: set only the second"
             )
         self._wire(seed=self.seed or 0, bad_words=self.bad_words_token_ids).validate()
 
     def to_wire(self, tokenizer: Tokenizer, *, seed: int) -> WireSamplingParams:
-        """Return the parameters that each sequence sends to the engine.
+        """Return the parameters to send to the engine with each sequence of a prompt.
 
         Args:
-            seed: used if the caller gave none.
+            seed: seed to use if the caller set none.
 
         Raises:
-            ValueError: naming the field and the bound.
+            ValueError: a value is invalid. The message names the field and its bound.
         """
         self.validate()
         bad_words = bad_words_token_ids(tokenizer, self.bad_words or []) + (
@@ -151,13 +155,17 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    #: Exponent of the length by which cumulative log-probabilities are divided.
+    #: A beam's score is its cumulative log-probability / length ** length_penalty.
     length_penalty: float = 1.0
-    #: End with the first beam_width finished beams, even if a live one could still beat them.
+    #: End as soon as beam_width beams are finished, even if a better one could still be found.
     early_stopping: bool = False
 
     def to_wire(self) -> WireSamplingParams:
-        """Return the engine's parameters. Raise ValueError naming the field and the bound."""
+        """Return the parameters to send to the engine.
+
+        Raises:
+            ValueError: a value is invalid. The message names the field and its bound.
+        """
         check_types(self)
         if not 1 <= self.beam_width <= MAX_BEAM_WIDTH:
             raise ValueError(f"beam_width must be in [1, {MAX_BEAM_WIDTH}], got {self.beam_width}")

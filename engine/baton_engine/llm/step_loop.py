@@ -1,4 +1,4 @@
-"""The offline API's loop: runs requests through an engine core until all have ended."""
+"""The loop of the offline API, which runs an engine core until all requests have ended."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.collectors import Collector, check_output
 from baton_protocol.messages import EngineCoreOutput
 
-#: A step that found nothing to do is tried again after this long, or when the core is woken.
+#: After a step that had nothing to do, wait this long or until a wakeup.
 IDLE_S = 0.05
 
 ProgressBar = bool | Callable[..., "tqdm[Any]"]
 
 
 class StepLoop:
-    """The loop over one core, used by one thread at a time.
+    """Runs requests on one engine core. Only one thread may use the loop at a time.
 
     Args:
-        wakeup: set when the core may have found something to do.
+        wakeup: event that other threads set when the core may have new work.
     """
 
     def __init__(self, core: EngineCore, wakeup: threading.Event) -> None:
@@ -35,15 +35,18 @@ class StepLoop:
         self._failure = ""
 
     def run(self, collectors: Sequence[Collector], progress: ProgressBar) -> None:
-        """Run all requests of `collectors`. After an exception, none of them is left in the core.
+        """Run all requests of `collectors` until they have ended.
+
+        After an exception, the requests that have not ended are aborted, unless the engine has
+        failed.
 
         Args:
-            progress: whether to show a bar on stderr, or a function that creates one from tqdm's
-                arguments.
+            progress: True shows a progress bar on stderr. A function is called with tqdm's
+                arguments and returns the bar.
 
         Raises:
             ValueError: a prompt or its parameters cannot be served.
-            RuntimeError: the engine failed, now or earlier.
+            RuntimeError: the engine failed, in this call or an earlier one.
             KeyboardInterrupt: Ctrl-C was pressed. The current step ends first, unless Ctrl-C is
                 pressed again.
         """
@@ -80,7 +83,7 @@ class StepLoop:
         """Run one step and yield the prompt index of every request that ended."""
         for output in self._run_step():
             if output.request_id not in running:
-                continue  # it has ended at a stop string
+                continue  # the request has ended at a stop string
             index, collector = running[output.request_id]
             if output.error:
                 del running[output.request_id]
@@ -95,7 +98,7 @@ class StepLoop:
                 yield index
 
     def _run_step(self) -> list[EngineCoreOutput]:
-        """Run one step of the core. Wait for a wakeup if it found nothing to do."""
+        """Run one step and return its outputs. If there was nothing to do, wait for a wakeup."""
         try:
             outputs = self._core.step_fn()
         except Exception as error:
@@ -118,7 +121,7 @@ class StepLoop:
 
 
 class _Bar:
-    """The progress bar of vLLM: prompts done, and estimated tokens per second in and out."""
+    """A progress bar like vLLM's: finished prompts, and estimated tokens per second in and out."""
 
     def __init__(self, bar: tqdm[Any] | None) -> None:
         self._bar = bar
@@ -153,14 +156,15 @@ def _progress_bar(progress: ProgressBar, num_prompts: int) -> Iterator[_Bar]:
 def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
     """Delay Ctrl-C until the end of a step, because half a step would corrupt the scheduler.
 
-    Yields a function that raises a pending KeyboardInterrupt. It does nothing outside the main
-    thread, where Python never raises KeyboardInterrupt.
+    Yields a function that raises a delayed KeyboardInterrupt. A second Ctrl-C is not delayed.
+    Outside the main thread the function does nothing, because Python interrupts only the main
+    thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return
     before = signal.getsignal(signal.SIGINT)
-    if not callable(before):  # ignored, or not Python's
+    if not callable(before):  # SIGINT is ignored, or has no handler of Python
         yield lambda: None
         return
     came = False
