@@ -1,8 +1,8 @@
-"""Counters, gauges and histograms of an engine, and their Prometheus form.
+"""Counters, gauges and histograms of an engine, and their export to Prometheus.
 
 engine_stats      gauges and counters of an engine
 topology_stats    gauges and counters of a rank of an expert-parallel group
 request_metrics   histograms of latencies and lengths
 load_counter      bytes of weights read while the model loads
-prometheus        all of them as Prometheus metrics
+prometheus        exports all of them as Prometheus metrics
 """

@@ -1,4 +1,4 @@
-"""Counters and gauges of an engine: one struct for metrics, the utility RPC and heartbeats."""
+"""Counters and gauges of an engine, as one struct for metrics, the utility RPC and heartbeats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from baton_kv_transfer.connector import ConnectorStats
 
 
 class EngineStats(msgspec.Struct, kw_only=True):
-    """The first fields are gauges. The fields from `prompt_tokens` on are counters since start."""
+    """Gauges and counters of an engine.
+
+    The fields before `prompt_tokens` are gauges. The fields from `prompt_tokens` on are counters
+    since start.
+    """
 
     num_requests_running: int = 0
     #: Queued requests, including those that wait for remote KV.
@@ -28,8 +32,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     #: 0, 1 or 2. None: awake.
     sleep_level: int | None = None
 
-    #: Prompt tokens of started requests. The next three counters split them by the source of their
-    #: KV.
+    #: Prompt tokens of started requests. The next three counters split these tokens by the source
+    #: of their KV.
     prompt_tokens: int = 0
     #: Computed here, including repetitions after a preemption.
     prompt_tokens_computed: int = 0
@@ -43,9 +47,9 @@ class EngineStats(msgspec.Struct, kw_only=True):
     num_swapped_out_blocks: int = 0
     #: KV blocks moved back to the device.
     num_swapped_in_blocks: int = 0
-    #: Tokens looked up.
+    #: Tokens looked up in the prefix cache.
     prefix_cache_queries: int = 0
-    #: Tokens found.
+    #: Tokens found in the prefix cache.
     prefix_cache_hits: int = 0
     #: KV blocks copied to the offload tier when the prefix cache evicted them.
     offload_blocks_stored: int = 0
@@ -53,12 +57,12 @@ class EngineStats(msgspec.Struct, kw_only=True):
     offload_blocks_restored: int = 0
     #: Ended requests by finish reason.
     requests_finished: dict[str, int] = {}
-    #: None without a connector.
+    #: None without a KV connector.
     kv_transfer: ConnectorStats | None = None
     #: None: the engine is not a rank of an expert-parallel group.
     topology: TopologyStats | None = None
 
     @property
     def num_unfinished(self) -> int:
-        """Requests and transfers that a drain waits for."""
+        """Number of requests and KV transfers that a drain waits for."""
         return self.num_requests_running + self.num_requests_waiting + self.num_transfers_held

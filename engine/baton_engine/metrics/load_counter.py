@@ -1,6 +1,7 @@
-"""Bytes of weights that this process has read. The loading thread writes, HTTP threads read.
+"""Counts the bytes of weights that this process has read.
 
-Worker processes count too, but their counters are not read.
+The loading thread writes the counter, and HTTP threads read it. The counters of worker processes
+are not read.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from baton_protocol.progress import LoadProgress
 
 
 class LoadCounter:
-    """Counts the bytes of one load."""
+    """Counts the bytes of weights that one load of a model has read."""
 
     def __init__(self) -> None:
         self._done, self._total = 0, 0

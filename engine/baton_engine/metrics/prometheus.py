@@ -1,4 +1,7 @@
-"""EngineStats and RequestMetrics as Prometheus metrics, with vLLM's names and our prefix."""
+"""Exports EngineStats and RequestMetrics as Prometheus metrics.
+
+The metrics have vLLM's names with the prefix `baton:`.
+"""
 
 from __future__ import annotations
 
@@ -81,7 +84,7 @@ _SLEEP_STATES = {None: "awake", 0: "paused", 1: "weights_offloaded", 2: "discard
 
 
 class EngineCollector(Collector):
-    """Reads the stats at each scrape."""
+    """A Prometheus collector that reads an engine's stats at each scrape."""
 
     def __init__(
         self,
@@ -192,13 +195,21 @@ class EngineCollector(Collector):
     def _fields(
         self, kind: type[_Family], prefix: str, texts: Mapping[str, str], stats: object
     ) -> Iterator[Metric]:
-        """Yield one metric per field of `stats` that is a key of `texts`."""
+        """Yield one metric per key of `texts`, whose value is the field of that name in `stats`.
+
+        Args:
+            texts: help texts by field name.
+        """
         for field, text in texts.items():
             family = kind(f"baton:{prefix}{field}", text, labels=["model_name"])
             yield self._filled(family, {(): getattr(stats, field)})
 
     def _filled(self, family: _Family, values: Mapping[tuple[str, ...], float]) -> Metric:
-        """Return the family with one sample per value, by the labels after model_name."""
+        """Add one sample per entry of `values` to `family`, and return `family`.
+
+        Args:
+            values: values by the labels after model_name.
+        """
         for labels, value in values.items():
             family.add_metric([self._model_name, *labels], value)
         return family
@@ -210,10 +221,10 @@ def engine_registry(
     model_name: str,
     commit_pauses: Mapping[str, Histogram] | None = None,
 ) -> CollectorRegistry:
-    """Create a registry that contains only this engine's metrics.
+    """Create a Prometheus registry with the metrics of one engine.
 
     Args:
-        commit_pauses: histograms of a rank of an expert-parallel group, by kind.
+        commit_pauses: histograms by kind of commit. None: the engine is not a rank of a group.
     """
     registry = CollectorRegistry()
     registry.register(EngineCollector(stats, requests, model_name, commit_pauses or {}))

@@ -1,7 +1,7 @@
-"""Histograms of latencies and lengths, fed with accepted requests and with outputs.
+"""Histograms of request latencies and lengths, updated with accepted requests and with outputs.
 
-Times are differences of `time.monotonic()` in the engine process. An output costs a few dict and
-list operations.
+Times are differences of `time.monotonic()` in the engine process. Recording an output costs a few
+dict and list operations.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ _LATENCY_S = (
 
 
 def _grid(first: float, last: float, *beyond: float) -> tuple[float, ...]:
-    """Return bounds that grow by a factor of 1.25.
+    """Return bucket bounds from `first` to `last` that grow by a factor of 1.25, then `beyond`.
 
-    A quantile read from them is wrong by about a tenth, which is good enough to compare with
-    targets.
+    A quantile that is computed from such buckets has an error of about 10%.
     """
     steps = ceil(log(last / first) / log(1.25))
     return (*(float(f"{first * 1.25**step:.3g}") for step in range(steps + 1)), *beyond)
@@ -59,9 +58,9 @@ _LENGTHS = tuple(float(mantissa * 10**exponent) for exponent in range(6) for man
 
 
 class Histogram:
-    """Counts per bucket.
+    """A histogram: the number of observations in each bucket.
 
-    One thread observes. Other threads may read at any time and see counts that add up.
+    One thread may call `observe`. Other threads may read at any time and see consistent counts.
     """
 
     def __init__(self, text: str, bounds: Sequence[float]) -> None:
@@ -80,7 +79,10 @@ class Histogram:
         return self._sum
 
     def cumulative(self) -> list[tuple[float, int]]:
-        """Return (upper bound, observations up to it) per bucket. The last bound is infinite."""
+        """Return (upper bound, number of observations up to this bound) for each bucket.
+
+        The last bound is infinite.
+        """
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), list(self._counts), strict=True):
             total += count
@@ -93,7 +95,7 @@ class _Progress:
     """Times and lengths of an unfinished request."""
 
     arrived: float
-    #: Time of its first step.
+    #: Time of the first step.
     scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None
@@ -102,7 +104,7 @@ class _Progress:
 
 
 class RequestMetrics:
-    """Observes requests from arrival to end."""
+    """Records the latencies and lengths of requests in histograms."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -147,7 +149,10 @@ class RequestMetrics:
             self.histograms["request_params_max_tokens"].observe(max_tokens)
 
     def on_step(self, num_tokens: int, started: float) -> None:
-        """Record a step that ran from `started` until now. Steps may overlap, but end in order."""
+        """Record a step that ran from `started` until now.
+
+        Steps may overlap, but must be recorded in the order in which they end.
+        """
         if num_tokens:
             self.histograms["iteration_tokens_total"].observe(num_tokens)
             now = self._clock()

@@ -1,4 +1,4 @@
-"""Counters and gauges of a rank of an expert-parallel group: its generations and waves."""
+"""Counters and gauges of a rank of an expert-parallel group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ _PAUSE_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 
 
 
 class TopologyStats(msgspec.Struct, kw_only=True):
-    """The fields up to `wave_running` are gauges. The others are counters since start."""
+    """Gauges and counters of a rank of an expert-parallel group.
+
+    The fields up to `wave_running` are gauges. The fields after `wave_running` are counters since
+    start.
+    """
 
     phase: RankPhase
-    #: 0: none.
+    #: Number of the generation. 0: none.
     generation: int = 0
     rank: int = 0
     #: Ranks of the generation.
@@ -24,7 +28,7 @@ class TopologyStats(msgspec.Struct, kw_only=True):
     wave_running: bool = False
     #: Steps of waves.
     num_steps: int = 0
-    #: Dummy batches: steps in which this rank only ran its experts for the others.
+    #: Dummy batches: steps in which this rank only ran its experts for other ranks.
     num_steps_without_tokens: int = 0
     #: Generations that lost a member while this rank was in them.
     num_broken: int = 0
@@ -33,10 +37,10 @@ class TopologyStats(msgspec.Struct, kw_only=True):
 
 
 def commit_pauses() -> dict[str, Histogram]:
-    """Create the histograms of pauses by kind of commit.
+    """Create the histograms of pauses between steps, by kind of commit.
 
-    The pause of a `planned` commit is the duration of the commit. For a `broken` generation it
-    starts when the generation broke.
+    For a `planned` commit, the pause is the duration of the commit. For a `broken` commit, the
+    pause starts when the old generation broke.
     """
     return {
         kind: Histogram("Pause between steps while the generation changed.", _PAUSE_S)
