@@ -6,6 +6,6 @@ output_buffers    buffers for encoded outputs
 request_owners    which client each request belongs to
 utility_calls     utility RPC methods and their arguments
 admin_server      health, readiness, drain, metrics and the utility methods over HTTP
-access            checks and counts clients without the service key
+access            refuses clients without the service key, and counts them
 options           command-line flags and the bounds of the configuration
 """

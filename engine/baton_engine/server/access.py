@@ -1,4 +1,4 @@
-"""Access: admits clients with the service key, and counts and logs the others."""
+"""Access control: admits clients with the service key, and counts and logs refused clients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Door = Literal["engine", "http"]
 
 
 class Access:
-    """Checks for the service key. Thread-safe."""
+    """Checks whether clients have the service key, and counts refusals. Thread-safe."""
 
     def __init__(
         self, key: ServiceKey | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Create checks for a key. None admits every client."""
+        """Create checks for `key`. Without a key, every client is admitted."""
         self.key = key
         self.refusals = Counter(
             "baton:access_refused",
@@ -44,21 +44,25 @@ class Access:
 
     @classmethod
     def load(cls, service_key_file: str) -> Access:
-        """Read the key. Raise ConfigurationError if it cannot be read."""
+        """Create checks for the key in a file. An empty path admits every client.
+
+        Raises:
+            ConfigurationError: the key cannot be read.
+        """
         try:
             return cls(ServiceKey.load(service_key_file))
         except ServiceKeyError as error:
             raise ConfigurationError("ServiceKeyInvalid", str(error)) from None
 
     def admits(self, authorization: str | None) -> bool:
-        """Return whether this Authorization header permits a POST. Count it if not."""
+        """Return whether this Authorization header permits a POST request. Refusals are counted."""
         if self.key is None or self.key.admits(authorization):
             return True
         self.refused("http")
         return False
 
     def refused(self, door: Door, count: int = 1) -> None:
-        """Count refused connections. Log them at most once per LOG_INTERVAL_S and port."""
+        """Count refused connections. Log at most once per LOG_INTERVAL_S for each port."""
         self.refusals.labels(door).inc(count)
         now = self._clock()
         with self._lock:

@@ -1,6 +1,7 @@
 """The engine's admin HTTP server: health, readiness, metrics, drain, pause, sleep, profiles.
 
-Its threads do not touch the engine's state. With a service key, POST requests need that key.
+The server's threads do not access the engine's state directly. If the service has a key, POST
+requests need the bearer token that is derived from the key.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ CALLS = {
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """The result of a probe of the kubelet: health or readiness of the engine."""
+    """The engine's health or readiness, as the response to a probe of the kubelet."""
 
     ok: bool
     reason: str
@@ -67,35 +68,41 @@ class DrainStatus(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """The result of a call that continues after the response."""
+    """The result of a utility call that continues after the HTTP response."""
 
 
 class EngineAdmin(Protocol):
-    """The part of the engine process that the server uses, from its own threads."""
+    """The methods of the engine process that the HTTP server's threads call."""
 
     def health(self) -> ProbeResult: ...
 
     def readiness(self) -> ProbeResult: ...
 
     def drain_status(self, *, start: bool) -> DrainStatus:
-        """Return the state of draining. Raise TimeoutError if the engine's loop does not answer.
+        """Return the state of the drain.
 
         Args:
-            start: start draining first.
+            start: start the drain first.
+
+        Raises:
+            TimeoutError: the engine's loop does not answer.
         """
 
     def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
-        """Return the method's result, or `Pending`.
+        """Call a utility method with arguments from a URL's query.
+
+        Returns:
+            The method's result, or `Pending` if the call continues.
 
         Raises:
-            ValueError: wrong arguments.
+            ValueError: the arguments are wrong.
             TimeoutError: the engine's loop does not answer.
             Exception: any exception of the method.
         """
 
 
 class AdminServer:
-    """The server and its thread."""
+    """The admin HTTP server and its thread."""
 
     def __init__(
         self,
@@ -108,8 +115,8 @@ class AdminServer:
         """Bind the port.
 
         Args:
-            port: 0 selects any free port; the attribute `port` has its number.
-            access: checks the key of POST requests. None admits all of them.
+            port: 0 selects a free port. The attribute `port` contains the bound port.
+            access: checks POST requests for the key. None admits all requests.
 
         Raises:
             OSError: the address is in use.

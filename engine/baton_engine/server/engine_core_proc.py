@@ -1,12 +1,12 @@
-"""EngineCoreProc: an EngineCore as a process.
+"""EngineCoreProc: runs an EngineCore as a process.
 
-I/O thread (engine_io)      input queue -> main thread, outbox <- main thread
-main thread                 load the model, then loop: take inputs, run a step, send outputs
-HTTP thread (admin_server)  calls, through the same input queue
+I/O thread (engine_io)       puts clients' messages into the input queue, and sends outputs
+main thread                  loads the model, then loops: take inputs, run a step, send outputs
+HTTP threads (admin_server)  put calls into the same input queue
 
-States: LOADING, then SERVING, then STOPPED. The first SIGTERM drains, the second one ends all
-requests; the exit code is 0. If a step fails or a worker dies, the state is FAILED, all clients
-receive DEAD, and the exit code is 1.
+The state is LOADING, then SERVING, then STOPPED. The first SIGTERM drains, and the second one ends
+all requests. In both cases, the exit code is 0. If a step fails or a worker dies, the state becomes
+FAILED, all clients receive DEAD, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CONNECTOR_STATS_INTERVAL_S = 1.0
 
 
 class State(enum.Enum):
-    """State of the process, and its reason in health responses."""
+    """The state of the process. The value is the reason in health responses."""
 
     LOADING = "Loading"
     SERVING = "Serving"
@@ -74,7 +74,7 @@ class State(enum.Enum):
 
 
 class Shutdown(enum.IntEnum):
-    """The requested kind of shutdown. It only increases."""
+    """The kind of shutdown that was requested. A later request can only raise the value."""
 
     NONE = 0
     #: Running requests end first, within `drain_timeout_s`.
@@ -84,14 +84,17 @@ class Shutdown(enum.IntEnum):
 
 @dataclass(slots=True)
 class _LocalCall:
-    """A call by another thread of this process, which the loop runs."""
+    """A function that another thread of this process asks the loop to run."""
 
     run: Callable[[EngineCore], Any]
     future: Future[Any] = field(default_factory=Future)
 
 
 class EngineCoreProc:
-    """The engine process. The constructor binds ports; `run` loads the model and serves."""
+    """The engine process. The constructor binds the engine port.
+
+    `run` loads the model and serves requests until shutdown.
+    """
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class EngineCoreProc:
         #: Whether the loop is running a utility call.
         self._in_call = False
         self._failure = ""
-        #: None while the model loads, and for an engine that exchanges no blocks.
+        #: None while the model loads, and for an engine that exchanges no KV blocks.
         self._kv: KVCompatibility | None = None
         self._drain_requested = False
         self._shutdown = Shutdown.NONE
@@ -178,7 +181,7 @@ class EngineCoreProc:
             gc.unfreeze()
 
     def _make_core(self, executor: Executor) -> EngineCore:
-        """Create the core. May take minutes."""
+        """Create the engine core, which loads the model. May take minutes."""
         return EngineCore(
             self.config,
             executor,
@@ -188,15 +191,20 @@ class EngineCoreProc:
         )
 
     def request_shutdown(self, how: Shutdown = Shutdown.DRAIN) -> None:
-        """End `run`. Call it from any thread or signal handler. Idempotent."""
+        """Make `run` shut the engine down and return. Callable from any thread or signal handler.
+
+        Args:
+            how: whether running requests end first. A later call can only make the shutdown faster.
+        """
         self._shutdown = max(self._shutdown, how)
         self.io.wake_engine()
 
     def install_signal_handlers(self) -> None:
-        """Handle SIGTERM and SIGINT.
+        """Install the handlers of SIGTERM and SIGINT.
 
-        The first one drains, then the process exits with 0. The second one, or one while the model
-        loads, exits with 0 at once. The third one kills the process.
+        The first signal drains the engine. The second signal ends all requests at once. Both lead
+        to exit code 0. The third signal kills the process. While the model loads, the first signal
+        ends the process at once, with exit code 0.
         """
 
         def handle(signum: int, frame: FrameType | None) -> None:
@@ -216,7 +224,7 @@ class EngineCoreProc:
     # For the admin server's threads
 
     def health(self) -> ProbeResult:
-        """Return whether the process can still work. If not, only a restart helps."""
+        """Return the result of the liveness probe. If `ok` is False, only a restart helps."""
         silence = time.monotonic() - self._heartbeat
         if self.state is State.FAILED:
             return ProbeResult(False, "Failed", self._failure)
@@ -242,7 +250,7 @@ class EngineCoreProc:
         )
 
     def readiness(self) -> ProbeResult:
-        """Return whether requests are accepted."""
+        """Return the result of the readiness probe: whether requests are accepted."""
         health = self.health()
         if not health.ok:
             return health
@@ -257,20 +265,24 @@ class EngineCoreProc:
         return ProbeResult(True, "Ready", f"instance {self.instance_id}")
 
     def stats(self) -> EngineStats:
-        """Return the stats of the last step."""
+        """Return the engine's stats after the last step."""
         return self._stats
 
     def drain_status(self, *, start: bool) -> DrainStatus:
-        """Return the state of draining. Raise TimeoutError if the loop does not answer.
+        """Return the state of the drain.
 
         Args:
-            start: start draining first.
+            start: start the drain first.
+
+        Raises:
+            TimeoutError: the loop does not answer.
         """
         if start:
             self._drain_requested = True
         if self.state is not State.SERVING:
             return DrainStatus(draining=self._drain_requested, unfinished=0)
-        # The loop runs the call after the ADDs in the input queue, so they are counted or refused.
+        # The loop first handles the ADD messages that are already in the input queue, so the stats
+        # count these requests.
         stats: EngineStats = self._ask_loop(EngineCore.drain if start else EngineCore.get_stats)
         return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
 
@@ -278,12 +290,13 @@ class EngineCoreProc:
         """Call a utility method with arguments from a URL's query.
 
         Returns:
-            The method's result, or `Pending` if it takes longer than a caller should wait.
+            The method's result, or `Pending` if the call takes longer than ADMIN_TIMEOUT_S.
 
         Raises:
-            UtilityCallError: there is no such method, or it does not take these arguments.
-            RuntimeError: the engine does not serve, or the method raised it.
+            UtilityCallError: there is no such method, or its arguments are wrong.
+            RuntimeError: the engine does not serve.
             TimeoutError: the loop does not answer.
+            Exception: any exception of the method.
         """
         arguments = utility_calls.bind_query(method, query)
         if self.state is not State.SERVING:
@@ -295,7 +308,12 @@ class EngineCoreProc:
         return result.result() if result.done() else Pending()
 
     def _ask_loop(self, run: Callable[[EngineCore], Any]) -> Any:
-        """Run a function in the loop's thread, and raise its exception or TimeoutError."""
+        """Run a function in the loop's thread, and return its result.
+
+        Raises:
+            TimeoutError: the loop did not answer within ADMIN_TIMEOUT_S.
+            Exception: any exception of the function.
+        """
         call = _LocalCall(run)
         self.io.input_queue.put(Input(RequestType.UTILITY, payload=call))
         wait_for_futures([call.future], timeout=ADMIN_TIMEOUT_S)
@@ -344,17 +362,17 @@ class EngineCoreProc:
             self._heartbeat = time.monotonic()
 
     def _step(self, core: EngineCore) -> bool:
-        """Run a step if there is work. Return whether another step may find more."""
+        """Run a step if there are requests. Return whether to run another step without waiting."""
         if not core.has_requests:
             return False
         self._deliver(core.step_fn())
         return core.made_progress
 
     def _may_stop(self, core: EngineCore) -> bool:
-        """Drain, and return whether the process may stop.
+        """Start the drain if it has not started. Return whether the process may stop.
 
-        At the deadline, or after a second signal, the remaining requests end with DRAINING, and the
-        gateway continues them in other engines.
+        At the drain timeout, after a second signal, or while the engine is paused, remaining
+        requests end with DRAINING. The gateway continues these requests on other engines.
         """
         now = time.monotonic()
         if self._shutdown_deadline is None:
@@ -390,7 +408,7 @@ class EngineCoreProc:
         return True
 
     def _fail(self, reason: str) -> None:
-        """Record the first failure and send DEAD to all clients. Any thread may call it."""
+        """Record the first failure and send DEAD to all clients. Callable from any thread."""
         if self.state is not State.FAILED:
             self._failure = reason
             self.state = State.FAILED
@@ -398,16 +416,20 @@ class EngineCoreProc:
             self.io.send_dead(reason)
 
     def _on_executor_failure(self, reason: str) -> None:
-        """Handle a dead worker, in the executor's thread.
+        """Handle the death of a worker. Called in the executor's thread.
 
-        The loop may wait for a step that will never end, so clients receive DEAD from this thread.
+        The loop may wait for a step that never ends, so this thread sends DEAD to the clients.
         """
         if self.state is State.SERVING:
             self._fail(reason)
         self.io.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=reason))
 
     def _take_inputs(self, core: EngineCore, *, wait: bool) -> None:
-        """Process all messages. If `wait`, wait up to `idle_interval_s` for the first one."""
+        """Process all messages in the input queue.
+
+        Args:
+            wait: wait up to `idle_interval_s` for the first message.
+        """
         try:
             message = (
                 self.io.input_queue.get(timeout=self.idle_interval_s)

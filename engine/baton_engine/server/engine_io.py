@@ -1,8 +1,9 @@
-"""The engine's ROUTER socket and its thread.
+"""The engine's ROUTER socket and its I/O thread.
 
-The thread decodes clients' messages, encodes outputs, and answers HELLO and PING itself. Two queues
-connect it with the engine's loop: `input_queue` (`Input`) and an outbox (`send_*`). No message can
-end this thread: the response to one that cannot be decoded is REFUSED.
+The I/O thread decodes the messages of clients, encodes outputs, and answers HELLO and PING itself.
+Two queues connect the thread to the engine's loop. `input_queue` carries clients' messages to the
+loop, and an outbox carries the messages of the `send_*` methods to the thread. A message that
+cannot be decoded gets the response REFUSED and does not end the thread.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ CLIENT_TIMEOUT_S = 20.0
 CLIENT_FORGOTTEN_S = 600.0
 POLL_INTERVAL_S = 1.0
 CLOSE_LINGER_MS = 2000
-#: Limit of a message; a client that exceeds it is disconnected. A prompt of a million tokens has
-#: about 5 MB.
+#: Limit for one message. ZMQ disconnects a client that exceeds the limit. A prompt of a million
+#: tokens has about 5 MB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 _INSTANCE_FRAME_LIMIT = 256
@@ -72,13 +73,16 @@ class Input(NamedTuple):
 
 @dataclass(slots=True)
 class Abort:
-    """An ABORT message. It is in `input_queue`, in order, and in `aborts`, the fast path."""
+    """An ABORT message, which is in both `EngineIO.input_queue` and `EngineIO.aborts`.
+
+    The loop can read `aborts` before earlier messages of `input_queue`.
+    """
 
     client: bytes
     #: None: all requests of a client that is gone.
     request_ids: list[str] | None
-    #: Set when the input queue has delivered it. The fast path then ignores it, because a later
-    #: request may have the same id.
+    #: Set when the input queue has delivered this message. Then `RequestOwners.take_aborts` ignores
+    #: the message, because a later request may have the same id.
     done: bool = False
 
 
@@ -105,7 +109,7 @@ _MESSAGE_TYPES: dict[bytes, Any] = {
 
 
 class EngineIO:
-    """Owns the socket. The engine's thread calls `send_*` and `close`."""
+    """Owns the ROUTER socket and the I/O thread. The engine's thread calls `send_*` and `close`."""
 
     def __init__(
         self,
@@ -120,16 +124,18 @@ class EngineIO:
         """Bind the port.
 
         Args:
-            port: 0 selects any free port; the attribute `port` has its number.
-            load: returns the engine's load for heartbeats. Its sequence number is overwritten.
-            access: admits clients.
-            client_timeout_s: a client that sends nothing for this long is gone.
+            port: 0 selects a free port. The attribute `port` contains the bound port.
+            load: returns the engine's load, which PONG messages carry. The sequence number is
+                overwritten.
+            access: checks whether clients have the service key.
+            client_timeout_s: after this time without a message, a client is gone and its requests
+                are aborted.
 
         Raises:
             zmq.ZMQError: the address cannot be bound.
         """
         self.input_queue: queue.SimpleQueue[Input] = queue.SimpleQueue()
-        #: The fast path: the ABORTs of `input_queue`, available at once.
+        #: The ABORT messages of `input_queue`, which can be read before earlier messages.
         self.aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
         self._instance_id = instance_id.encode()
         self._load = load
@@ -168,7 +174,7 @@ class EngineIO:
         self._thread.start()
 
     def send_init(self, init: Init) -> None:
-        """Replace INIT and send it to all clients, once the compatibility hash is known."""
+        """Set the INIT message and send it to all clients. Later clients receive this INIT too."""
         self._send(ResponseType.INIT, None, init)
 
     def send_ready(self, ready: Ready) -> None:
@@ -179,9 +185,9 @@ class EngineIO:
         self._send(ResponseType.OUTPUTS, client, outputs)
 
     def send_kv_events(self, events: list[KVEvent]) -> None:
-        """Send events to the subscribed clients.
+        """Send changes of the prefix cache to the clients that subscribe to them.
 
-        Batches are numbered even without subscribers, so that a later one can detect a gap.
+        Batches are numbered even without subscribers, so that a later subscriber can detect a gap.
         """
         self._send(ResponseType.KV_EVENTS, None, KVEventBatch(self._num_kv_batches, events))
         self._num_kv_batches += 1
@@ -195,7 +201,7 @@ class EngineIO:
         self.input_queue.put(Input(RequestType.WAKEUP))
 
     def close(self) -> None:
-        """Send the outbox, close the socket and end the thread."""
+        """Send all queued messages, close the socket and end the thread."""
         self._outbox.put(_Close.CLOSE)
         self._wake_pipe.wake()
         if self._thread.is_alive():
@@ -240,7 +246,7 @@ class EngineIO:
             self._wake_pipe.close()
 
     def _send_outbox(self) -> bool:
-        """Send all queued messages. Return False if the engine has closed the outbox."""
+        """Send all queued messages. Return False if `close` was called."""
         self._wake_pipe.clear()
         while True:
             try:
@@ -259,7 +265,7 @@ class EngineIO:
             )
 
     def _audience(self, kind: ResponseType) -> list[bytes]:
-        """Return the clients that receive a broadcast of this type."""
+        """Return the clients that receive a broadcast of this message type."""
         if kind is ResponseType.KV_EVENTS:
             return [client for client, state in self._clients.items() if state.wants_kv_events]
         return list(self._clients)
@@ -405,7 +411,7 @@ def _open_router(client_timeout_s: float) -> zmq.Socket[bytes]:
 
 
 def _request_id(kind: bytes, payload: bytes) -> str:
-    """Return the request id of an untrusted, perhaps unreadable message, or ""."""
+    """Return the request id in an encoded message, or "" if there is none or it is unreadable."""
     if kind not in (RequestType.ADD, RequestType.PREFILL_RESULT):
         return ""
     try:

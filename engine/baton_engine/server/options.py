@@ -1,4 +1,4 @@
-"""The options of `baton-engine`, one per field of EngineConfig, and their bounds."""
+"""The options of `baton-engine`, one per field of EngineConfig, and the checks of their values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ OPTIONS = list(options(EngineConfig))
 
 
 def check_bounds(config: EngineConfig) -> None:
-    """Raise ConfigurationError for the first field with a value that cannot work.
+    """Raise ConfigurationError if a field has a value that cannot work.
 
-    The message names the field and its bounds.
+    The message names the first such field and the bounds.
     """
     for problem in _problems(config):
         raise ConfigurationError("InvalidConfig", problem)

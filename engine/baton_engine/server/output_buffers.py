@@ -1,4 +1,4 @@
-"""Buffers for encoded outputs. They are reused, and large messages are sent without a copy."""
+"""Encodes outputs into reused buffers. Large messages are sent without a copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zmq
 
 #: Minimum size to send without a copy. For smaller messages a copy costs less than the tracking.
 ZERO_COPY_BYTES = 32 * 2**10
-#: Number of free buffers to keep. A burst allocates more, and they are freed afterwards.
+#: Number of free buffers to keep. Further buffers are freed after use.
 MAX_BUFFERS = 32
 
 
@@ -28,7 +28,7 @@ class Payload:
             self.tracker = self._frame.tracker
 
     def send(self, socket: zmq.Socket[bytes]) -> None:
-        """Send the message as the last frame.
+        """Send the message as the last frame of a multipart message.
 
         Raises:
             zmq.ZMQError: the client is gone, or its queue is full.
@@ -37,7 +37,7 @@ class Payload:
 
 
 class OutputBuffers:
-    """The buffers of one thread."""
+    """Encodes messages into buffers that are reused. Not thread-safe."""
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -47,7 +47,10 @@ class OutputBuffers:
 
     @contextmanager
     def encode(self, message: Any) -> Iterator[Payload]:
-        """Encode `message` as msgpack. The buffer is reused when all sends of the block ended."""
+        """Encode `message` as msgpack, and yield the payload to send.
+
+        After the `with` block, the buffer is reused as soon as ZMQ has sent the payload.
+        """
         self._reclaim()
         buffer = self._free.pop() if self._free else bytearray()
         self._encoder.encode_into(message, buffer)
@@ -59,9 +62,10 @@ class OutputBuffers:
             self._give_back(buffer)
 
     def _reclaim(self) -> None:
-        """Reclaim the buffers that ZMQ has finished with, up to the first that it still reads.
+        """Free the buffers that ZMQ has finished with, up to the oldest one that ZMQ still reads.
 
-        ZMQ sends the messages to one client in order, so later buffers are rarely finished first.
+        Later buffers are rarely finished earlier, because ZMQ sends the messages to one client in
+        order.
         """
         while self._lent and self._lent[0][1].done:
             self._give_back(self._lent.popleft()[0])

@@ -1,4 +1,7 @@
-"""Owners of unfinished requests. Only the owner may end a request and receives its outputs."""
+"""Records which client owns each unfinished request.
+
+Only the owner may end a request, and only the owner receives the request's outputs.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class RequestOwners:
-    """Maps request ids to clients, which are ZMQ routing ids."""
+    """Maps the ids of unfinished requests to clients. A client is a ZMQ routing id."""
 
     def __init__(self, aborts: queue.SimpleQueue[Abort]) -> None:
-        """Start without requests.
+        """Create an empty map.
 
         Args:
-            aborts: the fast path, whose aborts are read before the input queue.
+            aborts: queue of ABORT messages, which can be read before the input queue delivers them.
         """
         self._aborts = aborts
         self._owners: dict[str, bytes] = {}
@@ -31,13 +34,13 @@ class RequestOwners:
     def may_touch(self, request_id: str, client: bytes) -> bool:
         """Return whether a client may act on a request.
 
-        Every client may act on an id without an owner, because the transfer of an ended request can
-        still be cancelled.
+        A request without an owner has ended. Any client may act on its id, because the KV transfer
+        of an ended request can still be cancelled.
         """
         return self._owners.get(request_id, client) == client
 
     def owned_ids(self, abort: Abort) -> list[str]:
-        """Return the ids of an ABORT that belong to its client."""
+        """Return the request ids of an ABORT message that the sender may abort."""
         if abort.request_ids is None:
             return [
                 request_id for request_id, owner in self._owners.items() if owner == abort.client
@@ -49,7 +52,7 @@ class RequestOwners:
         ]
 
     def take_aborts(self) -> list[str]:
-        """Return the ids of aborts that the input queue has not delivered yet."""
+        """Return the request ids of ABORT messages that the input queue has not delivered yet."""
         request_ids: list[str] = []
         while True:
             try:
@@ -62,7 +65,10 @@ class RequestOwners:
     def sort(
         self, outputs: list[EngineCoreOutput]
     ) -> Iterator[tuple[bytes, list[EngineCoreOutput]]]:
-        """Group outputs by client. Requests that end lose their owner."""
+        """Group outputs by client. Outputs of requests without an owner are dropped.
+
+        A request that ends loses its owner.
+        """
         by_client: dict[bytes, list[EngineCoreOutput]] = {}
         for output in outputs:
             client = self._owners.get(output.request_id)

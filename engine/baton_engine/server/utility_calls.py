@@ -1,7 +1,7 @@
-"""Utility calls: methods of EngineCore that clients and the admin port call by name.
+"""Utility calls: methods of EngineCore that clients and the admin HTTP port call by name.
 
-Arguments are untrusted. A method may return a Future: the caller receives the response when it is
-resolved, and the loop continues until then.
+Arguments are untrusted. A method may return a Future. Then the engine's loop continues, and the
+caller receives the response when the Future is done.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class UtilityCallError(ValueError):
 
 
 def bind(method: str, args: Sequence[Any]) -> list[Any]:
-    """Convert arguments from the wire to the method's annotated types.
+    """Convert the arguments of a utility call to the method's annotated types.
 
     Missing arguments keep their defaults.
 
     Raises:
-        UtilityCallError: the number or the type of an argument is wrong.
+        UtilityCallError: the method does not exist, or the number or type of arguments is wrong.
     """
     parameters, hints = _signature(method)
     required = sum(parameter.default is parameter.empty for parameter in parameters.values())
@@ -65,12 +65,12 @@ def bind(method: str, args: Sequence[Any]) -> list[Any]:
 
 
 def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Convert arguments from a URL's query, by name.
+    """Convert the query of a URL to arguments of the method, by name.
 
-    A list is a repeated name, or a value with commas.
+    A list is given as a repeated name, or as one value with commas.
 
     Raises:
-        UtilityCallError: a name is unknown, or a value has the wrong type.
+        UtilityCallError: the method or a name is unknown, or a value has the wrong type.
     """
     parameters, hints = _signature(method)
     unknown = sorted(query.keys() - parameters.keys())
@@ -102,10 +102,11 @@ def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any
 def call(
     core: EngineCore, method: str, args: Sequence[Any], done: Callable[[Any, str | None], None]
 ) -> None:
-    """Call a utility method. `done(result, error)` is called once, in the engine's thread.
+    """Call a utility method, and pass its result or an error message to `done(result, error)`.
 
-    It is called at once, or when the method's Future is resolved. Exceptions of a method do not end
-    the engine.
+    `done` is called once, in the engine's thread: before this function returns, or when the
+    method's Future is done. An exception of the method is passed to `done` and does not end the
+    engine.
     """
     try:
         result = getattr(core, method)(*bind(method, args))
@@ -129,7 +130,11 @@ def _answer(method: str, future: Future[Any], done: Callable[[Any, str | None], 
 
 
 def _signature(method: str) -> tuple[Mapping[str, inspect.Parameter], dict[str, Any]]:
-    """Return the parameters and annotated types of an allowed method."""
+    """Return the parameters and the annotated types of a utility method.
+
+    Raises:
+        UtilityCallError: there is no such utility method.
+    """
     if method not in UTILITIES:
         raise UtilityCallError(
             f"there is no utility method {method!r}; there are {', '.join(sorted(UTILITIES))}"
