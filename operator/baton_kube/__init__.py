@@ -3,6 +3,6 @@
 - `client`: JSON requests by path, over `kubernetes.aio`.
 - `reflector`: a local copy of one collection.
 
-Objects are the dictionaries that the API server sent, so fields unknown to this code survive a
-round trip.
+Objects are dictionaries, exactly as the API server sent them. So an object that is read, changed
+and written back keeps the fields that this code does not know.
 """

@@ -1,4 +1,4 @@
-"""Requests to a Kubernetes API server by path, with deadlines and one kind of error."""
+"""A Kubernetes client that addresses objects by API path. Every request has a timeout."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _METADATA_ONLY = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1,{_JSON}"
 
 
 class KubeError(Exception):
-    """The API server refused a request.
+    """An error response of the API server, or an ERROR event of a watch.
 
     Attributes:
-        status: the HTTP code, or the code of a watch's ERROR event.
+        status: the HTTP code, or the code in the ERROR event.
         reason: Kubernetes' reason, for example `AlreadyExists`; empty if the server sent none.
-        retry_after_s: how long the server asked clients to wait before the next try; None if it did
-            not.
+        retry_after_s: seconds to wait before the next try, as the server requested; None if the
+            server sent no value.
     """
 
     def __init__(
@@ -49,37 +49,34 @@ class KubeError(Exception):
 
 
 class WritesForbiddenError(OSError):
-    """A write was not sent because `KubeClient.write_timeout_s` returned 0 or less."""
+    """Raised instead of sending a write when `KubeClient.write_timeout_s` returns 0 or less."""
 
 
 class KubeClient:
-    """One pool of connections to one API server.
+    """A client of one API server.
 
     Paths are as in the API, for example `/apis/apps/v1/namespaces/x/deployments/y`.
 
-    Every method raises KubeError if the server refuses, and OSError or TimeoutError if no usable
-    reply comes.
+    Every method that sends a request raises KubeError if the server refuses the request. It raises
+    OSError, of which TimeoutError is a subclass, if no valid response arrives.
     """
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self.server: str = api.configuration.host
-        #: Called after each request with its verb (get, list, watch, create, apply, patch, update
-        #: or delete), its path and the HTTP code of the answer. Code 0: there was no answer.
+        #: Called after each request with the verb (get, list, watch, create, apply, patch, update
+        #: or delete), the path and the HTTP code of the response. Code 0: there was no response.
         self.on_request: Callable[[str, str, int], None] = lambda verb, path, code: None
-        #: Returns the time that a write starting now may take, at most REQUEST_TIMEOUT_S. At 0 or
-        #: less it is not sent.
+        #: Returns the timeout in seconds for a write that is about to be sent. Values above
+        #: REQUEST_TIMEOUT_S are reduced to it. At 0 or less the write is not sent.
         self.write_timeout_s: Callable[[], float] = lambda: REQUEST_TIMEOUT_S
 
     def sibling(self) -> KubeClient:
-        """Return a client on the same connections with hooks of its own."""
+        """Return a client that shares the connections but not `on_request` and `write_timeout_s`."""
         return KubeClient(self._api)
 
     async def get(self, path: str, *, metadata_only: bool = False, query: Query = ()) -> Object:
-        """Return the object at `path`.
-
-        With `metadata_only` the server sends a PartialObjectMetadata.
-        """
+        """Return the object at `path`, or a PartialObjectMetadata if `metadata_only` is set."""
         return await self._request(
             "get", "GET", path, query=query, accept=_METADATA_ONLY if metadata_only else _JSON
         )
@@ -92,15 +89,18 @@ class KubeClient:
         field_selector: str = "",
         not_older_than: str | None = None,
     ) -> tuple[list[Object], str]:
-        """Return the objects of a collection and the resource version from which to watch it.
+        """Return (objects, resource version) of the collection at `path`.
+
+        A watch that starts at this resource version misses no event.
 
         Args:
-            not_older_than: None reads the current state, in pages of PAGE_SIZE. With a resource
-                version ("0": any) the server may answer at once from its watch cache, with a state
-                that is at least that new.
+            not_older_than: None requests a consistent read, in pages of PAGE_SIZE. A resource
+                version lets the server reply from its watch cache, with a state at least as new.
+                "0" accepts a state of any age.
 
         Raises:
-            KubeError: refused; status 410 if the list's version expired between two pages.
+            KubeError: the request was refused; status 410 if the resource version expired between
+                two pages.
         """
         query = _given(labelSelector=label_selector, fieldSelector=field_selector)
         query += [("limit", str(PAGE_SIZE))] if not_older_than is None else []
@@ -130,12 +130,13 @@ class KubeClient:
 
         Args:
             timeout_s: time after which the server ends the watch.
-            silence_s: longest wait for the next event or bookmark.
+            silence_s: longest wait for the next event, including bookmarks.
 
         Raises:
-            KubeError: refused, or an ERROR event; status 410: `version` is too old, list again.
-            TimeoutError: no event or bookmark for `silence_s`.
-            ConnectionError: the connection broke, or ended within an event.
+            KubeError: the request was refused, or the server sent an ERROR event. With status 410,
+                `version` is too old: list the collection again.
+            TimeoutError: no event or bookmark arrived for `silence_s`.
+            ConnectionError: the connection failed, or ended within an event.
         """
         query = _given(watch="true", allowWatchBookmarks="true", resourceVersion=version)
         query += _given(labelSelector=label_selector, fieldSelector=field_selector)
@@ -162,25 +163,26 @@ class KubeClient:
             self.on_request("watch", path, code)
 
     async def create(self, path: str, obj: Object, *, field_manager: str = "") -> Object:
-        """POST `obj` to its collection.
+        """Create `obj` in the collection at `path`. Return the stored object.
 
         Raises:
-            KubeError: refused; status 409 if the name is taken.
+            KubeError: the request was refused; status 409 if the name is taken.
         """
         return await self._request(
             "create", "POST", path, body=obj, query=_given(fieldManager=field_manager)
         )
 
     async def replace(self, path: str, obj: Object) -> Object:
-        """PUT the whole object.
+        """Replace the whole object at `path` with `obj`. Return the stored object.
 
         Raises:
-            KubeError: refused; status 409 if its resourceVersion is not the current one.
+            KubeError: the request was refused; status 409 if the resourceVersion of `obj` is not
+                the current one.
         """
         return await self._request("update", "PUT", path, body=obj)
 
     async def merge(self, path: str, patch: Object, *, field_manager: str = "") -> Object:
-        """Apply a JSON merge patch (RFC 7386)."""
+        """Apply a JSON merge patch (RFC 7386) to the object at `path`. Return the stored object."""
         query, content_type = _given(fieldManager=field_manager), "application/merge-patch+json"
         return await self._request(
             "patch", "PATCH", path, body=patch, query=query, content_type=content_type
@@ -189,12 +191,13 @@ class KubeClient:
     async def apply(
         self, path: str, obj: Object, *, field_manager: str, strict: bool = False
     ) -> Object:
-        """Apply `obj` with server-side apply.
+        """Apply `obj` with server-side apply. Return the stored object.
 
-        `field_manager` takes over fields that other managers own.
+        If another manager owns a field of `obj`, `field_manager` takes over its ownership.
 
         Args:
-            strict: refuse fields that the schema does not know. Servers before 1.25 drop them.
+            strict: the server refuses fields that are not in the schema. Servers before Kubernetes
+                1.25 ignore this option and drop such fields.
         """
         query = _given(
             fieldManager=field_manager, force="true", fieldValidation="Strict" if strict else ""
@@ -205,14 +208,15 @@ class KubeClient:
         )
 
     async def delete(self, path: str, *, uid: str = "", grace_s: int | None = None) -> Object:
-        """Delete an object; return its last state, or a Status.
+        """Delete the object at `path`. Return its last state or a Status, as the server sends it.
 
         Args:
-            uid: delete only the object with this uid.
-            grace_s: gracePeriodSeconds; None leaves it to the server.
+            uid: delete only an object with this uid. Empty: any uid.
+            grace_s: gracePeriodSeconds. None: the server's default.
 
         Raises:
-            KubeError: refused; status 404 if there is no such object, 409 if it has another uid.
+            KubeError: the request was refused; status 404 if there is no such object, 409 if the
+                object has another uid.
         """
         options = {"preconditions": {"uid": uid} if uid else None, "gracePeriodSeconds": grace_s}
         body = {name: value for name, value in options.items() if value is not None}
@@ -221,10 +225,9 @@ class KubeClient:
         )
 
     def http_session(self, *middlewares: aiohttp.ClientMiddlewareType) -> aiohttp.ClientSession:
-        """Return a new session with this client's TLS, proxy and credentials.
+        """Return a new HTTP session with this client's TLS, proxy and credentials.
 
-        The innermost middleware sets the Authorization header of each request, so rotated tokens
-        are used.
+        The current token is read for each request, so a rotated token is used.
         """
         configuration = self._api.configuration
 
@@ -281,7 +284,7 @@ class KubeClient:
             raise refusal(code, data, response.headers)
         try:
             return msgspec.json.decode(data, type=Object)
-        except ValueError as error:  # for example a proxy's page while the server is away
+        except ValueError as error:  # for example an error page of a proxy
             raise ConnectionError(
                 f"{method} {path}: the answer is not a JSON object: {error}"
             ) from error
@@ -308,9 +311,9 @@ class KubeClient:
 
 
 def error_text(error: Exception) -> str:
-    """Return the text of an error or, if it has none, the name of its class.
+    """Return the message of `error`, or its class name if the message is empty.
 
-    The URL is left out, because a proxy's URL contains the password.
+    The URL is left out, because the URL of a proxy contains a password.
     """
     if isinstance(error, aiohttp.ClientResponseError):
         return f"HTTP {error.status} {error.message}"
@@ -318,12 +321,16 @@ def error_text(error: Exception) -> str:
 
 
 def _given(**options: str | None) -> list[tuple[str, str]]:
-    """Return the query options that are not empty."""
+    """Return the non-empty `options` as (name, value) pairs for a query string."""
     return [(name, value) for name, value in options.items() if value]
 
 
 def refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
-    """Return the error of a reply that is not 2xx, with its metav1.Status or else its text."""
+    """Return the KubeError for a response that is not 2xx.
+
+    The reason and the message come from the metav1.Status in `body`. If `body` is not JSON, the
+    message is its text.
+    """
     text = body.decode(errors="replace")
     try:
         status = msgspec.json.decode(text, type=Object)
@@ -344,11 +351,11 @@ def _status_error(code: int, status: Object, message: str) -> KubeError:
 
 
 def _event(path: str, line: bytes) -> tuple[str, Object]:
-    """Decode one line of a watch.
+    """Decode one line of a watch response into (type, object).
 
     Raises:
-        KubeError: it is an ERROR event.
-        ConnectionError: it is incomplete.
+        KubeError: the line is an ERROR event.
+        ConnectionError: the line is incomplete.
     """
     try:
         event = msgspec.json.decode(line)
@@ -363,7 +370,10 @@ def _event(path: str, line: bytes) -> tuple[str, Object]:
 
 
 def _environment_proxy(server: str) -> str | None:
-    """Return the proxy that HTTPS_PROXY, HTTP_PROXY and NO_PROXY name for the server."""
+    """Return the URL of the proxy for `server`; None for a direct connection.
+
+    The URL comes from HTTPS_PROXY, HTTP_PROXY and NO_PROXY.
+    """
     url = urlsplit(server)
     is_direct = proxy_bypass(url.hostname or "") or proxy_bypass(url.netloc)
     return None if is_direct else getproxies().get(url.scheme)
@@ -373,9 +383,11 @@ def _environment_proxy(server: str) -> str | None:
 async def connect(
     kubeconfig: Path | str | None = None, *, service_account: Path = SERVICE_ACCOUNT
 ) -> AsyncIterator[KubeClient]:
-    """Yield a client of the API server that `kubeconfig` names, or else of the pod's own cluster.
+    """Yield a client of the API server in `kubeconfig`.
 
     Args:
+        kubeconfig: one path, or several joined by `os.pathsep`. None: connect to the cluster that
+            runs this pod, with its service account.
         service_account: the folder with the pod's `token` and `ca.crt`.
 
     Raises:

@@ -1,8 +1,8 @@
-"""A local copy of one collection, kept by list and watch.
+"""A local copy of one collection, kept current by list and watch.
 
-A watch that breaks is continued from the last version. The collection is listed again when the
-server no longer has that version (410). It is also listed every `relist_s`, because a network
-failure can lose an event, for example a DELETED.
+After a watch ends, the next watch starts at the last resource version. The collection is listed
+again when the server no longer has that version (410). The collection is also listed every
+`relist_s` seconds, because a network failure can lose an event, for example a DELETED.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from baton_kube.client import KubeClient, KubeError, Object
 logger = logging.getLogger(__name__)
 
 SILENCE_S = 150.0  # API servers send a bookmark every minute
-END_GRACE_S = 5.0  # delay with which the server may end a watch
+END_GRACE_S = 5.0  # how late the server may end a watch
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 5.0
 
-# Called with (old, new). None: the object was not there, or is gone.
+# Called with (old, new). Old is None for a new object, and new is None for a deleted object.
 Listener = Callable[[Object | None, Object | None], None]
 
 
 class Reflector:
-    """Mirrors the collection at `path`. Use either `run` with listeners or `changes`.
+    """A local copy of the collection at `path`.
+
+    Call either `run` or `changes` to keep the copy current. `subscribe` adds listeners.
 
     Attributes:
-        objects: the objects by `namespace/name`, or by name where objects have no namespace.
+        objects: the objects by `namespace/name`, or by name if they have no namespace.
         synced: set after the first list.
     """
 
@@ -51,25 +53,25 @@ class Reflector:
         self._listeners: list[Listener] = []
 
     def subscribe(self, listener: Listener) -> None:
-        """Call `listener` once for each later change of an object. It must not block."""
+        """Call `listener` for each later change of an object. `listener` must not block."""
         self._listeners.append(listener)
 
     async def run(self) -> None:
-        """Mirror until cancelled."""
+        """Keep the copy current until cancelled."""
         async with aclosing(self.changes()) as changes:
             async for _ in changes:
                 pass
 
     async def changes(self) -> AsyncGenerator[None, None]:
-        """Mirror; yield after every list and every event.
+        """Keep the copy current, and yield after every list and every event.
 
         Failures are logged and retried with backoff.
         """
         loop = asyncio.get_running_loop()
         version, relist_at, backoff_s = "", 0.0, FIRST_BACKOFF_S
         while True:
-            # The loop pauses also after a watch without an error. If a server ends every watch at
-            # once, it must not become a busy loop.
+            # The loop also pauses after a watch without an error, because some servers might end
+            # every watch at once.
             pause_s = FIRST_BACKOFF_S
             try:
                 if not version or loop.time() >= relist_at:
@@ -102,8 +104,8 @@ class Reflector:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
     async def _list(self) -> str:
-        # The first list may come from the server's watch cache, because many clients may start at
-        # once. Later lists are consistent.
+        # The first list may come from the server's watch cache: many clients may start at the same
+        # time. Later lists are consistent.
         not_older_than = None if self.synced.is_set() else "0"
         listed, version = await self._kube.list(
             self._path, **self._selectors, not_older_than=not_older_than
