@@ -72,7 +72,7 @@ class KubeClient:
         self.write_timeout_s: Callable[[], float] = lambda: REQUEST_TIMEOUT_S
 
     def sibling(self) -> KubeClient:
-        """Return a client that shares the connections but not `on_request` and `write_timeout_s`."""
+        """Return a client on the same connections, with its own `on_request` and write timeout."""
         return KubeClient(self._api)
 
     async def get(self, path: str, *, metadata_only: bool = False, query: Query = ()) -> Object:

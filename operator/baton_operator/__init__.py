@@ -1,25 +1,26 @@
-"""The operator: keeps every LLMService in the state of its spec.
+"""The operator: keeps every LLMService in the state that its spec describes.
 
-One reconcile, in `reconcile.py`, is the sentence "observe, plan, apply, report". Its words are the
-packages:
+One reconcile observes, plans, applies and reports (`reconcile.py`). The packages:
 
 - `api`: the LLMService resource, its CRD and its validation rules.
-- `observe`: what exists in the cluster, and what engines and coordinators reply.
-- `builders`: the object of each kind that a service needs. `desired.py` collects them.
+- `observe`: the objects in the cluster, and the replies of engines and coordinators.
+- `builders`: builds the Kubernetes objects that a service needs.
 - `plan`: the next step of a group of member pods.
 - `autoscale`: the sizes of groups that have `autoscaling`.
-- `status`: conditions, counts and Events of the service.
-- `kube`: the operator's use of the Kubernetes API: kinds, Events and the Lease.
+- `status`: conditions, counts and Events of a service.
+- `kube`: reads and writes by kind, Events and the Lease.
 
-Other modules:
+The modules:
 
-- `handlers`: kopf's handlers, which make services due.
-- `kopf_settings`: turns off everything in kopf but the watches.
-- `controller`: runs `reconcile` for services that are due.
-- `apply`: writes the differences.
-- `revisions`: the revision history.
-- `cli`, `process`, `runtime`: the process, its Lease and its parts.
-- `metrics`, `logs`: what the process reports about itself.
-- `names`, `reconcile_problems`: names and errors that all parts share.
+- `handlers`: kopf's handlers, which queue services for a reconcile.
+- `kopf_settings`: turns off everything in kopf except the watches.
+- `controller`: runs the queued reconciles.
+- `desired`: the desired state of a service, collected from the builders.
+- `apply`: writes the difference between the desired and the observed state.
+- `revisions`: the revision history of a service.
+- `cli`, `process`, `runtime`: the command, the process with its Lease, and the process's parts.
+- `metrics`, `logs`: metrics, `/health` and log lines of the operator.
+- `names`: names, labels and annotations of objects.
+- `reconcile_problems`: the errors that the condition `Ready` reports.
 - `manifests`: writes the generated manifests.
 """

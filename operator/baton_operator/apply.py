@@ -1,6 +1,6 @@
 """Write the difference between the desired and the observed state.
 
-Objects of other owners are never changed.
+Objects of other owners are not changed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from baton_protocol.service_key import ServiceKey
 async def apply_objects(
     kube: Kube, resolved: ResolvedService, desired: Desired, observed: Observation
 ) -> list[tuple[str, Problem]]:
-    """Create, update and delete the objects beside the members, and add them to `observed`.
+    """Create, update and delete the objects of a service except its member pods.
 
-    Kinds that were not listed are skipped. A refused object does not stop the others.
+    Written objects are added to `observed`. Kinds that were not listed are skipped. If the API
+    server refuses one object, the others are still written.
 
     Returns:
-        Each refused object's kind, and the reason as a problem.
+        (kind, problem) for each refused object.
 
     Raises:
-        StaleReadError: an object is to be deleted, and the reads may come from a cache.
+        StaleReadError: an object must be deleted, but it may have been read from a cache.
     """
     refused: list[tuple[str, Problem]] = []
     if resolved.spec.gateway.http_route is not None and not kube.http_routes:
@@ -68,13 +69,15 @@ async def apply_objects(
 async def ensure_service_key(
     kube: Kube, resolved: ResolvedService, present: Object | None
 ) -> ServiceKey:
-    """Return the service's key. Create the Secret if it does not exist, and never change it.
+    """Return the service's key. If `present` is None, create the Secret with a new key.
 
     Args:
-        present: the Secret as observed.
+        present: the existing Secret. It is not changed.
 
     Raises:
-        NameConflict, ServiceKeyUnusable, KubeError
+        NameConflict: the Secret has another owner.
+        ServiceKeyUnusable: the Secret contains no valid key.
+        KubeError: the API server refused a request.
     """
     name = names.service_key_name(resolved.name)
     if present is None:
@@ -90,10 +93,10 @@ async def ensure_service_key(
 async def _apply(
     kube: Kube, resolved: ResolvedService, obj: Object, present: Object | None
 ) -> Object:
-    """Write `obj` if it differs from `present`, and return the stored object.
+    """Write `obj` if the stored object differs from it. Return the stored object.
 
     Args:
-        present: the object as listed.
+        present: the stored object as listed; None if the list did not contain it.
 
     Raises:
         NameConflict: the object has another owner.
@@ -113,9 +116,9 @@ async def _apply(
 
 
 def contains(present: Any, desired: Any) -> bool:
-    """Return whether `present` has every field of `desired`.
+    """Return whether `present` has every field of `desired` with the same value.
 
-    Further fields belong to the server or to other managers.
+    Other fields of `present` are ignored, because the server or other managers set them.
     """
     if isinstance(desired, dict):
         return isinstance(present, dict) and all(
@@ -140,16 +143,17 @@ async def apply_members(
     observed: Observation,
     now: datetime,
 ) -> Refusal | None:
-    """Take one step of one group: mark members as draining, delete members, create members.
+    """Take the planned step of one group: mark members as draining, delete and create members.
 
-    A refused mark does not stop the step, and its error is raised at the end. No pod is created
-    after a refused one.
+    If a mark fails, the step continues, and the error is raised at the end. After the first pod
+    that the API server refuses, no further pod is created.
 
     Returns:
-        Why the API server refused a pod; None if it refused none.
+        Why the API server refused a pod; None if no pod was refused.
 
     Raises:
-        NameConflict, KubeError
+        NameConflict: a pod or ConfigMap with the name of a new one has another owner.
+        KubeError: the API server refused a request.
     """
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}
     mark_errors = await _mark_draining(kube, events, plan.drain, uids, observed.service, now)
@@ -173,14 +177,14 @@ async def _mark_draining(
     service: Object,
     now: datetime,
 ) -> list[KubeError]:
-    """Mark the pods as draining, with the time. Return the errors."""
+    """Annotate the pods as draining since `now`. Return the errors of pods that were not marked."""
     marks = {
         names.ANNOTATION_DRAINING: "true",
         names.ANNOTATION_DRAIN_STARTED: now.isoformat(timespec="seconds"),
     }
     errors: list[KubeError] = []
     for name in pods:
-        # The uid is a precondition: a successor of the same name is not marked.
+        # The uid is a precondition, so that a new pod with the same name is not marked.
         patch = {"metadata": {"uid": uids[name], "annotations": marks}}
         try:
             await kube.merge("Pod", service["metadata"]["namespace"], name, patch)
@@ -197,7 +201,7 @@ async def _mark_draining(
 async def _delete_pods(
     kube: Kube, events: Events, deletions: list[Delete], uids: dict[str, str], service: Object
 ) -> None:
-    """Delete the pods that still exist."""
+    """Delete the pods in `deletions` that still exist."""
     namespace = service["metadata"]["namespace"]
     for deletion in deletions:
         if await kube.delete("Pod", namespace, deletion.name, uids[deletion.name]):
@@ -207,10 +211,11 @@ async def _delete_pods(
 async def _create_pods(
     kube: Kube, events: Events, resolved: ResolvedService, pods: list[Object], service: Object
 ) -> tuple[Refusal | None, list[NameConflict | KubeError]]:
-    """Create the pods until the API server refuses one.
+    """Create the pods in order, and stop at the first one that the API server refuses.
 
     Returns:
-        (refusal, errors): why the API server refused a pod, or None; and all other errors.
+        (refusal, errors): why the API server refused a pod, or None, and the errors of other pods
+            that could not be created.
     """
     errors: list[NameConflict | KubeError] = []
     for pod in pods:
@@ -234,9 +239,10 @@ async def _create_pods(
 
 
 async def _restore_labels(kube: Kube, resolved: ResolvedService, pod: Object) -> None:
-    """Restore the operator's labels on the existing pod with the name of `pod`.
+    """Restore the operator's labels on the existing pod that has the same name as `pod`.
 
-    Another client removed them, or the reply to the creation of the pod was lost.
+    Such a pod was not observed, because a client removed its labels or the response to its creation
+    was lost.
 
     Raises:
         NameConflict: the pod has another owner.
@@ -248,7 +254,7 @@ async def _restore_labels(kube: Kube, resolved: ResolvedService, pod: Object) ->
         return
     if not controlled_by(present, resolved.uid):
         raise NameConflict("Pod", name)
-    # The revision stays, because the existing pod may be of another one than `pod`.
+    # The revision label is not changed, because the existing pod may have another revision.
     ours = {
         label: value
         for label, value in pod["metadata"]["labels"].items()
@@ -266,13 +272,14 @@ async def _restore_labels(kube: Kube, resolved: ResolvedService, pod: Object) ->
 async def collect_config_maps(
     kube: Kube, resolved: ResolvedService, needed: Collection[str], observed: Observation
 ) -> None:
-    """Delete ConfigMaps that no pod mounts. Does nothing if ConfigMaps were not listed.
+    """Delete the service's ConfigMaps that no pod mounts. Without a list of ConfigMaps, do nothing.
 
     Args:
         needed: names of ConfigMaps to keep even if no pod mounts them.
 
     Raises:
-        StaleReadError, KubeError
+        StaleReadError: a ConfigMap must be deleted, but it may have been read from a cache.
+        KubeError: the API server refused a request.
     """
     used = {*needed, *observed.mounted_config_maps}
     for kind, name in list(observed.objects):

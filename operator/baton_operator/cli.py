@@ -1,4 +1,4 @@
-"""`baton-operator`: one process that keeps LLMServices in their desired state."""
+"""The command line of the operator, `baton-operator`."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ HTTP_PORT = 8081
 def main(argv: list[str] | None = None) -> None:
     """Run the `baton-operator` command.
 
-    Exit code 78, with a last line `FATAL <Reason>: <message>`: the configuration cannot work.
-    Exit code 1: the Lease was lost, kopf did not stop, or the HTTP port cannot be used.
+    Exit code 78 means that the cluster cannot be accessed with this configuration. The last line of
+    stderr is then `FATAL <Reason>: <message>`. Exit code 1 means that the Lease was lost, kopf did
+    not stop, or the HTTP port cannot be used.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -39,13 +40,14 @@ def main(argv: list[str] | None = None) -> None:
     if args.leader_elect and not args.lease_namespace:
         parser.error("--leader-elect needs --lease-namespace where $POD_NAMESPACE is not set")
     logs.configure(args.log_format, args.log_level)
-    # Modules are never freed. A full collection of them would stall the loop for 0.04 to 0.24 s.
+    # Modules are never freed. A garbage collection that visits them would stall the event loop for
+    # 0.04 to 0.24 s.
     gc.freeze()
     try:
         asyncio.run(process.run(args))
     except KopfHangsError as error:
         logger.error("exiting: %s", error)
-        os._exit(1)  # an ordinary exit would wait for its threads
+        os._exit(1)  # sys.exit would wait for kopf's threads
     except (LeaseLostError, AddressError) as error:
         logger.error("exiting: %s", error)
         sys.exit(1)

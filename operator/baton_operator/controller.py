@@ -1,7 +1,7 @@
-"""The queue of services that are due, and the tasks that reconcile them.
+"""The queue of services to reconcile, and one task per service that reconciles it.
 
-At most one reconcile of a service runs at a time, and at most CONCURRENCY in all. Failures are
-retried with backoff.
+At most one reconcile per service and CONCURRENCY reconciles in total run at the same time. A failed
+reconcile is retried with backoff.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ MAX_PAUSE_S = 60.0  # longest pause that a Retry-After can cause
 
 
 class Outcome(NamedTuple):
-    """The result of a reconcile that did not fail."""
+    """The result of a successful reconcile."""
 
-    #: Look again after this many seconds even without an event. None: an event or the resync is
-    #: enough.
+    #: Reconcile again after this many seconds, even without an event. None: wait for an event or
+    #: the resync.
     revisit_s: float | None = None
     is_gone: bool = False  # the service does not exist any more
 
 
-#: Brings one service a step closer to its desired state. An error is retried.
+#: Takes one step towards the desired state of one service. The controller retries after an error.
 Reconcile = Callable[[Key, Freshness], Awaitable[Outcome]]
 
 
 @dataclass(eq=False)
 class _Service:
-    """A service that an event or a list has shown, and that is not known to be deleted."""
+    """The queue entry of one known service."""
 
     due: asyncio.Event = field(default_factory=asyncio.Event)
     #: Required freshness of the next reconcile.
@@ -56,13 +56,13 @@ class _Service:
 
 
 class Controller:
-    """The known services, each with a task that reconciles it when it is due.
+    """Runs the queued reconciles of all known services.
 
-    When the API server sends Retry-After, all services pause, because it applies to the client and
-    not to one object.
+    A Retry-After from the API server pauses the reconciles of all services, because the header
+    applies to the whole client.
 
     Args:
-        retried: called after each failure.
+        retried: called after each failed reconcile.
     """
 
     def __init__(self, reconcile: Reconcile, retried: Callable[[], None] = lambda: None) -> None:
@@ -78,19 +78,19 @@ class Controller:
 
     @property
     def queue_depth(self) -> int:
-        """Number of services that are due and whose reconcile has not begun."""
+        """Number of services that wait for a reconcile."""
         return sum(
             service.due.is_set() and service.began is None for service in self._services.values()
         )
 
     @property
     def longest_s(self) -> float:
-        """Age of the oldest running reconcile, in seconds."""
+        """Seconds for which the oldest running reconcile has run; 0 if none runs."""
         began = [service.began for service in self._services.values() if service.began is not None]
         return time.monotonic() - min(began) if began else 0.0
 
     async def run(self) -> None:
-        """Reconcile until cancelled, which also cancels running reconciles."""
+        """Reconcile services until cancelled. A cancellation also ends the running reconciles."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for key in self._services:
@@ -103,11 +103,19 @@ class Controller:
         return key in self._services and self._services[key].due.is_set()
 
     def add(self, key: Key) -> None:
-        """Make the service due. If a reconcile of it is running, another one follows."""
+        """Queue a reconcile of the service. It also runs if another reconcile is running now."""
         self._get(key).due.set()
 
     def observe(self, key: Key, kind: str, version: str, *, is_own_write: bool = False) -> None:
-        """Make the service due, because an event showed `version` of an object of `kind`."""
+        """Queue a reconcile of the service, after a watch event for one of its objects.
+
+        After a failed reconcile, events of the operator's own writes are ignored.
+
+        Args:
+            kind: kind of the object.
+            version: resource version of the object.
+            is_own_write: whether this operator wrote that version.
+        """
         service = self._get(key)
         service.freshness.record(kind, version)
         if kind not in MOVING_KINDS and not is_own_write:
@@ -117,9 +125,9 @@ class Controller:
             service.due.set()
 
     def add_all(self, keys: Iterable[Key] = ()) -> None:
-        """Make `keys` and all known services due, with consistent reads.
+        """Queue reconciles with consistent reads for `keys` and all known services.
 
-        Used when events may be missing.
+        Call this method when watches may have missed events.
         """
         for key in {*keys, *self._services}:
             service = self._get(key)
@@ -137,7 +145,7 @@ class Controller:
             self._tasks.create_task(self._keep(key, self._services[key]), name=f"reconcile {key}")
 
     async def _keep(self, key: Key, service: _Service) -> None:
-        """Reconcile one service whenever it is due, until it is gone."""
+        """Run the queued reconciles of one service until it is deleted."""
         logs.service.set(key)
         revisit_s: float | None = None
         while self._services.get(key) is service:
@@ -154,9 +162,9 @@ class Controller:
                 revisit_s = await self.reconcile(key)
 
     async def reconcile(self, key: Key) -> float | None:
-        """Reconcile one service now.
+        """Reconcile one service now. Return seconds until the next reconcile.
 
-        Return seconds until it is due again. None: an event or the resync is enough.
+        None: the next reconcile waits for an event or the resync.
         """
         service = self._get(key)
         freshness, versions = service.freshness, service.freshness.versions
@@ -178,7 +186,10 @@ class Controller:
         return outcome.revisit_s
 
     def _back_off(self, key: Key, service: _Service, error: Exception) -> float:
-        """Return seconds until the next try. They double with every failure in a row."""
+        """Log the failure, and return seconds until the retry.
+
+        The delay doubles with each consecutive failure. A Retry-After can lengthen it.
+        """
         service.failures += 1
         self._retried()
         delay_s = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(service.failures - 1, 16))

@@ -23,21 +23,21 @@ from baton_operator.reconcile_problems import InvalidSpec
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of one service."""
 
-    objects: list[Object]  #: In the order of creation: referenced objects come first.
+    objects: list[Object]  #: In the order of creation: an object comes after those it refers to.
     absent: list[tuple[str, str]]  #: (kind, name) of objects that must not exist.
     members: dict[names.MemberRole, MemberTemplate]  #: Members of a missing role are not changed.
 
     @property
     def config_maps(self) -> set[str]:
-        """Names of the ConfigMaps."""
+        """Names of the desired ConfigMaps."""
         return {obj["metadata"]["name"] for obj in self.objects if obj["kind"] == "ConfigMap"}
 
 
 def resolve(observed: Observation, spec: Object) -> ResolvedService:
-    """Return the observed service with `spec` decoded.
+    """Return the observed service with the decoded and validated `spec`.
 
     Raises:
-        InvalidSpec: the spec cannot be used. The message names the field.
+        InvalidSpec: the spec is invalid. The message names the field.
     """
     metadata = observed.service["metadata"]
     try:
@@ -62,16 +62,16 @@ def compute_desired(
     operator_namespace: str | None = None,
     http_routes: bool = False,
 ) -> Desired:
-    """Return the desired state.
+    """Return the desired state of a service. Pure.
 
-    Ranks have no template until the coordinator's Service has an address. Pure.
+    An expert-parallel group has no template until the coordinator's Service has an address.
 
     Args:
-        policy_api: version of the server's policy API; None if it has none.
-        keep_coordinator: ranks still exist, although the spec has no expert-parallel group.
-        operator_namespace: namespace of the operator's pod, for network policies. None: it does not
-            run in the cluster.
-        http_routes: whether the server has HTTPRoutes.
+        policy_api: apiVersion of PodDisruptionBudgets; None if the API server has none.
+        keep_coordinator: keep a coordinator that the spec no longer needs, because ranks exist.
+        operator_namespace: namespace of the operator's pod, for network policies. None: the
+            operator does not run in the cluster.
+        http_routes: whether the API server has HTTPRoutes.
 
     Raises:
         ValueError: a template overlay cannot be merged.
@@ -81,8 +81,8 @@ def compute_desired(
     configured = [role for role in roles if role != "prefill" or resolved.has_prefill]
     has_policies = resolved.spec.security.network_policy
     has_coordinator = resolved.is_expert_parallel or keep_coordinator
-    # Each part is an object, or (kind, name) of one that must not exist. Policies come before what
-    # they protect.
+    # Each part is an object, or (kind, name) of an object that must not exist. NetworkPolicies come
+    # before the pods that they protect.
     parts: list[Object | tuple[str, str]] = [
         config.config_map(resolved, role) for role in configured
     ]

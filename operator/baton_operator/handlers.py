@@ -1,7 +1,7 @@
-"""kopf's handlers. They only make services due; `reconcile.py` does the work.
+"""kopf's event handlers, which queue a reconcile of the service to which a changed object belongs.
 
-`baton-operator` runs them while it holds a Lease. `kopf run -m baton_operator.handlers -n
-NAMESPACE` runs them without one.
+`baton-operator` runs the handlers while it holds the Lease. `kopf run -m baton_operator.handlers -n
+NAMESPACE` runs them without a Lease.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOGIN_INTERVAL_S = 2.0
 
 @kopf.on.startup()
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
-    """Configure kopf. Under `kopf run`, also start the runtime."""
+    """Configure kopf. If `kopf run` started this process, also start the runtime."""
     kopf_settings.configure(settings)
     if "runtime" not in memo:  # under `kopf run`
         logger.warning("kopf run takes no Lease: stop every other operator of these LLMServices")
@@ -45,7 +45,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Under `kopf run`, stop the runtime."""
+    """Stop the runtime if `start` created it, which is the case under `kopf run`."""
     if "running" in memo:
         memo.running.cancel()
         await asyncio.gather(memo.running, return_exceptions=True)
@@ -54,9 +54,10 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 
 @kopf.on.login()
 async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
-    """Return the session of the watches.
+    """Return the HTTP session with which kopf sends its requests.
 
-    kopf logs in again after each 401. This function limits it to once per LOGIN_INTERVAL_S.
+    kopf calls this handler again after each 401 response. Two calls return at least
+    LOGIN_INTERVAL_S apart.
     """
     now = time.monotonic()
     await asyncio.sleep(max(0.0, memo.get("next_login", now) - now))
@@ -79,16 +80,16 @@ async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
 @kopf.on.event("policy", "poddisruptionbudgets")
 @kopf.on.event("gateway.networking.k8s.io/v1", "httproutes")
 async def changed(resource: kopf.Resource, meta: kopf.Meta, memo: kopf.Memo, **_: Any) -> None:
-    """Make the services due that the changed object belongs to."""
+    """Queue a reconcile of each service to which the changed object belongs."""
     kind = resource.kind or ""
     for key in keys_of(kind, meta):
         memo.runtime.changed(key, kind, meta["resourceVersion"])
 
 
 def keys_of(kind: str, meta: kopf.Meta) -> Iterator[names.Key]:
-    """Yield the services that an object belongs to, by its label and by its owner references.
+    """Yield the services to which an object belongs: those in its label and owner references.
 
-    A user may have changed the label.
+    Both are read, because another client may have changed the label.
     """
     namespace = meta["namespace"]
     if kind == names.KIND:

@@ -11,8 +11,8 @@ import kopf
 from baton_operator import names
 
 REQUEST_TIMEOUT_S = 30.0
-#: Seconds after which the server ends a watch. kopf then resumes it from the last resource version.
-#: So a working watch gets an answer at least this often.
+#: Seconds after which the server ends a watch. kopf then opens the next watch at the last resource
+#: version, so a working watch gets a response at least this often.
 WATCH_S = 240
 INACTIVITY_S = 70.0  # API servers send a bookmark every minute
 STOP_S = 30.0
@@ -21,9 +21,9 @@ OURS = f"{names.LABEL_MANAGED_BY}={names.MANAGER}"
 
 
 class NoDiffBase(kopf.DiffBaseStorage):
-    """A storage that keeps no state in objects.
+    """A storage for kopf that stores nothing.
 
-    kopf's default storage copies every object to compute its state.
+    kopf's default storage would copy every object that a watch shows.
     """
 
     def build(self, **_: Any) -> Any:
@@ -37,9 +37,9 @@ class NoDiffBase(kopf.DiffBaseStorage):
 
 
 class Backoffs:
-    """Seconds between retries of kopf's requests.
+    """Seconds between retries of kopf's requests, as an infinite sequence.
 
-    The sequence is infinite, because kopf ends after the last retry.
+    After a finite sequence kopf would give up and exit.
     """
 
     def __iter__(self) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""Log lines with the service, and the topology operation, that they are about."""
+"""Log formats that include the service of a line and the id of its topology operation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ TEXT = "%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s"
 
 
 def configure(log_format: str, level: str) -> None:
-    """Log the whole process to stderr. `log_format`: json or text."""
+    """Configure logging to stderr for the whole process. `log_format` is `json` or `text`."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter(TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level != "debug":
         logging.getLogger("kopf").setLevel(logging.WARNING)  # it logs every event
-        # It warns about threads and APIs that are absent by design.
+        # This logger warns about kopf's own thread, and about optional APIs that are not installed.
         logging.getLogger("kopf._core.reactor").setLevel(logging.ERROR)
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: ts, level, logger and message.
+    """Formats a log record as one line of JSON.
 
-    Optional fields: namespace, service, operation and exception.
+    Every line has the fields ts, level, logger and message. Optional fields are namespace, service,
+    operation and exception.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -52,7 +53,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """For people: the service in brackets before the message."""
+    """Formats a log record as text, with the service in brackets before the message."""
 
     def format(self, record: logging.LogRecord) -> str:
         key = service.get()

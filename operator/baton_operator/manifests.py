@@ -1,7 +1,7 @@
-"""Writer of the generated manifests: `python -m baton_operator.manifests DIR`.
+"""Write the generated manifests: `python -m baton_operator.manifests DIR`.
 
-The CRD goes into DIR. The Helm chart beside DIR (`../charts/baton`) gets the CRD's spec and the
-operator's rights.
+The CRD is written to DIR. The CRD's spec and the rules of the operator's ClusterRole are written
+to the Helm chart `DIR/../charts/baton`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ CLUSTER_ROLE = "rbac/cluster_role.yaml"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes shared values out, without anchors."""
+    """Writes YAML without anchors and aliases: a value used twice is written twice."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def files(folder: Path) -> dict[Path, str]:
-    """Return the text of each generated file.
+    """Return the text of each generated file by its path, for the manifests in `folder`.
 
-    Helm includes the chart's files as they are, because a description may contain `{{`.
+    The files of the chart are data and not templates, so Helm does not evaluate a `{{` in a
+    description.
     """
     chart = folder.absolute().parent / "charts/baton/files"
     crd = custom_resource_definition()
@@ -46,7 +47,7 @@ def _render(document: Any, source: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return 0 if the files are written or up to date, 1 if `--check` found a stale one."""
+    """Write the stale files and return 0. With `--check`, return 1 if a file is stale."""
     parser = argparse.ArgumentParser(prog="python -m baton_operator.manifests", description=__doc__)
     parser.add_argument(
         "directory", type=Path, help="folder of the manifests; the chart is beside it"

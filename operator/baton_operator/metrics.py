@@ -69,23 +69,22 @@ class Metrics:
 
 
 class AddressError(Exception):
-    """The address for /health and /metrics is in use, or does not belong to this machine."""
+    """The operator cannot listen on the configured address for /health and /metrics."""
 
 
 @asynccontextmanager
 async def serve(
     host: str, port: int, metrics: Metrics, stuck: Callable[[], str]
 ) -> AsyncIterator[int]:
-    """Serve /health and /metrics inside the context, and yield the port.
+    """Serve /health and /metrics while the context is open. Yield the port.
 
     Args:
-        port: 0 chooses a free port.
-        stuck: returns why the process has to be restarted; empty if it does not. Failures of the
-            API server are no reason. If the event loop stalls, /health does not answer, and the
-            probe fails as well.
+        port: 0 selects a free port.
+        stuck: returns why the process must be restarted; empty if it must not. With a reason,
+            /health returns 503.
 
     Raises:
-        AddressError: the address cannot be used.
+        AddressError: the address is in use, or does not belong to this machine.
     """
 
     async def health(_: web.Request) -> web.Response:

@@ -1,6 +1,6 @@
 """Names, labels and annotations of a service's objects (docs/internals/pods.md).
 
-`baton_protocol.pod_labels` declares the names that other components also read.
+`baton_protocol.pod_labels` declares the labels and annotations that other components also read.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 MANAGER = "baton-operator"
 
 LABEL_REVISION = f"{GROUP}/revision"
-LABEL_MEMBER = f"{GROUP}/member"  #: On member pods of either role. The headless Service selects it.
+LABEL_MEMBER = f"{GROUP}/member"  #: On member pods of both roles, for the headless Service.
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
-#: On ranks: the expert group. Only ranks of one group can share a topology. Absent: an independent
-#: engine.
+#: On ranks: the id of the expert group. Only ranks with the same id can share a topology.
+#: Independent engines do not have this annotation.
 ANNOTATION_EXPERT_GROUP = f"{GROUP}/expert-group"
-#: On pods: identifies the service key with which they were created.
+#: On pods: the id of the service key with which the pod was created.
 ANNOTATION_SERVICE_KEY = f"{GROUP}/service-key"
-#: Hash of the object last applied. It reveals fields that the operator no longer sets.
+#: Hash of the object as last applied. It also changes when the operator no longer sets a field.
 ANNOTATION_APPLIED = f"{GROUP}/applied"
 
 
@@ -58,7 +58,7 @@ CONFIGURED_ROLES: tuple[ConfiguredRole, ...] = (*MEMBER_ROLES, "gateway")
 
 
 def labels(service: str, role: Role | None = None) -> dict[str, str]:
-    """Return the labels of every object made for `service`; `role` for objects of one group."""
+    """Return the labels of an object of `service`; with `role`, also the labels of that role."""
     common = {
         "app.kubernetes.io/name": "baton",
         "app.kubernetes.io/instance": service,
@@ -71,12 +71,12 @@ def labels(service: str, role: Role | None = None) -> dict[str, str]:
 
 
 def selector(service: str, role: Role) -> dict[str, str]:
-    """Return the labels that select the pods of one group, and no other object."""
+    """Return the labels that select the pods of `role`."""
     return {LABEL_SERVICE: service, LABEL_ROLE: role}
 
 
 def serialized(match: dict[str, str]) -> str:
-    """Return `{"a": "b", "c": "d"}` as `a=b,c=d`, the form of the API's labelSelector parameter."""
+    """Return `match` in the form of the labelSelector parameter, for example `a=b,c=d`."""
     return ",".join(f"{key}={value}" for key, value in match.items())
 
 
@@ -85,16 +85,16 @@ def member_name(service: str, role: MemberRole, ordinal: int) -> str:
 
 
 def ordinal_of(member: str) -> int:
-    """Return the ordinal in a member's name.
+    """Return the ordinal at the end of a member's name.
 
     Raises:
-        ValueError: `member` is not the name of a member.
+        ValueError: `member` does not end with an ordinal.
     """
     return int(member.rpartition("-")[2])
 
 
 def is_member_name(name: str, service: str, role: str | None) -> bool:
-    """Return whether `name` is the name of a member of this role."""
+    """Return whether `name` is a member's name in this service and role."""
     return (
         role in MEMBER_ROLES
         and re.fullmatch(f"{re.escape(service)}-{role}-(0|[1-9][0-9]*)", name) is not None
@@ -124,11 +124,11 @@ def members_service_name(service: str) -> str:
 
 
 def url_host(host: str) -> str:
-    """Return `host` for a URL: an IPv6 address is put in brackets."""
+    """Return `host` as the host part of a URL, with brackets around an IPv6 address."""
     return f"[{host}]" if ":" in host else host
 
 
 def content_hash(content: Any) -> str:
-    """Return ten hex digits that change when the JSON value `content` does."""
+    """Return a hash of the JSON value `content` as ten hex digits."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     return hashlib.blake2b(canonical, digest_size=5).hexdigest()

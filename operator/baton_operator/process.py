@@ -1,7 +1,4 @@
-"""The operator's process.
-
-It holds the Lease and runs kopf and the reconciles until SIGTERM or SIGINT.
-"""
+"""The operator's process: runs kopf and the reconciles while it holds the Lease."""
 
 from __future__ import annotations
 
@@ -30,22 +27,22 @@ logger = logging.getLogger("baton_operator")
 STOP_TIMEOUT_S = 20.0
 STOP_TRIES, STOP_TRY_S = 6, 2.0
 CHECK_S = 2.0
-#: Every watch is renewed after WATCH_S. kopf is started again when its watches get no answer for
-#: this long.
+#: The server ends every watch after WATCH_S, and kopf opens the next one. kopf is restarted when
+#: none of its watches gets a response for SILENCE_S.
 SILENCE_S = 2 * kopf_settings.WATCH_S + 120.0
 RESTART_S = 2.0
 
 
 class KopfHangsError(Exception):
-    """kopf did not stop in time. Its thread cannot be ended, so the process has to end."""
+    """kopf did not stop in time. The process must exit, because a thread cannot be killed."""
 
 
 class RestartError(Exception):
-    """kopf runs, but has to be started again."""
+    """kopf still runs, but must be restarted."""
 
 
 async def run(args: argparse.Namespace) -> None:
-    """Run until SIGTERM or SIGINT.
+    """Run the operator until SIGTERM or SIGINT.
 
     Args:
         args: as parsed by `cli`.
@@ -81,14 +78,14 @@ async def run(args: argparse.Namespace) -> None:
 
 
 async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
-    """Run all of `work` until one part ends.
+    """Run the coroutines concurrently until one of them ends, then cancel the others.
 
-    Then cancel the parts one by one, in the order of `work`.
+    They are cancelled one by one, in the order of `work`.
 
     Raises:
         KopfHangsError: kopf did not stop. This error takes priority over other errors and over a
             cancellation.
-        Exception: the first error in the order of `work`.
+        Exception: the error of the first coroutine in `work` that failed.
     """
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
@@ -106,24 +103,24 @@ async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
 
 
 async def _lead(elector: Elector, runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Watch and reconcile while this process holds the Lease.
+    """Acquire the Lease, then watch and reconcile while this process holds it.
 
     Raises:
         LeaseLostError: another process may hold the Lease.
         KopfHangsError: kopf did not stop.
     """
     await elector.acquire()
-    # In this order: the Lease is renewed until the reconciles have ended, because they may still
-    # write.
+    # `elector.keep` comes last, so that it is cancelled last. The Lease is renewed until the
+    # reconciles, which may still write, have ended.
     await _run_first_of(runtime.run(), watch(runtime, namespaces), elector.keep())
 
 
 async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Keep kopf running until cancelled.
+    """Run kopf until cancelled, and restart it when necessary.
 
-    kopf ends when a watch fails with an error that it does not retry, for example after the CRD was
-    deleted. It waits without limit when it cannot log in. It discovers the API server's kinds only
-    when it starts.
+    A restart is necessary in three cases. kopf has ended, for example because the CRD was deleted.
+    The watches get no response, for example because kopf cannot log in. The API server serves
+    HTTPRoutes now, which kopf discovers only at its start.
 
     Raises:
         KopfHangsError: kopf did not stop.
@@ -147,7 +144,11 @@ async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
 
 
 async def _check(runtime: Runtime, had_routes: bool) -> None:
-    """Raise RestartError when kopf has to be started again."""
+    """Wait until kopf must be restarted, then raise RestartError.
+
+    Args:
+        had_routes: whether the API server served HTTPRoutes when kopf was started.
+    """
     while runtime.kube.http_routes == had_routes:
         if time.monotonic() > runtime.answered_at + SILENCE_S:
             raise RestartError(f"the watches got no answer for {SILENCE_S:g} s")
@@ -158,15 +159,16 @@ async def _check(runtime: Runtime, had_routes: bool) -> None:
 async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
     """Run kopf in a thread until cancelled.
 
-    The thread has an event loop of its own, because kopf cancels all tasks of its loop and handles
-    the signals of the main thread. A thread that hangs ends with the process.
+    The thread has its own event loop, because kopf cancels all tasks of its loop. In the main
+    thread kopf would also replace the signal handlers. If the thread hangs, it ends with the
+    process.
 
     Raises:
         KopfHangsError: kopf did not stop.
         Exception: the error that ended kopf.
     """
     kopf_loop = asyncio.new_event_loop()
-    # An Event of kopf's loop. For any other kind of flag kopf starts a thread that never ends.
+    # An asyncio.Event. For any other kind of stop flag, kopf starts a thread that never ends.
     stop = asyncio.Event()
     threading.Thread(target=_run_loop, args=[kopf_loop], name="kopf", daemon=True).start()
     ended = asyncio.wrap_future(
@@ -186,13 +188,13 @@ async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run `loop` until it is stopped, then close it as `asyncio.run` does."""
+    """Run the event loop until `loop.stop`, then close it as `asyncio.run` does."""
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.get_loop().run_forever()
 
 
 async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.Event) -> None:
-    """Run kopf in this loop until `stop` is set or kopf ends.
+    """Run kopf in the running event loop until `stop` is set or kopf ends.
 
     Raises:
         KopfHangsError: kopf did not stop.
@@ -200,7 +202,7 @@ async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.
     """
 
     def ignore_late_errors(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if not stop.is_set():  # a stop of kopf breaks requests in tasks that are never awaited
+        if not stop.is_set():  # when kopf stops, requests fail in tasks that are never awaited
             loop.default_exception_handler(context)
 
     asyncio.get_running_loop().set_exception_handler(ignore_late_errors)

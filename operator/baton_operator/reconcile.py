@@ -1,7 +1,6 @@
-"""`reconcile(key)`: observe, plan, apply, report. Level-triggered and idempotent.
+"""Reconcile one service: observe, plan, apply, report. Level-triggered and idempotent.
 
-`Reconciler._step` lists the steps in order. Each step is one method below it. The controller runs
-at most one reconcile of a service at a time.
+`Reconciler._step` calls one method for each step, in order.
 """
 
 from __future__ import annotations
@@ -76,26 +75,31 @@ class _Step:
     spec_revision: str | None
     resolved: ResolvedService | None = None
     desired: Desired | None = None
-    #: Content hash of the objects beside the members.
+    #: Hash of all desired objects except member pods.
     content: str = ""
-    #: All these objects are as desired. An HTTPRoute that the cluster cannot have does not count.
+    #: Whether all these objects are as desired. An HTTPRoute is ignored if the cluster has no
+    #: Gateway API.
     objects_match: bool = False
     #: Problems in the order of their occurrence. The first one decides `Ready`.
     problems: list[Problem] = field(default_factory=list)
     is_ready: bool = False
-    #: Names of the ConfigMaps of the members that this step restored.
+    #: Names of the ConfigMaps that members of the previous revision need.
     restored_config_maps: set[str] = field(default_factory=set)
     #: Intervals after which to reconcile again, in seconds.
     revisits: list[float] = field(default_factory=list)
 
     def fail(self, error: Exception) -> None:
-        """Add the error to the problems."""
+        """Add the error to `problems`."""
         problem = problem_of(error)
         if problem not in self.problems:
             self.problems.append(problem)
 
     def outcome(self) -> Outcome:
-        """Return when to reconcile again, or raise the cause of a problem that is retried."""
+        """Return the outcome of the reconcile, with the seconds until the next one.
+
+        Raises:
+            Exception: the cause of the last problem that must be retried, if there is one.
+        """
         for problem in reversed(self.problems):
             if problem.is_retried:
                 raise problem.__cause__ or problem
@@ -109,10 +113,10 @@ class _Step:
 
     @property
     def target(self) -> tuple[ResolvedService, Desired]:
-        """The service and its desired state.
+        """The resolved service and its desired state.
 
         Raises:
-            Problem: the first problem, if there is no desired state.
+            Problem: the first problem of this reconcile, if the desired state is not known.
         """
         if self.resolved is None or self.desired is None:
             raise self.problems[0]
@@ -120,13 +124,13 @@ class _Step:
 
 
 class Reconciler:
-    """Brings services to their desired state, one step per call.
+    """Takes one step towards the desired state of a service in each call of `reconcile`.
 
     Args:
         operator_namespace: namespace of the operator's pod, for network policies. None: the
-            operator is not a pod.
-        autoscaler: None keeps the sizes of the spec.
-        probes: None sends no status probes to pods.
+            operator does not run in the cluster.
+        autoscaler: sizes of the groups with `autoscaling`. None: an autoscaler without scrapes.
+        probes: status probes of pods. None: no probes are sent.
     """
 
     def __init__(
@@ -149,16 +153,15 @@ class Reconciler:
         self._events = Events(kube)
         self._status = StatusWriter(kube, self._events)
         self._refused_pods = RefusedPods()
-        #: Content hash of the objects beside the members when all of them last matched the desired
-        #: state, by service.
+        #: By service: `_Step.content` of the last reconcile in which all objects were as desired.
         self._verified: dict[names.Key, str] = {}
 
     async def reconcile(self, key: names.Key, freshness: Freshness) -> Outcome:
         """Take one step for the service `key`.
 
         Raises:
-            KubeError, OSError: the API server refused a request or did not answer. Retry.
-            Exception: a defect of the operator. The status reports it. Retry.
+            KubeError, OSError: the API server refused a request or did not respond. Retry.
+            Exception: the operator has a defect, which the status reports. Retry.
         """
         try:
             try:
@@ -173,7 +176,7 @@ class Reconciler:
         return step.outcome() if step is not None else Outcome(is_gone=True)
 
     async def _step(self, key: names.Key, freshness: Freshness) -> _Step | None:
-        """Run the steps of one reconcile. Return None if the service is gone."""
+        """Run one reconcile. Return its state, or None if the service is deleted."""
         # 1. Observe what exists.
         observed = await observe(self._kube, self._drainer, self._coordinators, key, freshness)
         if observed is None:
@@ -183,7 +186,7 @@ class Reconciler:
         try:
             # 2. Compute what should exist.
             await self._decide(step)
-            # 3. Write the objects beside the members.
+            # 3. Write the objects other than member pods.
             await self._write_objects(step)
             # 4. Take the next step of each group of members, even if an object was refused.
             if await self._move_members(step):
@@ -198,17 +201,19 @@ class Reconciler:
         return step
 
     def _forget(self, key: names.Key) -> None:
-        """Drop the state of a service that is gone."""
+        """Drop the cached state of a deleted service."""
         self._verified.pop(key, None)
         self._autoscaler.forget(key)
         self._refused_pods.forget(key)
         self._probes.forget(key)
 
     async def _decide(self, step: _Step) -> None:
-        """Compute the desired state from the spec or, if that fails, from the recorded spec.
+        """Compute the desired state from the spec of the service.
+
+        If that spec cannot be used, use the spec that was rolled out last.
 
         Raises:
-            Problem: neither can be used.
+            Problem: neither spec can be used.
         """
         observed = step.observed
         if observed.has_no_recorded_spec:
@@ -224,7 +229,11 @@ class Reconciler:
             step.spec_revision = await record_spec(self._kube, resolved, observed.service)
 
     async def _build_recorded(self, step: _Step) -> None:
-        """Build the desired state from the recorded spec, if the present spec is at fault."""
+        """Compute the desired state from the spec that was rolled out last.
+
+        `step.desired` stays None if no such spec can be used. It also stays None if the first
+        problem was not caused by the spec.
+        """
         is_of_spec = step.problems[0].is_of_spec
         recorded = await recorded_spec(self._kube, step.observed.service) if is_of_spec else None
         if recorded is None:
@@ -239,7 +248,7 @@ class Reconciler:
             )
 
     async def _build(self, step: _Step, spec: Object) -> None:
-        """Build the desired state from `spec`: the service's, or the recorded one.
+        """Compute the desired state from `spec`, and create the service's key if necessary.
 
         Raises:
             Problem: the spec or the service's key cannot be used.
@@ -267,12 +276,13 @@ class Reconciler:
             raise InvalidSpec(error) from error
 
     async def _write_objects(self, step: _Step) -> None:
-        """Write the objects beside the members. Refused objects are problems of the step.
+        """Write all objects except member pods. Add refused objects to the problems of the step.
 
-        If all objects matched before and no event showed a change, only MOVING_KINDS are compared.
+        If all objects were as desired before and no event showed a change, only the objects of
+        MOVING_KINDS are compared.
 
         Raises:
-            Problem: a ConfigMap that pods would mount is missing or has another owner.
+            Problem: a ConfigMap that pods mount could not be written.
         """
         resolved, desired = step.target
         observed, freshness = step.observed, step.observed.freshness
@@ -288,10 +298,11 @@ class Reconciler:
             kinds = {obj["kind"] for obj in desired.objects} & MOVING_KINDS
         if "status" in observed.service:
             await observed.read_objects(self._kube, kinds)
-        else:  # a new service: `apply` reads each object by name before it creates it
+        else:  # a new service: `apply_objects` reads each object by name before it is created
             observed.kinds.update(kinds)
         refused = await apply_objects(self._kube, resolved, desired, observed)
-        # The first problem decides `Ready`, and only a ConfigMap stops the members.
+        # ConfigMaps come first, because the first problem decides `Ready`. Members cannot be
+        # created without them.
         refused.sort(key=lambda each: each[0] != "ConfigMap")
         for _, problem in refused:
             step.fail(problem)
@@ -302,9 +313,10 @@ class Reconciler:
         step.objects_match = all(isinstance(problem, GatewayAPIMissing) for _, problem in refused)
 
     async def _move_members(self, step: _Step) -> bool:
-        """Take the next step of each group. Return whether none of them had a problem.
+        """Take the next step of each group of members. Return True if no step failed.
 
-        A refused pod is not a problem: the condition of its group reports it.
+        A pod that the API server refuses does not count as a failure. The condition of its group
+        reports the refusal.
         """
         resolved, desired = step.target
         observed = step.observed
@@ -364,7 +376,7 @@ class Reconciler:
                 step.revisits.append(delay_s)
 
     async def _request_topology(self, request: TopologyRequest, observed: Observation) -> None:
-        """Send the request to the coordinator, before any pod is changed."""
+        """Send the topology request to the coordinator, and store the reply in `observed`."""
         assert observed.coordinator is not None, "the plan has a request"
         logs.operation.set(request.operation_id)
         observed.topology = await self._coordinators.request_topology(
@@ -376,7 +388,7 @@ class Reconciler:
             await self._events.emit(observed.service, "TopologyRequested", message)
 
     async def _collect(self, step: _Step) -> None:
-        """Delete ConfigMaps that no pod needs. If all objects match, mark them as verified."""
+        """Delete ConfigMaps that no pod needs. Record it if all objects are as desired."""
         resolved, desired = step.target
         needed = desired.config_maps | step.restored_config_maps
         await collect_config_maps(self._kube, resolved, needed, step.observed)
@@ -384,7 +396,7 @@ class Reconciler:
             self._verified[step.observed.key] = step.content
 
     async def _report(self, step: _Step) -> bool:
-        """Write the status and the Events. Return whether the service is Ready."""
+        """Write the status and its Events. Return whether the service is Ready."""
         observed, service, resolved = step.observed, step.observed.service, step.resolved
         groups = await self._groups_for_report(step)
         gateway = observed.owned("Service", names.gateway_name(observed.key.name))
@@ -408,7 +420,10 @@ class Reconciler:
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
     async def _groups_for_report(self, step: _Step) -> dict[names.Role, Group]:
-        """Return the groups for the report; none without a desired state."""
+        """Return the groups of pods for the report; empty if the desired state is not known.
+
+        Sends the status probes, and passes the groups to the autoscaler.
+        """
         groups: dict[names.Role, Group] = {}
         observed, resolved, desired = step.observed, step.resolved, step.desired
         if resolved is None or desired is None:
@@ -425,7 +440,7 @@ class Reconciler:
         return groups
 
     async def _report_defect(self, key: names.Key, error: Exception) -> None:
-        """Write a status for an unexpected error. This path calls no code of the failed step."""
+        """Report an unexpected error in a minimal status and in an Event."""
         try:
             service = await self._kube.read("LLMService", key.namespace, key.name)
             if service is not None:

@@ -1,4 +1,4 @@
-"""Problems of a reconcile, as reasons and messages of the condition `Ready`."""
+"""Errors of a reconcile that the condition `Ready` reports."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from baton_kube.client import KubeError, error_text
 
 
 class Problem(Exception):  # noqa: N818 - the reason of the condition
-    """A problem of a reconcile.
+    """Base class of the errors that the condition `Ready` reports.
 
-    The name of its class is the reason of `Ready`, and its text is the message.
+    The class name is the condition's reason, and the text is the condition's message.
     """
 
-    #: Retried with backoff. Otherwise a user must edit the spec or another object.
+    #: Whether the reconcile is retried with backoff. If False, a user must edit the spec or another
+    #: object.
     is_retried = False
-    #: The spec is the cause, so the recorded spec may still work.
+    #: Whether the spec may be the cause, so that an earlier spec may work.
     is_of_spec = False
-    #: A change in the cluster that no watch shows can solve it.
+    #: Whether a change that causes no watch event can solve the problem.
     is_conflict = False
-    #: A Warning Event reports it.
+    #: Whether a Warning Event reports the problem.
     has_event = True
 
     @property
@@ -26,7 +27,7 @@ class Problem(Exception):  # noqa: N818 - the reason of the condition
 
 
 class InvalidSpec(Problem):
-    """The spec passed the installed CRD's schema, but this operator cannot use it."""
+    """The operator rejects the spec, although the API server accepted it."""
 
     is_of_spec = True
 
@@ -35,13 +36,13 @@ class InvalidSpec(Problem):
 
 
 class Paused(Problem):
-    """The service is paused, and no spec was rolled out before."""
+    """The service is paused before any spec was rolled out."""
 
     has_event = False
 
 
 class NameConflict(Problem):
-    """An object with a name that the service needs has another owner."""
+    """The service needs an object whose name is taken by an object of another owner."""
 
     is_conflict = True
 
@@ -51,7 +52,7 @@ class NameConflict(Problem):
 
 
 class GatewayAPIMissing(Problem):
-    """The spec has an HTTPRoute, and the cluster has no Gateway API."""
+    """The spec has an HTTPRoute, but the cluster has no Gateway API."""
 
     is_conflict = True
 
@@ -63,7 +64,7 @@ class GatewayAPIMissing(Problem):
 
 
 class ServiceKeyUnusable(Problem):
-    """The Secret of the service holds no usable key."""
+    """The Secret for the service key contains no valid key."""
 
     is_conflict = True
 
@@ -72,21 +73,21 @@ class ServiceKeyUnusable(Problem):
 
 
 class ReconcileError(Problem):
-    """The API server refused a request or did not answer. A retry usually succeeds."""
+    """The API server refused a request or did not respond. A retry usually succeeds."""
 
     is_retried = True
     has_event = False
 
 
 class InternalError(Problem):
-    """A defect of the operator. The spec may have triggered it."""
+    """The operator has a defect, possibly one that only this spec triggers."""
 
     is_retried = True
     is_of_spec = True
 
 
 def problem_of(error: Exception) -> Problem:
-    """Return `error` as a problem, with the error as its cause."""
+    """Return `error` as a Problem whose `__cause__` is `error`. A Problem is returned unchanged."""
     if isinstance(error, Problem):
         return error
     problem: Problem

@@ -1,13 +1,13 @@
-"""The revision history of a service: the specs that were rolled out, as ControllerRevisions.
+"""The revision history of a service: one ControllerRevision, or record, per rolled-out spec.
 
-`status.specRevision` names the newest record, so a service at rest needs no request. A pause keeps
-that record, and a user can go back to any record (docs/operate/rollouts.md).
-`status.servedRevision` names the record of the last spec with which the whole service was ready.
-While another spec is rolled out, the spec of this record is the previous revision. `plan_group.py`
-decides when its members are created again.
+- `status.specRevision` names the record of the spec that was rolled out last. A paused service
+  stays at this record.
+- `status.servedRevision` names the record of the last spec with which the whole service was ready.
+  During a rollout, the spec in this record is the previous revision. `plan_group.py` decides when
+  members of the previous revision are created.
 
-Sizes are not compared. They change without a rollout, and in a pause they still follow the user or
-an autoscaler.
+A user can return to any record (docs/operate/rollouts.md). Specs that differ only in group sizes
+share one record, because a new size needs no rollout.
 """
 
 from __future__ import annotations
@@ -36,22 +36,24 @@ _SIZE_FIELDS = ("replicas", "autoscaling")
 
 
 class PreviousRevision(msgspec.Struct, frozen=True):
-    """Template and ConfigMap of the members of the previous revision."""
+    """The pod template and the ConfigMap of the previous revision of one role."""
 
     template: MemberTemplate
     config_map: Object
 
 
 async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
-    """Record the spec as the newest one, and delete the oldest records beyond LIMIT.
+    """Record the service's spec as the newest one, and delete the oldest records beyond LIMIT.
 
-    The record that served last is kept.
+    The record in `status.servedRevision` is not deleted.
 
     Returns:
-        The record's name, for `status.specRevision`. Specs that make the same pods have one name.
+        The name of the record, for `status.specRevision`. Specs that result in equal pods have the
+            same name.
 
     Raises:
-        KubeError: the record could not be written.
+        KubeError: the API server refused a request.
+        NameConflict: a ControllerRevision of that name has another owner.
     """
     name = f"{resolved.name}-{names.content_hash(_pod_fields(service['spec']))}"
     if recorded_name(service) == name:
@@ -61,8 +63,8 @@ async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
     newest = max((each["revision"] for each in known.values()), default=0)
     present = known.pop(name, None)
     if present is not None and present["revision"] != newest:  # the spec equals an older record
-        # Not patched: API servers compare the data byte by byte, and refuse fields in another
-        # order.
+        # The record is created again and not patched. API servers refuse a patch whose data has
+        # its fields in another order.
         await kube.delete(
             "ControllerRevision", resolved.namespace, name, present["metadata"]["uid"]
         )
@@ -79,10 +81,12 @@ async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
 
 
 async def recorded_spec(kube: Kube, service: Object) -> Object | None:
-    """Return the last spec that was rolled out, with the present sizes.
+    """Return the last spec that was rolled out, with the present group sizes.
 
-    It replaces a paused or an invalid spec. None: no spec was rolled out, or its record was
-    deleted.
+    It is used instead of a paused or an invalid spec.
+
+    Returns:
+        None if no spec was rolled out, or if the record of that spec was deleted.
 
     Raises:
         KubeError: the records cannot be read.
@@ -97,7 +101,10 @@ async def recorded_spec(kube: Kube, service: Object) -> Object | None:
 
 
 def with_sizes(recorded: Object, wanted: Object) -> Object:
-    """Return `recorded` with those fields of `wanted` that do not affect pods, such as sizes."""
+    """Return the spec `recorded` with the group sizes of the spec `wanted`.
+
+    Other fields that do not affect pods, such as `updateStrategy`, also come from `wanted`.
+    """
     spec = _pod_fields(recorded) | _set_fields(wanted, _NOT_OF_PODS)
     for group in names.CONFIGURED_ROLES:
         if isinstance(spec.get(group), dict):
@@ -107,9 +114,9 @@ def with_sizes(recorded: Object, wanted: Object) -> Object:
 
 
 def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
-    """Return the edited fields that a pause holds back because they affect pods.
+    """Return the fields whose edits wait until a pause ends, for example `decode.template`.
 
-    Examples are `image` and `decode.template`.
+    These are the fields that differ between the specs `kept` and `wanted` and affect pods.
     """
     with contextlib.suppress(ValueError):  # decoding fills in the defaults of omitted fields
         kept, wanted = (msgspec.to_builtins(decode_spec(spec)) for spec in (kept, wanted))
@@ -129,7 +136,7 @@ def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
 
 
 def recorded_name(service: Object) -> str | None:
-    """Return the name of the newest record from the service's status."""
+    """Return the name of the newest record from the service's status; None if it has none."""
     return (service.get("status") or {}).get("specRevision")
 
 
@@ -140,7 +147,7 @@ async def find_previous_revisions(
     newest: str | None,
     templates: dict[names.MemberRole, MemberTemplate],
 ) -> dict[names.MemberRole, PreviousRevision]:
-    """Return template and ConfigMap of the previous revision by role; see `previous_revisions_of`.
+    """Return the previous revision of each role that the current rollout changes.
 
     Args:
         newest: name of the record of the spec that is rolled out.
@@ -159,10 +166,14 @@ async def find_previous_revisions(
 def previous_revisions_of(
     resolved: ResolvedService, spec: Object, templates: dict[names.MemberRole, MemberTemplate]
 ) -> dict[names.MemberRole, PreviousRevision]:
-    """Return template and ConfigMap by role, for roles that the rollout changes. Pure.
+    """Return the previous revision of each role whose pods the rollout changes. Pure.
 
-    Expert-parallel ranks are left out. A new rank must be able to join the topology, so it is
-    always of the newest revision.
+    Expert-parallel groups have no previous revision. A new rank must be able to join the topology,
+    so every new rank has the newest revision.
+
+    Args:
+        spec: spec of the previous revision.
+        templates: templates of the newest revision.
     """
     previous: dict[names.MemberRole, PreviousRevision] = {}
     try:
@@ -174,7 +185,7 @@ def previous_revisions_of(
             template = MemberTemplate(resolved, role)
             if template.revision != newest.revision:
                 previous[role] = PreviousRevision(template, config_map(resolved, role))
-    except ValueError:  # another version of the operator recorded it
+    except ValueError:  # a spec that another version of the operator recorded
         return {}
     return previous
 
@@ -191,7 +202,7 @@ def _pod_fields(spec: Object) -> Object:
 
 
 def _set_fields(node: Any, fields: tuple[str, ...]) -> Object:
-    """Return the items of `fields` that `node` has; none if it is not an object."""
+    """Return the non-null `fields` of `node`; empty if `node` is not an object."""
     return (
         {field: node[field] for field in fields if node.get(field) is not None}
         if isinstance(node, dict)
@@ -200,7 +211,7 @@ def _set_fields(node: Any, fields: tuple[str, ...]) -> Object:
 
 
 async def _records(kube: Kube, service: Object) -> dict[str, Object]:
-    """Return the records of the service by name, oldest first."""
+    """Return the service's ControllerRevisions by name, oldest first."""
     metadata = service["metadata"]
     found = await kube.list_all(
         "ControllerRevision", metadata["namespace"], {names.LABEL_SERVICE: metadata["name"]}

@@ -1,4 +1,4 @@
-"""The operator without its watches: client, reconciler, controller, autoscaler and metrics."""
+"""The parts of an operator process: client, reconciler, controller, autoscaler and metrics."""
 
 from __future__ import annotations
 
@@ -34,13 +34,15 @@ STUCK_S = TIMEOUT_S + 60.0  # a reconcile that runs this long has outlived its t
 
 
 class Runtime:
-    """The operator without its watches, on the event loop on which it is created.
+    """The parts of an operator process, except kopf.
+
+    An instance belongs to the event loop in which it is created.
 
     Args:
-        reconcile: takes one step of one service, on `kube`.
-        autoscale: sizes groups until cancelled. Its argument is a function that makes a service
-            due.
-        resync_s: interval at which every service is reconciled, even without an event.
+        reconcile: takes one step of one service.
+        autoscale: runs the autoscaler until cancelled. Its argument is the function that queues a
+            reconcile of a service.
+        resync_s: seconds between two reconciles of a service for which no event arrives.
     """
 
     def __init__(
@@ -54,19 +56,19 @@ class Runtime:
         self.kube = kube
         self.metrics = metrics
         self.controller = Controller(self._reconcile, retried=metrics.retries.inc)
-        #: When the API server last answered a request of the watches.
+        #: Monotonic time of the last successful response to a request of the watches.
         self.answered_at = time.monotonic()
         self._step = reconcile
         self._autoscale = autoscale
         self._resync_s = resync_s
-        self._service_paths: set[str] = set()  # of the watched collections of LLMServices
+        self._service_paths: set[str] = set()  # API paths of the watched LLMService collections
         self._loop = asyncio.get_running_loop()
         kube.client.on_request = self._count
         metrics.queue.set_function(lambda: self.controller.queue_depth)
         metrics.services.set_function(lambda: len(self.controller))
 
     async def run(self) -> None:
-        """Reconcile until cancelled."""
+        """Run the controller, the autoscaler and the resync until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.controller.run())
             tasks.create_task(self._autoscale(self.controller.add))
@@ -75,7 +77,7 @@ class Runtime:
                 await self.resync()
 
     async def _reconcile(self, key: names.Key, freshness: Freshness) -> Outcome:
-        """Reconcile one service, counted and timed."""
+        """Reconcile one service, and record the result and the duration as metrics."""
         result = "error"
         try:
             with self.metrics.seconds.time():
@@ -86,11 +88,11 @@ class Runtime:
             self.metrics.reconciles.labels(result).inc()
 
     def _count(self, verb: str, path: str, code: int) -> None:
-        """Count a request. Code 0: there was no answer."""
+        """Count a request to the API server in the metrics. Code 0: there was no response."""
         self.metrics.requests.labels(verb, resource_of(path), code).inc()
 
     async def wait_for_crd(self) -> None:
-        """Return when the API server answers and serves LLMServices."""
+        """Wait until the API server responds and the CRD of LLMService is installed."""
         logged = ""
         while True:
             try:
@@ -105,9 +107,13 @@ class Runtime:
             await asyncio.sleep(CRD_POLL_S)
 
     def changed(self, key: names.Key, kind: str, version: str) -> None:
-        """Record that a watch showed `version` of an object of the service, which is now due.
+        """Queue a reconcile of the service, after a watch event for one of its objects.
 
-        May be called from any thread.
+        Any thread may call this method.
+
+        Args:
+            kind: kind of the object.
+            version: resource version of the object.
         """
 
         def observe() -> None:
@@ -118,9 +124,10 @@ class Runtime:
         self._loop.call_soon_threadsafe(observe)
 
     def watch_session(self) -> aiohttp.ClientSession:
-        """Return an HTTP session for the watches.
+        """Return the HTTP session for kopf's watches.
 
-        A LIST through it makes every service due: the watch may have missed events.
+        A list request in this session queues a reconcile of every service, because events before
+        the list may have been missed.
         """
 
         async def record(
@@ -149,7 +156,10 @@ class Runtime:
         self.controller.add_all()
 
     async def resync(self) -> None:
-        """List the LLMServices and make all of them due, in case the watches missed an event."""
+        """List the LLMServices, and queue a reconcile of each one.
+
+        A resync repairs what watches may have missed.
+        """
         found: set[names.Key] = set()
         for path in self._service_paths:
             try:
@@ -164,7 +174,7 @@ class Runtime:
         self.controller.add_all(found)
 
     def stuck(self) -> str:
-        """Return why the process has to be restarted; empty if it does not."""
+        """Return why the process must be restarted; empty if it must not."""
         longest_s = self.controller.longest_s
         return f"a reconcile has not ended for {longest_s:.0f} s" if longest_s > STUCK_S else ""
 
@@ -173,7 +183,7 @@ class Runtime:
 async def open_runtime(
     kubeconfig: Path | str | None, resync_s: float = RESYNC_S, operator_namespace: str | None = None
 ) -> AsyncIterator[Runtime]:
-    """Yield a runtime with connections of its own.
+    """Connect to the cluster and yield a runtime.
 
     Args:
         operator_namespace: namespace of the operator's pod. None: the operator does not run in the
@@ -182,7 +192,7 @@ async def open_runtime(
     Raises:
         ConfigException: no cluster is configured.
     """
-    # Without a limit, because a wait for a connection would count into the timeouts of requests.
+    # No limit: the wait for a free connection would count towards the timeout of a request.
     unlimited = aiohttp.TCPConnector(limit=0)
     async with connect(kubeconfig) as client, aiohttp.ClientSession(connector=unlimited) as session:
         kube, metrics, autoscaler = Kube(client), Metrics(), Autoscaler()

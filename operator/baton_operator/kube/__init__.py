@@ -1,6 +1,6 @@
-"""The operator's use of the Kubernetes API, on top of `baton_kube`.
+"""Access to the Kubernetes API for the operator, on top of `baton_kube`.
 
-- `kinds`: reads and writes by kind instead of by path.
+- `kinds`: reads and writes of objects by kind.
 - `events`: Kubernetes Events about a service.
 - `leader`: leader election with a Lease.
 """

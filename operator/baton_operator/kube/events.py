@@ -1,4 +1,4 @@
-"""Kubernetes Events about a service: one object per distinct event, counted when it recurs."""
+"""Kubernetes Events about a service. An event that recurs increments the count of its object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_MESSAGE = 1024
 
 
 class Event(msgspec.Struct, frozen=True):
-    """An Event to write."""
+    """A Kubernetes Event that is to be written."""
 
     reason: str
     message: str
@@ -24,7 +24,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Events:
-    """Writes Events. A failed write is only logged, so that it does not fail the reconcile."""
+    """Writes Events. A write that fails is logged and raises no error."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

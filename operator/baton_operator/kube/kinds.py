@@ -1,7 +1,7 @@
-"""The kinds of Kubernetes objects that the operator reads and writes, by name instead of by path.
+"""Read and write Kubernetes objects by kind.
 
-The table of kinds is short and fixed, so a request needs no discovery. Only versions that differ
-between clusters are discovered.
+The kinds and their API paths are a fixed table. Only the APIs that not every cluster serves are
+discovered.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ MAX_OWN_WRITES = 4096
 class Kube:
     """Reads and writes objects by kind.
 
-    Every method raises KubeError if the server refuses the request, and OSError if no reply comes.
+    Every request raises KubeError if the API server refuses it, and OSError without a response.
     """
 
     def __init__(self, client: KubeClient) -> None:
         self.client = client
-        #: Version of the server's policy API; None if it has none. Set by `discover`.
+        #: apiVersion of PodDisruptionBudgets; None if the server has none. Set by `discover`.
         self.policy_api: str | None = None
-        #: Whether the server has the Gateway API's HTTPRoutes. Set by `discover` and
+        #: Whether the server has HTTPRoutes of the Gateway API. Set by `discover` and
         #: `serves_http_routes`.
         self.http_routes = False
         self._own_writes: OrderedDict[str, None] = OrderedDict()
 
     async def discover(self) -> bool:
-        """Discover the optional APIs of the server.
+        """Discover the optional APIs of the server. Return whether the LLMService CRD is installed.
 
-        Return whether the CRD of LLMService is installed.
+        The results are stored in `policy_api` and `http_routes`.
         """
         versions = ("policy/v1", "policy/v1beta1")
         served = [
@@ -64,7 +64,10 @@ class Kube:
         return await self._serves(*self.resource(names.KIND))
 
     async def serves_http_routes(self) -> bool:
-        """Return whether the server has HTTPRoutes. Discovery is repeated until it has."""
+        """Return whether the server has HTTPRoutes.
+
+        Each call repeats the discovery until HTTPRoutes are found.
+        """
         self.http_routes = self.http_routes or await self._serves(*self.resource("HTTPRoute"))
         return self.http_routes
 
@@ -75,7 +78,10 @@ class Kube:
         )
 
     async def _find(self, path: str, **options: Any) -> Object | None:
-        """Return the object at `path`; None if there is none. `options` are of `KubeClient.get`."""
+        """Return the object at `path`; None if it does not exist.
+
+        `options` are passed to `KubeClient.get`.
+        """
         try:
             return await self.client.get(path, **options)
         except KubeError as error:
@@ -90,10 +96,10 @@ class Kube:
         name: str | None = None,
         subresource: str | None = None,
     ) -> str:
-        """Return a path such as `/apis/apps/v1/namespaces/x/deployments/y`.
+        """Return the API path of an object, such as `/apis/apps/v1/namespaces/x/deployments/y`.
 
-        Without a name it is the path of the collection. Without a namespace the collection covers
-        all namespaces.
+        Without `name` the result is the path of a collection. Without `namespace` the collection
+        covers all namespaces.
         """
         version, plural = self.resource(kind)
         parts = [
@@ -107,10 +113,10 @@ class Kube:
         )
 
     def resource(self, kind: str) -> tuple[str, str]:
-        """Return (apiVersion, plural) of `kind`.
+        """Return (apiVersion, plural name) of `kind`.
 
         Raises:
-            KeyError: the operator does not use this kind.
+            KeyError: the table does not contain this kind.
         """
         version, plural = _RESOURCES[kind]
         return (self.policy_api or version) if kind == "PodDisruptionBudget" else version, plural
@@ -118,17 +124,17 @@ class Kube:
     async def read(
         self, kind: str, namespace: str, name: str, not_older_than: str | None = None
     ) -> Object | None:
-        """Return one object, None if it does not exist.
+        """Return one object; None if it does not exist.
 
         Args:
-            not_older_than: the API server may answer from its watch cache if the cache has reached
-                this resource version. None: a consistent read.
+            not_older_than: a resource version that the API server's watch cache must have reached.
+                The reply may then come from that cache. None: a consistent read.
         """
         query = () if not_older_than is None else (("resourceVersion", not_older_than),)
         return await self._find(self.path(kind, namespace, name), query=query)
 
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
-        """Return whether the object exists. Only its metadata is sent."""
+        """Return whether the object exists. The API server sends only its metadata."""
         return await self._find(self.path(kind, namespace, name), metadata_only=True) is not None
 
     async def list_all(
@@ -138,10 +144,11 @@ class Kube:
         selector: dict[str, str] | None = None,
         not_older_than: str | None = None,
     ) -> list[Object]:
-        """Return all objects of `kind`.
+        """Return the objects of `kind` that have the labels in `selector`.
 
         Args:
-            not_older_than: the same as in `read`.
+            namespace: None: all namespaces.
+            not_older_than: as in `read`.
         """
         path, selected = self.path(kind, namespace), names.serialized(selector or {})
         items, _ = await self.client.list(
@@ -152,16 +159,19 @@ class Kube:
         return [{"apiVersion": api_version, "kind": kind, **item} for item in items]
 
     async def create(self, obj: Object) -> Object:
-        """Create the object.
+        """Create `obj`, and return the stored object.
 
         Raises:
-            KubeError: refused; status 409 if its name is taken.
+            KubeError: the request was refused; status 409 if the name is taken.
         """
         path = self.path(obj["kind"], obj["metadata"]["namespace"])
         return self._wrote(await self.client.create(path, obj, field_manager=names.MANAGER))
 
     async def apply(self, obj: Object) -> Object:
-        """Apply `obj` with server-side apply. The operator becomes the manager of its fields."""
+        """Apply `obj` with server-side apply, as field manager `baton-operator`.
+
+        Return the stored object.
+        """
         return self._wrote(
             await self.client.apply(self._path_of(obj), obj, field_manager=names.MANAGER)
         )
@@ -169,20 +179,21 @@ class Kube:
     async def merge(
         self, kind: str, namespace: str, name: str, patch: Object, subresource: str | None = None
     ) -> Object:
-        """Apply a JSON merge patch."""
+        """Apply a JSON merge patch to one object, and return the stored object."""
         path = self.path(kind, namespace, name, subresource)
         return self._wrote(await self.client.merge(path, patch, field_manager=names.MANAGER))
 
     async def replace(self, obj: Object) -> Object:
-        """Write the whole object over the version that it carries.
+        """Replace the whole stored object with `obj`, and return the new stored object.
 
         Raises:
-            KubeError: refused; status 409 if that version is outdated.
+            KubeError: the request was refused; status 409 if the resourceVersion of `obj` is not
+                the current one.
         """
         return self._wrote(await self.client.replace(self._path_of(obj), obj))
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str) -> bool:
-        """Delete the object with this uid. Return False if there is no such object."""
+        """Delete the object with this uid. Return False if no object has this name and uid."""
         try:
             self._wrote(await self.client.delete(self.path(kind, namespace, name), uid=uid))
         except KubeError as error:
@@ -192,7 +203,7 @@ class Kube:
         return True
 
     def is_own_write(self, version: str) -> bool:
-        """Return whether a write of the operator returned this resource version."""
+        """Return whether `version` is the resource version that a recent own write produced."""
         return version in self._own_writes
 
     def _path_of(self, obj: Object) -> str:
@@ -207,9 +218,9 @@ class Kube:
 
 
 def resource_of(path: str) -> str:
-    """Return the resource in the path of an object or collection, like `llmservices/status`.
+    """Return the resource in an API path, such as `pods` or `llmservices/status`.
 
-    Empty for any other path.
+    Empty if the path contains none of the operator's resources.
     """
     parts = path.split("/")
     after = parts.index("namespaces") + 2 if "namespaces" in parts else 0

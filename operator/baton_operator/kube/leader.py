@@ -1,10 +1,11 @@
 """Leader election with a Lease (coordination.k8s.io/v1), by the rules of client-go.
 
-`Election` decides, without requests and on the caller's clock. `Elector` sends the requests. Clocks
-of two processes are never compared. A candidate takes over when it has read no renewal for the
-Lease's duration, on its own clock. The holder stops after a shorter time, which it counts from
-before it sent its last renewal. So if all clocks run at about the same rate, two processes never
-hold the Lease at once.
+`Election` makes the decisions without requests, and `Elector` sends the requests.
+
+Clocks of two processes are never compared. A candidate takes the Lease when its own clock shows
+that no renewal was read for the Lease's duration. The holder stops RENEW_SHARE of that duration
+after the time at which it sent the last successful renewal. If the clocks run at about the same
+rate, two processes never hold the Lease at once.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ RETRY_SHARE = 2 / 15  # of the Lease's duration: interval between two reads, or 
 
 
 class LeaseLostError(Exception):
-    """Another process may hold the Lease now: this one must end."""
+    """Another process may hold the Lease now, so this process must exit."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A Lease as it is stored."""
+    """The content of a stored Lease, without its name."""
 
     holder: str = msgspec.field(name="holderIdentity", default="")  # empty: the Lease is free
     duration_s: float = msgspec.field(name="leaseDurationSeconds", default=0)
     acquired: str = msgspec.field(name="acquireTime", default="")
     renewed: str = msgspec.field(name="renewTime", default="")
     transitions: int = msgspec.field(name="leaseTransitions", default=0)
-    #: Version of the object. Empty: it does not exist.
+    #: Resource version. Empty: the Lease does not exist.
     version: str = msgspec.field(name="resourceVersion", default="")
 
 
@@ -50,12 +51,12 @@ monotonic = partial(time.clock_gettime, time.CLOCK_BOOTTIME)
 
 
 class Election:
-    """State and decisions of one candidate.
+    """The state of one candidate in the election, and its decisions.
 
     Args:
-        identity: unique among all processes, past ones included.
-        lease_s: time after the last renewal before another candidate takes the Lease.
-        clock: seconds, monotonic.
+        identity: an id that no other process has or had.
+        lease_s: seconds without a renewal after which another candidate may take the Lease.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -71,34 +72,37 @@ class Election:
 
     @property
     def held_s(self) -> float:
-        """Seconds for which this process still holds the Lease. 0 or less: it does not hold it."""
+        """Seconds for which this process still holds the Lease; 0 or less if it does not."""
         return self._held_until - self.now()
 
     @property
     def may_write_s(self) -> float:
-        """Seconds that a write may take, to end before another process can hold the Lease."""
+        """Timeout for a write, in seconds. The write ends before another process holds the Lease.
+
+        0: this process may not write.
+        """
         held_s = self.held_s
         return held_s + self.lease_s * (1 - RENEW_SHARE) / 2 if held_s > 0 else 0.0
 
     @property
     def other(self) -> str:
-        """Identity of another process that holds the Lease, as last read.
+        """Identity of the other process that held the Lease at the last read.
 
-        Empty: the Lease is free, or this process holds it.
+        Empty: the Lease was free, or this process held it.
         """
         return self.seen.holder if self.seen and self.seen.holder != self.identity else ""
 
     def observe(self, record: Record | None) -> None:
-        """Record the Lease as read. None: it does not exist."""
+        """Record the Lease that was read. None: the Lease does not exist."""
         if record != self.seen:
             self.seen, self._seen_at = record, self.now()
         if record is None or record.holder != self.identity:
             self.resign()
 
     def may_take(self) -> bool:
-        """Return whether this process may write the Lease.
+        """Return whether this process may write itself into the Lease as the holder.
 
-        It may if the Lease does not exist, is free, is its own or has expired.
+        It may if the Lease does not exist, is free, has expired or names this process.
         """
         return (
             self.seen is None
@@ -107,7 +111,11 @@ class Election:
         )
 
     def wrote(self, record: Record, sent_at: float) -> None:
-        """Record a successful write of the Lease. `sent_at`: a time before the request was sent."""
+        """Record a successful write of the Lease.
+
+        Args:
+            sent_at: time of `clock` just before the request was sent.
+        """
         self.seen, self._seen_at = record, self.now()
         self._held_until = sent_at + self.lease_s * RENEW_SHARE
 
@@ -116,7 +124,11 @@ class Election:
 
 
 class Elector:
-    """Takes and keeps the Lease `namespace`/`name`. `kube` must let it write at any time."""
+    """Takes and renews the Lease `namespace`/`name`.
+
+    Args:
+        kube: a client that may write even while this process does not hold the Lease.
+    """
 
     def __init__(self, kube: Kube, election: Election, namespace: str, name: str) -> None:
         self._kube = kube
@@ -125,7 +137,7 @@ class Elector:
         self._name = name
 
     async def acquire(self) -> None:
-        """Return once this process holds the Lease."""
+        """Wait until this process holds the Lease."""
         logged = ""
         while True:
             try:
@@ -171,7 +183,10 @@ class Elector:
         )
 
     async def release(self) -> None:
-        """Let another process take the Lease at once. Nothing may be written after this."""
+        """Free the Lease, so that another process can take it at once.
+
+        After this call the process must not write.
+        """
         if self._election.held_s <= 0:
             return
         self._election.resign()
@@ -191,7 +206,10 @@ class Elector:
         self._election.observe(_record(found) if found else None)
 
     async def _write(self, *, release: bool = False) -> bool:
-        """Write the Lease over the version seen last. Return False if that version is outdated."""
+        """Write this process into the Lease as the holder, or free the Lease with `release`.
+
+        Return False if another process has changed the Lease since the last read.
+        """
         election, seen = self._election, self._election.seen or Record()
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         is_renewal = seen.holder == election.identity
