@@ -1,14 +1,19 @@
-"""How fresh the reads of a reconcile must be, given the events of the watches.
+"""How recent the reads of a reconcile must be.
 
-Most reconciles find nothing to do. For them the API server's watch cache is enough, if it is not
-older than the newest object or event of each kind that was seen. The resource version of a list is
-not used as this bound, because it counts writes to all kinds. The cache of a kind without events
-may reach it only after minutes. Until then, the API server waits 3 s and answers GATEWAY_TIMEOUT.
+Most reconciles may read from the API server's watch cache. For each kind, the cache must have
+reached the newest resource version that an object or event of that kind has shown. The resource
+version of a list is not used, because writes to other kinds increment it too. The cache of a kind
+without events might reach such a version only after minutes. Until then, every read would wait 3 s
+and fail with GATEWAY_TIMEOUT.
 
-Kinds outside MOVING_KINDS are not read at all unless an event shows a write by another client. A
-reconcile that acts on members or deletes an object reads consistently first. So does the first
-reconcile of a service. After a failure, a resync or a watch that lists again, events may be
-missing, so the next reconcile also reads consistently.
+A reconcile reads consistently:
+
+- before it changes members or deletes an object;
+- if it is the first one of a service;
+- after a failure, a resync or a list of a watch, because events may be missing.
+
+Kinds outside MOVING_KINDS are read only by a reconcile that reads consistently, and after an event
+has shown a write by another client.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from baton_kube.client import KubeError
 
 #: Resource version that any state of the watch cache satisfies.
 OLDEST = "0"
-#: HTTP code if the cache did not reach the required version within a few seconds.
+#: HTTP code of the API server when its watch cache does not reach the required version in 3 s.
 GATEWAY_TIMEOUT = 504
 #: Kinds whose status the operator reads. Objects of other kinds change only when a client writes
 #: their spec.
@@ -30,35 +35,38 @@ MOVING_KINDS = frozenset({"LLMService", "Pod", "Deployment", "Service", "HTTPRou
 
 
 class StaleReadError(Exception):
-    """The reconcile would act on reads from a cache. Repeat it with consistent reads."""
+    """The reconcile must be repeated with consistent reads, because its reads may be stale."""
 
 
 class Freshness(msgspec.Struct, frozen=True, kw_only=True):
-    """How new the reads of one reconcile must be."""
+    """How recent the reads of one reconcile must be."""
 
     is_consistent: bool = True
     #: Whether another client may have written objects outside MOVING_KINDS since the last
     #: reconcile.
     objects_changed: bool = True
-    #: Newest resource version of an object or event that was seen, by kind. Shared by the
-    #: reconciles of one service.
+    #: By kind: newest resource version in a read or an event. Shared by the reconciles of one
+    #: service.
     versions: dict[str, str] = {}
 
     def of(self, kind: str) -> str | None:
-        """Return the version that reads of `kind` must not be older than.
+        """Return the oldest resource version that a read of `kind` may show.
 
         None: read consistently.
         """
         return None if self.is_consistent else self.versions.get(kind, OLDEST)
 
     def record(self, kind: str, version: str) -> None:
-        """Record that an event or a read showed an object of `kind` with this version."""
+        """Record the resource version of an object of `kind` from a read or an event."""
         if version.isdecimal() and int(version) > int(self.versions.get(kind, OLDEST)):
             self.versions[kind] = version
 
     @contextmanager
     def detect_lag(self) -> Iterator[None]:
-        """Raise StaleReadError if the watch cache lags behind the required version."""
+        """Convert GATEWAY_TIMEOUT errors of the requests in this context to StaleReadError.
+
+        Such an error means that the watch cache has not reached the required version.
+        """
         try:
             yield
         except KubeError as error:
@@ -67,6 +75,6 @@ class Freshness(msgspec.Struct, frozen=True, kw_only=True):
             raise StaleReadError from error
 
     def require_consistent(self) -> None:
-        """Raise StaleReadError if reads may come from a cache."""
+        """Raise StaleReadError unless the reads of this reconcile are consistent."""
         if not self.is_consistent:
             raise StaleReadError

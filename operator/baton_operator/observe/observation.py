@@ -1,4 +1,4 @@
-"""The observed state of a service, from the API server, the coordinator and draining members."""
+"""Observe a service: read its state from the API server, the coordinator and draining members."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from baton_protocol.progress import Health
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import TopologyStatus
 
-#: Scheduler messages about resources that other pods use, as opposed to a node selector without a
-#: matching node.
+#: Matches scheduler messages about resources that other pods use. A message about a node selector
+#: without a matching node does not match.
 _TAKEN = re.compile(r"Insufficient|Too many pods|free ports|anti-affinity|max volume count")
 
 
@@ -41,7 +41,7 @@ class Reference(NamedTuple):
 class Observation(msgspec.Struct, kw_only=True):
     """The observed state of one service.
 
-    The steps of a reconcile add to it what they list later or write.
+    Later steps of the reconcile add the objects that they list or write.
     """
 
     key: names.Key
@@ -49,10 +49,10 @@ class Observation(msgspec.Struct, kw_only=True):
     service: Object
     #: Pods with the service's label that the service, or a Deployment for it, controls.
     pods: list[Object]
-    #: Pods that the service controls but the operator did not create, such as copies of members.
-    #: They are not changed.
+    #: Pods that the service controls but that do not have a member's name, such as copies of
+    #: members. The operator does not change them.
     strays: list[Object]
-    #: The other objects with the service's label by (kind, name), of the kinds in `kinds`.
+    #: By (kind, name): all objects except pods that have the service's label, for listed kinds.
     objects: dict[tuple[str, str], Object]
     #: Kinds that were listed.
     kinds: set[str]
@@ -61,10 +61,10 @@ class Observation(msgspec.Struct, kw_only=True):
     #: The service's key. None: the Secret does not exist, has another owner or holds no usable key.
     service_key: ServiceKey | None
     members: dict[names.MemberRole, list[Member]]
-    #: Address of the coordinator's Service. None: it has no address yet, or there are no ranks and
-    #: the spec has none.
+    #: Address of the coordinator's Service. None: the Service has no address yet, or the service
+    #: neither has ranks nor needs them.
     coordinator: str | None = None
-    #: Reply of the coordinator. None: there was no reply, or no request.
+    #: Reply of the coordinator. None: the coordinator did not reply, or no request was sent.
     topology: TopologyStatus | None = None
     #: Replies of members that fetch or load the model, by pod name.
     loading: dict[str, Health] = {}
@@ -72,8 +72,8 @@ class Observation(msgspec.Struct, kw_only=True):
     kv: Mapping[str, KVCompatibility] = {}
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
-    #: The service is paused, and no spec was rolled out before. During any other pause, `service`
-    #: has the spec that was rolled out last.
+    #: Whether the service is paused before any spec was rolled out. In any other pause, `service`
+    #: contains the spec that was rolled out last.
     has_no_recorded_spec: bool = False
     #: Fields whose edits wait for the end of the pause.
     held_back: tuple[str, ...] = ()
@@ -84,7 +84,7 @@ class Observation(msgspec.Struct, kw_only=True):
 
     @property
     def has_ranks(self) -> bool:
-        """Whether pods exist that report to a coordinator."""
+        """Whether any decode pod is a rank of an expert-parallel group."""
         return any(member.expert_group for member in self.members["decode"])
 
     @property
@@ -101,14 +101,14 @@ class Observation(msgspec.Struct, kw_only=True):
         return [pod for pod in self.pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role]
 
     def owned(self, kind: str, name: str) -> Object | None:
-        """Return an object that the service controls, if its kind was listed and it is there."""
+        """Return the listed object of this kind and name, if the service controls it, else None."""
         found = self.objects.get((kind, name))
         return found if found is not None and controlled_by(found, self.uid) else None
 
     async def read_objects(self, kube: Kube, kinds: Collection[str]) -> None:
-        """List the service's objects of `kinds`, unless they were listed before.
+        """List the service's objects of each kind that was not listed before.
 
-        One request per kind.
+        Each kind takes one request.
         """
         kinds = [kind for kind in kinds if kind not in self.kinds]
         for listed in await asyncio.gather(
@@ -119,7 +119,7 @@ class Observation(msgspec.Struct, kw_only=True):
 
 
 async def list_own(kube: Kube, kind: str, key: names.Key, freshness: Freshness) -> list[Object]:
-    """Return the objects of `kind` with the service's label, of any owner."""
+    """Return all objects of `kind` that have the service's label, with any owner."""
     selector = {names.LABEL_SERVICE: key.name}
     with freshness.detect_lag():
         listed = await kube.list_all(kind, key.namespace, selector, freshness.of(kind))
@@ -135,9 +135,9 @@ async def observe(
     key: names.Key,
     freshness: Freshness,
 ) -> Observation | None:
-    """Read the state of a service. Return None if it is deleted or being deleted.
+    """Read the state of a service. Return None if the service is deleted or being deleted.
 
-    Kubernetes' garbage collector removes the objects of a deleted service.
+    During a pause, the observed spec is the spec that was rolled out last.
     """
     with freshness.detect_lag():
         service = await kube.read("LLMService", key.namespace, key.name, freshness.of("LLMService"))
@@ -180,8 +180,8 @@ async def observe(
         has_no_recorded_spec=recorded is None,
         held_back=waiting,
     )
-    # The topology is read before the unfinished requests. If a member stands by in it, the member
-    # reports its unfinished requests after it has left the topology.
+    # The topology is read before the members' unfinished requests. So a member that stands by in
+    # the topology counts its unfinished requests after it has left the topology.
     is_any_a_rank = any(
         names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {}) for pod in pods
     )
@@ -206,7 +206,7 @@ def _service_key(secret: Object | None, uid: str) -> ServiceKey | None:
 
 
 def _is_set(service: Object, *path: str) -> bool:
-    """Return whether a field of the spec is true. The spec may be invalid."""
+    """Return whether the field `path` of the spec is true; False if there is no such field."""
     node: Any = service.get("spec")
     for field in path:
         node = node.get(field) if isinstance(node, dict) else None
@@ -231,7 +231,7 @@ async def _members(
 
 
 def member(pod: Object) -> Member:
-    """Convert a member pod for the planner."""
+    """Return the observed state of a member pod, as the input of the planner."""
     metadata, status = pod["metadata"], pod.get("status", {})
     annotations = metadata.get("annotations") or {}
     phase = status.get("phase", "Pending")
@@ -254,24 +254,27 @@ def member(pod: Object) -> Member:
 
 
 def conditions(obj: Object) -> dict[str, Object]:
-    """Return the conditions of an object's status by type."""
+    """Return the status conditions of an object by type."""
     return {each["type"]: each for each in (obj.get("status") or {}).get("conditions") or []}
 
 
 def condition(obj: Object, type_: str) -> Object:
-    """Return the condition of this type; an empty one if the object has none."""
+    """Return the condition of type `type_`; an empty object if there is none."""
     return conditions(obj).get(type_, {})
 
 
 def unready_since(pod: Object) -> datetime | None:
-    """Return when the pod was created or, if later, when its condition Ready last changed."""
+    """Return when the condition Ready of the pod last changed, or else when it was created."""
     flipped = parse_time(condition(pod, "Ready").get("lastTransitionTime"))
     times = [parse_time(pod["metadata"].get("creationTimestamp")), flipped]
     return max((time for time in times if time is not None), default=None)
 
 
 def no_room_since(pod: Object) -> datetime | None:
-    """Return since when only other pods' use of resources keeps the pod from being scheduled."""
+    """Return since when the pod has been unschedulable only because other pods use the resources.
+
+    None: the pod is scheduled, or cannot be scheduled for another reason.
+    """
     scheduled = condition(pod, "PodScheduled")
     if scheduled.get("status") != "False" or not _TAKEN.search(scheduled.get("message") or ""):
         return None
@@ -281,23 +284,23 @@ def no_room_since(pod: Object) -> datetime | None:
 
 
 def _started(container: Object) -> bool:
-    """Return whether this is the engine and has passed its startup probe.
+    """Return whether `container` is an engine that has passed its startup probe.
 
-    If the kubelet does not report `started`, return whether the container runs.
+    If the kubelet does not report `started`, a running container counts as started.
     """
     running = bool((container.get("state") or {}).get("running"))
     return container["name"] == CONTAINER and bool(container.get("started", running))
 
 
 def is_ready(pod: Object) -> bool:
-    """Return whether the pod has condition Ready and is not being deleted."""
+    """Return whether the pod's condition Ready is True and the pod is not being deleted."""
     return condition(pod, "Ready").get("status") == "True" and not pod["metadata"].get(
         "deletionTimestamp"
     )
 
 
 def gateway_schemes(gateways: list[Object]) -> tuple[Scheme, ...]:
-    """Return the schemes that ready gateways serve, by the names of their ports."""
+    """Return the URL schemes that ready gateway pods serve, as the names of their ports show."""
     served: set[Scheme] = set()
     for pod in filter(is_ready, gateways):
         ports = {
@@ -310,7 +313,7 @@ def gateway_schemes(gateways: list[Object]) -> tuple[Scheme, ...]:
 
 
 def parse_time(text: str | None) -> datetime | None:
-    """Return a Kubernetes timestamp; None if there is none, or it cannot be parsed."""
+    """Parse a Kubernetes timestamp. Return None if `text` is missing or not a timestamp."""
     try:
         return datetime.fromisoformat(text or "")
     except ValueError:

@@ -18,8 +18,8 @@ from baton_protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, Topo
 
 logger = logging.getLogger(__name__)
 TIMEOUT_S = 3.0
-#: An address that did not answer in time gets no request for this long, because waiting for it
-#: delays other services.
+#: After a timeout, an address gets no request for this many seconds, because each wait delays
+#: other services.
 SILENT_S = 5.0
 MAX_BODY_BYTES = 2**20
 
@@ -43,9 +43,10 @@ class _PodClient:
         reply: type[_Reply],
         body: bytes | None = None,
     ) -> _Reply | None:
-        """Return the reply with status 200.
+        """Send a request, and return the decoded body of a response with status 200.
 
-        None: there was no such reply, and a log line says why.
+        None: there was no such response. A log line gives the reason, except in the SILENT_S
+        seconds after a timeout, when no request is sent.
         """
         authority, now = f"{names.url_host(host)}:{self._port}", monotonic()
         self._silent_until = {
@@ -86,7 +87,7 @@ async def read_body(response: aiohttp.ClientResponse) -> bytes:
     """Return the body of a response.
 
     Raises:
-        ValueError: it is longer than MAX_BODY_BYTES.
+        ValueError: the body is longer than MAX_BODY_BYTES.
     """
     try:
         await response.content.readexactly(MAX_BODY_BYTES + 1)
@@ -103,7 +104,7 @@ class Drainer(_PodClient):
     port = ENGINE_HTTP_PORT
 
     async def drain(self, host: str, key: ServiceKey | None = None) -> int | None:
-        """Start the drain of the engine, if it has not begun.
+        """Start to drain the engine at `host`, unless it is draining already.
 
         Return the number of unfinished requests and transfers; None without a reply.
         """
@@ -115,13 +116,16 @@ class CoordinatorClient(_PodClient):
     port = COORDINATOR_HTTP_PORT
 
     async def topology(self, host: str, key: ServiceKey | None = None) -> TopologyStatus | None:
-        """Return the present topology; None without a reply."""
+        """Return the current topology from the coordinator at `host`; None without a reply."""
         return await self._request("GET", host, "/topology", key, TopologyStatus)
 
     async def request_topology(
         self, host: str, request: TopologyRequest, key: ServiceKey | None = None
     ) -> TopologyStatus | None:
-        """Request a topology. Return the present topology; None without a reply."""
+        """Request a topology from the coordinator at `host`.
+
+        Return the current topology; None without a reply.
+        """
         return await self._request(
             "PUT", host, "/topology", key, TopologyStatus, msgspec.json.encode(request)
         )

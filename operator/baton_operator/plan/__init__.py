@@ -1,8 +1,8 @@
-"""The next step of a group of member pods. No client and no clock.
+"""Plan the next step of a group of member pods. Pure: no client and no clock.
 
-- `plan_members`: chooses the planner of a group and passes it the figures of the spec.
-- `plan_group`: engines that are independent of each other.
-- `plan_expert_group`: ranks of an expert-parallel group.
+- `plan_members`: calls the planner of a group, with the sizes and timeouts of the spec.
+- `plan_group`: the planner of independent engines.
+- `plan_expert_group`: the planner of the ranks of an expert-parallel group.
 - `refused_pods`: pods that the API server refuses, and when to create them again.
-- `topology_view`: what the planner reads from a topology, and what the status records of it.
+- `topology_view`: queries on a topology for the planner, and the topology for the status.
 """

@@ -1,26 +1,29 @@
 """Plan the next step of an expert-parallel group: pods, topology requests and deletions. Pure.
 
-A member joins when its container has started: a topology with it is requested from the coordinator.
-A member leaves in three steps, and each is observed before the next:
+A member joins the group when its container has started. The operator then requests a topology that
+contains the member from the coordinator.
 
-1. A topology without it is requested.
-2. When it stands by, it is marked as draining.
-3. When none of its requests and transfers is unfinished, it is deleted.
+A member leaves in three steps. Each step is observed before the next one:
 
-While a topology is being prepared or committed, and while the coordinator does not answer, only
-failed pods are deleted.
+1. A topology without the member is requested.
+2. When the member stands by outside the topology, it is marked as draining.
+3. When the member has no unfinished request or transfer, it is deleted.
 
-A rollout follows the update strategy. With a surge, new pods join before outdated ones leave. A new
-pod without room takes the place of an outdated one after `surge_timeout_s`.
+Only failed pods are deleted while a topology is being prepared or committed, and while the
+coordinator does not reply.
+
+A rollout follows the update strategy. With a surge, new pods join before outdated pods leave. If a
+new pod fits on no node, an outdated pod leaves for it after `surge_timeout_s`.
 
 Four cases are special:
 
-- Scale to zero: a topology has at least one member. So the last rank drains as a rank, after the
-  others have gone.
-- Another expert group, for example of another model: its pods cannot share a topology with the new
-  ones. When a new pod has started, the other group is scaled to zero. Then the new group is formed.
-- From dense engines to ranks: the dense engines drain like any engine.
-- From ranks to dense engines: ranks leave as the dense engines become ready.
+- Scale to zero: a topology has at least one member. So the last rank stays in the topology and
+  drains when all other ranks are deleted.
+- A new expert group, for example after a change of the model: old and new pods cannot share a
+  topology. When a new pod has started, the old group is scaled to zero. Then the new group is
+  formed.
+- From independent engines to ranks: the engines drain as `plan_group` describes.
+- From ranks to independent engines: ranks leave as the engines become ready.
 """
 
 from __future__ import annotations
@@ -48,10 +51,11 @@ from baton_operator.plan.topology_view import TopologyView
 from baton_protocol.topology import ACTIVE_PHASES, TopologyRequest, TopologyStatus
 
 REVISIT_S = 1.0
-#: How long members that have started wait for others created with them, to join in one operation.
+#: How long started members wait for members that were created at the same time. All of them then
+#: join in one operation.
 JOIN_TOGETHER = timedelta(seconds=30)
-#: A running rank registers with its coordinator at once. A pod that has not registered this long
-#: after it was marked as draining is not a member.
+#: A running rank registers with its coordinator at once. A draining pod that has not registered
+#: after this time is not a member of the topology.
 UNREGISTERED = timedelta(seconds=10)
 
 
@@ -59,11 +63,11 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of an expert-parallel group, and its topology."""
 
     service_uid: str
-    #: `expert_group` of the newest members. Empty: they are dense engines, and all ranks leave.
+    #: `expert_group` of the newest members. Empty: they are independent engines, and ranks leave.
     name: str
     desired: int
     revision: str
-    #: Reply of the coordinator. None: it did not answer.
+    #: Reply of the coordinator. None: the coordinator did not reply.
     topology: TopologyStatus | None
     #: Topology in the status of the service.
     recorded: llmservice.TopologyStatus | None = None
@@ -82,10 +86,10 @@ class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
 
 
 class _Division(NamedTuple):
-    """The members that can run, by whether they stay."""
+    """The members that have neither failed nor are being deleted: which stay and which leave."""
 
-    current: list[Member]  # up to date; they stay
-    kept: list[Member]  # outdated or of another group; they stay until they can be spared
+    current: list[Member]  # of the newest revision, and needed
+    kept: list[Member]  # of another revision or expert group, and still needed
     leaving: list[Member]
 
     @property
@@ -123,7 +127,7 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     drain = []
     for member in leaving:
         if member.expert_group and member not in last and not _has_left(member, staying, view):
-            continue  # it is still in a topology
+            continue  # the member is still in a topology
         why = _deletion_reason(member, last, group.drain_timeout_s, view, now)
         if why:
             delete.append(Delete(member.name, why))
@@ -143,10 +147,11 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
 
 
 def operation_id(group: ExpertGroup, desired: list[str], topology: TopologyStatus) -> str:
-    """Return an id that follows from the observed state, so it is the same after a crash.
+    """Return the id for a request of the members `desired`.
 
-    It covers the generation and the previous operation, so a later request for the same members has
-    another id.
+    The id is a hash of the observed state, so it stays the same after a restart of the operator.
+    The hash includes the generation and the id of the previous operation. So a later request for
+    the same members has another id.
     """
     before = topology.operation.operation_id if topology.operation else ""
     return names.content_hash([group.service_uid, topology.generation, before, desired])
@@ -164,10 +169,10 @@ def _is_newest(m: Member, group: ExpertGroup) -> bool:
 def _divide(
     present: list[Member], group: ExpertGroup, view: TopologyView | None, max_unavailable: int
 ) -> _Division:
-    """Return which members stay and which leave.
+    """Decide which members stay and which leave.
 
     Args:
-        max_unavailable: ranks of which the group may be short while members are replaced.
+        max_unavailable: number of members that the group may lack while members are replaced.
     """
     able = [m for m in present if m.deletion is None and not m.failed]
     usable = [m for m in able if not m.draining]
@@ -183,21 +188,21 @@ def _divide(
     current = newest[: group.desired + (group.update.max_surge if keeps_surge else 0)]
     num_needed = max(0, group.desired - max_unavailable)
     num_serving = sum(_serves(m, view if group.name else None) for m in current)
-    if not group.name:  # dense engines serve at once: ranks leave as they become ready
+    if not group.name:  # ranks leave as the independent engines that replace them become ready
         kept = [m for m in others if m.serving][: max(0, num_needed - num_serving)]
     else:
-        # Another group leaves when a pod of this one has started: a revision that cannot start
-        # replaces no rank.
+        # The old group leaves only when a pod of the new group has started. So a revision that
+        # cannot start replaces no rank.
         kept = [] if any(m.serving for m in current) else others[:num_needed]
     kept += outdated[: max(0, num_needed - num_serving - len(kept))]
     return _Division(current, kept, [m for m in able if m not in current and m not in kept])
 
 
 def _by_membership(members: list[Member], view: TopologyView | None) -> list[Member]:
-    """Return the members in the order in which they are kept.
+    """Return the members, sorted so that those to keep come first.
 
-    Members of the requested topology come first, then ranks, then those that have started, then the
-    lowest ordinals.
+    Members of the requested topology come first. Among equals, ranks come first, then started
+    members, then members with low ordinals.
     """
     requested, ranks = (view.desired, view.ranks) if view else (frozenset(), frozenset())
     return sorted(
@@ -207,7 +212,7 @@ def _by_membership(members: list[Member], view: TopologyView | None) -> list[Mem
 
 
 def _serves(member: Member, view: TopologyView | None) -> bool:
-    """Return whether the member serves: as a rank or, without a view, as a ready pod."""
+    """Return whether the member serves as a rank; without `view`, whether its pod is ready."""
     return view.serves(member.name) if view else member.ready
 
 
@@ -220,8 +225,8 @@ def _create(
 ) -> list[int]:
     """Return the ordinals of members to create.
 
-    If no member stays, one is created beyond the surge. Ranks leave only for a topology without
-    them, and a topology has at least one member.
+    If no member stays, one member is created even without a surge. The leaving ranks need it: they
+    can leave only when another topology exists, and a topology has at least one member.
     """
     is_rollout = any(not _is_newest(m, group) for m in present)
     room = group.desired + (group.update.max_surge if is_rollout else 0) - len(present)
@@ -236,8 +241,8 @@ def _desired_members(
     view: TopologyView,
     now: datetime,
 ) -> frozenset[str]:
-    """Return the names of the members of the desired topology."""
-    # Another group serves until it is scaled to zero.
+    """Return the names of the members that the topology should have."""
+    # The old expert group serves until it is scaled to zero.
     if any(_is_of_another(m, group) for m in present):
         candidates = [m for m in staying if _is_of_another(m, group)]
     else:
@@ -251,7 +256,8 @@ def _desired_members(
         return frozenset(joined | started)
     if any(m.no_room_since is None for m in candidates):
         return view.desired  # leaving ranks serve until the candidates have started
-    # There are no candidates, or they wait for the room of leaving ranks. All ranks but one leave.
+    # Either there are no candidates, or leaving ranks occupy the nodes that the candidates need.
+    # All ranks except one leave.
     ranks = sorted(
         (m for m in leaving if view.is_rank(m.name)), key=lambda m: (m.draining, m.ordinal)
     )
@@ -261,11 +267,11 @@ def _desired_members(
 def _request(
     desired: frozenset[str], group: ExpertGroup, view: TopologyView
 ) -> TopologyRequest | None:
-    """Return the request for the coordinator. None: it has been sent already, or has to wait."""
+    """Return the topology request to send now; None if it was sent already or must wait."""
     if desired == view.desired:
         return None
     if view.is_changing and view.desired and desired > view.desired:
-        return None  # members that only join do not undo the running operation
+        return None  # new members wait for the end of the running operation
     members = sorted(desired)
     return TopologyRequest(
         operation_id=operation_id(group, members, view.topology), members=members
@@ -273,14 +279,14 @@ def _request(
 
 
 def _last_ranks(present: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
-    """Return the last rank of a group that is to end.
+    """Return the last rank of a group that is scaled to zero; empty while several ranks run.
 
-    If none of the ranks' containers runs, all of them are last ranks.
+    If no rank has a running container, return all ranks.
     """
     ranks = [m for m in present if view.is_rank(m.name)]
     if view.is_changing or any(m in staying or (m.serving and len(ranks) > 1) for m in ranks):
         return []
-    # A member without room may be waiting for this place.
+    # A staying member that fits on no node may wait for the resources of the last rank.
     groups = {m.expert_group for m in ranks}
     return (
         [] if any(m.expert_group in groups and m.no_room_since is None for m in staying) else ranks
@@ -288,7 +294,7 @@ def _last_ranks(present: list[Member], staying: list[Member], view: TopologyView
 
 
 def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool:
-    """Return whether the member is in no present, prepared or requested topology."""
+    """Return whether the member is outside the current, the prepared and the requested topology."""
     if view.is_changing or view.is_rank(member.name):
         return False
     if member.name in view.desired and any(m.expert_group for m in staying):
@@ -299,12 +305,12 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
 def _deletion_reason(
     member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime
 ) -> str:
-    """Return why a member that has left may be deleted now; empty: not yet."""
+    """Return why a member outside the topology may be deleted now; empty if it may not."""
     if not member.serving and member not in last:
         return "it had not started"
     if not member.draining:
         return ""
-    # A rank whose container is down may be restarting.
+    # A rank that does not run, or has not registered, may be restarting.
     unsure = member.expert_group and not (member.serving and view.knows(member.name))
     if unsure and (member.drain_started is None or now < member.drain_started + UNREGISTERED):
         return ""

@@ -1,21 +1,22 @@
-"""Plan the next step of one group of members. Pure: no client and no clock.
+"""Plan the next step of one group of independent engines. Pure: no client and no clock.
 
-A member leaves in three steps, and each is observed in the cluster before the next:
+A member leaves in three steps. Each step is observed in the cluster before the next one:
 
-1. It is marked as draining, so gateways send it no new requests.
-2. It drains until nothing is unfinished or the drain timeout has passed.
-3. It is deleted.
+1. The member is marked as draining, so gateways send it no new requests.
+2. The member drains until it has no unfinished request or transfer, or the drain timeout passes.
+3. The member is deleted.
 
-Members of an earlier revision are replaced within two bounds. At most `desired + max_surge` members
-exist, those that leave included. At least `desired - max_unavailable` members serve. A new member
-that is not ready counts against the second bound, so a revision that never becomes ready stops
-there and the others keep serving. A new member for which no node has room takes the place of an old
-one after `surge_timeout_s`.
+A rollout replaces members of an earlier revision within two bounds. At most `desired + max_surge`
+members exist, including members that leave. At least `desired - max_unavailable` members serve. New
+members that are not ready do not serve. So if a new revision never becomes ready, its rollout stops
+at the second bound, and the other members keep serving.
 
-A member that another client deletes is replaced at once if a surge is allowed, otherwise when it is
-gone. The replacement is of the newest revision, with two exceptions: in a pause, and while a member
-of the newest revision has missed its progress deadline. Then it is of the previous revision, the
-last one with which the whole service was ready.
+If a new member fits on no node, an old member leaves for it after `surge_timeout_s`.
+
+If another client deletes a member, the replacement is created at once if a surge is allowed, and
+otherwise when the deleted pod is gone. The replacement has the newest revision, except in two
+cases: in a pause, and while a member of the newest revision has missed its progress deadline. Then
+the replacement has the previous revision, the last one with which the whole service was ready.
 """
 
 from __future__ import annotations
@@ -27,52 +28,51 @@ from typing import NamedTuple
 
 import msgspec
 
-#: A pod that still exists this long after its grace period is on a lost node and does not count any
-#: more.
+#: A pod that still exists this long after its grace period is on a lost node, and is ignored.
 STUCK_TERMINATING = timedelta(seconds=30)
 POLL_DRAIN_S = 0.5
-#: Minimum age at which a failed member is deleted. It limits how fast a pod that fails at once is
-#: created again.
+#: Minimum age at which a failed member is deleted. It limits how often a pod that fails at its
+#: start is created again.
 FAILED_HOLD = timedelta(seconds=10)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """One member pod, as observed."""
+    """The observed state of one member pod."""
 
     name: str
     ordinal: int
     revision: str
     ready: bool = False
-    failed: bool = False  # phase Failed or Succeeded: its containers will not run again
-    serving: bool = False  # its container has started, so it may hold requests
+    failed: bool = False  # phase Failed or Succeeded: the containers will not run again
+    serving: bool = False  # the container has started, so the member may hold requests
     draining: bool = False
     drain_started: datetime | None = None
     unfinished: int | None = None  # reply to POST /drain; None: no request, or no reply
-    deletion: datetime | None = None  # end of its grace period, if it is being deleted
+    deletion: datetime | None = None  # end of the grace period; None: it is not being deleted
     created: datetime | None = None
-    unready_since: datetime | None = None  # when it was created or last ready, if it is not ready
-    expert_group: str = ""  # of a rank: ranks with the same value can be in one topology
-    #: Since when it cannot be scheduled only because other pods use the resources.
+    unready_since: datetime | None = None  # last ready, or else created; None: it is ready
+    expert_group: str = ""  # ranks with the same value can share a topology; empty: no rank
+    #: Since when it has been unschedulable only because other pods use the resources.
     no_room_since: datetime | None = None
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """How members of an earlier revision are replaced.
+    """How a rollout replaces members of an earlier revision.
 
-    With `max_surge` and `max_unavailable` both 0, no member is replaced.
+    No member is replaced if `max_surge` and `max_unavailable` are both 0.
     """
 
     max_surge: int = 1
     max_unavailable: int = 0
-    #: A new member without room takes the place of an old one after this time.
+    #: Seconds after which an old member leaves for a new one that fits on no node.
     surge_timeout_s: float = 30.0
-    #: A new member that is not ready after this time stalls the rollout.
+    #: Seconds after which a new member that is not ready stalls the rollout.
     progress_deadline_s: float = 600.0
-    paused: bool = False  # members of earlier revisions count as new ones
+    paused: bool = False  # members of earlier revisions are not replaced
 
 
 class Delete(msgspec.Struct, frozen=True):
-    """A member to delete, and why."""
+    """A member to delete, and the reason for its Event."""
 
     name: str
     why: str
@@ -85,34 +85,34 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     restore: list[int] = []  # ordinals of members to create with the previous revision
     drain: list[str] = []  # members to mark as draining
     delete: list[Delete] = []
-    #: Plan again after this time, because a change without an event is expected.
+    #: Plan again after this many seconds, because a change without a watch event is expected.
     revisit_s: float | None = None
 
     @property
     def acts(self) -> bool:
-        """Whether the plan changes any member."""
+        """Whether the plan creates, marks or deletes any member."""
         return bool(self.create or self.restore or self.drain or self.delete)
 
 
 class Timeout(NamedTuple):
-    """A timeout of members that wait. It does not run if no member waits."""
+    """The state of a timeout for waiting members. Without them, the timeout does not run."""
 
     has_passed: bool = False
-    #: The seconds until it passes. Empty: it has passed, or does not run.
+    #: The seconds until the timeout passes. Empty: it has passed, or does not run.
     left_s: tuple[float, ...] = ()
 
 
 class _Group(NamedTuple):
-    """One group while its next step is planned."""
+    """What the functions of this planner read of one group."""
 
     desired: int
     revision: str
     update: Update
     present: list[Member]
-    newest: list[Member]  # up to date, neither failed nor leaving
+    newest: list[Member]  # of the newest revision, neither failed nor leaving
     outdated: list[Member]  # of another revision, neither failed nor leaving
-    progress_deadline: Timeout  # of the newest members that are not ready
-    surge_timeout: Timeout  # of the newest members without room
+    progress_deadline: Timeout  # for members in `newest` that are not ready
+    surge_timeout: Timeout  # for members in `newest` that fit on no node
 
 
 def plan_group(
@@ -128,8 +128,7 @@ def plan_group(
     """Return the next step towards `desired` members of `revision`.
 
     Args:
-        has_previous_revision: there is a previous revision, different from `revision`, whose
-            members can be created.
+        has_previous_revision: whether members of a previous revision can be created.
     """
     present = present_members(members, now)
     usable = [m for m in present if m.deletion is None and not m.failed]
@@ -146,7 +145,7 @@ def plan_group(
     )
 
     to_remove = _members_to_remove(group)
-    # A member that another client marked has no drain_started: it is marked again.
+    # If another client marked a member, drain_started is missing, and the member is marked again.
     unmarked = [m for m in draining if m.drain_started is None]
     drain = [m.name for m in [*unmarked, *to_remove] if m.serving]
     delete, revisits_s = plan_failed(present, now)
@@ -170,12 +169,15 @@ def plan_group(
 
 
 def present_members(members: list[Member], now: datetime) -> list[Member]:
-    """Return the members that are not stuck in termination."""
+    """Return the members except those that are stuck in termination on a lost node."""
     return [m for m in members if m.deletion is None or now < m.deletion + STUCK_TERMINATING]
 
 
 def plan_failed(present: list[Member], now: datetime) -> tuple[list[Delete], list[float]]:
-    """Return the failed members to delete, and seconds after which to plan for the others."""
+    """Return the failed members to delete now, and the seconds until the next plan.
+
+    The list of seconds is empty unless a failed member is younger than FAILED_HOLD.
+    """
     failed = [m for m in present if m.failed and m.deletion is None]
     old = [m for m in failed if m.created is None or now >= m.created + FAILED_HOLD]
     revisits_s = [FAILED_HOLD.total_seconds()] if len(old) < len(failed) else []
@@ -183,27 +185,30 @@ def plan_failed(present: list[Member], now: datetime) -> tuple[list[Delete], lis
 
 
 def free_ordinals(members: list[Member], num: int) -> list[int]:
-    """Return the `num` lowest ordinals that no member has; none if `num` is negative."""
+    """Return the `num` lowest ordinals that no member has; empty if `num` is negative."""
     in_use = {m.ordinal for m in members}
     return list(islice((ordinal for ordinal in count() if ordinal not in in_use), max(0, num)))
 
 
 def surge_timeout_of(newest: list[Member], update: Update, now: datetime) -> Timeout:
-    """Return the timeout after which a new member without room takes the place of an old one."""
+    """Return the timeout after which an old member leaves for a new one that fits on no node."""
     return _timeout((m.no_room_since for m in newest), update.surge_timeout_s, now)
 
 
 def _progress_deadline_of(newest: list[Member], update: Update, now: datetime) -> Timeout:
     """Return the timeout after which new members that are not ready stall the rollout.
 
-    It does not run for members without room.
+    New members that fit on no node are ignored.
     """
     unready = (m.unready_since for m in newest if m.no_room_since is None)
     return _timeout(unready, update.progress_deadline_s, now)
 
 
 def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> Timeout:
-    """Return the timeout that began at the earliest of `times`; without times, it does not run."""
+    """Return the state of a timeout that started at the earliest of `times`.
+
+    Without times, the timeout does not run.
+    """
     since = min((time for time in times if time is not None), default=None)
     if since is None:
         return Timeout()
@@ -212,7 +217,7 @@ def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) 
 
 
 def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> str:
-    """Return why a draining member may be deleted now; empty: not yet."""
+    """Return why a draining member may be deleted now; empty if it may not."""
     if not member.serving:
         return "it is not running"
     if member.unfinished == 0:
@@ -225,7 +230,7 @@ def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> st
 
 
 def _members_to_remove(group: _Group) -> list[Member]:
-    """Return the members to drain or delete: the surplus, and the outdated ones to replace."""
+    """Return the members that must leave: surplus members, and outdated members to replace."""
     update = group.update
     # A pause keeps even the members that were created to surge.
     keeps_surge = update.paused and len({m.revision for m in group.present}) > 1
@@ -246,15 +251,15 @@ def _members_to_remove(group: _Group) -> list[Member]:
 def _outdated_to_replace(
     newest: list[Member], outdated: list[Member], min_ready: int
 ) -> list[Member]:
-    """Return the outdated members to replace now, unready ones first.
+    """Return the outdated members that can be replaced now, those that are not ready first.
 
-    At least `min_ready` members stay ready, if that many are.
+    The number of ready members does not fall below `min_ready` because of a replacement.
     """
     num_ready = sum(m.ready for m in [*newest, *outdated])
     if not num_ready and not newest:
         return outdated  # no member serves, so no capacity can be lost
-    # A new member that is not ready may never become ready. So it keeps an outdated member in
-    # place, even an unready one.
+    # A new member that is not ready may never become ready. So an outdated member stays in its
+    # place, even if that one is not ready.
     num_replaceable = len(outdated) - (min_ready - sum(m.ready for m in newest))
     highest_first = sorted(outdated, key=lambda m: -m.ordinal)
     unready = [m for m in highest_first if not m.ready][: max(0, num_replaceable)]
@@ -263,14 +268,14 @@ def _outdated_to_replace(
 
 
 def _num_to_create(group: _Group, *, use_previous: bool) -> int:
-    """Return how many members to create; 0 or a negative number: none.
+    """Return how many members to create. A negative number means none.
 
-    A rollout may exceed `desired` by `max_surge`, and so may the replacement of a member that
-    another client deletes.
+    The group may have `max_surge` more members than desired in two cases. A rollout is in progress,
+    or a member that another client deletes is replaced.
 
     Args:
-        use_previous: create members of the previous revision, in place of newest members that are
-            not ready.
+        use_previous: create members of the previous revision. They replace members of the newest
+            revision that are not ready.
     """
     paused = group.update.paused
     is_rollout = not paused and (

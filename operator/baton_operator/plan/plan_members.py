@@ -1,7 +1,7 @@
-"""Plan the next step of one group of a service: independent engines or expert-parallel ranks. Pure.
+"""Plan the next step of one group: independent engines or expert-parallel ranks. Pure.
 
-The service's spec gives the size and the update strategy. `plan_group` and `plan_expert_group`
-decide the step.
+This module reads the size and the update strategy from the spec. `plan_group` or
+`plan_expert_group` decides the step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ def plan_members(
     has_coordinator: bool,
     has_previous_revision: bool,
 ) -> GroupPlan:
-    """Return the next step of a group, of dense engines or of ranks.
+    """Return the next step of one group.
 
-    A group that is no longer expert-parallel is planned as ranks while it has ranks and a
-    coordinator.
+    `plan_expert_group` also plans a group that is no longer expert-parallel, as long as it has
+    ranks and a coordinator.
 
     Args:
-        topology, recorded, has_previous_revision: see `ExpertGroup` and `plan_group`.
+        topology, recorded: as in `ExpertGroup`.
+        has_coordinator: whether the coordinator's Service has an address.
+        has_previous_revision: as in `plan_group`.
     """
     size, drain_timeout_s = resolved.replicas(role), float(resolved.spec.drain_timeout_seconds)
     update = update_of(resolved, role)
@@ -64,7 +66,7 @@ def plan_members(
 
 
 def update_of(resolved: ResolvedService, role: names.MemberRole) -> Update:
-    """Return how `spec.updateStrategy` replaces the members of `role`, as numbers of members."""
+    """Return the update strategy of `role`, with percentages converted to numbers of members."""
     strategy = (
         resolved.spec.update_strategy.decode
         if role == "decode"

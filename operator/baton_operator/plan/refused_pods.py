@@ -1,7 +1,7 @@
 """Pods that the API server refuses, for example because of a quota or an admission webhook.
 
-A refused pod is created again after a retry delay, which doubles with every refusal. The condition
-of its group reports the refusal, and the other pods keep serving.
+The operator tries to create a refused pod again after a delay, which doubles with every refusal.
+The condition of the pod's group reports the refusal, and the other pods keep serving.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _REFUSING = (400, 403, 422)
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Why the API server refuses a pod, as the reason and message of a condition."""
+    """Why the API server refuses a pod: the reason and the message of a condition."""
 
     reason: str
     message: str
@@ -38,9 +38,9 @@ class _Refused(msgspec.Struct, frozen=True):
 
 
 class RefusedPods:
-    """The last refusal of each service and role.
+    """The last refusal of a pod, for each service and role.
 
-    Kept in memory: a new process tries again at once.
+    Refusals are kept in memory only, so a new operator process tries again without a delay.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class RefusedPods:
     def hold_back(
         self, key: names.Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime
     ) -> GroupPlan:
-        """Remove the pods to create from `plan` while the retry delay after a refusal lasts.
+        """Return `plan`, without pods to create while the retry delay after a refusal runs.
 
-        Drop the refusal if the plan creates no pod or the revision has changed.
+        The refusal is dropped if the plan creates no pod or the revision has changed.
         """
         refused = self._refused.get((key, role))
         if refused is None:
@@ -74,7 +74,10 @@ class RefusedPods:
         refusal: Refusal | None,
         now: datetime,
     ) -> float | None:
-        """Record the result of creating pods.
+        """Record whether a pod was refused in this step.
+
+        Args:
+            refusal: the refusal; None if no pod was refused.
 
         Returns:
             The retry delay in seconds; None if no pod was refused.
@@ -99,16 +102,16 @@ class RefusedPods:
 
 
 def refusal_of(error: KubeError, pod: str) -> Refusal | None:
-    """Return the refusal of `pod`.
+    """Return the refusal of `pod` that `error` reports.
 
-    None: the error is about the API server's present state, not about this pod.
+    None: the error has another cause, such as an overloaded API server.
     """
     reason = refusal_reason(str(error)) or (POD_REFUSED if error.status in _REFUSING else None)
     return Refusal(reason, f"the API server refuses pod {pod}: {error}") if reason else None
 
 
 def refusal_reason(text: str) -> str | None:
-    """Return the reason that an error message of the API server shows."""
+    """Return the condition reason for a known error message of the API server, else None."""
     if "exceeded quota" in text:
         return QUOTA_EXCEEDED
     if "failed calling webhook" in text:

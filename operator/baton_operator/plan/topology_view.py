@@ -1,7 +1,8 @@
-"""The topology of an expert-parallel group, as replied and as recorded in the status. Pure.
+"""The topology of an expert-parallel group, from the coordinator and from the status. Pure.
 
-After a restart the coordinator reports only the ranks that have registered again. So recorded ranks
-that it does not report count as members, unless its generation is newer than the recorded one.
+After a restart the coordinator reports only the ranks that have registered again. So ranks that
+only the status contains also count, unless the coordinator reports a newer generation than the
+status.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from baton_protocol.topology import (
 
 
 class TopologyView:
-    """One observed topology, by member."""
+    """Looks up members and operations in an observed topology.
+
+    Args:
+        topology: reply of the coordinator.
+        recorded: topology in the status of the service.
+    """
 
     def __init__(
         self, topology: TopologyStatus, recorded: llmservice.TopologyStatus | None
@@ -38,7 +44,7 @@ class TopologyView:
 
     @property
     def ranks(self) -> frozenset[str]:
-        """Names of the known ranks of the present generation."""
+        """Names of the ranks in the current generation."""
         return frozenset(name for name in {*self._entries, *self._recorded} if self.is_rank(name))
 
     @property
@@ -49,7 +55,7 @@ class TopologyView:
     def is_changing(self) -> bool:
         """Whether an operation is being prepared or committed.
 
-        The reply does not list the members of the operation.
+        The coordinator's reply does not list the members of the new generation.
         """
         return self.operation is not None and self.operation.phase in (
             OperationPhase.PREPARING,
@@ -57,11 +63,11 @@ class TopologyView:
         )
 
     def knows(self, name: str) -> bool:
-        """Return whether a process of this name has registered."""
+        """Return whether the coordinator reports a registered process of this name."""
         return name in self._entries
 
     def is_rank(self, name: str) -> bool:
-        """Return whether the member is known to be a rank of the present generation."""
+        """Return whether the member is a rank in the current generation."""
         if not self.knows(name):
             return name in self._recorded
         return any(entry.rank is not None for entry in self._entries[name])
@@ -73,7 +79,7 @@ class TopologyView:
         )
 
     def stands_by(self, name: str) -> bool:
-        """Return whether the member reports that it stands by."""
+        """Return whether the member is loading or stands by, outside the current generation."""
         entries = self._entries.get(name, ())
         idle = any(entry.phase in (RankPhase.STANDBY, RankPhase.LOADING) for entry in entries)
         return idle and not self.is_rank(name)
@@ -85,15 +91,16 @@ def record(
     pods: Collection[str],
     coordinator: str,
 ) -> llmservice.TopologyStatus | None:
-    """Return the topology for the status.
+    """Return the topology for the status; None if none is known.
 
-    It is the reply or, without a reply, the recorded topology without deleted pods.
-
-    A coordinator without a generation may have been restarted. Then the recorded topology stays.
+    The result is the coordinator's reply. In two cases the result is the recorded topology without
+    deleted pods: there is no reply, or the coordinator has no generation after a restart.
 
     Args:
-        recorded: the recorded topology of this coordinator address, see `recorded_for`.
+        topology: the coordinator's reply; None without a reply.
+        recorded: topology in the status, see `recorded_for`.
         pods: names of the pods that exist.
+        coordinator: address of the coordinator.
     """
     operation = (
         _operation(topology.operation)
@@ -130,9 +137,10 @@ def record(
 
 
 def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatus | None:
-    """Return the status of a group scaled to zero, without an operation that waits for members.
+    """Return `status` without an operation that waits for members, if the group has no rank.
 
-    A topology has at least one member, so the coordinator keeps waiting for the last one requested.
+    After a scale to zero, such an operation never ends: the coordinator keeps waiting for the last
+    requested member.
     """
     operation = status.operation if status else None
     if (
@@ -146,7 +154,7 @@ def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatu
 
 
 def recorded_for(service: dict[str, Any], coordinator: str) -> llmservice.TopologyStatus | None:
-    """Return the topology in the service's status, if it is of this coordinator address."""
+    """Return the topology in the service's status, if it has this coordinator address, else None."""
     found = ((service.get("status") or {}).get("decode") or {}).get("topology")
     if not found:
         return None
@@ -160,13 +168,13 @@ def recorded_for(service: dict[str, Any], coordinator: str) -> llmservice.Topolo
 def filter_by_service_key(
     recorded: llmservice.TopologyStatus | None, pods: list[dict[str, Any]], key_name: str
 ) -> llmservice.TopologyStatus | None:
-    """Return `recorded` without ranks whose pods have another key.
+    """Return `recorded` without ranks that have another service key.
 
-    They cannot register with the coordinator.
+    Such ranks cannot register with the coordinator.
 
     Args:
-        pods: all pods that exist.
-        key_name: identifies the service's key, see `builders/service_key.py`.
+        pods: the service's pods.
+        key_name: id of the service's key, see `builders/service_key.py`.
     """
     if recorded is None:
         return None
@@ -181,9 +189,9 @@ def filter_by_service_key(
 
 
 def _operation(operation: OperationStatus) -> llmservice.OperationStatus:
-    """Convert the operation, without the seconds of its present phase.
+    """Convert an operation for the status, without the duration of its current phase.
 
-    They would change the status in every reconcile.
+    That duration would change the status in every reconcile.
     """
     seconds = {
         phase: round(duration, 3)
