@@ -1,14 +1,15 @@
-"""Builders of Kubernetes objects: pure functions of a `ResolvedService`, one for each kind.
+"""Build the Kubernetes objects of a service, with pure functions of a `ResolvedService`.
 
-- `resolved_service`: the LLMService with all values that objects are built from.
+- `resolved_service`: one LLMService and all other values from which objects are built.
 - `member`: member pods of prefill and decode, and their headless Service.
-- `gateway`, `coordinator`: Deployment and Service of each.
+- `gateway`, `coordinator`: the Deployment and the Service of each.
 - `ingress`, `http_route`: access to the gateway from outside the cluster.
 - `config`: ConfigMaps with the configuration of engines and gateway.
-- `service_key`: the Secret that all processes of a service share.
+- `service_key`: the Secret with the key that all processes of a service share.
 - `network_policy`, `disruption_budget`: the objects of those kinds.
 - `accounts`: ServiceAccounts, and the gateway's Role and RoleBinding.
 - `pod`: the parts that member pods and gateway pods share.
-- `model`: the model's volume, and the init container that fetches it.
-- `overlay`, `free_form_fields`: `template` and `resources` of the user.
+- `model`: the volume of the model, and the init container that fetches the model.
+- `overlay`: merges the user's `template` into a pod template.
+- `free_form_fields`: checks of `template` and `resources`.
 """

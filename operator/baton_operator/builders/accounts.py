@@ -1,4 +1,4 @@
-"""The ServiceAccounts of the pods. Only the gateway's account has a right: to watch pods."""
+"""The ServiceAccounts of a service's pods, and the gateway's right to list and watch pods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 
 
 def engine_account(resolved: ResolvedService) -> Object:
-    """Return the account of engines and coordinator. Its token is not mounted."""
+    """Return the ServiceAccount of engines and coordinator, without a mounted token."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
@@ -26,7 +26,7 @@ def gateway_account(resolved: ResolvedService) -> Object:
 
 
 def gateway_role(resolved: ResolvedService) -> Object:
-    """Return the right to watch pods, by which the gateway discovers engines."""
+    """Return the Role that lets the gateway list and watch pods, to discover engines."""
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",

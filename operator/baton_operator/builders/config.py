@@ -1,7 +1,7 @@
 """ConfigMaps with the configuration of engines and gateway.
 
-The name of a ConfigMap contains a hash of its content. So a pod keeps the configuration with which
-it was created until it is replaced.
+The name of a ConfigMap contains a hash of the configuration. So the configuration of a running pod
+never changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TLS_PATH = "/etc/baton-tls"
 
 
 def config_map(resolved: ResolvedService, role: names.ConfiguredRole) -> Object:
-    """Return the ConfigMap of `role`, with one key `<role>.json`."""
+    """Return the ConfigMap with the configuration of `role`, under the key `<role>.json`."""
     config = gateway_config(resolved) if role == "gateway" else engine_config(resolved, role)
     text = msgspec.json.format(msgspec.json.encode(_set_fields(config)), indent=2).decode() + "\n"
     data = {f"{role}.json": text}
@@ -54,7 +54,7 @@ def config_map(resolved: ResolvedService, role: names.ConfiguredRole) -> Object:
 
 
 def engine_config(resolved: ResolvedService, role: names.MemberRole) -> EngineConfig:
-    """Return the configuration of `baton-engine`."""
+    """Return the configuration of `baton-engine` in pods of `role`."""
     spec, tuning = resolved.spec, resolved.spec.engine
     memory, offload = tuning.kv_cache_memory, tuning.offload_memory
     if not resolved.has_prefill:
@@ -96,9 +96,8 @@ def engine_config(resolved: ResolvedService, role: names.MemberRole) -> EngineCo
 def _parallel_config(resolved: ResolvedService, role: names.MemberRole) -> ParallelConfig:
     """Return the parallelism of one engine.
 
-    The coordinator is set by address and not by DNS name, because pods that run as processes of one
-    machine have no cluster DNS. So decode pods are built when the Service has an address, and a new
-    address makes a new revision. A rank takes its name from $POD_NAME.
+    Ranks get the IP address of the coordinator's Service, because pods of a local cluster have no
+    cluster DNS. So a new address results in a new revision of the decode pods.
 
     Raises:
         ValueError: the coordinator's Service has no address yet.
@@ -146,7 +145,10 @@ def _access_config(resolved: ResolvedService) -> AccessConfig:
 
 
 def _hold_s(resolved: ResolvedService) -> float | None:
-    """Return how long the gateway holds requests; None if decode never scales to zero."""
+    """Return for how many seconds the gateway holds a request while the service has no engine.
+
+    None: the decode group never scales to zero.
+    """
     autoscaling = resolved.spec.decode.autoscaling
     if autoscaling is None or autoscaling.min_replicas > 0:
         return None
@@ -165,7 +167,7 @@ def _model_config(resolved: ResolvedService, role: names.ConfiguredRole) -> Mode
 
 
 def _given(**fields: Any) -> dict[str, Any]:
-    """Return the fields that are set. The others keep the defaults of `baton_protocol.config`."""
+    """Return the `fields` that are not None. The others get the defaults of the configuration."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -174,9 +176,9 @@ _fields = functools.cache(msgspec.structs.fields)
 
 
 def _set_fields(config: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of `config` that differ from their defaults.
+    """Return the fields of `config` that differ from their defaults, for encoding as JSON.
 
-    So a default that is added or changed in a later release replaces no pod.
+    Defaults are left out, so that an operator release with other defaults replaces no pod.
     """
     result: dict[str, Any] = {}
     for field in _fields(type(config)):

@@ -1,6 +1,6 @@
-"""The coordinator of an expert-parallel group: its Deployment and its Service.
+"""The Deployment and the Service of the coordinator of an expert-parallel group.
 
-Its pod mounts the service's key. It needs no configuration and no model.
+The coordinator's pod mounts the service's key, but no configuration and no model.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ CONTAINER = "coordinator"
 
 
 def deployment(resolved: ResolvedService) -> Object:
-    """Return the Deployment of one pod.
+    """Return the coordinator's Deployment, which has one pod.
 
-    A new pod starts only after the old one has ended, because ranks obey one coordinator. Ranks
-    keep serving while no coordinator runs.
+    A new pod starts only after the old pod has ended, because a group can have only one
+    coordinator. Ranks keep serving while no coordinator runs.
     """
     container = {
         "name": CONTAINER,
@@ -64,7 +64,7 @@ def deployment(resolved: ResolvedService) -> Object:
 
 
 def service(resolved: ResolvedService) -> Object:
-    """Return the Service. Ranks and the operator use its address."""
+    """Return the coordinator's Service, through which ranks and operator connect."""
     return {
         "apiVersion": "v1",
         "kind": "Service",

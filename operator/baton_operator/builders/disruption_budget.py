@@ -1,4 +1,4 @@
-"""PodDisruptionBudgets, so that node drains evict one pod of a group at a time."""
+"""PodDisruptionBudgets, with which a node drain evicts the pods of a group one at a time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from baton_operator.builders.resolved_service import ResolvedService
 def disruption_budget(
     resolved: ResolvedService, role: names.ConfiguredRole, api_version: str
 ) -> Object | None:
-    """Return the budget of a group; None for a group of one pod.
+    """Return the PodDisruptionBudget of a group; None for a group of fewer than two pods.
 
-    A budget for one pod could only block node drains. An evicted pod gets SIGTERM and finishes its
-    requests, and the operator creates another pod.
+    A budget for one pod would block node drains.
 
-    Member pods have no controller with a scale subresource. For those the API allows only an
-    integer `minAvailable`.
+    The budget sets an integer `minAvailable`. For a percentage or `maxUnavailable`, Kubernetes would
+    read the group's size from the scale subresource of the LLMService. That subresource shows only
+    `spec.decode.replicas`.
 
     Args:
-        api_version: policy/v1 or policy/v1beta1, as the API server serves it.
+        api_version: policy/v1 or policy/v1beta1, whichever the API server has.
     """
     replicas = resolved.spec.gateway.replicas if role == "gateway" else resolved.replicas(role)
     if replicas < 2:

@@ -1,6 +1,6 @@
-"""Checks of `resources` and `template`, which the CRD's schema accepts in any form.
+"""Check the fields `resources` and `template`, for which the CRD has no schema.
 
-They cover the parts that the operator itself uses. The API server checks the rest when the pod is
+Only the parts that the operator uses are checked. The API server checks the rest when a pod is
 created.
 """
 
@@ -15,7 +15,10 @@ _SHOWN = 80
 
 
 def must_be(what: str, path: str, got: Any) -> ValueError:
-    """Return the error. The value `got` is truncated in its message."""
+    """Return a ValueError with the message `<path> must be <what>, got <got>`.
+
+    A long `got` is truncated.
+    """
     shown = json.dumps(got)
     return ValueError(
         f"{path} must be {what}, got {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + ' ...'}"
@@ -23,7 +26,7 @@ def must_be(what: str, path: str, got: Any) -> ValueError:
 
 
 def check_depth(value: Any, path: str) -> None:
-    """Raise ValueError if `value` is nested too deeply to be copied."""
+    """Raise ValueError if `value` is nested more than MAX_DEPTH levels deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [below for each in level if isinstance(each, dict | list) for below in _below(each)]
@@ -33,7 +36,11 @@ def check_depth(value: Any, path: str) -> None:
 
 
 def check_resources(resources: Any, path: str) -> None:
-    """Raise ValueError naming the field if `resources` is invalid. None is valid."""
+    """Check `resources` of a container. None is valid.
+
+    Raises:
+        ValueError: a field is invalid. The message names the field.
+    """
     if resources is None:
         return
     if not isinstance(resources, dict):
@@ -51,7 +58,11 @@ def check_resources(resources: Any, path: str) -> None:
 
 
 def strings(values: Any, path: str) -> dict[str, str]:
-    """Return labels or annotations without null values. Raise ValueError naming a wrong field."""
+    """Return labels or annotations without null values.
+
+    Raises:
+        ValueError: a value is not a string. The message names the field.
+    """
     if not isinstance(values, dict):
         raise must_be("an object", path, values)
     found = {name: value for name, value in values.items() if value is not None}

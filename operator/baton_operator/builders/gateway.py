@@ -1,6 +1,6 @@
-"""The gateway: its Deployment, its Service and the schemes of its ports.
+"""The gateway's Deployment and Service, and the URL schemes of their ports.
 
-`ingress` and `http_route` lead clients outside the cluster to the Service.
+`ingress` and `http_route` build the access to this Service from outside the cluster.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from baton_protocol.config import GATEWAY_PORT
 CONTAINER = "gateway"
 #: Shows metrics collectors that a pod serves only HTTPS.
 ANNOTATION_SCHEME = "prometheus.io/scheme"
-#: Ports of the gateway's Service. Service and pods name a port by its scheme, so each port leads to
-#: the pods that serve it.
+#: Ports of the gateway's Service by scheme. In Service and pods the scheme is the name of the port,
+#: so each port of the Service selects the pods that serve its scheme.
 PORTS: dict[Scheme, int] = {"http": 80, "https": 443}
 
 
 def served_scheme(resolved: ResolvedService) -> Scheme:
-    """Return the scheme that new gateway pods serve."""
+    """Return the URL scheme that new gateway pods serve, according to the spec."""
     return "http" if resolved.spec.gateway.tls is None else "https"
 
 
 def scheme_in_use(resolved: ResolvedService) -> Scheme:
-    """Return a scheme that a ready gateway serves.
+    """Return the URL scheme that clients should use now.
 
-    While TLS is switched on or off, it is the old one until a new pod is ready.
+    After an edit of `gateway.tls`, the old scheme is returned until a pod with the new scheme is
+    ready.
     """
     wanted, ready = served_scheme(resolved), resolved.gateway_schemes
     return wanted if wanted in ready or not ready else ready[0]
 
 
 def deployment(resolved: ResolvedService) -> Object:
-    """Return the Deployment. A new pod is ready before an old one leaves.
+    """Return the gateway's Deployment. In a rollout, a new pod is ready before an old pod leaves.
 
     Raises:
         ValueError: the template overlay cannot be merged.
@@ -78,9 +79,10 @@ def deployment(resolved: ResolvedService) -> Object:
 
 
 def service(resolved: ResolvedService) -> Object:
-    """Return the Service, which is the endpoint in the status.
+    """Return the gateway's Service.
 
-    It has both ports while TLS is switched on or off.
+    After an edit of `gateway.tls`, the Service has ports for both schemes while pods of both are
+    ready.
     """
     return {
         "apiVersion": "v1",
@@ -103,9 +105,9 @@ def service(resolved: ResolvedService) -> Object:
 
 
 def _secret_mounts(resolved: ResolvedService) -> list[tuple[Object, Object]]:
-    """Return (volume, mount) of each Secret that the gateway reads.
+    """Return (volume, mount) for the Secrets with the API keys and the TLS certificate.
 
-    The kubelet starts the pod only when the Secrets exist.
+    A gateway pod starts only when these Secrets exist.
     """
     gateway = resolved.spec.gateway
     secrets = []

@@ -1,4 +1,4 @@
-"""The HTTPRoute: access to the gateway through a Gateway of the Gateway API."""
+"""The HTTPRoute, which exposes the gateway through a Gateway of the Gateway API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROUTE_API = "gateway.networking.k8s.io/v1"
 
 
 def http_route(resolved: ResolvedService) -> Object | None:
-    """Return the HTTPRoute; None if the spec has none."""
+    """Return the HTTPRoute; None if the spec does not request one."""
     wanted = resolved.spec.gateway.http_route
     if wanted is None:
         return None

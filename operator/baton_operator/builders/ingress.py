@@ -1,4 +1,4 @@
-"""The Ingress: access to the gateway by a host name."""
+"""The Ingress, which exposes the gateway under a host name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 
 
 def ingress(resolved: ResolvedService) -> Object | None:
-    """Return the Ingress; None if the spec has none."""
+    """Return the Ingress; None if the spec does not request one."""
     wanted = resolved.spec.gateway.ingress
     if wanted is None:
         return None

@@ -1,4 +1,4 @@
-"""Member pods of prefill and decode, which the operator creates itself, and their Service."""
+"""The member pods of the prefill and decode groups, and their headless Service."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ CACHES = {"XDG_CACHE_HOME": "/tmp/.cache", "TRITON_CACHE_DIR": "/tmp/.cache/trit
 
 
 class MemberTemplate:
-    """Builds the pods of one role.
+    """Builds the member pods of one role from one template.
 
-    Only the ordinal differs between them, so one hash is the revision.
+    The pods differ only in their ordinals and in the names made from them. So all of them have one
+    revision, which is the hash of the template.
 
     Raises:
         ValueError: the template overlay cannot be merged, or the coordinator has no address yet.
@@ -49,7 +50,7 @@ class MemberTemplate:
         self.expert_group = resolved.expert_group(role)
 
     def pod(self, ordinal: int) -> Object:
-        """Return the member with this ordinal."""
+        """Return the member pod with this ordinal."""
         template = copy.deepcopy(self._template)
         name = names.member_name(self._owner.name, self._role, ordinal)
         metadata = self._owner.metadata(name, self._role)
@@ -71,7 +72,8 @@ class MemberTemplate:
 def headless_service(resolved: ResolvedService) -> Object:
     """Return the headless Service that gives member pods their DNS names.
 
-    It includes pods that are not ready, because peers must find each other while they start.
+    Pods that are not ready also have a DNS name, because peers connect to each other during their
+    start.
     """
     ports = {"engine": ENGINE_PORT, "kv": KV_PORT, "http": ENGINE_HTTP_PORT}
     return {

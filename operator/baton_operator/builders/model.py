@@ -1,4 +1,4 @@
-"""The model of a pod: its path and volume, and the init container that fetches it."""
+"""The volume and the path of the model in a pod, and the init container that fetches the model."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ _SHARED_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 
 
 class ModelSource(msgspec.Struct, frozen=True):
-    """The model's path in the container, and the volume with its mount."""
+    """Where a container finds the model: the path, the volume and the mount."""
 
     #: Folder of the model in the container.
     path: str
     volume: Object
-    #: Read-only mount of the serving container.
+    #: Read-only mount of the volume in the serving container.
     mount: Object
 
 
 def source(model: Model, role: names.ConfiguredRole) -> ModelSource:
-    """Return where `role` finds the model. `model.uri` matches `spec_model.MODEL_URI`.
+    """Return the path, the volume and the mount of the model for pods of `role`.
 
-    A host path is mounted at the same path. The volume has no type check, so that the engine
-    reports a missing folder by name.
+    A host path is mounted at the same path in the container. Kubernetes does not check that it
+    exists, because the engine's error message for a missing folder is clearer.
+
+    Args:
+        model: the model. Its `uri` matches `spec_model.MODEL_URI`.
     """
     scheme, _, rest = model.uri.partition("://")
     if scheme == "file":
@@ -68,11 +71,13 @@ def fetcher(
     security: Object,
     resources: Object | None,
 ) -> Object | None:
-    """Return the init container; None if the model needs none.
+    """Return the init container that fetches the model; None if no fetch is needed.
 
     Args:
-        resources: resources of the serving container. The fetcher gets the same cores and memory,
-            but no devices.
+        env: environment variables of the init container.
+        security: security context of the init container.
+        resources: resources of the serving container. The init container gets the same CPU and
+            memory, but no devices.
     """
     if not is_fetched(model.uri):
         return None
@@ -110,7 +115,10 @@ def fetcher(
 
 
 def _folder_name(uri: str, role: names.ConfiguredRole) -> str:
-    """Return the folder of a model in a cache. It is the same for all pods that share the cache."""
+    """Return the name of the model's folder in the cache, which is equal for all engine pods.
+
+    The gateway's folder has another name, because the gateway fetches only the tokenizer.
+    """
     readable = re.sub(r"[^A-Za-z0-9.-]+", "-", uri.partition("://")[2])[:80].strip("-.")
     return f"{readable}-{names.content_hash(uri)}{'-tokenizer' if role == 'gateway' else ''}"
 

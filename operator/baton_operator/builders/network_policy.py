@@ -1,8 +1,8 @@
-"""NetworkPolicies: which peers may connect to engines and to the coordinator.
+"""NetworkPolicies that limit which pods may connect to engines and to the coordinator.
 
-Beside fixed ports, engines listen on random ports for rank stores, gloo and KV transports. So
-members may connect to each other on all ports. The gateway has no policy here, because the owner of
-the namespace decides which clients may reach it. Egress is not restricted.
+Members may connect to each other on all ports, because engines also listen on random ports for rank
+stores, gloo and KV transports. Connections to the gateway are not restricted, because the owner of
+the namespace decides which clients may connect. Outgoing connections are not restricted either.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 
 
 def members_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object:
-    """Return the policy of engines.
+    """Return the NetworkPolicy of engines.
 
-    It admits requests of the service's gateways, connections between members, and HTTP requests of
-    the operator and of metrics collectors.
+    The policy admits requests of the service's gateways, connections between members, and HTTP
+    requests of the operator and of metrics collectors.
     """
     members = {names.LABEL_SERVICE: resolved.name, names.LABEL_MEMBER: "true"}
     rules = [
@@ -36,9 +36,9 @@ def members_policy(resolved: ResolvedService, operator_namespace: str | None) ->
 
 
 def coordinator_policy(resolved: ResolvedService, operator_namespace: str | None) -> Object:
-    """Return the policy of the coordinator.
+    """Return the NetworkPolicy of the coordinator.
 
-    It admits ranks, and HTTP requests of the operator and of metrics collectors.
+    The policy admits ranks, and HTTP requests of the operator and of metrics collectors.
     """
     ranks = _pods(names.selector(resolved.name, "decode"))
     rules = [
@@ -50,11 +50,11 @@ def coordinator_policy(resolved: ResolvedService, operator_namespace: str | None
 
 
 def _http(resolved: ResolvedService, port: int, operator_namespace: str | None) -> Object:
-    """Return the rule for HTTP. Requests that change something also need the service's key.
+    """Return the ingress rule for the HTTP port, which admits operator and metrics collectors.
 
     Args:
         operator_namespace: namespace of the operator's pod. None: the operator runs outside the
-            cluster. No selector can match it, so every peer is admitted.
+            cluster. The rule then admits every peer, because no selector can match the operator.
     """
     if operator_namespace is None:
         return {"ports": _ports(port)}
@@ -66,10 +66,7 @@ def _http(resolved: ResolvedService, port: int, operator_namespace: str | None) 
 
 
 def _pods(labels: dict[str, str]) -> Object:
-    """Return the peer of pods with these labels.
-
-    Without a namespaceSelector: in the same namespace.
-    """
+    """Return the peer of a rule that matches the pods with these labels in the same namespace."""
     return {"podSelector": {"matchLabels": labels}}
 
 

@@ -1,4 +1,4 @@
-"""Pod template overlays: changes that a user makes to the pods that the operator builds."""
+"""Merge a pod template overlay: the user's changes to the pods that the operator builds."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _REPLACED = {"env"}
 
 
 def merge(base: Any, overlay: Any, path: str) -> Any:
-    """Return `base` with `overlay` merged over it.
+    """Return `base` with the changes in `overlay`.
 
-    Objects merge, and lists of named objects merge by name. Other values are replaced, and null
-    removes a value.
+    Objects are merged field by field, and lists of named objects by name. Other values of `overlay`
+    replace those of `base`. A null in `overlay` removes the field.
 
     Args:
-        path: path of both in the spec, for error messages.
+        path: path of `overlay` in the spec, for error messages.
 
     Raises:
-        ValueError: a field is not an object or list although it is one in `base`, or an item of a
+        ValueError: a field is an object or list in `base`, but not in `overlay`. Or an item of a
             merged list has no merge key. The message names the field.
     """
     if isinstance(base, dict):

@@ -1,4 +1,4 @@
-"""The parts that member pods and gateway pods share: configuration, model, probes and security."""
+"""The pod template of engines and gateway: configuration, model, probes and security contexts."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def pod_template(
         container: the parts of the container that differ between roles.
         pod: the parts of the pod's spec that differ between roles.
         template: the user's overlay.
-        extra: (volume, mount) of further volumes of this role.
+        resources: resources of the container.
+        extra: (volume, mount) of each volume that only this role has.
 
     Raises:
-        ValueError: the overlay cannot be merged or removes a required part, or resources are
-            invalid. The message names the field.
+        ValueError: the overlay cannot be merged, the overlay removes a required part, or resources
+            are invalid. The message names the field.
     """
     free_form_fields.check_resources(resources, f"{role}.resources")
     own = _own_template(resolved, role, container, pod, resources, extra)
@@ -47,7 +48,7 @@ def pod_template(
 def pod_security() -> Object:
     """Return the security context of every pod.
 
-    The kubelet changes the group of a volume's files only if its root folder has another group.
+    With OnRootMismatch the kubelet does not visit each file of a large volume at every start.
     """
     return {
         "runAsNonRoot": True,
@@ -60,7 +61,7 @@ def pod_security() -> Object:
 
 
 def restricted() -> Object:
-    """Return the security context of every container."""
+    """Return the security context of a container, for the restricted Pod Security Standard."""
     return {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -69,7 +70,7 @@ def restricted() -> Object:
 
 
 def identity_env(**more: str) -> list[Object]:
-    """Return the variables of the pod's address, name and namespace, and the values in `more`."""
+    """Return the environment variables $POD_IP, $POD_NAME, $POD_NAMESPACE and those in `more`."""
     fields = {
         "POD_IP": "status.podIP",
         "POD_NAME": "metadata.name",
@@ -85,10 +86,10 @@ def identity_env(**more: str) -> list[Object]:
 def http_probe(
     path: str, *, period_s: int, failures: int, timeout_s: int = 5, scheme: str = "http"
 ) -> Object:
-    """Return an HTTP probe of the port named `scheme`. The kubelet verifies no certificate.
+    """Return an HTTP probe of `path` on the port that is named `scheme`.
 
     Args:
-        failures: consecutive failures after which the probe has failed.
+        failures: number of consecutive failures after which the probe has failed.
     """
     return {
         "httpGet": {"path": path, "port": scheme, "scheme": scheme.upper()},
@@ -106,7 +107,10 @@ def _own_template(
     resources: Object | None,
     extra: Sequence[tuple[Object, Object]],
 ) -> Object:
-    """Return the pod template without the user's overlay. Arguments as in `pod_template`."""
+    """Return the pod template without the user's overlay.
+
+    The arguments are those of `pod_template`.
+    """
     source = model.source(resolved.spec.model, role)
     config_map = config.config_map(resolved, role)["metadata"]["name"]
     mounted = [
@@ -151,10 +155,10 @@ def _own_template(
 def _merge_overlay(
     own: Object, resolved: ResolvedService, role: names.ConfiguredRole, template: Template | None
 ) -> Object:
-    """Return the operator's own template with the user's overlay merged over it.
+    """Return the pod template `own` with the changes of the user's overlay `template`.
 
-    Restore what the overlay must not change: the labels that selectors use, the id of the service
-    key and the identity of the pod.
+    An overlay cannot change the labels that selectors use, the id of the service key and the
+    variables of `identity_env`.
     """
     path = f"{role}.template"
     free_form_fields.check_depth(template, path)
@@ -185,7 +189,11 @@ def _object(parent: Object, field: str, path: str) -> Object:
 
 
 def _container(spec: Object, name: str, path: str) -> Object:
-    """Return the container `name`. An overlay cannot remove it, except with the whole list."""
+    """Return the container `name` of the merged pod spec.
+
+    Raises:
+        ValueError: the overlay has removed the list of containers.
+    """
     if "containers" not in spec:
         raise free_form_fields.must_be("a list", path, None)
     (found,) = (container for container in spec["containers"] if container["name"] == name)
@@ -193,9 +201,9 @@ def _container(spec: Object, name: str, path: str) -> Object:
 
 
 def _keep_identity(container: Object) -> None:
-    """Restore the environment variables of the pod's identity, which an overlay may have changed.
+    """Restore the variables of `identity_env`, which an overlay may have changed.
 
-    With other values a component listens on a wrong address.
+    With another $POD_IP, for example, a component would listen on a wrong address.
     """
     own = {item["name"]: item for item in identity_env()}
     others = [item for item in container.get("env", []) if item["name"] not in own]

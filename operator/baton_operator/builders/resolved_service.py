@@ -1,4 +1,4 @@
-"""One LLMService with all values that its objects are built from, and their common metadata."""
+"""One LLMService with all values from which the builders make Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ Scheme = Literal["http", "https"]
 
 
 class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
-    """One LLMService: its identity, its typed spec, and the values that the spec does not hold."""
+    """The input of the builders: one LLMService with its typed spec and observed values."""
 
     name: str
     namespace: str
     uid: str
     spec: Spec
-    #: Identifies the service's key, see `service_key.name_of`. Empty: there is no key yet.
+    #: Id of the service's key, see `service_key.name_of`. Empty: there is no key yet.
     key_name: str = ""
-    #: Address of the coordinator's Service. None: it has none yet, so ranks cannot be built.
+    #: Address of the coordinator's Service. None: no address yet, so ranks cannot be built.
     coordinator: str | None = None
-    #: Sizes of groups that the autoscaler sizes. They replace the spec's replicas.
+    #: Sizes of the groups with `autoscaling`, which replace the spec's replicas.
     sizes: dict[names.MemberRole, int] = {}
     #: Schemes that ready gateways serve.
     gateway_schemes: tuple[Scheme, ...] = ()
 
     @property
     def reference(self) -> Object:
-        """Owner reference. Kubernetes deletes objects with it when the service is deleted."""
+        """Owner reference to the service. Kubernetes deletes the owned objects with the service."""
         return {
             "apiVersion": names.API_VERSION,
             "kind": names.KIND,
@@ -56,22 +56,22 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_prefill(self) -> bool:
-        """Whether decode pods are configured to load KV blocks.
-
-        It stays true while prefill is scaled to 0, so that decode pods are not replaced.
-        """
+        """Whether the spec has a prefill group, even one with 0 replicas."""
         return self.spec.prefill is not None
 
     @property
     def is_expert_parallel(self) -> bool:
-        """Whether the decode pods are one group with a coordinator."""
+        """Whether the decode pods are ranks of one expert-parallel group."""
         return self.spec.decode.parallelism.expert
 
     def expert_group(self, role: names.MemberRole) -> str:
-        """Return an id shared by pods that can be ranks of one topology; empty for dense engines.
+        """Return the id of the expert group. Only ranks with the same id can share a topology.
 
-        Ranks fetch experts from each other and compute with them. So they must have the same
-        coordinator, key, checkpoint, dtype, quantization, device and tensor-parallel size.
+        The id is a hash of what ranks must have in common: coordinator, service key, checkpoint,
+        dtype, quantization, device and tensor-parallel size.
+
+        Returns:
+            Empty for independent engines.
         """
         if role != "decode" or not self.is_expert_parallel:
             return ""
@@ -86,7 +86,7 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
         return names.content_hash([self.coordinator, self.key_name, *same])
 
     def group(self, role: names.MemberRole) -> Decode | Prefill | None:
-        """Return `spec.decode` or `spec.prefill`; None: the service has no prefill group."""
+        """Return `spec.decode` or `spec.prefill`; None if the spec has no prefill group."""
         return self.spec.decode if role == "decode" else self.spec.prefill
 
     def tensor_parallel_size(self, role: names.MemberRole) -> int:
@@ -94,12 +94,12 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
         return group.parallelism.tensor if group else 1
 
     def replicas(self, role: names.MemberRole) -> int:
-        """Return the size that the autoscaler decided, else the spec's."""
+        """Return the desired number of pods: from the autoscaler or, without one, from the spec."""
         group = self.group(role)
         return self.sizes.get(role, group.replicas if group else 0)
 
 
 def controlled_by(obj: Object, uid: str) -> bool:
-    """Return whether `obj` is controlled by the owner with this uid."""
+    """Return whether the controlling owner of `obj` has this uid."""
     references = obj["metadata"].get("ownerReferences") or []
     return any(reference.get("controller") and reference["uid"] == uid for reference in references)

@@ -1,11 +1,11 @@
-"""The Secret with the key that all processes of one service share, and its mounts.
+"""The Secret with the key that all processes of one service share, and its volume in pods.
 
-The operator draws the key at random once. The Secret is immutable. To change the key, delete the
-Secret, and the operator draws another key.
+The operator generates a random key and writes an immutable Secret. To change the key, delete the
+Secret, and the operator generates another key.
 
-An id of the key is part of every pod template, so a new key replaces pods like any other change.
-Old and new pods cannot connect to each other. New gateways send requests to new engines, and old
-gateways and engines keep serving until the new ones are ready.
+Every pod template contains an id of the key, so a new key causes a rollout. Pods with the old key
+and pods with the new key cannot connect to each other. Old gateways and engines keep serving until
+the new gateways and engines are ready.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VOLUME = "service-key"
 
 
 def generate() -> bytes:
-    """Return a new key: 32 random bytes in hex."""
+    """Return a new random key of 32 bytes, as 64 hex digits."""
     return secrets.token_hex(32).encode()
 
 
@@ -42,10 +42,10 @@ def secret(resolved: ResolvedService, key: bytes) -> Object:
 
 
 def read(obj: Object) -> ServiceKey:
-    """Return the key in a Secret.
+    """Return the service key in the Secret `obj`.
 
     Raises:
-        ValueError: the Secret has no usable key.
+        ValueError: the Secret contains no valid key.
     """
     encoded = (obj.get("data") or {}).get(ENTRY)
     if encoded is None:
@@ -57,14 +57,14 @@ def read(obj: Object) -> ServiceKey:
 
 
 def name_of(key: ServiceKey) -> str:
-    """Return ten hex digits that identify the key without revealing it."""
+    """Return the id of a key: ten hex digits from which the key cannot be computed."""
     return key.secret("name").hex()[:10]
 
 
 def volume(resolved: ResolvedService) -> Object:
-    """Return the volume.
+    """Return the pod volume with the service key.
 
-    Every user can read it, because an overlay may change the container's user.
+    Every user can read the file, because an overlay may change the user of the container.
     """
     return {
         "name": VOLUME,
@@ -77,5 +77,5 @@ def mount() -> Object:
 
 
 def pod_annotations(resolved: ResolvedService) -> dict[str, str]:
-    """Return the annotations of pod templates. A new key makes a new revision."""
+    """Return the pod annotation with the id of the service key; empty if there is no key yet."""
     return {names.ANNOTATION_SERVICE_KEY: resolved.key_name} if resolved.key_name else {}

@@ -154,7 +154,7 @@ def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatu
 
 
 def recorded_for(service: dict[str, Any], coordinator: str) -> llmservice.TopologyStatus | None:
-    """Return the topology in the service's status, if it has this coordinator address, else None."""
+    """Return the topology in the service's status, if recorded for `coordinator`, else None."""
     found = ((service.get("status") or {}).get("decode") or {}).get("topology")
     if not found:
         return None
