@@ -1,8 +1,8 @@
-"""The LLMService resource: typed structs, the CRD made from them, and validation rules.
+"""The LLMService resource: typed structs, validation rules and the CRD.
 
-- `llmservice`: the resource, its spec and its status.
-- `spec_model`, `spec_groups`, `spec_access`: parts of the spec.
+- `llmservice`: the structs of the resource, its spec and its status.
+- `spec_model`, `spec_groups`, `spec_access`: the structs of parts of the spec.
 - `field_types`: types that several structs use.
-- `rules`: what the API server refuses beyond types, as CEL and as Python.
-- `crd`: the CustomResourceDefinition.
+- `rules`: validation rules between fields, in CEL and in Python.
+- `crd`: generates the CustomResourceDefinition from the structs and the rules.
 """

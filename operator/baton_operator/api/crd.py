@@ -1,8 +1,8 @@
-"""The CustomResourceDefinition, made from the structs of `llmservice.py`.
+"""Generate the CustomResourceDefinition from the structs of `llmservice.py`.
 
-The schema is structural, with the CEL rules of `rules.py`. API servers before Kubernetes 1.25 drop
-the rules. Their server-side apply refuses the rules, and so do clients that validate against their
-schema. On such a server, apply the CRD without rules or with `--validate=false`.
+The schema is structural and contains the CEL rules of `rules.py`. API servers before Kubernetes
+1.25 drop these rules. Server-side apply and client-side validation fail on such servers because of
+the rules. There, apply the CRD without the rules or with `--validate=false`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
     """Return the CustomResourceDefinition of LLMService.
 
     Args:
-        rules: whether to include the CEL rules. False: for a server before Kubernetes 1.25.
+        rules: whether to include the CEL rules. Set it to False for servers before Kubernetes 1.25.
     """
     schema = _service_schema()
     if rules:
@@ -82,7 +82,7 @@ def custom_resource_definition(*, rules: bool = True) -> dict[str, Any]:
 
 
 def _service_schema() -> dict[str, Any]:
-    """Return the structural schema of LLMService, without references and null."""
+    """Return the structural schema of LLMService, which has no references and no null type."""
     (root,), definitions = msgspec.json.schema_components(
         [llmservice.LLMService], ref_template=_REF + "{name}"
     )
@@ -93,7 +93,14 @@ def _service_schema() -> dict[str, Any]:
 def _describe(
     struct: type[ApiStruct], inherited: dict[str, str], definitions: dict[str, dict[str, Any]]
 ) -> None:
-    """Add the comments of fields to the definitions of `struct` and its subclasses."""
+    """Set the field descriptions in the definitions of `struct` and of its subclasses.
+
+    A description is the `#:` comment of the field.
+
+    Args:
+        inherited: comments of fields of base classes, by field name.
+        definitions: JSON Schema of each struct, by struct name.
+    """
     comments = {**inherited, **_comments(struct)}
     if struct.__name__ in definitions:
         properties = definitions[struct.__name__]["properties"]
@@ -105,7 +112,10 @@ def _describe(
 
 
 def _comments(struct: type[ApiStruct]) -> dict[str, str]:
-    """Return the `#:` comments of the struct's own fields, before a field or behind it."""
+    """Return the `#:` comments of the struct's own fields, by field name.
+
+    A comment stands before the field, or on the same line after it.
+    """
     comments: dict[str, str] = {}
     lines: list[str] = []
     for line in inspect.getsource(struct).splitlines():
@@ -120,7 +130,7 @@ def _comments(struct: type[ApiStruct]) -> dict[str, str]:
 
 def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     node = dict(node)
-    if "anyOf" in node:  # what may be None in Python is what may be absent in the API
+    if "anyOf" in node:  # a field that may be None in Python is optional in the API
         present = [branch for branch in node.pop("anyOf") if branch != {"type": "null"}]
         node = {**(_int_or_string(present) if len(present) == 2 else present[0]), **node}
     if "$ref" in node:
@@ -152,7 +162,7 @@ def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
 
 
 def _int_or_string(branches: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the structural form of integer or string, with the bounds of both."""
+    """Return a structural schema for an integer or a string, with the bounds of both branches."""
     bounds = {key: value for branch in branches for key, value in branch.items() if key != "type"}
     return {
         "x-kubernetes-int-or-string": True,
@@ -162,7 +172,7 @@ def _int_or_string(branches: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ordered(node: dict[str, Any]) -> dict[str, Any]:
-    """Put description and type first, for readers of the generated file."""
+    """Return `node` with description, type, default and required as the first keys."""
     first = {
         key: node[key] for key in ("description", "type", "default", "required") if key in node
     }

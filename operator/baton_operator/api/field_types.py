@@ -12,9 +12,9 @@ _FREE_FORM = {"x-kubernetes-preserve-unknown-fields": True}
 
 
 class ApiStruct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
-    """An object of the API.
+    """Base class of the structs of the LLMService resource.
 
-    Its docstring and the `#:` comments of its fields are their descriptions in the CRD.
+    In the CRD, the docstring of a struct and the `#:` comments of its fields are the descriptions.
     """
 
 
@@ -73,6 +73,6 @@ _UNITS = {
 
 
 def quantity_bytes(quantity: str) -> int:
-    """Return the bytes of a valid Quantity such as `512Mi`."""
+    """Return the number of bytes of a valid Quantity such as `512Mi`."""
     digits = quantity.rstrip("KMGTki")
     return int(digits) * _UNITS[quantity[len(digits) :]]

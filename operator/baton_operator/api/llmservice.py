@@ -2,11 +2,11 @@
 
 The structs of the model, the groups and access are in `spec_*.py`.
 
-`crd.py` turns them into the CRD's schema. Docstrings and the `#:` comments of fields become
-descriptions. Types, `Meta` and defaults become bounds and defaults. With `rules.py`, they define
-what the API server refuses.
+`crd.py` converts the structs to the CRD's schema. Docstrings and the `#:` comments of fields become
+descriptions. Types, `Meta` and defaults become bounds and defaults.
 
-The schema accepts only what the engine can do. The description of a temporary bound says so.
+The schema accepts only values that the engine supports. A description mentions it if a bound is
+temporary.
 """
 
 from __future__ import annotations
@@ -212,10 +212,10 @@ class LLMService(ApiStruct, frozen=True):
 
 
 def decode_spec(spec: Any) -> Spec:
-    """Return the typed form of `.spec` as the API server returns it.
+    """Convert `.spec` of an object from the API server to the struct, without checking the rules.
 
     Raises:
-        msgspec.ValidationError: naming the field, for an object stored under another version of the
-            CRD.
+        msgspec.ValidationError: a field does not match the schema, for example because the object
+            was stored under another version of the CRD. The message names the field.
     """
     return msgspec.convert(spec, Spec)

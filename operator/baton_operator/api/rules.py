@@ -1,13 +1,11 @@
-"""Rules between fields of the spec, in one list for the API server and the operator.
+"""Validation rules between fields of the spec, for the API server and the operator.
 
-Each rule is written twice. In CEL it is part of the CRD's schema, and the API server refuses specs
-that break it. In Python it is for the operator, which reports InvalidSpec. That happens if the API
-server does not evaluate CEL (before Kubernetes 1.25) or the object is older than the rule. A test
-compares both over random specs.
+Each rule is written in CEL and in Python. The CEL rule is part of the CRD's schema, so the API
+server refuses specs that break the rule. The operator evaluates the Python rule and reports
+InvalidSpec. It does so because API servers before Kubernetes 1.25 do not evaluate CEL, and because
+an object may be older than a rule.
 
-No rule compares with the old object, because every edit can be rolled out. Pods of a new revision
-replace those of the old one. An expert group that becomes another one (another model, or
-independent engines) is scaled to zero and formed again (`plan_expert_group`).
+No rule compares a spec with the previous spec, because every edit can be rolled out.
 """
 
 from __future__ import annotations
@@ -23,16 +21,19 @@ from baton_operator.api.spec_model import is_fetched
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """A condition on the value at `path` in the spec. It holds where there is no value."""
+    """A condition on the value at `path` in the spec. A spec without this value meets the rule."""
 
-    path: str  #: Fields as in the API, joined by dots. Empty: the spec itself.
-    message: str  #: The fault, in terms of fields below `path`.
-    cel: str  #: `self` is the value.
-    holds: Callable[[Any], bool]  #: Takes the struct at `path`.
+    path: str  #: Field names of the API, joined by dots. Empty: the whole spec.
+    message: str  #: The error message. Field names in it are relative to `path`.
+    cel: str  #: The condition in CEL. `self` is the value.
+    holds: Callable[[Any], bool]  #: The condition in Python. The argument is the struct at `path`.
 
 
 def _is_free_folder(uri: str) -> bool:
-    """Return whether a node's folder can be mounted at its own path in a pod."""
+    """Return whether a `file` uri names a folder that pods do not use for something else.
+
+    The folder of the node is mounted at the same path in the pod. True for all other uris.
+    """
     scheme, _, path = uri.partition("://")
     match [scheme, *(part for part in path.split("/") if part not in ("", "."))]:
         case (
@@ -183,7 +184,7 @@ RULES = (
 
 
 def violations(spec: Spec) -> list[str]:
-    """Return the messages of the rules that `spec` breaks, each after its path."""
+    """Return one message for each rule that `spec` breaks, with the path of the rule."""
     broken = []
     for rule in RULES:
         value: Any = spec
@@ -195,10 +196,11 @@ def violations(spec: Spec) -> list[str]:
 
 
 def valid_spec(spec: Any) -> Spec:
-    """Return the typed form of `.spec`, if all its fields and the rules between them hold.
+    """Convert `.spec` of an object to the struct, and check all rules.
 
     Raises:
-        ValueError: naming the field and what is wrong with it.
+        ValueError: a field does not match the schema, or a rule is broken. The message names the
+            field.
     """
     decoded = decode_spec(spec)
     if broken := violations(decoded):
@@ -207,7 +209,7 @@ def valid_spec(spec: Any) -> Spec:
 
 
 def add_rules(spec_schema: dict[str, Any]) -> None:
-    """Write the rules into the schema of the spec, each at its path."""
+    """Add each rule in CEL to the schema of the spec, at the path of the rule."""
     for rule in RULES:
         node = spec_schema
         for name in filter(None, rule.path.split(".")):

@@ -148,9 +148,9 @@ class UpdateStrategy(ApiStruct, frozen=True):
 
 
 def surge_and_unavailable(strategy: RollingUpdate, replicas: int) -> tuple[int, int]:
-    """Return maxSurge and maxUnavailable as numbers of pods.
+    """Return (maxSurge, maxUnavailable) as numbers of pods.
 
-    They are never both zero, because then no pod could be replaced.
+    If both would be 0, maxUnavailable is 1. Otherwise no pod could be replaced.
     """
     surge = math.ceil(_pods(strategy.max_surge, replicas))
     unavailable = min(math.floor(_pods(strategy.max_unavailable, replicas)), replicas)

@@ -16,7 +16,7 @@ MODEL_URI = rf"^(file:///.+|pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+|{_HUB}|{_STO
 
 
 def is_fetched(uri: str) -> bool:
-    """Return whether an init container downloads the model."""
+    """Return whether the model at `uri` must be downloaded, which an init container does."""
     return uri.partition("://")[0] in ("hf", "s3", "gs")
 
 

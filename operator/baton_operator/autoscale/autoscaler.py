@@ -1,10 +1,11 @@
-"""The autoscaler: scrapes services, decides and keeps the sizes of their groups.
+"""The autoscaler: scrapes the pods of services, and decides the sizes of their groups.
 
-A reconcile reads the sizes (`apply_sizes`) and passes on the observed state (`observe`). `run`
-scrapes and decides, and makes a service due when a size or the status has changed.
+A reconcile reads the sizes with `apply_sizes`, and passes the observed state to `observe`. `run`
+scrapes and decides. It queues a reconcile of a service whose sizes or status have changed.
 
-The status of the service stores the size, so it survives a restart of the operator. Measurements
-do not. After a restart no group shrinks before a whole stabilisation window has passed.
+The size is stored in the status of the service, so a restart of the operator does not change it.
+Measurements and earlier decisions are lost in a restart. After a restart, no group shrinks until
+recommendations cover a whole stabilization window.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from baton_operator.status import report_group
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
-#: Minimum interval between status writes while the size stays. The figures in the message change
-#: with every scrape.
+#: Minimum seconds between status writes if the size stays the same. The numbers in the message
+#: change with every scrape.
 PUBLISH_S = 60.0
-#: Scrape periods without a reply after which a container counts as gone.
+#: Number of scrape periods without a reply after which a container counts as gone.
 FRESH_PERIODS = 2.5
 
 
 class _Role:
-    """One role of one service."""
+    """The autoscaling state of one role of one service."""
 
     def __init__(self, settings: Settings, status: AutoscalingStatus, now: float) -> None:
         self.settings = settings
@@ -51,7 +52,7 @@ class _Role:
 
 
 class _Service:
-    """One service with at least one role to size."""
+    """The autoscaling state of one service that has at least one role with `autoscaling`."""
 
     def __init__(self, uid: str, now: float) -> None:
         self.uid = uid
@@ -77,11 +78,11 @@ class _Service:
 
 
 class Autoscaler:
-    """The sizes of all services that have autoscaling.
+    """Decides and stores the sizes of all groups that have `autoscaling`.
 
     Args:
-        clock: seconds, for the measurements.
-        wall_clock: clock of `lastScaleTime`.
+        clock: monotonic clock of measurements and decisions, in seconds.
+        wall_clock: clock of `lastScaleTime` in the status.
     """
 
     def __init__(
@@ -96,12 +97,11 @@ class Autoscaler:
     # Called by reconciles
 
     def apply_sizes(self, resolved: ResolvedService, service: dict[str, Any]) -> ResolvedService:
-        """Return `resolved` with the desired sizes of its groups.
-
-        Groups without `autoscaling` keep the replicas of the spec.
+        """Return `resolved` with the sizes of the groups that have `autoscaling`.
 
         Args:
-            service: the LLMService as stored. Its status has the decisions of earlier processes.
+            service: the stored LLMService. Its status has the last decisions of an earlier operator
+                process.
         """
         key, now = names.Key(resolved.namespace, resolved.name), self._clock()
         settings = settings_of(resolved.spec)
@@ -131,10 +131,10 @@ class Autoscaler:
         groups: Mapping[names.Role, report_group.Group],
         pods: list[dict[str, Any]],
     ) -> None:
-        """Record the state that a reconcile observed.
+        """Record the state that a reconcile observed, for the next scrape and decision.
 
         Args:
-            groups: the groups that are known.
+            groups: the observed groups by role.
             pods: all pods of the service.
         """
         known = self._services.get(names.Key(resolved.namespace, resolved.name))
@@ -144,13 +144,13 @@ class Autoscaler:
             known.targets = targets_of(resolved, pods)
 
     def status(self, resolved: ResolvedService, role: names.MemberRole) -> AutoscalingStatus | None:
-        """Return the status of a role; None if it has no autoscaling."""
+        """Return the autoscaling status of a role; None if the role has no `autoscaling`."""
         known = self._services.get(names.Key(resolved.namespace, resolved.name))
         state = known.roles.get(role) if known is not None else None
         return None if state is None else state.status
 
     def take_events(self, resolved: ResolvedService) -> list[Event]:
-        """Return the pending Events, and clear them."""
+        """Return the Events since the last call, for the reconcile to write."""
         known = self._services.get(names.Key(resolved.namespace, resolved.name))
         if known is None:
             return []
@@ -158,13 +158,17 @@ class Autoscaler:
         return events
 
     def forget(self, key: names.Key) -> None:
-        """Drop the state of a service that is gone or has no autoscaling."""
+        """Drop the state of a service that is deleted or has no `autoscaling`."""
         self._services.pop(key, None)
 
     # Between reconciles
 
     async def run(self, scraper: Scraper, due: Callable[[names.Key], None]) -> None:
-        """Scrape and decide until cancelled. `due` is called with each service to reconcile."""
+        """Scrape services and decide their sizes until cancelled.
+
+        Args:
+            due: called with each service that must be reconciled.
+        """
         async with asyncio.TaskGroup() as group:
             while True:
                 now = self._clock()
@@ -187,7 +191,7 @@ class Autoscaler:
             service.is_scraped = False
 
     async def scrape_and_decide(self, key: names.Key, scraper: Scraper) -> bool:
-        """Scrape a service and decide its sizes. Return whether it has to be reconciled."""
+        """Scrape a service and decide its sizes. Return whether the service must be reconciled."""
         now, service = self._clock(), self._services[key]
         scraped = await scraper.scrape(service.targets)
         if self._services.get(key) is not service or not service.roles:
@@ -205,7 +209,7 @@ class Autoscaler:
         return any(due)
 
     def _decide(self, service: _Service, role: names.MemberRole, now: float) -> bool:
-        """Decide the size of one role. Return whether the service has to be reconciled."""
+        """Decide the size of one role. Return whether the service must be reconciled."""
         state, seen = service.roles[role], service.groups.get(role)
         if seen is None:
             return False
@@ -272,7 +276,10 @@ class Autoscaler:
 def _stored_status(
     service: dict[str, Any], role: names.MemberRole, settings: Settings
 ) -> AutoscalingStatus | None:
-    """Return the stored status, with the size moved inside the bounds; None if it is invalid."""
+    """Return the autoscaling status that an earlier process stored; None if it is not usable.
+
+    A size outside the bounds is replaced by the nearest one inside.
+    """
     found = ((service.get("status") or {}).get(role) or {}).get("autoscaling")
     if not found:
         return None

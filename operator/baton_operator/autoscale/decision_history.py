@@ -1,7 +1,8 @@
-"""The earlier decisions that a decision depends on: recommendations, changes and the last breach.
+"""The history on which a decision depends: recommendations, size changes and the last breach.
 
-Consecutive equal recommendations are one entry. Recommendations from before a gap do not count. So
-after a restart the operator shrinks no group before a whole stabilisation window has passed.
+Consecutive equal recommendations are stored as one entry. Recommendations before a gap of more than
+LONGEST_GAP_S are dropped. The history is empty after a restart of the operator. So no group shrinks
+until new recommendations cover a whole stabilization window.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from math import inf
 
 import msgspec
 
-#: After a longer time without a decision, earlier recommendations do not count.
+#: Longest time between two decisions. After a longer time, earlier recommendations do not count.
 LONGEST_GAP_S = 120.0
 
 
 class Run(msgspec.Struct, frozen=True):
-    """The same recommendation from `since` to `until`, in seconds of the clock of `now`."""
+    """A recommendation that stayed the same from `since` to `until`, in seconds."""
 
     size: int
     since: float
@@ -23,14 +24,14 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """The size was changed by `delta` at `at`."""
+    """A change of the size by `delta` engines at the time `at`, in seconds."""
 
     at: float
     delta: int
 
 
 class Breach(msgspec.Struct, frozen=True):
-    """A load per engine at which a target was missed."""
+    """The load per engine at which a target was missed after the size was reduced."""
 
     at: float
     #: As `recommendations.load_per_engine` returns it.
@@ -38,48 +39,51 @@ class Breach(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision history of one role."""
+    """The earlier decisions for one role. All times are in seconds of one clock."""
 
     #: Recommendations, oldest first, without gaps.
     runs: tuple[Run, ...] = ()
-    #: Recent changes, and the last one.
+    #: Recent size changes, oldest first. The last change is kept at any age.
     changes: tuple[Change, ...] = ()
     breach: Breach | None = None
-    #: Time since which no request was in progress. None: there is one, or it is not known.
+    #: Time since which no request was in progress. None: one is, or this is not known.
     idle_since: float | None = None
-    #: Last time at which the pods differed from the desired ones. Earlier measurements do not
-    #: count.
+    #: Last time at which the pods differed from the desired ones. Measurements before this time do
+    #: not count.
     unsettled_until: float = 0.0
 
     def covers(self, now: float, seconds: float) -> bool:
-        """Return whether recommendations cover the last `seconds` without a gap."""
+        """Return whether there are recommendations for all of the last `seconds`."""
         return self.knows(now) and self.runs[0].since <= now - seconds
 
     def recommended(self, now: float, seconds: float) -> list[int]:
-        """Return the sizes recommended in the last `seconds`."""
+        """Return the sizes that were recommended in the last `seconds`."""
         runs = self.runs if self.knows(now) else ()
         return [run.size for run in runs if run.until >= now - seconds]
 
     def changed(self, now: float, seconds: float) -> int:
-        """Return by how much the size has changed in the last `seconds`."""
+        """Return by how many engines the size changed in the last `seconds`."""
         return sum(change.delta for change in self.changes if change.at > now - seconds)
 
     def knows(self, now: float) -> bool:
-        """Return whether the last recommendation is at most LONGEST_GAP_S older than `now`."""
+        """Return whether the last recommendation is at most LONGEST_GAP_S old."""
         return bool(self.runs) and now - self.runs[-1].until <= LONGEST_GAP_S
 
     @property
     def changed_at(self) -> float:
-        """Time of the last change of the size; minus infinity without one."""
+        """Time of the last size change; minus infinity if the size never changed."""
         return self.changes[-1].at if self.changes else -inf
 
     @property
     def last_delta(self) -> int:
-        """The last change of the size; 0 without one."""
+        """Number of engines that the last size change added or, if negative, removed.
+
+        0 if the size never changed.
+        """
         return self.changes[-1].delta if self.changes else 0
 
     def last_recommended(self, now: float) -> int | None:
-        """Return the last recommendation; None after a gap."""
+        """Return the last recommended size; None if it is older than LONGEST_GAP_S."""
         return self.runs[-1].size if self.knows(now) else None
 
     def with_decision(
@@ -93,14 +97,15 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         idle: float | None = None,
         settled: bool = True,
     ) -> History:
-        """Return this history with a decision at `now`.
+        """Return a copy of this history that includes a decision at `now`.
 
         Args:
-            keep_s: entries older than this are dropped.
-            change: by how much this decision changes the size.
-            breach: the missed target that the decision reacts to.
+            recommended: size that the measurements recommend.
+            keep_s: entries older than this many seconds are dropped.
+            change: number of engines by which the decision changes the size.
+            breach: the load at which a target was missed. None keeps the earlier breach.
             idle: new value of `idle_since`.
-            settled: whether the pods are the desired ones.
+            settled: whether the existing pods are the desired ones.
         """
         known = self.runs if self.knows(now) else ()
         runs = tuple(run for run in known if run.until >= now - keep_s)

@@ -1,4 +1,4 @@
-"""The input of decisions and scrapes, from the state that a reconcile observed. Pure."""
+"""Convert the observed state of a service to the inputs of decisions and scrapes. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def groups_of(
     seen: Mapping[names.Role, report_group.Group],
     settings: Mapping[names.MemberRole, Settings],
 ) -> dict[names.MemberRole, Group]:
-    """Return the present state of the groups to size."""
+    """Return the state of each observed group that has `autoscaling`, as input of `decide`."""
     alone = resolved.replicas("prefill") == 0
     return {
         role: Group(
@@ -40,7 +40,7 @@ def groups_of(
 
 
 def _operation(resolved: ResolvedService, group: report_group.Group) -> str:
-    """Return what must end before the size changes again; empty if the size may change."""
+    """Return the operation that must end before the size changes again; empty if none runs."""
     operation = (
         group.topology.status.operation if group.topology and group.topology.status else None
     )
@@ -52,7 +52,7 @@ def _operation(resolved: ResolvedService, group: report_group.Group) -> str:
 
 
 def targets_of(resolved: ResolvedService, pods: list[dict[str, Any]]) -> list[ScrapeTarget]:
-    """Return the engines and gateways that serve or finish running requests."""
+    """Return the engines and gateways to scrape: those that are ready or draining."""
     targets = []
     for pod in pods:
         role = pod["metadata"]["labels"].get(names.LABEL_ROLE)

@@ -1,24 +1,22 @@
-"""`decide`: the size of one role, from measurements and earlier decisions.
-
-Pure: no clock, no client.
+"""Decide the size of one role from measurements and earlier decisions. Pure.
 
 The rules are those of a HorizontalPodAutoscaler (kubernetes.io, "Horizontal Pod Autoscaling",
-algorithm details and configurable scaling behavior). Engines take minutes to load, so there are a
-few more. In this order:
+algorithm details and configurable scaling behavior). Some rules are added, because engines take
+minutes to load. The rules apply in this order:
 
-1. A size outside its bounds moves inside, without any measurement.
-2. A role without engines gets one as soon as a gateway holds a request.
-3. With minimum 0, a role without a request for `idle_s` goes to zero.
-4. The size stays while measurements are missing or stale. It also stays while the pods differ from
-   the desired ones, and until the window has no measurements from such a time (as Dynamo's planner
-   does).
-5. The recommendation is the largest size in `recommendations`.
-6. The size grows to the smallest recommendation of the last `up_window_s`. It shrinks to the
-   largest of the last `down_window_s`, if recommendations cover all of that time.
-7. Within `step_s` the size grows by at most `up_step` or to the double, and shrinks by at most
-   `down_fraction`, but at least by one. It stays inside the bounds.
-8. If a target is missed after a step down, the role does not shrink to the same load per engine
-   again for `breach_memory_s`.
+1. A size outside the bounds is replaced by the nearest one inside, even without measurements.
+2. A role without engines gets one engine as soon as a gateway holds a request.
+3. If the minimum is 0, a role without requests for `idle_s` is scaled to zero.
+4. The size stays while measurements are missing or stale, and while the pods differ from the
+   desired ones. The size then stays until all measurements in the window are newer (as in Dynamo's
+   planner).
+5. The largest size in `recommendations` is the recommendation.
+6. The size grows to the smallest recommendation of the last `up_window_s`. The size shrinks to the
+   largest recommendation of the last `down_window_s`, if recommendations cover all of that time.
+7. Within `step_s` the size at most doubles or grows by `up_step`, whichever is more. It shrinks by
+   at most `down_fraction` or one engine, whichever is more. The size stays inside the bounds.
+8. If a target is missed after the size shrank, the role does not return to the same load per engine
+   for `breach_memory_s`.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ _MISSED = ("TTFTAboveTarget", "ITLAboveTarget", "KVUsageHigh", "RequestsQueue")
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Bounds of a size, with 0 <= min <= max and 1 <= max."""
+    """The bounds of a role's size, with 0 <= min <= max and 1 <= max."""
 
     min: int
     max: int
@@ -72,18 +70,19 @@ class Bounds(msgspec.Struct, frozen=True):
         return f"{self.min} to {self.max}"
 
     def nearest(self, size: int) -> int:
-        """Return the size inside the bounds that is nearest to `size`."""
+        """Return `size`, limited to the bounds."""
         return min(max(size, self.min), self.max)
 
 
 class Behavior(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast sizes change, and after which evidence. Times are in seconds."""
+    """How fast a size may change, and for how long measurements count. Times are in seconds."""
 
     #: Length of the measurement window.
     window_s: float = 60.0
-    #: Older measurements are not used.
+    #: Maximum age of the last measurement.
     stale_s: float = 60.0
-    #: A target is missed above (1 + tolerance) target, and met with a margin below (1 - tolerance).
+    #: A target is missed above (1 + tolerance) * target. A role shrinks only to a size for which
+    #: the forecast latency is at most (1 - tolerance) * target.
     tolerance: float = 0.1
     up_window_s: float = 30.0
     down_window_s: float = 300.0
@@ -97,22 +96,22 @@ class Behavior(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keep_s(self) -> float:
-        """Time for which the history keeps entries."""
+        """Seconds for which the history keeps entries."""
         return max(self.up_window_s, self.down_window_s, self.step_s)
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """The present state of one role."""
+    """The observed state of one role."""
 
     role: MemberRole
     #: Desired number of engines.
     size: int
-    #: Existing pods, draining ones included.
+    #: Number of existing pods, including draining pods.
     pods: int
     ready: int
-    #: What must end before the size changes, for example a rollout. Empty: nothing.
+    #: The operation that must end before the size changes, for example a rollout. Empty: none.
     operation: str = ""
-    #: Whether this is decode without prefill engines and with a target for TTFT.
+    #: Whether this is the decode role of a service without prefill engines, with a TTFT target.
     aggregated: bool = False
 
 
@@ -124,14 +123,14 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason
     #: One sentence with the numbers, for status and events.
     explanation: str
-    #: Size that the measurements recommend. Without a recommendation: the present size.
+    #: Size that the measurements recommend. Without a recommendation: the decided size.
     recommended: int
     #: Input of the next decision.
     history: History
 
 
 class _Choice(NamedTuple):
-    """The size that the rules choose, and what the history records with it."""
+    """The size that the rules choose, and the new entries for the history."""
 
     size: int
     reason: Reason
@@ -151,12 +150,12 @@ def decide(
     history: History,
     behavior: Behavior,
 ) -> Decision:
-    """Return the size that `group` should have.
+    """Decide the size that the role should have.
 
     Args:
-        now: seconds, of the clock of `window` and `history`.
+        now: time in seconds, from the same clock as the times in `window` and `history`.
         window: measurements of the last `behavior.window_s`. None: there are none yet.
-        history: earlier decisions of this role.
+        history: earlier decisions for this role.
     """
     choice = _choose(now, group, bounds, targets, window, history, behavior)
     size = choice.size
@@ -189,7 +188,7 @@ def _choose(
     history: History,
     behavior: Behavior,
 ) -> _Choice:
-    """Apply the rules in their order. Arguments as in `decide`."""
+    """Apply the rules of this module in their order. The arguments are those of `decide`."""
     n = group.size
     inside = bounds.nearest(n)
     if inside != n:
@@ -202,8 +201,8 @@ def _choose(
         return _Choice(0, "Idle", f"no requests for {behavior.idle_s:g} s", idle_since=idle)
     if hold := _hold(now, group, window, history, behavior):
         reason, why, is_settled = hold
-        # While engines leave after a step down, its recommendation still holds. Otherwise a hold
-        # recommends the present size.
+        # The recommendation of a step down still counts while engines leave. In every other case
+        # the present size is recommended.
         is_shrinking = (
             reason in ("OperationRunning", "PodsNotReady", "Settling")
             and history.changed(now, behavior.down_window_s) < 0
@@ -216,7 +215,8 @@ def _choose(
     decisive = max(recommendations, key=lambda each: each.size)
     size, reason, why = _limited(now, n, bounds, decisive, recommendations, history, behavior)
     breach = None
-    # Only after a step down. After a step up, high latencies come from the queue that drains.
+    # A breach is recorded only after a step down. After a step up, latencies are high while the
+    # queue drains.
     if decisive.size > n and decisive.reason in _MISSED and history.last_delta < 0:
         breach = Breach(now, load_per_engine(n, group.role == "prefill", measured))
     return _Choice(size, reason, why, decisive.size, breach, idle_since=idle)
@@ -227,7 +227,8 @@ def _choose_from_zero(
 ) -> _Choice:
     if window is None or now - window.end > behavior.stale_s or window.gateways == 0:
         return _Choice(0, "MetricsMissing", "no gateway reports whether requests wait")
-    # Requests are held for decode engines only. Without prefill engines they are only slower.
+    # The gateway holds requests only until a decode engine starts. Without prefill engines,
+    # requests are only slower.
     waiting = window.held if group.role == "decode" else window.in_flight
     if waiting > 0:
         return _Choice(1, "RequestsHeld", f"requests waiting at the gateways: {waiting:.0f}")
@@ -239,9 +240,9 @@ def _choose_from_zero(
 def _hold(
     now: float, group: Group, window: Window | None, history: History, behavior: Behavior
 ) -> tuple[Reason, str, bool] | None:
-    """Return why the size must stay, and whether the pods are the desired ones.
+    """Return (reason, text, is_settled) if the size must stay, or None if it may change.
 
-    None: it may change.
+    `is_settled` is whether the existing pods are the desired ones.
     """
     if group.operation:
         return "OperationRunning", f"{group.operation} is under way", False
@@ -268,7 +269,10 @@ def _hold(
 def _idle_since(
     now: float, window: Window | None, history: History, behavior: Behavior
 ) -> float | None:
-    """Return since when no gateway has had a request. None: one has, or it is not known."""
+    """Return the time since which no gateway has had a request.
+
+    None: a gateway has a request, or the measurements do not show whether it has one.
+    """
     if (
         window is None
         or now - window.end > behavior.stale_s
@@ -315,7 +319,11 @@ def _limited(
     history: History,
     behavior: Behavior,
 ) -> tuple[int, Reason, str]:
-    """Return size, reason and text: the recommendation stabilised, in steps, inside the bounds."""
+    """Apply stabilization, step limits and bounds to the decisive recommendation.
+
+    Returns:
+        (size, reason, text), where the text has the numbers for the status.
+    """
     recommended = max(decisive.size, bounds.min)
     if recommended > n:
         return _grown(now, n, bounds, recommended, decisive, history, behavior)

@@ -1,4 +1,4 @@
-"""The time that a request waits for one of several engines. Pure."""
+"""Estimate how long requests wait for one of several engines. Pure."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ from math import inf, log, sqrt
 
 
 def wait_quantile_s(engines: int, offered: float, service_s: float, quantile: float) -> float:
-    """Return a quantile of the wait in an M/M/c queue in seconds; infinite if it is overloaded.
+    """Return a quantile of the waiting time in an M/M/c queue, in seconds.
 
-    The utilization is u = offered / engines. An arrival waits with probability
+    The utilization is u = offered / c. An arriving request waits with probability
     P = u^(sqrt(2 (c + 1)) - 1) (Sakasegawa 1977, "An approximation formula L_q = a rho^b / (1 -
-    rho)"). Its wait is exponential with mean service / (c (1 - u)). So the quantile q is
-    ln(P / (1 - q)) times that mean, and 0 if P <= 1 - q.
+    rho)"). The wait is exponential with mean service_s / (c (1 - u)). So the quantile q is
+    ln(P / (1 - q)) times that mean, or 0 if P <= 1 - q.
 
-    Requests go to the engine with the least load, which is close to one queue. Prompts vary less
-    than exponentially, so the result is an upper estimate.
+    The result is an upper estimate, because prompt lengths vary less than exponentially. The
+    gateway sends each request to the engine with the least load, which is close to one queue.
 
     Args:
         engines: c, at least 1.
         offered: load, as the mean number of busy engines.
-        service_s: mean time that a request occupies an engine.
+        service_s: mean time for which a request occupies an engine.
         quantile: q, between 0 and 1.
+
+    Returns:
+        Infinity if u is 1 or more.
     """
     utilization = offered / engines
     if utilization >= 1:

@@ -1,14 +1,14 @@
-"""The size that each measurement recommends for a role, with its figures. Pure.
+"""Compute the size that each measurement recommends for a role. Pure.
 
-The largest size decides, as among the metrics of a HorizontalPodAutoscaler (HPA).
+`policy` uses the largest of these sizes, as a HorizontalPodAutoscaler (HPA) does with its metrics.
 
-A size above the present size n means that a target is missed. A size below n means that this many
-engines would still meet the target with a margin. A missed target raises the size by the ratio
-(HPA's ceil(n ratio)). A latency below its target does not show how many engines are enough, because
-latency does not grow in proportion to load. So the latency with m engines is forecast from the
-measured load.
+Let n be the present size. A recommendation above n means that a target is missed. As in an HPA, the
+recommendation is then ceil(n * value / target). A recommendation of m < n means that m engines
+would meet the target with a margin. Latency is not proportional to load, so the latency with m
+engines is forecast from the measured load.
 
-Every size is at least 1. The largest one never falls when TTFT, ITL, queue time or KV usage grows.
+Every recommendation is at least 1. The largest one never falls when TTFT, ITL, queue time or KV
+usage grows.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from baton_operator.autoscale.decision_history import Breach
 from baton_operator.autoscale.queueing import wait_quantile_s
 from baton_operator.autoscale.windows import RoleWindow
 
-#: A quantile of fewer observations does not raise the size.
+#: Minimum number of observations of a quantile that raises the size.
 MIN_SAMPLES = 20
-#: Fraction of the TTFT target. More engines do not help requests that wait less than this.
+#: Fraction of the TTFT target. More engines do not help requests that wait for less than this.
 QUEUE_SHARE = 0.1
-#: Waiting requests per engine that count as a queue. Fewer are requests that arrived during a step.
+#: Number of waiting requests per engine that counts as a queue. Fewer may have arrived during a
+#: step.
 WAITING_PER_ENGINE = 1.0
 WAITING_AT_REST = 0.1
 #: Larger than any bound.
@@ -53,9 +54,10 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     ttft_s: float
     #: Seconds between tokens, at the quantile of the window.
     itl_s: float
-    #: Fraction of KV blocks in use. The others let sequences grow without preemptions.
+    #: Fraction of KV blocks in use. The free blocks let sequences grow without preemptions.
     kv_usage: float = 0.8
-    #: Fraction of time that prefill engines compute. The role does not shrink above it.
+    #: Fraction of time in which prefill engines compute. The role does not shrink if fewer engines
+    #: would exceed it.
     busy: float = 0.8
 
 
@@ -73,17 +75,19 @@ def recommend_prefill(
 ) -> list[Recommendation]:
     """Return the recommendations for `n` prefill engines.
 
-    - TTFT above target: ceil(n TTFT / target), at most the engines that the load needs. Only if
-      requests wait for engines, because more engines shorten only the wait.
-    - TTFT below target: the smallest m with TTFT + wait(m) - wait(n) <= (1 - tolerance) target. The
-      waits come from the model in `queueing`.
-    - Queue: a request that arrives now will wait for waiting / throughput (Little's law). If that
-      misses the target: the engines that the load needs. They keep up with the arrivals and drain
-      the queue in DRAIN_S, at the target for busy. Arrivals are the computed requests plus the
-      growth of the queue. While a queue drains, the TTFT of the requests that leave it is high.
-      That does not recommend more engines.
-    - Busy: ceil(n busy / target), as Dynamo sizes by throughput per engine. It never raises the
-      size, because an engine that is always busy without a queue is well used.
+    - TTFT above target: ceil(n * TTFT / target), but at most the engines that the load needs. If
+      requests barely wait for an engine, n, because more engines shorten only the wait.
+    - TTFT below target: the smallest m with TTFT - wait(n) + wait(m) <= (1 - tolerance) * target.
+      `queueing` models the waits.
+    - Queue: a request that arrives now waits for about waiting / throughput (Little's law). If such
+      a request will miss the TTFT target, the engines that the load needs. The rule "TTFT above
+      target" then recommends n, because TTFT stays high while a queue drains.
+    - Busy: ceil(n * busy / target), but at most n. An engine that is always busy but has no queue
+      needs no help.
+
+    The engines that the load needs keep up with the arrivals and drain the queue in DRAIN_S. They
+    compute for the fraction `targets.busy` of the time. Arrivals are the computed requests plus the
+    growth of the queue.
     """
     offered = n * role.busy
 
@@ -149,14 +153,17 @@ def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float)
 
 
 def _ttft_of_next_s(n: int, role: RoleWindow) -> float:
-    """Return the expected TTFT of a request that arrives now, in seconds; 0 without a queue."""
+    """Return the expected TTFT in seconds of a request that arrives now; 0 if no request waits."""
     if role.waiting < WAITING_PER_ENGINE:
         return 0.0
     return role.prefill_s + n * role.waiting / role.requests_per_s if role.requests_per_s else inf
 
 
 def _needed(n: int, role: RoleWindow, targets: Targets) -> int:
-    """Return the prefill engines that keep up with the arrivals and drain the queue in DRAIN_S."""
+    """Return how many prefill engines the load needs, as `recommend_prefill` defines it.
+
+    If no request was computed in the window, return 2 * n.
+    """
     if role.requests_per_s == 0:
         return 2 * n
     engine_s = n * role.busy / role.requests_per_s
@@ -169,14 +176,16 @@ def recommend_decode(
 ) -> list[Recommendation]:
     """Return the recommendations for `n` decode engines whose prompts come from prefill engines.
 
-    - ITL above target: ceil(n ITL / target), if engines run more than one sequence. The time of a
-      step with s sequences is a + b s.
-    - ITL below target: the smallest m with ITL g <= (1 - tolerance) target. The factor
-      g = max(1, R / m) / max(1, R / n), for R running sequences, is an upper bound for the growth
-      of a + b s.
-    - KV usage above target: ceil(n usage / target). Below: the smallest m with usage (n / m) g <=
-      target. The factor is needed because sequences on fuller engines also run longer.
-    - Queue: the engines that would run all requests: ceil(n (running + waiting) / running).
+    Let R be the number of running sequences. If they run on m engines instead of n, a step takes at
+    most g(m) = max(1, R / m) / max(1, R / n) times as long.
+
+    - ITL above target: ceil(n * ITL / target), if engines run more than one sequence or have a
+      queue. Otherwise n, because more engines would not help.
+    - ITL below target: the smallest m with ITL * g(m) <= (1 - tolerance) * target.
+    - KV usage above target: ceil(n * usage / target).
+    - KV usage below target: the smallest m with usage * (n / m) * g(m) <= target. The factor g(m)
+      is needed because sequences also run longer on fewer engines.
+    - Queue: ceil(n * (running + waiting) / running), the engines that would run all requests.
     """
     return [
         _decode_latency(
@@ -190,9 +199,10 @@ def recommend_decode(
 def recommend_aggregated(
     n: int, role: RoleWindow, targets: Targets, tolerance: float, quantile: float
 ) -> list[Recommendation]:
-    """Return the recommendations for `n` decode engines without prefill engines.
+    """Return the recommendations for `n` decode engines of a service without prefill engines.
 
-    TTFT is treated like ITL, because prompts and tokens share steps.
+    The rules of `recommend_decode` apply. The rules for ITL also apply to TTFT, because such
+    engines compute prompts and tokens in the same steps.
     """
     ttft = _decode_latency(
         "TTFT", role.ttft_s, role.first_tokens, targets.ttft_s, n, role, tolerance, quantile
@@ -229,7 +239,11 @@ def _decode_latency(
 
 
 def _growth(n: int, m: int, running: float) -> float:
-    """Return an upper bound for the growth of a step if the sequences of `n` engines run on `m`."""
+    """Return g(m) of `recommend_decode`: the longest step on `m` engines, relative to `n` engines.
+
+    Args:
+        running: number of running sequences of all engines.
+    """
     return max(1.0, running / m) / max(1.0, running / n)
 
 
@@ -249,17 +263,16 @@ def _kv_usage(n: int, role: RoleWindow, targets: Targets, tolerance: float) -> R
 def _decode_queue(n: int, role: RoleWindow) -> Recommendation:
     text = f"{role.waiting:.1f} requests wait per engine"
     if role.waiting >= WAITING_PER_ENGINE:
-        # An engine that runs nothing and has a queue counts as one that runs one sequence.
+        # An engine that has a queue but runs no sequence counts as if it ran one.
         running = max(1.0, role.running)
         return Recommendation("RequestsQueue", _ceil(n * (running + role.waiting) / running), text)
     return Recommendation("RequestsQueue", 1 if role.waiting <= WAITING_AT_REST else n, text)
 
 
 def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
-    """Return the load of one engine: in prefill the busy fraction, in decode tokens per second.
+    """Return the load of one engine: the busy fraction for prefill, tokens per second for decode.
 
-    Both are bounded. Unlike the number of running requests, neither grows only because requests
-    take longer.
+    Slower requests do not increase this load. They would increase the number of running requests.
     """
     return role.busy if prefill else role.tokens_per_s / n
 
@@ -267,7 +280,11 @@ def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
 def recommend_after_breach(
     n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float
 ) -> Recommendation:
-    """Return the smallest size with less than (1 - tolerance) of the load that missed a target."""
+    """Recommend the smallest size that stays below the load at which a target was missed.
+
+    The load per engine is at most (1 - tolerance) times the load in `breach`. The recommendation is
+    at most `n`.
+    """
     limit = (1 - tolerance) * breach.load_per_engine
     size = n if limit <= 0 else min(n, _ceil(n * load_per_engine(n, prefill, role) / limit))
     load = (
@@ -279,12 +296,12 @@ def recommend_after_breach(
 
 
 def _ceil(size: float) -> int:
-    """Return `size` rounded up, from 1 to LARGEST, without floating-point noise."""
+    """Return `size` rounded up and limited to 1..LARGEST. Floating-point noise is ignored."""
     return max(1, ceil(min(size, LARGEST) - 1e-9))
 
 
 def _fewest(n: int, meets: Callable[[int], bool]) -> int:
-    """Return the smallest size below `n` for which `meets` is true, else `n`."""
+    """Return the smallest size below `n` for which `meets` returns True; `n` if there is none."""
     return next((m for m in range(1, n) if meets(m)), n)
 
 

@@ -1,4 +1,4 @@
-"""HTTP requests for the metrics of pods."""
+"""Scrape the metrics of pods over HTTP."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_BYTES = 4 * 2**20
 
 
 class ScrapeTarget(msgspec.Struct, frozen=True):
-    """One container that exports metrics."""
+    """One container whose metrics are scraped."""
 
     pod: str
-    #: Identifies the container, as in `windows.Snapshot`.
+    #: Id of the container, as in `windows.Snapshot.samples`.
     container: str
     #: Role of the engine. None: a gateway.
     role: MemberRole | None
@@ -45,10 +45,10 @@ class Scraped(msgspec.Struct, frozen=True):
 
 
 class Scraper:
-    """Scrapes pods over one HTTP session.
+    """Scrapes the metrics of pods over one HTTP session.
 
     Args:
-        results: counter of scrapes by the label values `ok` and `error`.
+        results: counter of scrapes, with the label values `ok` and `error`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Scraper:
         self._slots = asyncio.Semaphore(CONCURRENCY)
 
     async def scrape(self, targets: Iterable[ScrapeTarget]) -> Scraped:
-        """Scrape all targets concurrently. A scrape that fails is reported in `errors`."""
+        """Scrape all targets concurrently. Failed scrapes are in `errors` of the result."""
         scraped = Scraped({}, {})
 
         async def ask(target: ScrapeTarget) -> None:
@@ -81,13 +81,14 @@ class Scraper:
         return scraped
 
     async def _scrape(self, target: ScrapeTarget) -> Sample:
-        """Scrape one target.
+        """Scrape one target, and return the parsed metrics.
 
         Raises:
-            aiohttp.ClientError, OSError, TimeoutError: there was no reply.
-            ValueError: the reply is an error, is too long or contains no metrics.
+            aiohttp.ClientError, OSError, TimeoutError: there was no response.
+            ValueError: the response is an error, is too long or contains no metrics.
         """
-        # The certificate is for the host names that clients use, not for the address of a pod.
+        # No verification: the certificate is for the host names that clients use, and not for the
+        # IP address of a pod.
         request = self._session.get(target.url, ssl=False, allow_redirects=False)
         async with self._slots, asyncio.timeout(self._timeout_s), request as response:
             if response.status != 200:

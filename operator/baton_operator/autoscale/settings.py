@@ -1,4 +1,4 @@
-"""Targets, bounds and behavior of each role, from `spec.<role>.autoscaling`. Pure."""
+"""Convert `spec.<role>.autoscaling` to targets, bounds and behavior of each role. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from baton_operator.autoscale.recommendations import Targets
 from baton_operator.names import MEMBER_ROLES, MemberRole
 
 SCRAPE_S = 15.0
-#: While a role has no engines: the gateway may hold a request until the next scrape starts one.
+#: Scrape period while a role has no engines. The gateway may hold a request until the next scrape
+#: starts an engine.
 WAKEFUL_SCRAPE_S = 2.0
 
 
@@ -30,12 +31,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def initial(self) -> int:
-        """The size before the first decision."""
+        """The size of the group before the first decision."""
         return self.bounds.nearest(self.replicas)
 
 
 def settings_of(spec: Spec) -> dict[MemberRole, Settings]:
-    """Return the settings of the roles that have autoscaling."""
+    """Return the settings of each role that has `autoscaling`."""
     found: dict[MemberRole, Settings] = {}
     if spec.prefill is not None and (prefill := spec.prefill.autoscaling) is not None:
         targets = Targets(
@@ -74,9 +75,10 @@ def _settings(autoscaling: AutoscalingBounds, targets: Targets, replicas: int) -
 
 
 def scrape_period_s(settings: dict[MemberRole, Settings], sizes: dict[MemberRole, int]) -> float:
-    """Return the interval between scrapes of a service.
+    """Return the interval between scrapes of a service, in seconds.
 
-    It is short while a role has no engines, and at most a quarter of the idle time.
+    The interval is WAKEFUL_SCRAPE_S while a role has no engines. Otherwise it is SCRAPE_S or a
+    quarter of the idle time, whichever is less, but at least WAKEFUL_SCRAPE_S.
     """
     if any(sizes.get(role) == 0 for role in MEMBER_ROLES if role in settings):
         return WAKEFUL_SCRAPE_S

@@ -1,8 +1,8 @@
-"""Measurements per role over a time window, from scrapes of /metrics. Pure.
+"""Compute measurements per role over a time window, from scrapes of /metrics. Pure.
 
-A window consists of differences between scrapes of the same container. Counts from before the first
-scrape are not part of it, and a container that restarts counts from zero. A pod that exists for a
-part of the window contributes for that part.
+Counters are measured as differences between scrapes of the same container. So counts before the
+first scrape in the window are ignored. After a restart of a container, its counters start at zero.
+A pod that exists for a part of the window contributes to that part.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _READ = re.compile(rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join(_METRICS)})[_{{ ]")
 
 
 class Histogram(msgspec.Struct, frozen=True):
-    """Observations since the start of the process or, as a difference, between two scrapes."""
+    """A cumulative histogram, since the start of a process or between two scrapes."""
 
     #: Number of observations up to each upper bound. The last bound is infinite.
     buckets: dict[float, float] = {}
@@ -62,14 +62,14 @@ class Histogram(msgspec.Struct, frozen=True):
 
     @property
     def mean(self) -> float | None:
-        """Mean of the observations; None without any."""
+        """Mean of the observations; None without observations."""
         return self.sum / self.count if self.count > 0 else None
 
     def __add__(self, other: Histogram) -> Histogram:
-        """Return the sum of both.
+        """Return a histogram with the observations of both.
 
-        At a bound that only one histogram has, the other adds its count at the next lower bound. So
-        a quantile is an upper estimate.
+        If only one histogram has a bound, the count of the other one at its next lower bound is
+        used. So a quantile of the result is an upper estimate.
         """
         bounds = sorted({*self.buckets, *other.buckets})
         return Histogram(
@@ -77,23 +77,23 @@ class Histogram(msgspec.Struct, frozen=True):
         )
 
     def since(self, before: Histogram) -> Histogram:
-        """Return the observations after `before`, an earlier scrape of the same process."""
+        """Return a histogram of the observations since `before`, an earlier one of this process."""
         return Histogram(
             {bound: count - before.at(bound) for bound, count in self.buckets.items()},
             self.sum - before.sum,
         )
 
     def at(self, bound: float) -> float:
-        """Return the number of observations known to be at most `bound`."""
+        """Return the number of observations that are certainly at most `bound`."""
         if bound in self.buckets:
             return self.buckets[bound]
         return max((count for upper, count in self.buckets.items() if upper <= bound), default=0.0)
 
     def quantile(self, q: float) -> float | None:
-        """Return a quantile as Prometheus' `histogram_quantile` does.
+        """Return a quantile, computed like `histogram_quantile` of Prometheus.
 
-        It is interpolated linearly inside a bucket. Above the largest finite bound, it is that
-        bound.
+        The quantile is interpolated linearly inside a bucket. In the last bucket, it is the largest
+        finite bound.
 
         Args:
             q: 0 < q < 1.
@@ -115,19 +115,20 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One scrape of one container, with the metrics that decisions need."""
+    """The metrics from one scrape of one container, as far as decisions need them."""
 
     #: Role of the engine. None: a gateway.
     role: MemberRole | None
     gauges: dict[str, float]
     histograms: dict[str, Histogram]
-    #: Generation requests that a gateway has answered since its start, without client errors.
+    #: Number of generation requests that a gateway has answered since its start, excluding client
+    #: errors.
     requests: float = 0.0
-    #: Time since its start in which an engine ran steps. None: the metric is missing.
+    #: Seconds for which an engine has run steps since its start. None: the metric is missing.
     busy_s: float | None = None
 
     def began_after(self, before: Sample) -> bool:
-        """Return whether a counter fell, so this is another process than `before`."""
+        """Return whether a counter is lower than in `before`, because the process restarted."""
         return self.requests < before.requests or any(
             name in before.histograms and histogram.count < before.histograms[name].count
             for name, histogram in self.histograms.items()
@@ -135,52 +136,52 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The scrapes of all pods of a service at one time."""
+    """The samples of all pods of a service at one time."""
 
-    #: Time in seconds, on the clock of `now`.
+    #: Time of the scrapes in seconds.
     at: float
-    #: Samples by container. Its key has the pod's uid and restart count, so a restart is visible.
+    #: Samples by container id: the pod's uid and its number of restarts.
     samples: dict[str, Sample]
 
 
 class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of the engines of one role.
+    """Measurements of the engines of one role in the window.
 
-    Times are in seconds. Gauges are means over scrapes and engines.
+    Times are in seconds. Gauges are averaged over scrapes and engines.
     """
 
     #: Engines with at least two scrapes and a recent one.
     engines: int
     #: Quantile of the time from arrival at the engine to the first token. None: no first token.
     ttft_s: float | None = None
-    #: Observations behind `ttft_s`.
+    #: Number of observations of `ttft_s`.
     first_tokens: float = 0.0
     #: Quantile of the time between tokens. None: no tokens.
     itl_s: float | None = None
-    #: Observations behind `itl_s`.
+    #: Number of observations of `itl_s`.
     tokens: float = 0.0
-    #: Tokens of all engines, without first tokens.
+    #: Tokens per second of all engines, excluding first tokens.
     tokens_per_s: float = 0.0
-    #: Requests of all engines with a first token in the window.
+    #: First tokens per second of all engines.
     requests_per_s: float = 0.0
     #: Mean time from arrival to the first step, of requests that ended.
     queue_s: float = 0.0
     #: Mean time from the first step to the first token, of requests that ended.
     prefill_s: float = 0.0
-    #: Mean fraction of time that an engine computes, 0 to 1. Without the metric it is the rate of
-    #: prefill seconds, at most 1: by Little's law the mean number of prompts being computed.
+    #: Mean fraction of time in which an engine computes, 0 to 1. Without that metric: the mean
+    #: number of prompts that are being computed, at most 1 (Little's law).
     busy: float = 0.0
     running: float = 0.0
-    #: Waiting requests, without those that wait for KV blocks from a prefill engine.
+    #: Waiting requests per engine, excluding those that wait for KV blocks of a prefill engine.
     waiting: float = 0.0
-    #: Growth of the queues of all engines, from the first scrape to the last.
+    #: Growth of the queues of all engines, in requests per second.
     waiting_growth_per_s: float = 0.0
     #: Fraction of KV blocks in use, 0 to 1.
     kv_usage: float = 0.0
 
 
 class Window(msgspec.Struct, frozen=True, kw_only=True):
-    """The measurements of one service."""
+    """The measurements of one service in the window."""
 
     #: Time of the first scrape.
     start: float
@@ -191,26 +192,26 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     roles: dict[MemberRole, RoleWindow]
     #: Gateways with a recent scrape.
     gateways: int = 0
-    #: Generation requests at the gateways at their last scrapes, held ones included.
+    #: Number of generation requests at the gateways in the last scrapes, including held requests.
     in_flight: float = 0.0
-    #: Requests of `in_flight` that wait for a decode engine to start.
+    #: Number of requests in `in_flight` that wait for a decode engine to start.
     held: float = 0.0
-    #: Time of the last scrape that showed a new answered request. None: there was none.
+    #: Time of the last scrape that showed a newly answered request. None: no scrape did.
     answered_at: float | None = None
-    #: Time of the last scrape that showed a request, running or newly answered. None: none did.
+    #: Time of the last scrape that showed a running or newly answered request. None: no scrape did.
     active_at: float | None = None
 
 
 def sample(role: MemberRole | None, text: str) -> Sample:
-    """Return the sample of one scrape. Series that differ only in labels are added up.
+    """Parse the metrics from one scrape. Series of one metric with different labels are added up.
 
     Args:
         role: role of the engine; None for a gateway.
         text: the metrics in Prometheus' text format.
 
     Raises:
-        ValueError: the text is not in that format, has no metric of ours, or has a gauge that is
-            not a number.
+        ValueError: the text is not in that format, or has no metric of an engine or a gateway. Or
+            the value of a gauge is not finite.
     """
     lines = [line for line in text.splitlines(keepends=True) if _READ.match(line)]
     if not lines:
@@ -250,15 +251,15 @@ def sample(role: MemberRole | None, text: str) -> Sample:
 def window(
     snapshots: Sequence[Snapshot], *, start: float, fresh_s: float, quantile: float
 ) -> Window | None:
-    """Return the measurements since `start`.
+    """Return the measurements since the time `start`.
 
     Args:
-        snapshots: in any order.
-        fresh_s: a container whose last sample is this much older than the last snapshot is gone.
+        snapshots: snapshots in any order. Those before `start` are ignored.
+        fresh_s: seconds after its last sample for which a container counts as existing.
         quantile: quantile of latencies, between 0 and 1.
 
     Returns:
-        None: fewer than two snapshots since `start`, or all have the same time.
+        None if there are no two snapshots with different times since `start`.
     """
     inside = sorted((s for s in snapshots if s.at >= start), key=lambda s: s.at)
     if not inside or inside[0].at == inside[-1].at:
@@ -298,7 +299,7 @@ def window(
 
 
 class _Series(msgspec.Struct, frozen=True):
-    """The scrapes of one container in order of time, and the growth of its counters."""
+    """The scrapes of one container in the order of time, and the growth of the counters."""
 
     scrapes: list[tuple[float, Sample]]
     #: Times of scrapes that showed a new answered request.
@@ -312,17 +313,17 @@ class _Series(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Time from the first scrape to the last."""
+        """Seconds from the first scrape to the last."""
         return self.scrapes[-1][0] - self.scrapes[0][0]
 
     @property
     def occupied(self) -> list[float]:
-        """Times of scrapes at which a gateway had requests."""
+        """Times of the scrapes that showed requests in flight at a gateway."""
         return [at for at, scraped in self.scrapes if scraped.gauges.get(IN_FLIGHT, 0.0) > 0]
 
     @property
     def busy(self) -> float:
-        """Fraction of time that an engine computes, at most 1."""
+        """Fraction of time in which the engine computed, at most 1."""
         busy_s = self.total(PREFILL_TIME).sum if self.busy_s is None else self.busy_s
         return min(1.0, busy_s / self.seconds)
 
