@@ -1,9 +1,10 @@
 """The status of a service: conditions, counts and Events.
 
 - `report`: the whole status.
-- `report_group`, `report_model`, `report_topology`, `report_update`: the parts of it.
-- `report_events`: the Events that follow from a report.
+- `report_group`: the condition of each group of pods.
+- `report_model`, `report_topology`, `report_update`: ModelAvailable, Scaling and Updating.
+- `report_events`: the Events about changes of the status.
 - `diagnose`: why pods are not ready.
-- `status_probes`: requests that only the status needs.
+- `status_probes`: requests for state that only the status shows.
 - `status_writer`: writes the status and the Events.
 """

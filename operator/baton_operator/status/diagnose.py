@@ -1,6 +1,6 @@
-"""Why a group of pods is not ready: small policies in a chain, the most specific first.
+"""Find out why a group of pods is not ready. Pure.
 
-The functions are pure.
+`_POLICIES` is a chain of checks, with the most specific check first.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from baton_protocol.progress import Health
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]{0,99}): (.*)$", re.MULTILINE)
 CRASH_LOOP_RESTARTS = 2
 LOST = "ContainerStatusUnknown"  # reason of a container that was lost with its node or kubelet
-SIGNALLED = 128  # exit code of a process that a signal ended, minus the signal's number
-#: Reasons of progress, as opposed to failures. The second line is about topologies.
+SIGNALLED = 128  # the exit code after a signal is this number plus the number of the signal
+#: Reasons that show progress and no failure. The second line is about topologies.
 PROGRESS_REASONS = {
     *("Starting", "Progressing", "Draining", "ScaledToZero", "Fetching", "Loading", "RoutePending"),
     *("Forming", "ScalingUp", "ScalingDown", "Committing", "Recovering", "Rebalancing"),
@@ -30,7 +30,7 @@ PROGRESS_REASONS = {
 
 
 class Verdict(NamedTuple):
-    """The state of a condition."""
+    """The status, the reason and the message of a condition."""
 
     status: Literal["True", "False", "Unknown"]
     reason: str
@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """An obstacle, as the reason and message of a condition."""
+    """A cause why pods are not ready: the reason and the message of a condition."""
 
     reason: str
     message: str
@@ -48,9 +48,9 @@ Policy = Callable[[Object], Diagnosis | None]
 
 
 def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) -> Diagnosis | None:
-    """Return the most specific failure of the pods that are not ready.
+    """Return the most specific failure among the pods that are not ready.
 
-    None: they may only need more time.
+    None: no failure was found, so the pods may only need more time.
 
     Args:
         missing: Secrets and ConfigMaps that do not exist.
@@ -62,7 +62,10 @@ def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) ->
 
 
 def fatal(pod: Object) -> Diagnosis | None:
-    """Return the FATAL line with which a container of a pod that is not ready ended."""
+    """Return the FATAL line of a failed container as a diagnosis; None if there is no such line.
+
+    The pod must not be ready.
+    """
     for _, terminated in _failures(pod):
         if lines := FATAL.findall(terminated.get("message") or ""):
             reason, message = lines[-1]
@@ -82,7 +85,7 @@ def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | N
 
 
 def _waiting(pod: Object, reason: str, states: Collection[str], words: str) -> Diagnosis | None:
-    """Return `reason` if a container waits in one of `states`."""
+    """Return a diagnosis with `reason` if a container of the pod waits in one of `states`."""
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in states:
@@ -121,7 +124,7 @@ def _terminated(pod: Object) -> Diagnosis | None:
 
 
 def _ended(pod: Object) -> Diagnosis | None:
-    """Return the failure of the whole pod, for example an eviction."""
+    """Return the failure of the pod if its phase is Failed, for example after an eviction."""
     status = pod.get("status", {})
     if status.get("phase") != "Failed":
         return None
@@ -156,7 +159,7 @@ _POLICIES: tuple[Policy, ...] = (
 
 
 def _containers(pod: Object) -> list[Object]:
-    """Return the statuses of the containers, without init containers that have succeeded."""
+    """Return the container statuses of the pod, except those of init containers that succeeded."""
     status = pod.get("status", {})
     init = [
         container
@@ -167,9 +170,9 @@ def _containers(pod: Object) -> list[Object]:
 
 
 def _failures(pod: Object) -> Iterator[tuple[Object, Object]]:
-    """Yield (container, its last termination) for containers of a pod that is not ready.
+    """Yield (container status, last termination) for each failed container of an unready pod.
 
-    A failure counts until the pod is ready again, even while the restarted container runs.
+    After a restart, the container counts as failed until the pod is ready again.
     """
     for container in _containers(pod):
         state = container.get("state") or {}
@@ -185,15 +188,15 @@ def _failures(pod: Object) -> Iterator[tuple[Object, Object]]:
 
 
 def _was_ready_since(pod: Object, time: str | None) -> bool:
-    """Return whether a pod that is not ready now was ready at some moment after `time`."""
+    """Return whether the pod, which is not ready now, was ready at any moment after `time`."""
     since, lost = parse_time(time), parse_time(condition(pod, "Ready").get("lastTransitionTime"))
     return since is not None and lost is not None and lost > since
 
 
 def _ending(terminated: Object) -> str:
-    """Return `ended with exit code 1: <last line>`.
+    """Return how a container ended, for example `ended with exit code 1: <last line of output>`.
 
-    The output of a killed process is left out, because it does not explain the end.
+    The output of a killed process is left out, because it does not show why the process was killed.
     """
     code = terminated.get("exitCode", 0)
     if terminated.get("reason") == "OOMKilled":
@@ -208,6 +211,9 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
     """Return the progress of one pod that fetches or loads the model.
 
     A pod whose last attempt failed is preferred.
+
+    Returns:
+        None if no pod reports progress.
     """
     reporting = {pod["metadata"]["name"] for pod in pods} & health.keys()
     if not reporting:
@@ -220,9 +226,9 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
 
 
 def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
-    """Return the progress of the attempt after a failure, to be appended to its message.
+    """Return the progress of a new attempt, as text to append to the message of a failure.
 
-    Empty if no pod reports a figure.
+    Empty if no pod reports progress in numbers.
     """
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
     under_way = still_loading(pods, measured)
@@ -230,7 +236,7 @@ def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
 
 
 def may_lack_objects(pod: Object) -> bool:
-    """Return whether the pod is on a node and may be waiting for Secrets or ConfigMaps."""
+    """Return whether the pod is scheduled and may wait for Secrets or ConfigMaps to exist."""
     status = pod.get("status") or {}
     if not (pod.get("spec") or {}).get("nodeName") or status.get("phase") in (
         "Failed",
@@ -253,14 +259,14 @@ def may_lack_objects(pod: Object) -> bool:
 
 
 def references(pod: Object) -> dict[Reference, str]:
-    """Return the Secrets and ConfigMaps that the pod needs to start.
+    """Return the Secrets and ConfigMaps that must exist before the pod starts.
 
-    The value of each is the part of the pod's spec that refers to it.
+    Each value names the part of the pod's spec with the reference, for example `volume tls`.
     """
     spec = pod.get("spec") or {}
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
     mounts = [mount for container in containers for mount in container.get("volumeMounts") or []]
-    # Kubernetes creates the sources of the token's volume.
+    # The volume with the service account's token is skipped: Kubernetes creates its sources.
     account = {mount["name"] for mount in mounts if mount["mountPath"] == str(SERVICE_ACCOUNT)}
     sources: list[tuple[str, Object]] = []
     for volume in spec.get("volumes") or []:
@@ -292,11 +298,11 @@ def is_leaving(pod: Object) -> bool:
 
 
 def by_name(pods: Iterable[Object]) -> list[Object]:
-    """Return the pods in the order of their names."""
+    """Return the pods, sorted by name."""
     return sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
 
 
 def named(pods: list[Object]) -> str:
-    """Return `pod a` or `pods a, b`, for messages."""
+    """Return the names of the pods for a message, as `pod a` or `pods a, b`."""
     names = ", ".join(pod["metadata"]["name"] for pod in by_name(pods))
     return f"pod{'s' if len(pods) > 1 else ''} {names}"

@@ -1,4 +1,4 @@
-"""The whole status of a service, from the observed state. Pure."""
+"""Compute the whole status of a service from the observed state. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from baton_operator.status.report_topology import AT_REST, scaling_verdict
 from baton_operator.status.report_update import STALLED, updating_verdict
 from baton_protocol.kv_compatibility import KVCompatibility
 
-MAX_MESSAGE = 32768  # of a condition; the API server refuses a status with a longer one
+MAX_MESSAGE = 32768  # maximum length of a condition's message in the CRD
 ON_TARGET = "OnTarget"
 BLIND_REASONS = ("MetricsMissing", "MetricsStale")  # of an autoscaler without measurements
 
@@ -43,12 +43,15 @@ def report(
     kv: Mapping[str, KVCompatibility] = {},
     held_back: tuple[str, ...] = (),
 ) -> Status:
-    """Return the status to write.
+    """Return the status of the service for this reconcile.
 
     Args:
-        resolved: None if the spec could not be read.
-        groups: the observed groups; the condition of a missing group is Unknown.
-        problem: the error of this reconcile, if any. It decides `Ready`.
+        service: the LLMService with its previous status.
+        resolved: the resolved service; None if no spec could be used.
+        groups: the observed groups. The condition of a missing group is Unknown.
+        cluster_ip: address of the gateway's Service; None if there is none yet.
+        problem: the first error of this reconcile, which makes Ready False; None without an error.
+        spec_revision: name of the ControllerRevision with the spec that is rolled out.
         kv: KV compatibility that engines reported, by pod name.
         held_back: fields whose edits wait for the end of a pause.
     """
@@ -88,7 +91,7 @@ def report(
 def _ready_verdicts(
     groups: dict[names.Role, Group], updating: Verdict, kv: Mapping[str, KVCompatibility]
 ) -> dict[str, Verdict]:
-    """Return PrefillReady, DecodeReady and GatewayReady."""
+    """Return the conditions PrefillReady, DecodeReady and GatewayReady by type."""
     verdicts: dict[str, Verdict] = {}
     for role in ("prefill", "decode", "gateway"):
         unknown = Verdict("Unknown", "NotObserved", f"{role} pods were not observed yet")
@@ -104,14 +107,18 @@ def _ready_verdicts(
 
 
 def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdict) -> Verdict:
-    """Return Ready: the problem, else the first failure, else the first progress, else True."""
+    """Return the condition Ready.
+
+    Ready is True if all conditions in `ready` are True and there is no problem. Otherwise Ready
+    reports the problem, or else a failed condition, or else a condition that shows progress.
+    """
     if problem:
         return Verdict("False", problem.reason, str(problem))
     bad = [verdict for verdict in ready.values() if verdict.status != "True"]
     if not bad:
         messages = "; ".join(verdict.message for verdict in ready.values())
         return Verdict("True", "AllGroupsReady", messages)
-    # A failure of pods is more specific than incompatible peers.
+    # Other failures are more specific than incompatible peers.
     first = min(
         bad,
         key=lambda verdict: (
@@ -125,9 +132,10 @@ def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdi
 
 
 def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:
-    """Return KVTransferProtected of a service whose KV transfers are unprotected, else None.
+    """Return the condition KVTransferProtected, with status False; None if transfers are protected.
 
-    Whether the cluster enforces NetworkPolicies cannot be read from its API.
+    NetworkPolicies count as protection, because the API does not show whether the cluster enforces
+    them.
     """
     transport = resolved.spec.kv_transfer.transport
     if (
@@ -136,7 +144,7 @@ def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:
         or transport in ("tcp", "shm")
     ):
         return None
-    # auto starts UCX only where there is RDMA or a GPU, which the operator does not see.
+    # auto starts UCX only on nodes with RDMA or a GPU, which the operator cannot check.
     listens = "may listen" if transport == "auto" else "listens"
     message = (
         f"security.networkPolicy is off, and kvTransfer.transport {transport} {listens} on TCP "
@@ -155,9 +163,13 @@ def _scaling(members: list[Group]) -> Verdict | None:
 
 
 def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verdict | None:
-    """Return Scaling: of the topology unless it is at rest, else of the autoscaler.
+    """Return the condition Scaling of a service; None if nothing scales its groups.
 
-    None: neither exists.
+    A topology that changes decides the condition. Otherwise the autoscaler decides.
+
+    Args:
+        sized: the groups with `autoscaling`.
+        of_topology: Scaling of the expert-parallel group; None without such a group.
     """
     if not sized or (of_topology is not None and of_topology[:2] != ("False", AT_REST)):
         return of_topology
@@ -179,7 +191,10 @@ def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verd
 
 
 def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime) -> list[Condition]:
-    """Return the conditions. One whose status has not changed keeps its lastTransitionTime."""
+    """Return the verdicts as conditions of the service.
+
+    If the status of a condition has not changed, lastTransitionTime stays the same.
+    """
     before = {
         (each["type"], each["status"]): each.get("lastTransitionTime")
         for each in conditions(service).values()
@@ -199,9 +214,9 @@ def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime)
 
 
 def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
-    """Return the status after an error of the operator.
+    """Return the status after an unexpected error of the operator.
 
-    `Ready` is False, and the other conditions are Unknown.
+    Ready is False, and all other conditions are Unknown.
     """
     unknown = Verdict("Unknown", problem.reason, "not determined; see condition Ready")
     verdicts = {
@@ -238,12 +253,12 @@ def _gateway_status(group: Group | None) -> GroupStatus | None:
 
 
 def _endpoint(resolved: ResolvedService | None, cluster_ip: str | None) -> str | None:
-    """Return the URL of the gateway's Service; None while it has no address."""
+    """Return the URL of the gateway's Service; None if the Service has no address yet."""
     return _url(scheme_in_use(resolved), cluster_ip) if resolved and cluster_ip else None
 
 
 def _ingress_endpoint(resolved: ResolvedService | None) -> str | None:
-    """Return the URL of the Ingress; None if the spec has none."""
+    """Return the URL of the Ingress; None if the spec does not request an Ingress."""
     ingress = resolved.spec.gateway.ingress if resolved else None
     return _url("https" if ingress.tls else "http", ingress.host) if ingress else None
 

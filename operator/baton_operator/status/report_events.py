@@ -1,4 +1,4 @@
-"""The Events that follow from a report. Pure."""
+"""Compute the Events about changes of the status. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from baton_operator.status.report_update import PAUSED, UP_TO_DATE
 
 
 def new_events(service: Object, status: Status, problem: Problem | None) -> list[Event]:
-    """Return the Events for what is new in `status`.
+    """Return the Events about new problems, failures and topology operations in `status`.
 
     Args:
         service: the LLMService with its previous status.
-        problem: the error of this reconcile, if any.
+        problem: the first error of this reconcile; None without an error.
     """
     events = []
     is_known = problem and condition(service, "Ready").get("reason") == problem.reason
@@ -36,11 +36,11 @@ def new_events(service: Object, status: Status, problem: Problem | None) -> list
 
 
 def new_failures(service: Object, status: Status) -> list[Condition]:
-    """Return the conditions with a new failure as their reason."""
+    """Return the conditions in `status` whose failure is not in the previous status."""
     before = {
         (each["type"], each["status"], each["reason"]) for each in conditions(service).values()
     }
-    # These sum up other conditions. Topology operations have their own Events.
+    # These conditions summarize others. Topology operations have their own Events.
     summaries = ("Ready", "Scaling", MODEL_AVAILABLE)
     return [
         each

@@ -1,4 +1,4 @@
-"""One group of pods and its condition: PrefillReady, DecodeReady or GatewayReady. Pure."""
+"""Compute the condition of one group: PrefillReady, DecodeReady or GatewayReady. Pure."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ INCOMPATIBLE = "IncompatiblePeers"
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """One group of pods, as observed for the report."""
+    """The observed state of one group of pods, as input of the status."""
 
     role: names.Role
     desired: int
     pods: list[Object]
-    #: Revision of members that are up to date. None: the pods of a Deployment, see `updated`.
+    #: Newest revision of the members. None: the group is a Deployment.
     revision: str | None = None
-    #: Whether the Deployment has no pod of an old revision left.
+    #: Whether all pods of the Deployment have the newest revision.
     updated: bool = True
-    #: Revision of the Deployment's newest pods.
+    #: Newest revision of the Deployment's pods.
     template_revision: str | None = None
-    #: Topology of an expert-parallel group. Its ranks serve, not its pods.
+    #: Topology of an expert-parallel group. Such a group is ready by its ranks and not by its pods.
     topology: GroupTopology | None = None
-    #: Status of a group that the autoscaler sizes.
+    #: Autoscaling status of a group with `autoscaling`.
     autoscaling: AutoscalingStatus | None = None
     #: Replies of pods that fetch or load the model, by name.
     loading: Mapping[str, Health] = {}
@@ -59,15 +59,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
-    #: Pods of an expert-parallel group's coordinator. Without it no rank serves.
+    #: Pods of the coordinator of an expert-parallel group. No group forms without a coordinator.
     coordinators: list[Object] = []
-    #: Why no Gateway accepts the HTTPRoute of a gateway.
+    #: Why no Gateway accepts the HTTPRoute. None: one accepts it, or there is no HTTPRoute.
     route: Diagnosis | None = None
 
     @property
     def current(self) -> list[Object]:
-        """Pods that neither leave nor have ended."""
-        ended = ("Failed", "Succeeded")  # for example evicted: its replacement counts
+        """The pods that are not draining, being deleted or ended."""
+        ended = ("Failed", "Succeeded")  # for example an evicted pod, whose replacement counts
         return [
             pod
             for pod in self.pods
@@ -80,7 +80,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ready(self) -> int:
-        """Number of pods that serve, of any revision."""
+        """Number of current pods that serve, of any revision."""
         if self.topology is not None and self.topology.reachable:
             return len(self.current_names & self.topology.serving)
         return sum(map(is_ready, self.current))
@@ -91,14 +91,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def newest(self) -> list[Object]:
-        """Current pods of the newest revision; all current pods, if that revision is not known."""
+        """The current pods of the newest revision; all of them if that revision is not known."""
         return [pod for pod in self.current if self.is_newest(pod)]
 
     @property
     def outdated(self) -> bool:
-        """Whether pods of an earlier revision are to be replaced.
+        """Whether the group has pods of an earlier revision.
 
-        For a Deployment it is False until enough pods serve.
+        For a Deployment, False until the desired number of pods serve.
         """
         if self.revision is None:
             return not self.updated and self.ready >= self.desired
@@ -116,10 +116,10 @@ def member_group(
     autoscaling: AutoscalingStatus | None,
     refusal: Refusal | None,
 ) -> Group:
-    """Return the group of a role.
+    """Return the observed state of the prefill or decode group.
 
     Args:
-        refusal: why the API server refuses further pods of the group.
+        refusal: why the API server refuses further pods of the group; None if it does not.
     """
     coordinators: list[Object] = []
     if template.expert_group:
@@ -143,10 +143,10 @@ def member_group(
 def gateway_group(
     resolved: ResolvedService, desired: Desired, observed: Observation, *, has_route: bool
 ) -> Group:
-    """Return the group of gateways.
+    """Return the observed state of the group of gateway pods.
 
     Args:
-        has_route: the spec has an HTTPRoute, and the API server has the kind.
+        has_route: whether the spec has an HTTPRoute and the API server supports the kind.
     """
     name = names.gateway_name(resolved.name)
     deployment = observed.owned("Deployment", name)
@@ -164,7 +164,7 @@ def gateway_group(
 
 
 def refusal_of_deployment(deployment: Object) -> Refusal | None:
-    """Return why the API server refuses further pods of the Deployment; None if it does not."""
+    """Return why the API server refuses new pods of the Deployment; None if it does not."""
     failure = condition(deployment, "ReplicaFailure")
     if failure.get("status") != "True":
         return None
@@ -174,7 +174,7 @@ def refusal_of_deployment(deployment: Object) -> Refusal | None:
 
 
 def _topology(observed: Observation, resolved: ResolvedService) -> GroupTopology:
-    """Return the topology for the status, after this step."""
+    """Return the topology of the expert-parallel group, from the last reply of the coordinator."""
     assert resolved.coordinator is not None, "a template of ranks needs it"
     pods = {pod["metadata"]["name"] for pod in observed.pods}
     topology, recorded = observed.topology, recorded_for(observed.service, resolved.coordinator)
@@ -195,7 +195,7 @@ def _revision(desired: Desired) -> str | None:
 
 
 def _is_rolled_out(deployment: Object) -> bool:
-    """Return whether every pod of the Deployment has the newest template."""
+    """Return whether the Deployment has all desired pods and no pod of an earlier template."""
     status = deployment.get("status") or {}
     seen = status.get("observedGeneration", 0) >= deployment["metadata"]["generation"]
     return (
@@ -207,7 +207,11 @@ def _is_rolled_out(deployment: Object) -> bool:
 
 
 def group_verdict(group: Group) -> Verdict:
-    """Return the condition of a group: True if all its pods serve, all of the newest revision."""
+    """Return the condition of a group.
+
+    The condition is True if the desired number of pods serve and all of them have the newest
+    revision.
+    """
     if group.desired == 0:
         return _verdict_without_pods(group)
     what = "ranks serve" if group.topology is not None else "pods are ready"
@@ -240,9 +244,9 @@ def _verdict_without_pods(group: Group) -> Verdict:
 
 
 def _obstacles(group: Group) -> Iterator[Diagnosis]:
-    """Yield what keeps a group from serving, the most specific first."""
-    # A failed member may show why its replacement fails. Failed pods of a Deployment stay after
-    # their replacement works.
+    """Yield the causes why a group does not serve, with the most specific cause first."""
+    # A failed member is included, because it may show why its replacement fails. Failed pods of a
+    # Deployment are left out, because they remain after their replacement is ready.
     judged = (
         group.current
         if group.revision is None
@@ -274,15 +278,16 @@ def prefill_verdict(
     decode: Group,
     kv: Mapping[str, KVCompatibility],
 ) -> Verdict:
-    """Return PrefillReady: `verdict`, or False if decode pods cannot take the group's KV blocks.
+    """Return the condition PrefillReady.
 
-    Requests then still succeed, because decode pods compute the prompts, but prefill pods are idle.
-    During a rollout pods of two revisions may be incompatible. Pods of a rollout that has stopped
-    must be compatible.
+    PrefillReady is False if prefill and decode pods cannot exchange KV blocks. Requests then still
+    succeed, but decode pods compute the prompts and prefill pods are idle. While a rollout makes
+    progress, incompatible pods are ignored.
 
     Args:
+        verdict: the condition of the prefill pods alone.
         updating: the condition Updating.
-        kv: compatibility of KV blocks by pod name. Pods that have not reported it are missing.
+        kv: KV compatibility by pod name, for the pods that have reported it.
     """
     has_failed = verdict.status != "True" and verdict.reason not in PROGRESS_REASONS
     if has_failed or updating.status == "True":
@@ -294,7 +299,11 @@ def prefill_verdict(
 
 
 def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]) -> str:
-    """Return which pods have no compatible peer; empty if all have one or nothing is known."""
+    """Return a message about pods that have no compatible peer.
+
+    Empty if every pod has a compatible peer, or if no prefill or no decode pod has reported its
+    compatibility.
+    """
     givers, takers = (
         [name for name in sorted(group.current_names) if name in kv] for group in (prefill, decode)
     )
@@ -317,9 +326,9 @@ def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibilit
 
 
 def diagnose_route(route: Object) -> Diagnosis | None:
-    """Return why an HTTPRoute admits no requests.
+    """Return why no Gateway has accepted the newest spec of the HTTPRoute.
 
-    None: at least one Gateway has accepted its newest spec.
+    None: at least one Gateway has accepted this spec.
     """
     metadata = route["metadata"]
     complaints = []
@@ -345,7 +354,7 @@ def diagnose_route(route: Object) -> Diagnosis | None:
 
 
 def _is_current(entry: Object, metadata: Object) -> bool:
-    """Return whether a condition is about the newest spec of the object."""
+    """Return whether the condition `entry` describes the newest generation of the object."""
     generation = metadata.get("generation", 0)
     return bool(entry.get("observedGeneration", generation) >= generation)
 

@@ -1,6 +1,6 @@
-"""ModelAvailable: whether pods have the model, and the progress of pods that fetch or load it.
+"""Compute the condition ModelAvailable, and the model in the status. Pure.
 
-Pure.
+ModelAvailable shows whether pods have the model, and the progress of pods that fetch or load it.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ AVAILABLE = "Available"
 
 
 class _Fetched(msgspec.Struct):
-    """The content of the fetcher's termination log."""
+    """The content that the init container for the model writes to its termination log."""
 
     revision: str
 
 
 def model_verdict(model: Model, members: list[Group], refusal: str, before: Object) -> Verdict:
-    """Return ModelAvailable of the current members of the newest revision.
+    """Return the condition ModelAvailable.
 
-    Other members may have another model.
+    The condition describes only members of the newest revision, because other members may have
+    another model.
 
     Args:
-        refusal: why the API server refused a pod, else the problem of the reconcile; empty if there
-            is none.
-        before: the service's status as it was written last.
+        refusal: message of a refused pod or, without one, of the problem of the reconcile. Empty:
+            neither exists.
+        before: the previous status of the service.
     """
     if model.uri.startswith("image://") and "volume" in refusal.lower():
         text = (
@@ -89,7 +90,10 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
 
 
 def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
-    """Return ModelAvailable while no pod of the newest revision exists, and pods had the model."""
+    """Return the condition ModelAvailable when earlier pods had the model.
+
+    At this time no pod of the newest revision exists.
+    """
     if any(group.current for group in members):
         text = "earlier pods had the model; no pod of the newest revision runs yet"
         return Verdict("True", AVAILABLE, text)
@@ -99,15 +103,18 @@ def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
 
 
 def _had_model(model: Model, before: Object) -> bool:
-    """Return whether pods had the model of this uri according to the previous status."""
+    """Return whether pods had the model at this uri, according to the status `before`."""
     was_available = condition({"status": before}, MODEL_AVAILABLE).get("status") == "True"
     return was_available and (before.get("model") or {}).get("uri") == model.uri
 
 
 def model_status(model: Model, members: list[Group], previous: Object | None) -> ModelStatus | None:
-    """Return the model that pods have.
+    """Return the model for the status; None if no pod has or had the model.
 
-    Its revision is the one that the newest pod fetched, else the revision in `previous`.
+    The revision is the one that the newest pod fetched or, without a fetch, the one in `previous`.
+
+    Args:
+        previous: the model in the previous status.
     """
     pods = [pod for group in members for pod in group.newest]
     for pod in sorted(
@@ -130,14 +137,17 @@ def _has_model(model: Model, pod: Object) -> bool:
 
 
 def _fetcher_end(pod: Object) -> Object:
-    """Return how the fetcher ended; empty if it has not, or there is none."""
+    """Return the termination state of the init container that fetches the model.
+
+    Empty: the init container has not ended, or the pod does not have it.
+    """
     containers = pod.get("status", {}).get("initContainerStatuses") or []
     state = next((each.get("state") for each in containers if each["name"] == FETCHER), None) or {}
     return state.get("terminated") or {}
 
 
 def _missing_claim(pod: Object) -> str | None:
-    """Return the scheduler's message if the pod's PersistentVolumeClaim does not exist."""
+    """Return a message if the pod's PersistentVolumeClaim does not exist, else None."""
     text = condition(pod, "PodScheduled").get("message") or ""
     is_missing = "persistentvolumeclaim" in text and "not found" in text
     return f"pod {pod['metadata']['name']}: {text}" if is_missing else None

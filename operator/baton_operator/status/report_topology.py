@@ -1,4 +1,4 @@
-"""The condition and the Events of an expert-parallel group's topology. Pure."""
+"""Compute the condition and the Events about the topology of an expert-parallel group. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = {"form": "Forming", "recover": "Recovering", "rebalance": "Rebalancing"
 
 
 class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
-    """The topology of an expert-parallel group, for the status."""
+    """The topology of an expert-parallel group, as input of the status."""
 
     status: TopologyStatus | None
     reachable: bool
@@ -24,18 +24,21 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def serving(self) -> frozenset[str]:
-        """Ranks that serve."""
+        """Names of the ranks that serve; empty if the coordinator does not reply."""
         ranks = self.status.ranks if self.status and self.reachable else []
         return frozenset(rank.name for rank in ranks if rank.phase == RankPhase.SERVING)
 
     @property
     def has_ranks(self) -> bool:
-        """Whether a generation with ranks is known, possibly from the previous status."""
+        """Whether any ranks are known, from the coordinator or from the previous status."""
         return self.status is not None and bool(self.status.ranks)
 
 
 def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
-    """Return Scaling: True while the topology changes, else False."""
+    """Return the condition Scaling: True while the topology changes.
+
+    Unknown: the coordinator does not reply.
+    """
     if not topology.reachable:
         return Verdict(
             "Unknown",
@@ -74,18 +77,18 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
 def _reason(operation: OperationStatus, ranks: set[str], requested: frozenset[str]) -> str:
     if operation.kind != "scale":
         return _KINDS.get(operation.kind, "ScalingUp")
-    if ranks == requested:  # ranks have committed, so it is not visible which of them join or leave
+    if ranks == requested:  # after the commit, the status no longer shows which ranks join or leave
         return "Committing"
     return "ScalingUp" if requested - ranks else "ScalingDown"
 
 
 def _after(words: str, value: str | int | None) -> str:
-    """Return `value` after `words`; nothing if there is none."""
+    """Return `words` followed by `value`; empty if `value` is empty, 0 or None."""
     return f"{words}{value}" if value else ""
 
 
 def operation_events(before: TopologyStatus | None, now: TopologyStatus | None) -> list[Event]:
-    """Return the Events of an operation that began, ended or failed."""
+    """Return the Events about an operation that started, ended or failed since `before`."""
     operation, known = now.operation if now else None, before.operation if before else None
     if operation is None:
         return []

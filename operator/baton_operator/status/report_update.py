@@ -1,8 +1,7 @@
-"""The condition `Updating`: the progress of a rollout. Pure.
+"""Compute the condition Updating, which reports the progress of a rollout. Pure.
 
-It is True while pods of an earlier revision exist, and its message names what the rollout waits
-for. It is False without such pods, in a pause, and when the rollout stalls. `Ready` is True only
-when all pods, all of the newest revision, serve.
+Updating is True while pods of an earlier revision exist. The message names what the rollout waits
+for. Updating is False without such pods, in a pause, and when the rollout stalls.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ORDER = (STALLED, POD_REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")
 
 
 class _Rollout(NamedTuple):
-    """The existing pods of one group, including those that leave."""
+    """The existing pods of one group by revision, including pods that are leaving."""
 
     group: Group
     newest: list[Object]
@@ -38,7 +37,11 @@ class _Rollout(NamedTuple):
 def updating_verdict(
     spec: Spec, groups: Iterable[Group], held_back: tuple[str, ...], now: datetime
 ) -> Verdict:
-    """Return Updating. `held_back`: fields whose edits wait for the end of the pause."""
+    """Return the condition Updating.
+
+    Args:
+        held_back: fields whose edits wait for the end of the pause.
+    """
     under_way = [rollout for rollout in (_rollout(group, now) for group in groups) if rollout.old]
     counts = "; ".join(map(_counts, under_way))
     if spec.paused:
@@ -73,7 +76,7 @@ def _rollout(group: Group, now: datetime) -> _Rollout:
 
 
 def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Diagnosis:
-    """Return what the next step of the rollout waits for."""
+    """Return what the rollout of one group waits for, as the reason and message of Updating."""
     group = rollout.group
     unready = [pod for pod in rollout.newest if not is_ready(pod) and not is_leaving(pod)]
     found = diagnose(unready, group.missing)
@@ -102,7 +105,7 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
 
 
 def _counts(rollout: _Rollout) -> str:
-    """Return the numbers of pods, in a form that is correct for one pod and for several."""
+    """Return the numbers of desired, newest and earlier pods of one group, as text."""
     newest, group = rollout.newest, rollout.group
     num_old_ready = sum(is_ready(pod) and not is_leaving(pod) for pod in rollout.old)
     return (
@@ -113,7 +116,10 @@ def _counts(rollout: _Rollout) -> str:
 
 
 def _exists(pod: Object, now: datetime) -> bool:
-    """Return whether the pod has not ended and is not stuck in termination on a lost node."""
+    """Return whether the pod counts as existing.
+
+    False: the pod has ended, or is stuck in termination on a lost node.
+    """
     if pod.get("status", {}).get("phase") in ("Failed", "Succeeded"):
         return False
     deletion = parse_time(pod["metadata"].get("deletionTimestamp"))

@@ -1,7 +1,7 @@
-"""Requests that only the status needs.
+"""Send requests for state that only the status shows.
 
-Pods report loading progress and KV compatibility. The API server reports whether the Secrets and
-ConfigMaps that pods wait for exist.
+Pods report loading progress and KV compatibility. The API server shows which Secrets and ConfigMaps
+do not exist although pods wait for them.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from baton_protocol.progress import Health
 TIMEOUT_S = 1.0
 #: Concurrent requests to ready engines, over all services.
 CONCURRENCY = 16
-#: Maximum number of pods that load, and of Secrets and ConfigMaps, to probe in one reconcile.
+#: Maximum number of loading pods to probe in one reconcile, and of Secrets and ConfigMaps.
 #: Conditions name only the first ones.
 MAX_PROBED = 16
 LOADING_REASONS = ("Fetching", "Loading")
 
 
 class StatusProbes:
-    """Sends `GET /health` to members, and keeps their KV compatibility.
+    """Sends `GET /health` to members, and caches their KV compatibility.
 
     Args:
-        session: None sends no requests to pods.
+        session: HTTP session for requests to pods. None: no such request is sent.
     """
 
     def __init__(self, session: aiohttp.ClientSession | None, port: int = ENGINE_HTTP_PORT) -> None:
         self._session = session
         self._port = port
         self._slots = asyncio.Semaphore(CONCURRENCY)
-        #: Replies by process of an engine. A reply never changes, so each process gets one request.
-        #: None: no KV role.
+        #: KV compatibility by engine process, from `_process`. The compatibility of a process never
+        #: changes, so each process gets one request. None: the engine has no KV role.
         self._known: dict[names.Key, dict[str, KVCompatibility | None]] = {}
 
     async def fill_in(self, kube: Kube, observed: Observation, resolved: ResolvedService) -> None:
-        """Fill in `loading`, `missing` and `kv` of the observation."""
+        """Send the probes, and store the results in `loading`, `missing` and `kv` of `observed`."""
         observed.loading = await self.loading(observed.pods)
         # Objects that the operator creates are not requested.
         known = {
@@ -64,11 +64,11 @@ class StatusProbes:
             self.forget(observed.key)
 
     def forget(self, key: names.Key) -> None:
-        """Drop the replies of a service that is deleted or has no prefill pods."""
+        """Drop the cached KV compatibility of a service."""
         self._known.pop(key, None)
 
     async def loading(self, pods: list[Object]) -> dict[str, Health]:
-        """Return the replies of members that fetch or load the model, by pod name."""
+        """Return the health replies of members that fetch or load the model, by pod name."""
         probed = by_name(filter(_may_load, pods))[:MAX_PROBED]
         replies = await asyncio.gather(*map(self._health, probed))
         return {
@@ -78,7 +78,7 @@ class StatusProbes:
         }
 
     async def kv(self, key: names.Key, pods: list[Object]) -> dict[str, KVCompatibility]:
-        """Return the KV compatibility that ready members have reported, by pod name."""
+        """Return the KV compatibility of ready members that have a KV role, by pod name."""
         probed = {_process(pod): pod for pod in pods if _is_member(pod) and is_ready(pod)}
         known = {
             process: kv for process, kv in self._known.get(key, {}).items() if process in probed
@@ -102,7 +102,7 @@ class StatusProbes:
             return await self._health(pod)
 
     async def _health(self, pod: Object) -> Health | None:
-        """Return the pod's reply; None if there is no valid reply."""
+        """Return the pod's reply to `GET /health`; None if there is no valid reply."""
         host = (pod.get("status") or {}).get("podIP")
         if self._session is None or not host:
             return None
@@ -118,8 +118,7 @@ class StatusProbes:
 def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> bool:
     """Return whether the next probe may return new loading progress.
 
-    It may if a pod has reported progress, or has started and not reported any yet. No watch event
-    carries progress.
+    True if a pod reports progress now, or if a starting pod has not reported progress yet.
     """
     return bool(loading) or any(_may_load(pod) and _is_starting(pod) for pod in pods)
 
@@ -127,9 +126,12 @@ def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> b
 async def find_missing(
     kube: Kube, namespace: str, pods: list[Object], known: Collection[Reference]
 ) -> frozenset[Reference]:
-    """Return the missing objects that `pods` wait for. Objects in `known` are not requested.
+    """Return the Secrets and ConfigMaps that do not exist although `pods` wait for them.
 
     Only metadata is requested, never the contents of a Secret.
+
+    Args:
+        known: objects that are not requested, because the operator creates them.
     """
     wanted = {reference for pod in pods if may_lack_objects(pod) for reference in references(pod)}
     probed = sorted(wanted - set(known))[:MAX_PROBED]
@@ -140,9 +142,9 @@ async def find_missing(
 
 
 async def _exists(kube: Kube, namespace: str, reference: Reference) -> bool:
-    """Return whether the object exists.
+    """Return whether the object exists; True also if the request fails.
 
-    A failed request counts as True, so that no object is reported missing by mistake.
+    So no object is reported as missing by mistake.
     """
     try:
         return await kube.exists(reference.kind, namespace, reference.name)
@@ -160,7 +162,10 @@ def _may_load(pod: Object) -> bool:
 
 
 def _is_starting(pod: Object) -> bool:
-    """Return whether the fetcher runs, or the engine runs and has not passed its startup probe."""
+    """Return whether the pod is starting.
+
+    True: an init container runs, or the engine runs and has not passed its startup probe.
+    """
     status = pod.get("status") or {}
     engines = [each for each in status.get("containerStatuses") or [] if not each.get("started")]
     containers = [*(status.get("initContainerStatuses") or []), *engines]
@@ -168,7 +173,7 @@ def _is_starting(pod: Object) -> bool:
 
 
 def _process(pod: Object) -> str:
-    """Identify the process of the pod's engine."""
+    """Return an id of the pod's engine process, which changes at every restart."""
     containers = (pod.get("status") or {}).get("containerStatuses") or []
     engine: Object = next((each for each in containers if each["name"] == CONTAINER), {})
     started = ((engine.get("state") or {}).get("running") or {}).get("startedAt", "")

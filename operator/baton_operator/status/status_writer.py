@@ -1,4 +1,4 @@
-"""Writes the status of a service, and its Events."""
+"""Write the status and the Events of a service."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ class StatusWriter:
         self._events = events
 
     async def write(self, service: Object, status: Status) -> Object | None:
-        """Write the status. Return the written service; None if nothing changed or it is gone."""
+        """Write the status if it has changed. Return the updated service.
+
+        None: the status has not changed, or the service is deleted.
+        """
         new = msgspec.to_builtins(status)
         if status.decode is None:  # no group was observed: the status of the groups stays
             new = {field: value for field, value in new.items() if value is not None}
         if _is_applied(service.get("status") or {}, new):
             return None
         metadata = service["metadata"]
-        # A merge patch: null removes a field. The uid is a precondition: a successor of the same
-        # name is not patched.
+        # In a merge patch, null removes a field. The uid is a precondition, so that a new service
+        # with the same name is not patched.
         patch = {"metadata": {"uid": metadata["uid"]}, "status": new}
         try:
             return await self._kube.merge(
@@ -39,15 +42,15 @@ class StatusWriter:
             return None
 
     async def emit(self, service: Object, events: Iterable[Event]) -> None:
-        """Record Events of the service."""
+        """Write Events about the service."""
         for event in events:
             await self._events.emit(service, event.reason, event.message, warning=event.warning)
 
 
 def _is_applied(old: Any, new: Any) -> bool:
-    """Return whether the merge patch `new` would change nothing.
+    """Return whether the merge patch `new` would leave `old` unchanged.
 
-    A null field equals an absent one.
+    A null field equals an absent field.
     """
     if isinstance(new, dict) and isinstance(old, dict | None):
         return all(_is_applied((old or {}).get(field), value) for field, value in new.items())
