@@ -113,7 +113,7 @@ class Condition(ApiStruct, frozen=True):
 
 
 class GroupStatus(ApiStruct, frozen=True):
-    """Pods of one group."""
+    """The status of one group of pods."""
 
     desired: Count  #: Desired number of pods.
     ready: Count  #: Pods that serve, of any revision.
@@ -123,7 +123,7 @@ class GroupStatus(ApiStruct, frozen=True):
 
 
 class PrefillStatus(GroupStatus, frozen=True):
-    """Pods of the prefill group."""
+    """The status of the prefill group."""
 
     autoscaling: AutoscalingStatus | None = None
 
@@ -148,7 +148,7 @@ class OperationSeconds(ApiStruct, frozen=True):
 
 
 class OperationStatus(ApiStruct, frozen=True):
-    """The running operation on the topology or, if none runs, the last one."""
+    """The operation that changes the topology now or, if none does, the last operation."""
 
     id: str  #: Id of the operator's request. -: the group started the operation itself.
     kind: str  #: form, scale, recover or rebalance.
@@ -159,7 +159,7 @@ class OperationStatus(ApiStruct, frozen=True):
 
 
 class TopologyStatus(ApiStruct, frozen=True):
-    """The expert-parallel group as the coordinator last reported it."""
+    """The expert-parallel group, from the last report of the coordinator."""
 
     coordinator: str  #: Address of the coordinator's Service.
     generation: Count  #: Number of the current topology. 0: none was formed yet.
@@ -168,7 +168,7 @@ class TopologyStatus(ApiStruct, frozen=True):
 
 
 class DecodeStatus(ApiStruct, frozen=True):
-    """Pods of the decode group, as the scale subresource reads them."""
+    """The status of the decode group. The scale subresource reads replicas and selector."""
 
     desired: Count  #: Desired number of pods.
     #: Pods that serve, of any revision. With expert: ranks that serve in the current generation.

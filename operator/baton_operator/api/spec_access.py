@@ -28,7 +28,7 @@ class TLS(ApiStruct, frozen=True):
 
 
 class Ingress(ApiStruct, frozen=True):
-    """An Ingress for clients outside the cluster. It excludes httpRoute."""
+    """An Ingress for clients outside the cluster. Set only one of ingress and httpRoute."""
 
     host: DNSName  #: Host name that clients use.
     #: Name of the IngressClass. Unset: the cluster's default class.
@@ -54,7 +54,7 @@ class ParentReference(ApiStruct, frozen=True):
 class HTTPRoute(ApiStruct, frozen=True):
     """An HTTPRoute of gateway.networking.k8s.io/v1 for clients outside the cluster.
 
-    It excludes ingress.
+    Set only one of ingress and httpRoute.
     """
 
     #: The Gateways to which the route attaches.

@@ -66,7 +66,7 @@ class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):
 
 
 class PrefillAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
-    """The operator sizes the group by the time to first token. replicas is the initial size."""
+    """Autoscaling of the prefill group by the time to first token. replicas is the initial size."""
 
     #: Target for the time from an engine's receipt of a request to the first token.
     ttft_milliseconds: Milliseconds
@@ -76,7 +76,7 @@ class PrefillAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
 
 
 class DecodeAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
-    """The operator sizes the group by the inter-token latency. replicas is the initial size."""
+    """Autoscaling of the decode group by the inter-token latency. replicas is the initial size."""
 
     itl_milliseconds: Milliseconds  #: Target for the time from one token of a sequence to the next.
     #: Target for the time to first token while the service has no prefill pods. Unset: no target.
@@ -113,7 +113,7 @@ class Prefill(ApiStruct, frozen=True):
 
 
 class Decode(ApiStruct, frozen=True):
-    """The pods that generate tokens. The scale subresource sets their replicas."""
+    """The pods that generate tokens. The scale subresource sets the field replicas."""
 
     replicas: Replicas = 1  #: Number of pods, with one data-parallel rank each.
     autoscaling: DecodeAutoscaling | None = None
