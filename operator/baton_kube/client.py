@@ -57,8 +57,8 @@ class KubeClient:
 
     Paths are as in the API, for example `/apis/apps/v1/namespaces/x/deployments/y`.
 
-    Every method that sends a request raises KubeError if the server refuses the request. It raises
-    OSError, of which TimeoutError is a subclass, if no valid response arrives.
+    Methods that send a request raise KubeError if the server refuses the request. If no valid
+    response arrives, they raise OSError or its subclass TimeoutError.
     """
 
     def __init__(self, api: client.ApiClient) -> None:
@@ -193,7 +193,7 @@ class KubeClient:
     ) -> Object:
         """Apply `obj` with server-side apply. Return the stored object.
 
-        If another manager owns a field of `obj`, `field_manager` takes over its ownership.
+        `field_manager` becomes the owner of all fields in `obj`, even if another manager owns them.
 
         Args:
             strict: the server refuses fields that are not in the schema. Servers before Kubernetes
@@ -208,7 +208,7 @@ class KubeClient:
         )
 
     async def delete(self, path: str, *, uid: str = "", grace_s: int | None = None) -> Object:
-        """Delete the object at `path`. Return its last state or a Status, as the server sends it.
+        """Delete the object at `path`. Return the reply: the object's last state or a Status.
 
         Args:
             uid: delete only an object with this uid. Empty: any uid.
@@ -329,7 +329,7 @@ def refusal(code: int, body: bytes, headers: Mapping[str, str]) -> KubeError:
     """Return the KubeError for a response that is not 2xx.
 
     The reason and the message come from the metav1.Status in `body`. If `body` is not JSON, the
-    message is its text.
+    message is the text of `body`.
     """
     text = body.decode(errors="replace")
     try:
@@ -387,7 +387,7 @@ async def connect(
 
     Args:
         kubeconfig: one path, or several joined by `os.pathsep`. None: connect to the cluster that
-            runs this pod, with its service account.
+            runs this pod, with the pod's service account.
         service_account: the folder with the pod's `token` and `ca.crt`.
 
     Raises:

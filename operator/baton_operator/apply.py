@@ -93,7 +93,7 @@ async def ensure_service_key(
 async def _apply(
     kube: Kube, resolved: ResolvedService, obj: Object, present: Object | None
 ) -> Object:
-    """Write `obj` if the stored object differs from it. Return the stored object.
+    """Write `obj`, unless the stored object already matches. Return the stored object.
 
     Args:
         present: the stored object as listed; None if the list did not contain it.
@@ -272,7 +272,9 @@ async def _restore_labels(kube: Kube, resolved: ResolvedService, pod: Object) ->
 async def collect_config_maps(
     kube: Kube, resolved: ResolvedService, needed: Collection[str], observed: Observation
 ) -> None:
-    """Delete the service's ConfigMaps that no pod mounts. Without a list of ConfigMaps, do nothing.
+    """Delete the service's ConfigMaps that no pod mounts.
+
+    Nothing is deleted if this reconcile did not list the ConfigMaps.
 
     Args:
         needed: names of ConfigMaps to keep even if no pod mounts them.

@@ -1,4 +1,4 @@
-"""The queue of services to reconcile, and one task per service that reconciles it.
+"""The queue of services to reconcile, with one task per service.
 
 At most one reconcile per service and CONCURRENCY reconciles in total run at the same time. A failed
 reconcile is retried with backoff.
@@ -103,7 +103,7 @@ class Controller:
         return key in self._services and self._services[key].due.is_set()
 
     def add(self, key: Key) -> None:
-        """Queue a reconcile of the service. It also runs if another reconcile is running now."""
+        """Queue a reconcile of the service. If one is running already, another one follows."""
         self._get(key).due.set()
 
     def observe(self, key: Key, kind: str, version: str, *, is_own_write: bool = False) -> None:
@@ -188,7 +188,7 @@ class Controller:
     def _back_off(self, key: Key, service: _Service, error: Exception) -> float:
         """Log the failure, and return seconds until the retry.
 
-        The delay doubles with each consecutive failure. A Retry-After can lengthen it.
+        The delay doubles with each consecutive failure. A Retry-After can lengthen the delay.
         """
         service.failures += 1
         self._retried()

@@ -56,8 +56,8 @@ async def stop(memo: kopf.Memo, **_: Any) -> None:
 async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
     """Return the HTTP session with which kopf sends its requests.
 
-    kopf calls this handler again after each 401 response. Two calls return at least
-    LOGIN_INTERVAL_S apart.
+    kopf calls this handler again after each 401 response. The handler returns at most once per
+    LOGIN_INTERVAL_S.
     """
     now = time.monotonic()
     await asyncio.sleep(max(0.0, memo.get("next_login", now) - now))

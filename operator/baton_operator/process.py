@@ -118,9 +118,11 @@ async def _lead(elector: Elector, runtime: Runtime, namespaces: Collection[str])
 async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
     """Run kopf until cancelled, and restart it when necessary.
 
-    A restart is necessary in three cases. kopf has ended, for example because the CRD was deleted.
-    The watches get no response, for example because kopf cannot log in. The API server serves
-    HTTPRoutes now, which kopf discovers only at its start.
+    A restart is necessary in three cases:
+
+    - kopf has ended, for example because the CRD was deleted.
+    - The watches get no response, for example because kopf cannot log in.
+    - The API server serves HTTPRoutes now, which kopf discovers only at its start.
 
     Raises:
         KopfHangsError: kopf did not stop.

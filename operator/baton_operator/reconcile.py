@@ -129,7 +129,7 @@ class Reconciler:
     Args:
         operator_namespace: namespace of the operator's pod, for network policies. None: the
             operator does not run in the cluster.
-        autoscaler: sizes of the groups with `autoscaling`. None: an autoscaler without scrapes.
+        autoscaler: decides the sizes of groups with `autoscaling`. None: the sizes never change.
         probes: status probes of pods. None: no probes are sent.
     """
 
@@ -231,8 +231,8 @@ class Reconciler:
     async def _build_recorded(self, step: _Step) -> None:
         """Compute the desired state from the spec that was rolled out last.
 
-        `step.desired` stays None if no such spec can be used. It also stays None if the first
-        problem was not caused by the spec.
+        `step.desired` stays None if no such spec can be used, or if the spec did not cause the
+        first problem.
         """
         is_of_spec = step.problems[0].is_of_spec
         recorded = await recorded_spec(self._kube, step.observed.service) if is_of_spec else None
@@ -388,7 +388,7 @@ class Reconciler:
             await self._events.emit(observed.service, "TopologyRequested", message)
 
     async def _collect(self, step: _Step) -> None:
-        """Delete ConfigMaps that no pod needs. Record it if all objects are as desired."""
+        """Delete ConfigMaps that no pod needs. If all objects are as desired, record their hash."""
         resolved, desired = step.target
         needed = desired.config_maps | step.restored_config_maps
         await collect_config_maps(self._kube, resolved, needed, step.observed)

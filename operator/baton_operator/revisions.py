@@ -83,7 +83,7 @@ async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
 async def recorded_spec(kube: Kube, service: Object) -> Object | None:
     """Return the last spec that was rolled out, with the present group sizes.
 
-    It is used instead of a paused or an invalid spec.
+    The result is used instead of a paused or an invalid spec.
 
     Returns:
         None if no spec was rolled out, or if the record of that spec was deleted.
@@ -136,7 +136,7 @@ def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
 
 
 def recorded_name(service: Object) -> str | None:
-    """Return the name of the newest record from the service's status; None if it has none."""
+    """Return the name of the newest record, from the service's status; None if there is none."""
     return (service.get("status") or {}).get("specRevision")
 
 

@@ -158,7 +158,7 @@ class Runtime:
     async def resync(self) -> None:
         """List the LLMServices, and queue a reconcile of each one.
 
-        A resync repairs what watches may have missed.
+        The resync makes up for events that the watches have missed.
         """
         found: set[names.Key] = set()
         for path in self._service_paths:

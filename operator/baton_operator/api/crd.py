@@ -2,7 +2,7 @@
 
 The schema is structural and contains the CEL rules of `rules.py`. API servers before Kubernetes
 1.25 drop these rules. Server-side apply and client-side validation fail on such servers because of
-the rules. There, apply the CRD without the rules or with `--validate=false`.
+the rules. For such a server, apply the CRD without the rules or with `--validate=false`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ The structs of the model, the groups and access are in `spec_*.py`.
 `crd.py` converts the structs to the CRD's schema. Docstrings and the `#:` comments of fields become
 descriptions. Types, `Meta` and defaults become bounds and defaults.
 
-The schema accepts only values that the engine supports. A description mentions it if a bound is
+The schema accepts only values that the engine supports. The descriptions state which bounds are
 temporary.
 """
 

@@ -2,8 +2,8 @@
 
 Each rule is written in CEL and in Python. The CEL rule is part of the CRD's schema, so the API
 server refuses specs that break the rule. The operator evaluates the Python rule and reports
-InvalidSpec. It does so because API servers before Kubernetes 1.25 do not evaluate CEL, and because
-an object may be older than a rule.
+InvalidSpec. The Python rule is needed because API servers before Kubernetes 1.25 do not evaluate
+CEL, and because an object may be older than a rule.
 
 No rule compares a spec with the previous spec, because every edit can be rolled out.
 """
@@ -30,9 +30,9 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def _is_free_folder(uri: str) -> bool:
-    """Return whether a `file` uri names a folder that pods do not use for something else.
+    """Return whether the folder in a `file` uri can be mounted at the same path in a pod.
 
-    The folder of the node is mounted at the same path in the pod. True for all other uris.
+    False for a path that pods use for another purpose, such as /tmp. True for all other uris.
     """
     scheme, _, path = uri.partition("://")
     match [scheme, *(part for part in path.split("/") if part not in ("", "."))]:

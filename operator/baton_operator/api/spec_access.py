@@ -1,4 +1,4 @@
-"""`spec.gateway` and `spec.security`: access of clients and of peers, and limits."""
+"""`spec.gateway` and `spec.security`: access for clients and peers, and request limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`spec.model`: where the model comes from and where it is kept, and its status."""
+"""`spec.model` and `status.model`: the source, the cache and the status of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL_URI = rf"^(file:///.+|pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+|{_HUB}|{_STO
 
 
 def is_fetched(uri: str) -> bool:
-    """Return whether the model at `uri` must be downloaded, which an init container does."""
+    """Return whether an init container must download the model at `uri`."""
     return uri.partition("://")[0] in ("hf", "s3", "gs")
 
 

@@ -3,7 +3,7 @@
 A reconcile reads the sizes with `apply_sizes`, and passes the observed state to `observe`. `run`
 scrapes and decides. It queues a reconcile of a service whose sizes or status have changed.
 
-The size is stored in the status of the service, so a restart of the operator does not change it.
+The size is stored in the status of the service, so the size survives a restart of the operator.
 Measurements and earlier decisions are lost in a restart. After a restart, no group shrinks until
 recommendations cover a whole stabilization window.
 """

@@ -8,8 +8,8 @@ minutes to load. The rules apply in this order:
 2. A role without engines gets one engine as soon as a gateway holds a request.
 3. If the minimum is 0, a role without requests for `idle_s` is scaled to zero.
 4. The size stays while measurements are missing or stale, and while the pods differ from the
-   desired ones. The size then stays until all measurements in the window are newer (as in Dynamo's
-   planner).
+   desired ones. When the pods are the desired ones again, the size stays until the window has no
+   measurements from the time before (as in Dynamo's planner).
 5. The largest size in `recommendations` is the recommendation.
 6. The size grows to the smallest recommendation of the last `up_window_s`. The size shrinks to the
    largest recommendation of the last `down_window_s`, if recommendations cover all of that time.
@@ -240,7 +240,7 @@ def _choose_from_zero(
 def _hold(
     now: float, group: Group, window: Window | None, history: History, behavior: Behavior
 ) -> tuple[Reason, str, bool] | None:
-    """Return (reason, text, is_settled) if the size must stay, or None if it may change.
+    """Return (reason, text, is_settled) if the size must stay; None if the size may change.
 
     `is_settled` is whether the existing pods are the desired ones.
     """
@@ -271,7 +271,7 @@ def _idle_since(
 ) -> float | None:
     """Return the time since which no gateway has had a request.
 
-    None: a gateway has a request, or the measurements do not show whether it has one.
+    None: a gateway has a request, or there are no recent measurements of gateways.
     """
     if (
         window is None
@@ -319,7 +319,7 @@ def _limited(
     history: History,
     behavior: Behavior,
 ) -> tuple[int, Reason, str]:
-    """Apply stabilization, step limits and bounds to the decisive recommendation.
+    """Apply stabilization, step limits and bounds to the largest recommendation, `decisive`.
 
     Returns:
         (size, reason, text), where the text has the numbers for the status.

@@ -7,8 +7,8 @@ recommendation is then ceil(n * value / target). A recommendation of m < n means
 would meet the target with a margin. Latency is not proportional to load, so the latency with m
 engines is forecast from the measured load.
 
-Every recommendation is at least 1. The largest one never falls when TTFT, ITL, queue time or KV
-usage grows.
+Every recommendation is at least 1. The largest recommendation never falls when TTFT, ITL, queue
+time or KV usage grows.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def recommend_prefill(
     - Busy: ceil(n * busy / target), but at most n. An engine that is always busy but has no queue
       needs no help.
 
-    The engines that the load needs keep up with the arrivals and drain the queue in DRAIN_S. They
-    compute for the fraction `targets.busy` of the time. Arrivals are the computed requests plus the
-    growth of the queue.
+    "The engines that the load needs" keep up with the arrivals and drain the queue in DRAIN_S.
+    These engines compute for the fraction `targets.busy` of the time. Arrivals are the computed
+    requests plus the growth of the queue.
     """
     offered = n * role.busy
 

@@ -77,7 +77,10 @@ class Histogram(msgspec.Struct, frozen=True):
         )
 
     def since(self, before: Histogram) -> Histogram:
-        """Return a histogram of the observations since `before`, an earlier one of this process."""
+        """Return a histogram of the observations since `before`.
+
+        `before` is an earlier histogram of the same process.
+        """
         return Histogram(
             {bound: count - before.at(bound) for bound, count in self.buckets.items()},
             self.sum - before.sum,
@@ -92,8 +95,8 @@ class Histogram(msgspec.Struct, frozen=True):
     def quantile(self, q: float) -> float | None:
         """Return a quantile, computed like `histogram_quantile` of Prometheus.
 
-        The quantile is interpolated linearly inside a bucket. In the last bucket, it is the largest
-        finite bound.
+        The quantile is interpolated linearly inside a bucket. In the last bucket, the result is the
+        largest finite bound.
 
         Args:
             q: 0 < q < 1.
@@ -115,7 +118,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """The metrics from one scrape of one container, as far as decisions need them."""
+    """The metrics from one scrape of one container, without those that no decision needs."""
 
     #: Role of the engine. None: a gateway.
     role: MemberRole | None
@@ -255,7 +258,7 @@ def window(
 
     Args:
         snapshots: snapshots in any order. Those before `start` are ignored.
-        fresh_s: seconds after its last sample for which a container counts as existing.
+        fresh_s: a container counts as existing for this many seconds after its last sample.
         quantile: quantile of latencies, between 0 and 1.
 
     Returns:

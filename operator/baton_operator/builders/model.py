@@ -33,8 +33,8 @@ class ModelSource(msgspec.Struct, frozen=True):
 def source(model: Model, role: names.ConfiguredRole) -> ModelSource:
     """Return the path, the volume and the mount of the model for pods of `role`.
 
-    A host path is mounted at the same path in the container. Kubernetes does not check that it
-    exists, because the engine's error message for a missing folder is clearer.
+    A host path is mounted at the same path in the container. Kubernetes does not check that the
+    folder exists, because the engine's error message for a missing folder is clearer.
 
     Args:
         model: the model. Its `uri` matches `spec_model.MODEL_URI`.
@@ -115,7 +115,7 @@ def fetcher(
 
 
 def _folder_name(uri: str, role: names.ConfiguredRole) -> str:
-    """Return the name of the model's folder in the cache, which is equal for all engine pods.
+    """Return the name of the model's folder in the cache. All engine pods use the same name.
 
     The gateway's folder has another name, because the gateway fetches only the tokenizer.
     """

@@ -38,7 +38,8 @@ MAX_OWN_WRITES = 4096
 class Kube:
     """Reads and writes objects by kind.
 
-    Every request raises KubeError if the API server refuses it, and OSError without a response.
+    Methods that send a request raise KubeError if the API server refuses the request, and OSError
+    if no response arrives.
     """
 
     def __init__(self, client: KubeClient) -> None:

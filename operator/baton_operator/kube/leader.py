@@ -3,9 +3,9 @@
 `Election` makes the decisions without requests, and `Elector` sends the requests.
 
 Clocks of two processes are never compared. A candidate takes the Lease when its own clock shows
-that no renewal was read for the Lease's duration. The holder stops RENEW_SHARE of that duration
-after the time at which it sent the last successful renewal. If the clocks run at about the same
-rate, two processes never hold the Lease at once.
+that no renewal was read for the Lease's duration. The holder stops earlier: after RENEW_SHARE of
+that duration, counted from when the last successful renewal was sent. If the clocks run at about
+the same rate, two processes never hold the Lease at once.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Election:
     def may_take(self) -> bool:
         """Return whether this process may write itself into the Lease as the holder.
 
-        It may if the Lease does not exist, is free, has expired or names this process.
+        True if the Lease does not exist, is free, has expired or names this process.
         """
         return (
             self.seen is None

@@ -264,7 +264,7 @@ def condition(obj: Object, type_: str) -> Object:
 
 
 def unready_since(pod: Object) -> datetime | None:
-    """Return when the condition Ready of the pod last changed, or else when it was created."""
+    """Return when the pod was created or, if later, when its condition Ready last changed."""
     flipped = parse_time(condition(pod, "Ready").get("lastTransitionTime"))
     times = [parse_time(pod["metadata"].get("creationTimestamp")), flipped]
     return max((time for time in times if time is not None), default=None)

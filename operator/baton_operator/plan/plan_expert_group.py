@@ -1,7 +1,7 @@
 """Plan the next step of an expert-parallel group: pods, topology requests and deletions. Pure.
 
-A member joins the group when its container has started. The operator then requests a topology that
-contains the member from the coordinator.
+A member joins the group when its container has started. The operator then requests from the
+coordinator a topology that contains the member.
 
 A member leaves in three steps. Each step is observed before the next one:
 

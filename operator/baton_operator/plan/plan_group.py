@@ -103,7 +103,7 @@ class Timeout(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """What the functions of this planner read of one group."""
+    """The inputs for planning the next step of one group."""
 
     desired: int
     revision: str

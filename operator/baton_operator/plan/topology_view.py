@@ -154,7 +154,10 @@ def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatu
 
 
 def recorded_for(service: dict[str, Any], coordinator: str) -> llmservice.TopologyStatus | None:
-    """Return the topology in the service's status, if recorded for `coordinator`, else None."""
+    """Return the topology in the service's status.
+
+    None: the status has no valid topology, or one from another coordinator address.
+    """
     found = ((service.get("status") or {}).get("decode") or {}).get("topology")
     if not found:
         return None

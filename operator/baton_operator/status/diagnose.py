@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """A cause why pods are not ready: the reason and the message of a condition."""
+    """Why pods are not ready: the reason and the message of a condition."""
 
     reason: str
     message: str

@@ -91,7 +91,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def newest(self) -> list[Object]:
-        """The current pods of the newest revision; all of them if that revision is not known."""
+        """The current pods of the newest revision; all current pods if the revision is unknown."""
         return [pod for pod in self.current if self.is_newest(pod)]
 
     @property
@@ -244,7 +244,7 @@ def _verdict_without_pods(group: Group) -> Verdict:
 
 
 def _obstacles(group: Group) -> Iterator[Diagnosis]:
-    """Yield the causes why a group does not serve, with the most specific cause first."""
+    """Yield a diagnosis of each obstacle that keeps the group from serving, most specific first."""
     # A failed member is included, because it may show why its replacement fails. Failed pods of a
     # Deployment are left out, because they remain after their replacement is ready.
     judged = (

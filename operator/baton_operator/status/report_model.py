@@ -50,8 +50,8 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
     another model.
 
     Args:
-        refusal: message of a refused pod or, without one, of the problem of the reconcile. Empty:
-            neither exists.
+        refusal: why a pod was refused or, if none was, the problem of the reconcile. Empty: there
+            is neither.
         before: the previous status of the service.
     """
     if model.uri.startswith("image://") and "volume" in refusal.lower():
