@@ -15,8 +15,8 @@ def disruption_budget(
     A budget for one pod would block node drains.
 
     The budget sets `minAvailable` to an integer. For a percentage or `maxUnavailable`, Kubernetes
-    would read the group's size from the scale subresource of the LLMService. That subresource shows
-    only `spec.decode.replicas`.
+    would read the number of member pods from the scale subresource of the LLMService. That
+    subresource shows only `spec.decode.replicas`.
 
     Args:
         api_version: policy/v1 or policy/v1beta1, whichever the API server has.

@@ -173,7 +173,7 @@ class Elector:
                     await self._read()
             except (KubeError, OSError) as error:
                 logger.warning(
-                    "the Lease was not renewed, and the operator exits in %.1f s without it: %s",
+                    "the Lease was not renewed; without a renewal the operator exits in %.1f s: %s",
                     election.held_s,
                     error_text(error),
                 )

@@ -180,8 +180,8 @@ async def observe(
         has_no_recorded_spec=recorded is None,
         held_back=waiting,
     )
-    # The topology is read before the members' unfinished requests. So a member that stands by in
-    # the topology counts its unfinished requests after it has left the topology.
+    # The topology is read before the members' unfinished requests. So if the topology shows that a
+    # member stands by, the requests are counted after the member has left the topology.
     is_any_a_rank = any(
         names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {}) for pod in pods
     )
