@@ -1,14 +1,14 @@
 """The gateway: serves the OpenAI API over HTTP and runs requests on prefill and decode engines.
 
-It imports no torch.
+This package imports no torch.
 
-Rooms:
+Subpackages:
     http: routes, request bodies, responses and streams, TLS.
-    requests: parse a request into sequences, run them, turn tokens into text.
+    requests: parse a request into sequences, run the sequences, convert tokens to text.
     access: API keys, admission, the scale-from-zero queue, graceful shutdown.
     routing: discovery, the pool of engines, the choice of an engine, retries.
 
-Beside the rooms:
+Modules:
     cli: flags and configuration, the process's entry point.
     server: one gateway from start to shutdown.
     errors: failures as HTTP responses.

@@ -1,4 +1,4 @@
-"""`baton-gateway`: reads the configuration from a file and flags and runs the server.
+"""The `baton-gateway` command: reads a configuration file and flags, then runs the gateway.
 
 An invalid configuration ends the process with exit code 78. The last line on stderr is then
 `FATAL <Reason>: <message>`.
@@ -55,7 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_config(argv: Sequence[str]) -> GatewayConfig:
-    """Read the configuration file and apply the flags to it. Raises ConfigurationError."""
+    """Return the configuration: the content of the `--config` file, overridden by flags.
+
+    Raises:
+        ConfigurationError: reason InvalidConfig if the file or a flag is invalid.
+    """
     parser = _Parser(prog="baton-gateway", description="OpenAI HTTP in front of Baton's engines.")
     parser.add_argument("--config", metavar="FILE", help="GatewayConfig as JSON")
     add_flags(parser, OPTIONS)
@@ -98,7 +102,7 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
     """Load the model's tokenizer.
 
     Raises:
-        ConfigurationError: ModelNotFound or InvalidTokenizer.
+        ConfigurationError: reason ModelNotFound or InvalidTokenizer.
     """
     folder: Path = container_path(config.model.path)
     if not folder.is_dir():
@@ -119,8 +123,8 @@ def make_gateway(config: GatewayConfig, tokenizer: Tokenizer, discovery: Discove
     """Build the gateway.
 
     Raises:
-        ConfigurationError: InvalidAccess if API keys or the certificate cannot be read, or
-            ServiceKeyInvalid.
+        ConfigurationError: reason InvalidAccess if the API keys or the certificate cannot be read,
+            ServiceKeyInvalid if the service key cannot be read.
     """
     try:
         return Gateway(config, tokenizer, discovery)
@@ -131,10 +135,10 @@ def make_gateway(config: GatewayConfig, tokenizer: Tokenizer, discovery: Discove
 
 
 def make_discovery(config: DiscoveryConfig) -> Discovery:
-    """Build the configured discovery.
+    """Return the engine discovery that `config` selects: from a file or from Kubernetes.
 
     Raises:
-        ConfigurationError: InvalidConfig unless exactly one of file and service is set.
+        ConfigurationError: reason InvalidConfig unless exactly one of file and service is set.
     """
     if bool(config.file) == bool(config.service):
         raise ConfigurationError("InvalidConfig", "discovery: set exactly one of file and service")
@@ -149,7 +153,7 @@ def make_discovery(config: DiscoveryConfig) -> Discovery:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports wrong flags as ConfigurationError."""
+    """An argument parser that raises ConfigurationError for wrong flags."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError("InvalidConfig", message)

@@ -13,11 +13,11 @@ class APIError(Exception):
     """A failure that is reported to the client.
 
     Args:
-        status: HTTP status. In a stream that has begun, only the body is sent.
+        status: HTTP status. If a stream has begun, the client receives only the body.
         message: what happened and what to do about it.
         param: the request field that is wrong, if one is.
         code: machine-readable reason.
-        retry_after_s: set where the same request may succeed later.
+        retry_after_s: value of Retry-After, if the same request may succeed later.
     """
 
     def __init__(
@@ -73,10 +73,7 @@ def context_length_exceeded(
 
 
 def prompt_too_long(max_model_len: int, fewest_tokens: int, param: str) -> APIError:
-    """Return the error for a prompt whose length is known only as a lower bound.
-
-    Counting all tokens of a text that cannot fit would take long.
-    """
+    """Return the error for a prompt that is too long and has at least `fewest_tokens` tokens."""
     message = (
         f"This model's maximum context length is {max_model_len} tokens. However, your prompt has "
         f"at least {fewest_tokens} tokens. Please reduce the length of the prompt."
@@ -101,7 +98,7 @@ def timed_out(timeout_s: float) -> APIError:
 
 
 def engine_failure(message: str, code: ErrorCode | None) -> APIError:
-    """Convert an engine's error output to a response."""
+    """Return the error for the client from the error message and code of an engine."""
     if code is ErrorCode.INVALID:
         return APIError(400, message)
     if code is ErrorCode.LENGTH:

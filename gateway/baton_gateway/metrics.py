@@ -1,7 +1,7 @@
-"""The gateway's Prometheus metrics, under `baton:`.
+"""The gateway's Prometheus metrics, whose names begin with `baton:`.
 
-A metric whose name engines also use has the prefix `gateway_` here. The gateway measures what
-clients observe, and an engine measures its part of that.
+If engines have a metric of the same name, the gateway's metric begins with `baton:gateway_`. The
+gateway measures what clients observe. An engine measures only its own part.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-#: A longer silence of a stream is observed by `gateway_stream_gap_seconds`.
+#: `gateway_stream_gap_seconds` records only longer gaps between two outputs, in seconds.
 GAP_S = 1.0
 
 # Upper bounds in seconds.
@@ -28,7 +28,7 @@ _REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 6
 
 
 class GatewayMetrics:
-    """The metrics of one gateway, in a registry of its own: tests run several in one process."""
+    """The metrics of one gateway. Each gateway has a registry of its own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -122,7 +122,7 @@ class TokenTimer:
         self._has_tokens = False
 
     def on_tokens(self, count: int) -> None:
-        """Observe `count` new tokens, all of one output."""
+        """Record `count` new tokens, which arrived in one output, and their latency."""
         now = time.monotonic()
         silence = now - self._last
         if self._has_tokens:

@@ -1,4 +1,4 @@
-"""One gateway process: builds the parts, serves until a signal, shuts down gracefully."""
+"""One gateway process: builds its components, serves until a signal, shuts down gracefully."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Gateway:
 
     Raises:
         OSError: API keys or a certificate are configured but cannot be read.
-        ServiceKeyError: the engines' key cannot be read.
+        ServiceKeyError: the service key cannot be read.
     """
 
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, discovery: Discovery) -> None:
@@ -115,10 +115,10 @@ class Gateway:
         )
 
     async def start(self, host: str) -> int:
-        """Bind `host` and start to connect to engines.
+        """Start the HTTP server on `host`, and begin to connect to engines.
 
         Returns:
-            The port.
+            The server's port.
 
         Raises:
             OSError: the port is in use.
@@ -143,7 +143,7 @@ class Gateway:
     async def shut_down(self) -> None:
         """Shut down gracefully: serve until clients have moved to other gateways, then stop.
 
-        Clients may take half of drain_timeout_s.
+        The wait for clients takes at most half of drain_timeout_s.
         """
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self.config.drain_timeout_s
@@ -152,10 +152,12 @@ class Gateway:
         await self.stop(max(0.0, ends_at - loop.time()))
 
     async def stop(self, timeout_s: float | None = None) -> None:
-        """Refuse new requests, wait for the running ones, fail the rest, and close.
+        """Refuse new requests, wait for the running requests, then close.
+
+        Requests that still run after the wait fail.
 
         Args:
-            timeout_s: time for running requests to end; None: drain_timeout_s.
+            timeout_s: longest wait for the running requests; None: drain_timeout_s.
         """
         self.admission.is_closed = True
         timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
@@ -176,11 +178,11 @@ class Gateway:
             await self._runner.cleanup()
 
     def end_drain(self) -> None:
-        """End the drain that is under way: requests that still run fail now."""
+        """End the drain now: requests that still run fail."""
         self._end_drain.set()
 
     async def _wait_drained(self, work: asyncio.Task[Any]) -> None:
-        """Wait until `work` is done, or cancel it when the drain must end now."""
+        """Wait until `work` is done. If `end_drain` is called first, cancel `work`."""
         end = asyncio.create_task(self._end_drain.wait())
         await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
         for task in (work, end):
@@ -188,9 +190,9 @@ class Gateway:
         await asyncio.gather(work, end, return_exceptions=True)
 
     async def serve_until_signal(self, host: str) -> None:
-        """Serve until a signal: SIGTERM shuts down gracefully, SIGINT stops.
+        """Serve until SIGTERM or SIGINT, then shut down.
 
-        A second signal ends the drain.
+        SIGTERM calls `shut_down`, SIGINT calls `stop`, and a second signal calls `end_drain`.
 
         Raises:
             RuntimeError: the engine pool failed, which is a bug.
@@ -229,5 +231,8 @@ class Gateway:
 
 
 def served_name(config: GatewayConfig) -> str:
-    """Return the model name that clients use: configured, or the name of the model's folder."""
+    """Return the model name that clients use.
+
+    The default is the name of the model's folder.
+    """
     return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]

@@ -1,7 +1,7 @@
 """A thread pool for work whose time grows with the size of a request.
 
-The event loop serves every stream of the gateway. Work that one large request can make long must
-not run on it. Short work runs inline, because a thread costs more than it saves.
+The event loop serves all streams of the gateway. Work that one large request can make long must
+therefore run in a thread. Short work runs inline, because a thread costs more than it saves.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
 async def run_off_loop(
     work: Callable[[], _Result], size: int, inline: int = INLINE_BYTES
 ) -> _Result:
-    """Run `work` inline if its `size` is at most `inline`, otherwise in a thread.
+    """Run `work` in a thread, or inline if `size` is at most `inline`. Return the result.
 
-    Work that is cancelled before it has begun never runs.
+    If the call is cancelled before a thread has started `work`, then `work` never runs.
     """
     if size <= inline:
         return work()

@@ -1,8 +1,8 @@
-"""Access: which requests the gateway accepts, how many, and until when.
+"""Access: decides which requests the gateway accepts, and how many at once.
 
 Modules:
     api_keys: authentication by API key.
-    admission: the number of sequences in flight, per gateway and per client.
+    admission: the limits on sequences in flight, per gateway and per client.
     scale_from_zero_queue: requests that wait for the first decode engine.
     graceful_shutdown: the phase in which clients move to other gateways.
 """

@@ -1,4 +1,4 @@
-"""Admission: how many sequences run at once, and when all have ended."""
+"""Admission control: limits the sequences in flight, and waits until no request is left."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from baton_gateway.metrics import GatewayMetrics
 
 
 class Admission:
-    """Counts requests and sequences, and refuses those above the limits.
+    """Counts requests and sequences in flight, and refuses requests above the limits.
 
     Args:
-        limit: sequences in flight. A request for n samples counts n times.
-        client_limit: sequences in flight of one client with an API key; None: no such limit.
+        limit: most sequences in flight. A request for n samples counts as n sequences.
+        client_limit: most sequences in flight of one client with an API key; None: no limit.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Admission:
             )
 
     def begin(self) -> None:
-        """Count a request. `end` must follow."""
+        """Count a new request in flight. The caller must call `end` when the request ends."""
         self._num_requests += 1
         self._idle.clear()
         self._metrics.in_flight.set(self._num_requests)
@@ -51,7 +51,7 @@ class Admission:
             self._idle.set()
 
     def acquire(self, num_sequences: int, client: str | None = None) -> None:
-        """Count the sequences of a request. `release` must follow.
+        """Count `num_sequences` more sequences in flight. The caller must call `release` later.
 
         Raises:
             APIError: 400 if the request can never fit the limits, 429 if it does not fit now.
@@ -76,7 +76,7 @@ class Admission:
         self._num_sequences += num_sequences
 
     def release(self, num_sequences: int, client: str | None = None) -> None:
-        """Return what was acquired, for the same client."""
+        """Subtract `num_sequences` sequences, which `acquire` counted for the same `client`."""
         self._num_sequences -= num_sequences
         if client is not None:
             self._by_client[client] -= num_sequences
@@ -89,7 +89,7 @@ class Admission:
         return self._idle.is_set()
 
     async def wait_idle(self, timeout_s: float | None = None) -> bool:
-        """Wait until no request is in flight. Return False after `timeout_s`."""
+        """Wait until no request is in flight. Return False if `timeout_s` passes first."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

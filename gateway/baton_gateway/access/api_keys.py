@@ -1,8 +1,8 @@
-"""Authentication by API keys from a folder (a mounted Secret), read again while the gateway runs.
+"""Authentication by API keys from a folder, which is a mounted Secret.
 
-The keys are files and no part of the configuration, because they are secret and change without a
-restart. Only their hashes stay in memory. A request's key is compared with all of them, so that
-timing does not show which one it resembles.
+The folder is read again while the gateway runs, so keys change without a restart. Only hashes of
+the keys stay in memory. The key of a request is compared with all hashes, so that the response time
+reveals nothing about the keys.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ _KEY = re.compile(rb"[\x21-\x7e]+")
 
 
 class ApiKeys:
-    """The keys of one folder.
+    """The API keys of a folder, which has one file per client.
 
     Args:
-        folder: one file per client. Its name is the client's name, its content the key, stripped
-            of surrounding space. A file without exactly one line of printable ASCII is ignored,
-            with a warning.
+        folder: each file's name is the client's name. Each file's content is the client's key: one
+            line of printable ASCII without spaces. Other files are ignored with a warning.
 
     Raises:
         OSError: the folder cannot be read.
@@ -49,7 +48,7 @@ class ApiKeys:
         self._refresh()
 
     def refresh(self) -> None:
-        """Read changed keys. While the folder cannot be read, the known keys stay."""
+        """Read the folder again. If the folder cannot be read, the keys read before stay valid."""
         try:
             self._refresh()
             self._failure = ""
@@ -63,10 +62,13 @@ class ApiKeys:
             self._failure = str(error)
 
     def client_of(self, authorization: list[str]) -> str:
-        """Return the client that the values of the Authorization header authenticate.
+        """Return the name of the client whose key is in the Authorization header.
+
+        Args:
+            authorization: all values of the header.
 
         Raises:
-            APIError: 401.
+            APIError: 401 unless the header has one value with a valid key.
         """
         if not authorization:
             raise _refused("This server needs an API key: send it as 'Authorization: Bearer KEY'.")
@@ -109,13 +111,17 @@ class ApiKeys:
 
 
 def client_name(http: web.Request) -> str:
-    """Return ` of client NAME` for a log line, or nothing where no key is needed."""
+    """Return ` of client NAME` for a log line; empty if clients need no API key."""
     client = http.get(CLIENT)
     return f" of client {client}" if client is not None else ""
 
 
 def _read(folder: Path) -> dict[str, bytes]:
-    """Return the hash of each file's key, empty for an invalid key. Raises OSError."""
+    """Return the SHA-256 of each file's key, by file name. The hash of an invalid key is empty.
+
+    Raises:
+        OSError: the folder or a file cannot be read.
+    """
     entries: dict[str, bytes] = {}
     for path in sorted(folder.iterdir()):
         if path.name.startswith(".."):  # the kubelet's folders for versions of a Secret

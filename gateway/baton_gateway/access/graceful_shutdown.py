@@ -1,7 +1,7 @@
 """Graceful shutdown: serve until clients and proxies send their requests to other gateways.
 
-A Service, its proxies and the load balancers in front need a moment to notice that a gateway is no
-longer ready. Requests that arrive in this moment must not fail.
+Services, proxies and load balancers take a moment to notice that a gateway is no longer ready.
+Requests that arrive in this time must not fail.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from baton_gateway.access.api_keys import OPEN_PATHS
 
 
 class GracefulShutdown:
-    """The first phase of a shutdown.
+    """The first phase of a shutdown, in which the gateway still serves requests.
 
-    Once it `has_begun`, /ready answers 503, requests are still served, and every response closes
-    its connection, so that the client's next one goes to another gateway.
+    In this phase /ready returns 503. Every response closes its connection, so that the client's
+    next request goes to another gateway.
 
     Args:
-        quiet_s: the phase ends when no request has arrived for this long.
+        quiet_s: the phase ends after this time without a new request.
     """
 
     def __init__(self, admission: Admission, quiet_s: float) -> None:
@@ -35,15 +35,18 @@ class GracefulShutdown:
             self._last_arrival = asyncio.get_running_loop().time()
 
     async def close_connection(self, _: web.Request, response: web.StreamResponse) -> None:
-        """Close the connection after `response`. Call it before the headers are sent."""
+        """Make `response` close its connection, if the phase has begun.
+
+        aiohttp calls this method before it sends the headers.
+        """
         if self.has_begun:
             response.headers[hdrs.CONNECTION] = "close"
             response.force_close()
 
     async def wait_quiet(self, timeout_s: float) -> None:
-        """Begin the phase, and return at its end or after `timeout_s`.
+        """Begin the phase, and wait until the phase ends or `timeout_s` has passed.
 
-        It ends when no request is in flight and none has arrived for `quiet_s`.
+        The phase ends when no request is in flight and no request has arrived for `quiet_s`.
         """
         loop = asyncio.get_running_loop()
         self.has_begun, self._last_arrival = True, loop.time()

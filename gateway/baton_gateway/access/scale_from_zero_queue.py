@@ -1,7 +1,7 @@
 """The queue of requests that wait while their service is scaled to zero.
 
-The gauge `baton:requests_held` is the queue's length. The autoscaler starts a decode engine when it
-is not 0. Both the length and the waiting time have a limit, beyond which a request gets 503 with
+The gauge `baton:requests_held` is the queue's length. While the length is above 0, the autoscaler
+starts a decode engine. If the queue is full or the wait is too long, a request gets 503 with
 Retry-After.
 """
 
@@ -24,8 +24,8 @@ class ScaleFromZeroQueue:
     """Holds requests until a decode engine is available.
 
     Args:
-        hold_s: how long a request waits; 0: none waits.
-        limit: requests that may wait at the same time.
+        hold_s: longest time for which a request waits; 0: requests do not wait.
+        limit: most requests that may wait at the same time.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class ScaleFromZeroQueue:
 
     @property
     def is_enabled(self) -> bool:
-        """Whether requests are accepted while there is no engine."""
+        """Whether requests may wait while no decode engine is available."""
         return self._hold_s > 0
 
     async def wait(self, keep_alive: Callable[[], Awaitable[None]]) -> None:
-        """Return as soon as a decode engine is available.
+        """Wait until a decode engine is available. Return at once if the queue is not enabled.
 
         Args:
-            keep_alive: awaited every KEEP_ALIVE_S.
+            keep_alive: called every KEEP_ALIVE_S during the wait.
 
         Raises:
             APIError: 503, because no engine started in time or the queue is full.
@@ -71,7 +71,7 @@ class ScaleFromZeroQueue:
             self._held.discard(timeout)
 
     def fail_all(self) -> None:
-        """End all waits with 503 now, for a gateway that shuts down."""
+        """End all waits now, each with APIError (503), because the gateway shuts down."""
         now = asyncio.get_running_loop().time()
         for timeout in self._held:
             timeout.reschedule(now)

@@ -1,14 +1,14 @@
 """HTTP: the requests of clients and the responses to them.
 
 Modules:
-    routes: the URL table, the middleware, and the endpoints that generate nothing.
-    generation_endpoint: what both generation endpoints share: admission, response, stream.
+    routes: the URL table, the middleware, and the endpoints that generate no text.
+    generation_endpoint: the base class of both generation endpoints.
     chat_endpoint: `/v1/chat/completions`.
     completion_endpoint: `/v1/completions`.
     tokenize_endpoints: `/tokenize` and `/detokenize`.
     request_body: reading and parsing of request bodies.
     event_stream: the server-sent events of one response.
     slow_clients: responses to clients that do not read.
-    listener: the listening socket, and connections that send no valid HTTP.
-    tls: the server certificate and its renewal.
+    listener: the listening socket, and the response to invalid HTTP.
+    tls: the server certificate, which is read again when it changes.
 """

@@ -78,7 +78,9 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
     def _logprobs(
         self, request: CompletionRequest, choice: Choice, output: TextOutput, offset: int
     ) -> CompletionLogprobs | None:
-        """Return the logprobs of `output`. The first output also has those of an echoed prompt.
+        """Return the logprobs of `output`; None if the request asks for no logprobs.
+
+        If the prompt is echoed, the choice's first output also has the prompt's logprobs.
 
         Args:
             offset: number of characters of the choice before this output.

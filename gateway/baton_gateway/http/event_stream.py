@@ -1,7 +1,7 @@
 """The server-sent events of one response.
 
-The response starts with the first output or keep-alive comment. A failure before that is an HTTP
-status, a later failure is an event of the stream.
+The response starts with the first output or the first keep-alive comment. A failure before that
+start is sent as an HTTP status, and a later failure as an event.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _COMMENT = b": no engine is ready yet, one is being started\n\n"
 
 
 class EventStream:
-    """A response that becomes a stream when it is opened.
+    """A response of server-sent events, which starts when `open` is called.
 
     Args:
-        is_wanted: whether the request asks for a stream. If not, `keep_alive` sends nothing.
+        is_wanted: whether the request asks for a stream. If False, `keep_alive` sends nothing.
     """
 
     def __init__(self, http: web.Request, *, is_wanted: bool) -> None:
@@ -35,7 +35,11 @@ class EventStream:
         return self._response is not None
 
     async def open(self) -> web.StreamResponse:
-        """Send status 200. Raises ConnectionError if the client has disconnected."""
+        """Send status 200, unless it was sent before. Return the response.
+
+        Raises:
+            ConnectionError: the client has disconnected.
+        """
         if self._response is None:
             self._response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -44,10 +48,10 @@ class EventStream:
         return self._response
 
     async def keep_alive(self) -> None:
-        """Send a comment.
+        """Send a comment, so that proxies keep the connection open.
 
-        A lost connection is ignored here, because aiohttp cancels the handler of a client that has
-        disconnected.
+        If the client has disconnected, this raises nothing, because aiohttp cancels the client's
+        handler.
         """
         if not self._is_wanted:
             return
@@ -56,18 +60,26 @@ class EventStream:
             await response.write(_COMMENT)
 
     async def send(self, event: bytes) -> None:
-        """Send one event, as JSON. Raises ConnectionError if the client has disconnected."""
+        """Send one event with the JSON `event`.
+
+        Raises:
+            ConnectionError: the client has disconnected.
+        """
         response = self._response if self._response is not None else await self.open()
         await response.write(b"data: " + event + b"\n\n")
 
     async def end(self, last: bytes = b"[DONE]") -> None:
-        """Send the last event. Raises ConnectionError if the client has disconnected."""
+        """Send the last event and end the response.
+
+        Raises:
+            ConnectionError: the client has disconnected.
+        """
         await self.send(last)
         response = await self.open()
         await response.write_eof()
 
     async def fail(self, body: bytes) -> None:
-        """End the stream with the error `body`, as JSON.
+        """Send the JSON error `body` as the last event, and end the response.
 
         Raises:
             ConnectionError: the client has disconnected.

@@ -1,6 +1,6 @@
-"""The part that both generation endpoints share: admission, the whole response, the stream.
+"""The base class of both generation endpoints: admission, complete responses, streams.
 
-A subclass turns outputs into the JSON of its own API.
+A subclass converts outputs to the JSON of its API.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
 
 
 class GenerationEndpoint(abc.ABC, Generic[_Request]):
-    """One generation endpoint.
+    """An endpoint that generates text.
 
     Args:
-        request_timeout_s: time from a request's arrival to the end of its response, without the
-            time in `queue`.
+        request_timeout_s: longest time from a request's arrival to the end of its response, without
+            the time in `queue`.
     """
 
     kind: type[_Request]
@@ -89,7 +89,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         self._encode = msgspec.json.Encoder().encode
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
-        """Answer one request.
+        """Serve one request and return the response.
 
         Raises:
             APIError: the request failed before the first byte of the response.
@@ -256,17 +256,17 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
     def response(
         self, request: _Request, job: Job, outputs: list[tuple[Choice, TextOutput]]
     ) -> msgspec.Struct:
-        """Return the whole response."""
+        """Return the JSON body of a response that is not streamed."""
 
     @abc.abstractmethod
     def opening_chunks(self, request: _Request, job: Job) -> list[msgspec.Struct]:
-        """Return the chunks before the first token."""
+        """Return the chunks that a stream sends before the first token."""
 
     @abc.abstractmethod
     def chunk(
         self, request: _Request, job: Job, choice: Choice, output: TextOutput, offset: int
     ) -> msgspec.Struct:
-        """Return the chunk of one output.
+        """Return the chunk that a stream sends for `output`.
 
         Args:
             offset: number of characters of the choice before this output.
@@ -277,7 +277,11 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
 
 
 def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
-    """Return the rank requested by header or body. Raises RequestError."""
+    """Return the data-parallel rank that the header or the body requests; None if neither does.
+
+    Raises:
+        RequestError: the header is not a number, or contradicts the body.
+    """
     text = http.headers.get(DATA_PARALLEL_RANK)
     if text is None:
         return in_body
@@ -294,7 +298,7 @@ def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
 
 
 def _num_entries(output: TextOutput) -> int:
-    """Count the tokens and log-probabilities."""
+    """Return the number of log-probabilities in `output`, including those of the prompt."""
     return sum(
         1 + len(item.top)
         for items in (output.logprobs, output.prompt_logprobs or ())

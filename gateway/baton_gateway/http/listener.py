@@ -1,4 +1,4 @@
-"""The listening socket, and connections whose bytes are no valid HTTP request."""
+"""The listening socket, and the response to requests that are not valid HTTP."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ BACKLOG = 1024
 
 
 class Connection(web.RequestHandler):
-    """A connection that answers malformed requests in the shape of OpenAI's errors.
+    """A connection that answers malformed requests in the format of OpenAI's errors.
 
-    Neither response nor log repeat the request, because a header may contain an API key.
+    Neither the response nor the log quotes the request, because a header may contain an API key.
     """
 
     __slots__ = ()
@@ -52,7 +52,11 @@ class Connection(web.RequestHandler):
 async def listen(
     runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None
 ) -> asyncio.Server:
-    """Serve the application of `runner`, which must be set up.
+    """Listen on `host` and `port`, and serve the application of `runner`.
+
+    Args:
+        runner: must be set up.
+        context: the TLS context; None: HTTP without TLS.
 
     Raises:
         OSError: the port is in use.
@@ -72,8 +76,8 @@ async def listen(
 async def stop_listening(listener: asyncio.Server) -> None:
     """Accept no more connections.
 
-    A connection accepted a moment ago gets its transport first. Otherwise asyncio would drop it
-    open and unanswered, and its client would wait without end.
+    Connections that were accepted a moment ago first get their asyncio transport. Without a
+    transport, a connection would stay open and its client would wait without end.
     """
     loop = asyncio.get_running_loop()
     for socket in listener.sockets:

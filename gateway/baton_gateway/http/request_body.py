@@ -1,8 +1,9 @@
-"""Request bodies: read before a deadline, and parsed only if parsing is known to be fast.
+"""Reads request bodies before a deadline, and parses only bodies that can be parsed fast.
 
-The JSON library parses a body in one call and holds the GIL, so a thread does not help. A megabyte
-of text takes a fraction of a millisecond, a megabyte of brackets a thousand times as long.
-Therefore the values of a large body are counted before it is parsed.
+The JSON library holds the GIL while it parses a body, so parsing in a thread would still block the
+event loop. A megabyte of text takes a fraction of a millisecond. A megabyte of brackets takes a
+thousand times as long. Therefore the JSON values of a large body are counted before the body is
+parsed.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ _Request = TypeVar("_Request", bound=Checked)
 
 
 async def read_body(http: web.Request, deadline: float, timeout_s: float) -> bytes:
-    """Read the body.
+    """Return the body of the request.
 
     Args:
-        deadline: event loop time.
-        timeout_s: the time allowed, for the error message.
+        deadline: event loop time at which the wait for the body ends.
+        timeout_s: the time allowed, which the error message contains.
 
     Raises:
         APIError: the body does not arrive in time, or contradicts its headers.
@@ -55,7 +56,11 @@ async def read_body(http: web.Request, deadline: float, timeout_s: float) -> byt
 
 
 async def parse_body(body: bytes, kind: type[_Request], max_model_len: int | None) -> _Request:
-    """Parse the body. Raises RequestError if it is invalid or has too many values."""
+    """Return the request of type `kind` that the JSON `body` contains.
+
+    Raises:
+        RequestError: the body is invalid or has too many values.
+    """
 
     def parse() -> _Request:
         if len(body) > INLINE_BODY_BYTES:
@@ -66,7 +71,12 @@ async def parse_body(body: bytes, kind: type[_Request], max_model_len: int | Non
 
 
 def check_values(body: bytes, max_values: int, max_containers: int) -> None:
-    """Raise RequestError if the JSON of `body` has too many values, or arrays and objects."""
+    """Raise RequestError if the JSON `body` has too many values.
+
+    Args:
+        max_values: most values of any type. An entry of an object counts as two values.
+        max_containers: most arrays and objects.
+    """
     values, containers = _count(body, 0, len(body))
     if values <= max_values and containers <= max_containers:
         return
@@ -92,6 +102,9 @@ def check_values(body: bytes, max_values: int, max_containers: int) -> None:
 
 
 def _count(body: bytes, start: int, end: int) -> tuple[int, int]:
-    """Return (values, arrays and objects), counted by the punctuation before each of them."""
+    """Return the number of JSON values, and the number of arrays and objects, in a part of `body`.
+
+    Brackets, commas and colons are counted, including those in strings.
+    """
     containers = body.count(b"[", start, end) + body.count(b"{", start, end)
     return containers + body.count(b",", start, end) + body.count(b":", start, end), containers

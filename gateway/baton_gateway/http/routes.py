@@ -1,4 +1,4 @@
-"""The URL table, the middleware, and the endpoints that generate nothing."""
+"""The URL table, the middleware, and the endpoints that generate no text."""
 
 from __future__ import annotations
 
@@ -125,8 +125,9 @@ class Routes:
     async def _get_ready(self, _: web.Request) -> web.Response:
         """Return 200 once a decode engine has been ready, or at once if the queue is enabled.
 
-        It stays 200 when all engines are lost. Otherwise the Service would have no endpoint to
-        queue requests or to answer 503 with Retry-After, and connections would be refused.
+        The status stays 200 when all engines are lost, so that the Service still has this endpoint.
+        Clients then wait in the queue or get 503 with Retry-After. Without an endpoint, their
+        connections would be refused.
         """
         self._admission.check_open()
         if self._shutdown.has_begun:
@@ -161,7 +162,7 @@ def _error_response(error: APIError, http_error: web.HTTPException | None = None
 
 
 def _http_error(http: web.Request, error: web.HTTPException) -> APIError:
-    """Convert an error response of aiohttp itself."""
+    """Convert an error that aiohttp raised, for example for an unknown URL."""
     if error.status == 404:
         return APIError(
             404, f"Unknown URL {http.method} {http.path}; see GET /v1/models.", code="unknown_url"

@@ -1,4 +1,4 @@
-"""Responses to clients that may not read them.
+"""Sends responses to clients that may not read them.
 
 A client that stops reading must not keep its response in the gateway's memory.
 """
@@ -26,7 +26,7 @@ def has_unread_bytes(http: web.Request) -> bool:
 
 
 def abort_connection(http: web.Request, name: str) -> None:
-    """Close the connection and drop what is buffered for it.
+    """Close the connection at once, and drop the bytes that are buffered for the client.
 
     Args:
         name: the request's name for the log.
@@ -43,12 +43,13 @@ def abort_connection(http: web.Request, name: str) -> None:
 def abort_if_unread(http: web.Request, name: str, num_choices: int, num_outputs: int) -> None:
     """Close the connection if too many outputs wait for a client that does not read.
 
-    If the connection has no unread bytes, the gateway is the slow side, and the connection stays.
+    If the connection has no unread bytes, the gateway is slow and not the client. The connection
+    then stays open.
 
     Args:
         name: the request's name for the log.
         num_choices: choices of the request.
-        num_outputs: outputs that wait.
+        num_outputs: outputs that wait to be sent.
     """
     if num_outputs > MAX_UNREAD_OUTPUTS * num_choices and has_unread_bytes(http):
         abort_connection(http, name)
@@ -57,8 +58,9 @@ def abort_if_unread(http: web.Request, name: str, num_choices: int, num_outputs:
 async def send_json(http: web.Request, body: bytes, deadline: float) -> web.Response:
     """Return the response with the JSON `body`.
 
-    A large one is sent here, so that its request counts as in flight until the client has read it.
-    A client that has not read it by `deadline` (event loop time) is disconnected.
+    A large response is sent before this function returns, so that the request counts as in flight
+    until the client has read the response. A client that has not read it by `deadline` (event loop
+    time) is disconnected.
     """
     response = web.Response(body=body, content_type="application/json")
     if len(body) > BUFFERED_BYTES:

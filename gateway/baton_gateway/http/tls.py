@@ -1,4 +1,4 @@
-"""The gateway's certificate, read from a folder and renewed while the gateway serves.
+"""The gateway's certificate, read from a folder and read again when the folder changes.
 
 The folder is a mounted Secret of type kubernetes.io/tls.
 """
@@ -17,11 +17,11 @@ PRIVATE_KEY = "tls.key"
 
 
 class ServerCertificate:
-    """A TLS context that gives new connections the newest valid certificate of a folder.
+    """A TLS context with the newest valid certificate of a folder.
 
     Raises:
-        OSError: the folder has no certificate. (ssl.SSLError is an OSError.)
-        ssl.SSLError: the private key does not belong to the certificate.
+        OSError: the folder has no certificate.
+        ssl.SSLError: the private key does not belong to the certificate. This is an OSError too.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,7 +32,10 @@ class ServerCertificate:
         self._failure = ""
 
     def refresh(self) -> None:
-        """Load a changed certificate. If it is invalid, the old one stays."""
+        """Load the folder's certificate if it has changed, for new connections.
+
+        If the new certificate is invalid, the previous certificate stays in use.
+        """
         try:
             found = self._fingerprint()
             if found == self._loaded:
@@ -54,10 +57,10 @@ class ServerCertificate:
             self._failure = str(error)
 
     def _paths(self) -> tuple[Path, Path]:
-        """Return certificate and key of one version of the Secret.
+        """Return the paths of the certificate and its private key, from one version of the Secret.
 
-        The kubelet updates a Secret by switching a link to another folder. So the key is taken from
-        the folder to which the certificate's link leads.
+        The kubelet updates a Secret by pointing a symbolic link to a new folder. Therefore the key
+        is taken from the folder to which the certificate's link points.
         """
         certificate = (self._folder / CERTIFICATE).resolve(strict=True)
         key = certificate.with_name(PRIVATE_KEY)

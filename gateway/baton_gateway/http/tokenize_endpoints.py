@@ -1,4 +1,4 @@
-"""vLLM's /tokenize and /detokenize. A request counts as one sequence."""
+"""The endpoints `/tokenize` and `/detokenize` of vLLM. A request counts as one sequence."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _Request = TypeVar("_Request", TokenizeRequest, DetokenizeRequest)
 
 
 class TokenizeEndpoints:
-    """The two endpoints.
+    """The endpoints `/tokenize` and `/detokenize`.
 
     Args:
-        request_timeout_s: time for the body to arrive and the response to be read.
+        request_timeout_s: longest time for the body to arrive and the response to be read.
     """
 
     def __init__(
@@ -89,7 +89,11 @@ class TokenizeEndpoints:
     def _tokenize(
         self, request: TokenizeRequest, bounds: TextBounds, max_model_len: int | None
     ) -> TokenizeResponse:
-        """Return the token ids of a prompt or of messages, as generation would use them."""
+        """Return the token ids of the request's prompt or messages, as generation would use them.
+
+        Raises:
+            RequestError: prompt and messages are missing, or are too long.
+        """
         text, field, add_special = request.prompt, "prompt", request.add_special_tokens is not False
         if request.messages is not None:
             # The chat template writes special tokens itself.

@@ -1,4 +1,4 @@
-"""Runs the sequences of a job side by side and yields their text."""
+"""Runs the sequences of a job concurrently and yields their text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from baton_text.output import TextOutput
 
 logger = logging.getLogger(__name__)
 
-#: Beams come all at once. More tokens than this are detokenized in a thread.
+#: Beams with more tokens than this in total are detokenized in a thread.
 INLINE_TOKENS = 64
-#: Tokens of prompts and options encoded for engines before the event loop serves others.
+#: Tokens of prompts and options encoded for engines before the event loop runs other tasks.
 STAGGERED_TOKENS = 2**16
 #: Further cost of sending one sequence, in tokens.
 SEQUENCE_TOKENS = 2**11
@@ -32,7 +32,7 @@ _EventQueue = asyncio.Queue[tuple[Choice, TextOutput] | Exception | None]
 
 
 class Generator:
-    """Runs jobs."""
+    """Runs the sequences of jobs on engines."""
 
     def __init__(self, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
         self._dispatcher = dispatcher
@@ -40,9 +40,9 @@ class Generator:
         self._running: dict[_EventQueue, Job] = {}
 
     def fail_all(self) -> None:
-        """End every running job with an error, for a gateway that shuts down.
+        """End every running job with an error, because the gateway shuts down.
 
-        The engines receive ABORT for their work.
+        The engines receive ABORT for the sequences of these jobs.
         """
         for queue, job in self._running.items():
             lost = f" Its engine was lost before: {job.failure}" if job.failure else ""
@@ -55,15 +55,16 @@ class Generator:
     async def run(
         self, job: Job, on_output: Callable[[int], None]
     ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
-        """Yield the outputs of all choices as they come. The outputs of one choice stay in order.
+        """Run all sequences of `job`, and yield each output with its choice as soon as it arrives.
 
-        Closing the iterator early aborts the sequences that still run.
+        The outputs of one choice stay in order. Closing the iterator early aborts the sequences
+        that still run.
 
         Args:
-            on_output: called after every output with the number of outputs that wait to be taken.
+            on_output: called after every output with the number of outputs not yet yielded.
 
         Raises:
-            APIError: one sequence failed. The others are aborted.
+            APIError: one sequence failed. The other sequences are aborted.
         """
         queue = _EventQueue()
         runs = [(prompt, run) for prompt in job.prompts for run in prompt.runs]
@@ -100,7 +101,10 @@ class Generator:
         queue: _EventQueue,
         on_output: Callable[[int], None],
     ) -> None:
-        """Put the events of one run into `queue`, up to its end or its failure."""
+        """Put the outputs of `run` into `queue`, then None.
+
+        If the run fails, put the error into `queue` in place of None.
+        """
         try:
             async with aclosing(self._outputs(job, prompt, run)) as outputs:
                 async for item in outputs:
@@ -118,10 +122,10 @@ class Generator:
     async def _outputs(
         self, job: Job, prompt: PromptJob, run: Run
     ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
-        """Yield the text of one dispatched sequence, by choice.
+        """Run one sequence, and yield each piece of text with its choice.
 
         Raises:
-            APIError: the engine refused or failed it.
+            APIError: an engine refused the sequence, or no engine could finish the sequence.
         """
         timer = TokenTimer(self._metrics, job.started)
         needs_prompt_logprobs = job.request.requested_prompt_logprobs() is not None
@@ -140,14 +144,14 @@ class Generator:
 
 
 def _num_options(request: GenerationRequest) -> int:
-    """Return the number of list entries sent to an engine with every sequence."""
+    """Return the number of entries in the option lists that every sequence sends to its engine."""
     return len(request.logit_bias or ()) + len(request.allowed_token_ids or ())
 
 
 async def _texts(
     request: GenerationRequest, run: Run, output: EngineCoreOutput
 ) -> list[tuple[Choice, TextOutput]]:
-    """Convert one output of an engine to the text of the run's choice, or of all its beams."""
+    """Convert one output of an engine to text, for the choice of the run or for every beam."""
     if output.beams is not None:
         size = sum(len(beam.token_ids) for beam in output.beams)
         return await run_off_loop(partial(_beams, run, output), size, INLINE_TOKENS)
@@ -158,7 +162,7 @@ async def _texts(
 
 
 def _without_tokens(output: EngineCoreOutput) -> EngineCoreOutput:
-    """Return `output` without its token, for a request that asks only for its prompt."""
+    """Return `output` without its tokens, for a request whose answer is only the prompt."""
     return EngineCoreOutput(
         output.request_id,
         [],
@@ -168,9 +172,10 @@ def _without_tokens(output: EngineCoreOutput) -> EngineCoreOutput:
 
 
 def _beams(run: Run, output: EngineCoreOutput) -> list[tuple[Choice, TextOutput]]:
-    """Return the beams as choices, the best first.
+    """Return the text of each beam with its choice, the best beam first.
 
-    A search may end with fewer beams than its width. The response then has fewer choices.
+    A search may end with fewer beams than its width. The remaining choices are then removed from
+    `run`.
     """
     beams = output.beams or []
     del run.choices[len(beams) :]

@@ -1,4 +1,4 @@
-"""One HTTP request as data: its prompts, the runs of each, and the choices of the response."""
+"""The data of one HTTP request: prompts, the runs of each prompt, the choices of the response."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Choice:
 
 @dataclass
 class Run:
-    """One dispatched sequence and its choices: one choice, or one per beam."""
+    """One sequence and its choices: one choice, or one per beam of a beam search."""
 
     sequence: Sequence
     choices: list[Choice]
@@ -35,7 +35,7 @@ class PromptJob:
     """One prompt of a request.
 
     Args:
-        runs: the samples (with best_of, the candidates), or one beam search.
+        runs: one per sample, or one beam search. With best_of, there is one per candidate.
         logprobs: the prompt's log-probabilities, if requested.
         logprobs_known: set when `logprobs` is complete.
     """
@@ -50,9 +50,10 @@ class PromptJob:
         return [choice for run in self.runs for choice in run.choices]
 
     async def share_logprobs(self, run: Run, output: EngineCoreOutput) -> PromptLogprobs:
-        """Return the prompt's logprobs, which the first run's first output has for all runs.
+        """Return the prompt's logprobs, which only the first output of the first run contains.
 
-        The other runs wait for it. If the first run fails, the job fails.
+        The first run takes the logprobs from `output`. The other runs wait for them. If the first
+        run fails, the job fails.
         """
         if run is self.runs[0]:
             self.logprobs = output.prompt_logprobs or []  # a prompt of one token has none
@@ -67,7 +68,7 @@ class Job:
 
     Args:
         created: Unix time of the request.
-        started: monotonic time of its arrival.
+        started: monotonic time at which the request arrived.
     """
 
     id: str
@@ -86,13 +87,16 @@ class Job:
 
     @property
     def failure(self) -> str:
-        """The reason why a sequence of the job lost an engine; empty if none has lost one."""
+        """Why an engine failed a sequence of this job; empty if no engine has failed."""
         failures = (run.sequence.failure for prompt in self.prompts for run in prompt.runs)
         return next(filter(None, failures), "")
 
     @property
     def num_entries(self) -> int:
-        """Tokens and log-probabilities of the response so far: the cost of encoding it."""
+        """Number of tokens and log-probabilities in the response so far.
+
+        The time to encode the response grows with this number.
+        """
         tops, prompt_tops = (
             self.request.requested_logprobs(),
             self.request.requested_prompt_logprobs(),
@@ -105,9 +109,10 @@ class Job:
         return entries
 
     def best_choices(self) -> list[Choice]:
-        """Return the choices of the response once all have ended, and number them.
+        """Return the choices of the response, and set the index of each choice.
 
-        With best_of these are the most likely candidates, the best first.
+        All choices must have ended. With best_of, these are the candidates with the highest mean
+        log-probability, the best first.
         """
         best: list[Choice] = []
         num_samples = self.request.num_samples
@@ -123,7 +128,10 @@ class Job:
         return best
 
     def usage(self) -> Usage:
-        """Count the tokens: each prompt once, and every sample, even those best_of drops."""
+        """Return the token counts of the request.
+
+        Each prompt counts once. Every sample counts, including candidates that best_of drops.
+        """
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.processor.num_tokens for choice in self.choices)
         cached_tokens = sum(prompt.runs[0].sequence.num_cached_tokens for prompt in self.prompts)

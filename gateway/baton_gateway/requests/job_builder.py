@@ -1,7 +1,7 @@
 """Builds jobs from OpenAI requests: tokenizes the prompts and checks lengths and options.
 
-`n` samples of several prompts become one sequence per prompt and sample. A beam search becomes one
-sequence per prompt, whose beams become choices at its end.
+A request with several prompts and `n` samples has one sequence per prompt and sample. A beam search
+is one sequence per prompt, with one choice per beam.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class JobBuilder:
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens per request that the engines hold. None before the first decode engine."""
+        """Most tokens of a request that all engines hold. None before the first decode engine."""
         return self._pool.max_model_len
 
     async def build(
         self, request: ChatCompletionRequest | CompletionRequest, started: float, size: int
     ) -> Job:
-        """Build the job of a request.
+        """Return the job of `request`.
 
         Args:
             started: monotonic time of the request's arrival.
-            size: bytes of the request's body, which decide whether the work needs a thread.
+            size: bytes of the request's body. The job of a large body is built in a thread.
 
         Raises:
             RequestError: the messages cannot be rendered, or an option is invalid.
@@ -136,7 +136,10 @@ class JobBuilder:
     def _completion_prompts(
         self, request: CompletionRequest, bounds: PromptBounds
     ) -> tuple[list[list[int]], list[str]]:
-        """Return the token ids of each prompt, and the text of each if it is echoed."""
+        """Return the token ids of each prompt, and the text of each prompt.
+
+        Without echo, the texts are empty.
+        """
         prompts = request.prompts()
         add_special = request.add_special_tokens is not False
         token_ids: list[list[int]] = []
@@ -157,9 +160,12 @@ class JobBuilder:
         return token_ids, echoes
 
     def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
-        """Return the checked sampling parameters by max_tokens.
+        """Return the sampling parameters for each max_tokens in `lengths`.
 
-        Prompts share them, because lists of options may be long. Raises RequestError.
+        Prompts with equal max_tokens share one object, because the lists of options may be long.
+
+        Raises:
+            RequestError: an option is invalid.
         """
         bad_words = bad_words_token_ids(self.tokenizer, request.bad_words or [])
         params_of = {
@@ -186,7 +192,12 @@ class JobBuilder:
     def _max_tokens(
         self, request: GenerationRequest, prompt_len: int, field: str, bounds: PromptBounds
     ) -> int:
-        """Return the most tokens to generate, so that prompt and answer fit the model."""
+        """Return the most tokens to generate after a prompt of `prompt_len` tokens.
+
+        Raises:
+            APIError: prompt and answer do not fit the model.
+            RequestError: the prompt is empty, or a limit of this server is exceeded.
+        """
         if prompt_len == 0:
             raise RequestError(f"{field} must not be empty", param=field)
         bounds.check_server_limit(prompt_len, field)
@@ -243,7 +254,10 @@ def _sequence(
 
 
 def _check_options(request: GenerationRequest) -> None:
-    """Check that lists sent with every sequence are short enough. Raises RequestError."""
+    """Raise RequestError if logit_bias or allowed_token_ids is too long.
+
+    Every sequence sends its own copy, so the entries of all sequences count.
+    """
     for name in ("logit_bias", "allowed_token_ids"):
         entries = len(getattr(request, name) or ())
         if entries * request.num_sequences > MAX_OPTION_ENTRIES:

@@ -1,4 +1,4 @@
-"""Converts messages and texts to token ids, within length bounds that are checked first."""
+"""Converts messages and texts to token ids, and checks limits on their length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class PromptBounds:
     """How many tokens the prompt of a generation request may have.
 
     Args:
-        max_model_len: tokens the engines hold. The prompt must leave room for one more token.
+        max_model_len: most tokens of prompt and answer that the engines hold. The prompt must leave
+            room for at least one token of the answer.
         max_prompt_tokens: the limit configured for this server; None: no limit.
     """
 
@@ -40,15 +41,14 @@ class PromptBounds:
         return self.max_model_len if limit is None else min(self.max_model_len, limit)
 
     def check(self, at_least: int, field: str) -> None:
-        """Check the length of a prompt.
+        """Raise an error if a prompt of at least `at_least` tokens is too long.
 
         Args:
-            at_least: least number of tokens it has.
             field: field of the request, which the error names.
 
         Raises:
-            APIError: the prompt is longer than the context.
-            RequestError: it is longer than this server's limit.
+            APIError: the prompt does not fit the model.
+            RequestError: the prompt is longer than this server's limit.
         """
         if at_least >= self.max_model_len:
             raise prompt_too_long(self.max_model_len, at_least, field)
@@ -68,7 +68,7 @@ class PromptBounds:
 class TextBounds:
     """How many tokens a text to tokenize or detokenize may have.
 
-    More than a prompt: a client that cuts texts to length sends some that are too long.
+    The limit is higher than that of a prompt, because clients tokenize overlong texts to cut them.
     """
 
     prompt: PromptBounds
@@ -78,7 +78,7 @@ class TextBounds:
         return TEXT_FACTOR * self.prompt.max_tokens
 
     def check(self, at_least: int, field: str) -> None:
-        """Check a text of `at_least` tokens. Raises RequestError if it is too long."""
+        """Raise RequestError if a text of at least `at_least` tokens is too long."""
         if at_least > self.max_tokens:
             raise RequestError(
                 f"{field} may have at most {self.max_tokens} tokens, {TEXT_FACTOR} times the limit "
@@ -91,7 +91,7 @@ class TextBounds:
 class PromptReader:
     """Renders and tokenizes prompts.
 
-    All methods may be called from any thread. The bounds limit how long they take.
+    All methods may be called from any thread. The bounds limit how long a call takes.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -105,11 +105,14 @@ class PromptReader:
         *,
         add_generation_prompt: bool,
     ) -> str:
-        """Render the chat template.
+        """Return the prompt that the chat template renders from `messages`.
+
+        Args:
+            variables: further variables of the template.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.
-            APIError, RequestError: there are more messages than tokens are allowed.
+            APIError, RequestError: there are more messages than allowed tokens.
         """
         bounds.check(len(messages), "messages")
         template = self._tokenizer.chat_template
@@ -133,14 +136,18 @@ class PromptReader:
     def encode(
         self, text: str, field: str, bounds: PromptBounds | TextBounds, *, add_special_tokens: bool
     ) -> list[int]:
-        """Tokenize `text`. Raises APIError or RequestError if it is surely too long."""
+        """Return the token ids of `text`. The caller must check the number of tokens.
+
+        Raises:
+            APIError, RequestError: a quick check shows that the text exceeds `bounds`.
+        """
         bounds.check(self._tokenizer.fewest_tokens(text), field)
         if len(text) > LONG_TEXT * bounds.max_tokens:
             self._check_pieces(text, field, bounds)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
-        """Check that all ids are in the vocabulary. Raises RequestError."""
+        """Raise RequestError if an id is not in the vocabulary."""
         vocab_size = self._tokenizer.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
@@ -149,9 +156,9 @@ class PromptReader:
             )
 
     def _check_pieces(self, text: str, field: str, bounds: PromptBounds | TextBounds) -> None:
-        """Raise if the pieces of `text` have more than twice the tokens that fit.
+        """Raise an error if the pieces of `text` have more than twice as many tokens as allowed.
 
-        Cutting a text adds only a few tokens, so a text beyond this margin cannot fit.
+        Cutting a text into pieces adds only a few tokens, so such a text cannot fit.
         """
         num_tokens, piece = 0, max(_MIN_PIECE, LONG_TEXT * bounds.max_tokens)
         for start in range(0, len(text), piece):

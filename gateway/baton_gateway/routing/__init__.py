@@ -8,6 +8,6 @@ Modules:
     pool: a connection to every discovered engine.
     sequence: one sample of one prompt, with the tokens generated so far.
     retry_state: the attempts of one sequence, and why they failed.
-    placer: the choice of the engine for the next attempt.
+    placer: the choice of the engines for the next attempt.
     dispatch: runs a sequence: prefill and decode stages, fallback, retry, resume.
 """

@@ -1,7 +1,7 @@
 """The interface of engine discovery.
 
-A discovery yields the complete set of engines after every possible change, never a difference.
-The next set therefore repairs a lost event.
+A discovery yields the complete set of engines after every change, never a difference. If an event
+is lost, the next complete set corrects the omission.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROLES = ("prefill", "decode")
 class Discovery(abc.ABC):
     @abc.abstractmethod
     def watch(self) -> AsyncGenerator[list[EngineEndpoint], None]:
-        """Yield the current endpoints, and all of them again after every change.
+        """Yield all current endpoints, first at once and then after every change.
 
         The generator never ends. It logs transient failures and retries.
         """

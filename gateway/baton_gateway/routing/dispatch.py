@@ -1,7 +1,7 @@
 """Runs one sequence on engines: prefill and decode stages, fallback, retry, resume.
 
-The dispatcher owns the sequence and every token that it has yielded. When an engine is lost,
-another one gets the prompt and the tokens so far, and the stream continues.
+The gateway keeps all generated tokens of the sequence. When an engine is lost, another engine gets
+the prompt and these tokens, and the stream continues.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PREFILL_TIMEOUT_S = 60.0
 PROMPT_WAIT_S = 10.0
 
 #: Failures that are retried on another engine. For a sequence that has begun, every failure with an
-#: error code is retried: one engine accepted the request, so it is not the client's fault.
+#: error code is retried: an engine has accepted the request, so the request is valid.
 _RETRIABLE = frozenset(
     {ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD}
 )
@@ -50,11 +50,12 @@ _RETRIABLE = frozenset(
 class Dispatcher:
     """Runs sequences on the engines of the pool.
 
-    Without a prefill stage, the samples of one prompt go to one decode engine as a group. That
-    engine computes the prompt once and the samples share its blocks. With prefill engines each
-    sample has its own prefill stage, because a transfer's blocks belong to one pair of engines. The
-    samples then use the memory bandwidth of several decode engines. Samples whose engine is lost
-    move to one other engine together. A sample that fails alone moves alone.
+    Without a prefill stage, the samples of one prompt go to one decode engine as a group. The
+    engine computes the prompt once, and the samples share the prompt's blocks. When the engine is
+    lost, its samples move to one other engine together. A sample that fails alone moves alone.
+
+    With prefill engines, each sample has its own prefill stage, because a KV transfer belongs to
+    one pair of engines. The samples may then run on different decode engines.
     """
 
     def __init__(self, placer: Placer, metrics: GatewayMetrics) -> None:
@@ -65,10 +66,10 @@ class Dispatcher:
         """Yield the outputs of `sequence` in order, without gap or repetition.
 
         The last output has the finish reason STOP, LENGTH or REPETITION. Closing the iterator early
-        aborts the work on the engines.
+        aborts the requests on the engines.
 
         Raises:
-            APIError: no engine is available, or none could finish the sequence.
+            APIError: no engine is available, or no engine could finish the sequence.
         """
         state = RetryState(sequence, sequence.data_parallel_rank)
         while not sequence.is_complete:
@@ -110,7 +111,7 @@ class Dispatcher:
     async def _aggregated(
         self, state: RetryState, placement: Placement, attempt_id: str
     ) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Run the attempt on one engine, which computes the prompt and the rest."""
+        """Yield the outputs of an attempt on one engine, which computes the prompt and decodes."""
         sequence, client = state.sequence, placement.member.ready_client
         if sequence.has_begun:
             await self._wait_for_prompt(placement)
@@ -126,10 +127,11 @@ class Dispatcher:
             client.abort([attempt_id])
 
     async def _wait_for_prompt(self, placement: Placement) -> None:
-        """Let one resumed sample of a prompt run before the others.
+        """Wait until another resumed sample of the prompt has a token, for at most PROMPT_WAIT_S.
 
-        The others then find the prompt's blocks in the engine's prefix cache. They cannot be sent
-        as a group, because all samples of a group begin at the end of their prompt.
+        The first caller returns at once. The later samples then find the prompt's blocks in the
+        engine's prefix cache. Resumed samples cannot be sent as a group, because the samples of a
+        group start right after the prompt.
         """
         if not placement.has_resumed_sample:
             placement.has_resumed_sample = True
@@ -141,10 +143,10 @@ class Dispatcher:
     async def _disaggregated(
         self, state: RetryState, prefill: PoolMember, decode: PoolMember, attempt_id: str
     ) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Run the attempt on a prefill and a decode engine.
+        """Yield the outputs of an attempt on a prefill engine and a decode engine.
 
-        Both get their ADD at once. The first token comes from the prefill engine, the others from
-        the decode engine.
+        Both engines receive ADD at the same time. The first token comes from the prefill engine,
+        all other tokens from the decode engine.
         """
         sequence = state.sequence
         producer, consumer = prefill.ready_client, decode.ready_client
@@ -208,7 +210,7 @@ class Dispatcher:
         """Add the prefill stage's token to the sequence.
 
         Returns:
-            `output` with the sequence's finish reason, which is None if the sequence goes on.
+            `output` with the sequence's finish reason, which is None if the sequence continues.
         """
         self._check(sequence, output)
         finish_reason = _finish_reason(sequence, output)
@@ -219,10 +221,10 @@ class Dispatcher:
     def _prefill_result(
         self, attempt_id: str, prefill: PoolMember, stage: asyncio.Task[EngineCoreOutput]
     ) -> tuple[PrefillResult, EngineCoreOutput | None]:
-        """Return the PREFILL_RESULT for the decode engine, and the prefill stage's token.
+        """Return PREFILL_RESULT for the decode engine, and the prefill stage's output.
 
-        A failed prefill stage is no failure of the request: the decode engine computes what is
-        missing.
+        The output is None if the prefill stage failed. The request does not fail then, because the
+        decode engine computes what is missing.
         """
         output: EngineCoreOutput | None = None
         try:
@@ -259,10 +261,10 @@ class Dispatcher:
         stream: RequestStream,
         first: asyncio.Task[EngineCoreOutput] | None = None,
     ) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Yield the decode engine's outputs up to the finished one.
+        """Yield the decode engine's outputs up to the last, and add their tokens to `sequence`.
 
         Args:
-            first: a task that already waits for the first output, after a prefill stage.
+            first: after a prefill stage, a task that already waits for the first output.
         """
         # After a prefill stage the sequence has a token, but it has not run on another engine.
         is_resumed = sequence.has_begun and first is None
@@ -280,7 +282,7 @@ class Dispatcher:
                 return
 
     def _check(self, sequence: Sequence, output: EngineCoreOutput) -> None:
-        """Check that `output` succeeded and continues the tokens so far.
+        """Raise an error unless `output` succeeded and continues the tokens so far.
 
         Raises:
             AttemptError: another engine may succeed.
@@ -323,7 +325,10 @@ class Dispatcher:
 
 
 def _group_id(sequence: Sequence, placement: Placement) -> str:
-    """Return the id of the group that is sent to this engine; empty if `sequence` is sent alone."""
+    """Return the id of the group in which `sequence` is sent to the engine.
+
+    An empty id means that the sequence is sent alone.
+    """
     group = sequence.group
     if group is None or sequence.has_begun or placement not in group.placements.values():
         return ""
@@ -331,7 +336,7 @@ def _group_id(sequence: Sequence, placement: Placement) -> str:
 
 
 def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams, KVTransferParams]:
-    """Return the two sides of a new transfer: PRODUCE and CONSUME."""
+    """Return the parameters of a new KV transfer, for the prefill engine and the decode engine."""
     transfer_id = uuid.uuid4().hex
     produce = KVTransferParams(
         side=KVSide.PRODUCE,
@@ -349,12 +354,12 @@ def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams
 
 
 async def _first_output(client: EngineClient, request: EngineCoreRequest) -> EngineCoreOutput:
-    """Send ADD and return the first output. Raises EngineDeadError."""
+    """Send ADD to the engine and return the first output. Raises EngineDeadError."""
     return await anext(client.add(request))
 
 
 async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:
-    """Return an output of the decode engine. Raises AttemptError if the engine is dead."""
+    """Await an output of the decode engine. Raises AttemptError if the engine is dead."""
     try:
         return await output
     except EngineDeadError as error:
@@ -362,9 +367,9 @@ async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:
 
 
 def _finish_reason(sequence: Sequence, output: EngineCoreOutput) -> FinishReason | None:
-    """Return why the sequence ends with the prefill stage's token, or None if it continues.
+    """Return the finish reason after the prefill stage's token; None if the sequence continues.
 
-    A prefill engine always ends with LENGTH after one token, so its LENGTH is ignored.
+    A prefill engine always reports LENGTH after its token, so that finish reason is ignored.
     """
     if output.finish_reason in (FinishReason.STOP, FinishReason.REPETITION):
         return output.finish_reason

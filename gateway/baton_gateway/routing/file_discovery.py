@@ -18,10 +18,10 @@ FILE_POLL_S = 0.25
 
 
 class FileDiscovery(Discovery):
-    """The endpoints of a JSON file (`EngineEndpoints`), read again when its content changes.
+    """Reads endpoints from a JSON file (`EngineEndpoints`), again after every change of the file.
 
-    While the file is missing or invalid, the last valid set stays: a half-written file must not
-    disconnect every engine.
+    While the file is missing or invalid, the last valid endpoints stay. A half-written file must
+    not disconnect every engine.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,11 +50,11 @@ class FileDiscovery(Discovery):
 
 
 def parse_endpoints(content: bytes) -> list[EngineEndpoint]:
-    """Parse the content of a discovery file.
+    """Return the endpoints in the content of a discovery file.
 
     Raises:
-        ValueError: the content is not an `EngineEndpoints`, or has an unknown role or a
-            duplicate name.
+        ValueError: the content is not an `EngineEndpoints`, or has an unknown role or a duplicate
+            name.
     """
     try:
         endpoints = msgspec.json.decode(content, type=EngineEndpoints).engines

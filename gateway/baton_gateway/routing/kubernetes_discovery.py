@@ -21,12 +21,12 @@ CONNECT_RETRY_S = 2.0
 
 
 class KubernetesDiscovery(Discovery):
-    """The running pods of one LLMService that are ready or draining.
+    """Discovers the running pods of one LLMService that are ready or draining.
 
     Args:
         namespace: namespace of the LLMService.
         service: name of the LLMService.
-        resync_s: interval of full lists. A lost event is repaired within this time.
+        resync_s: interval at which all pods are listed, in case an event of the watch was lost.
     """
 
     def __init__(self, namespace: str, service: str, *, resync_s: float) -> None:
@@ -45,9 +45,9 @@ class KubernetesDiscovery(Discovery):
 
 
 async def _connect(stack: AsyncExitStack) -> KubeClient:
-    """Connect with the pod's service account.
+    """Return a Kubernetes client with the pod's service account. Retry until the account is usable.
 
-    PocketKube runs pods as plain processes, with their files under $POCKETKUBE_POD_ROOT.
+    In PocketKube, pods are plain processes with their files under $POCKETKUBE_POD_ROOT.
     """
     while True:
         try:
@@ -64,7 +64,10 @@ async def _connect(stack: AsyncExitStack) -> KubeClient:
 
 
 def endpoint_of(pod: Object) -> EngineEndpoint | None:
-    """Return the endpoint of a pod that has an address, runs, and is ready or draining."""
+    """Return the endpoint of `pod`, or None if the gateway must not connect to the pod.
+
+    The gateway connects to pods that have an address, run, and are ready or draining.
+    """
     metadata, status = pod.get("metadata") or {}, pod.get("status") or {}
     role = (metadata.get("labels") or {}).get(LABEL_ROLE)
     conditions = status.get("conditions") or []

@@ -10,7 +10,7 @@ from baton_protocol.messages import Ready
 
 
 class PoolMember:
-    """One discovered engine. `client` is set while it is connected and ready."""
+    """One discovered engine. `client` is set while the engine is connected and ready."""
 
     def __init__(self, endpoint: EngineEndpoint) -> None:
         self.endpoint = endpoint
@@ -39,16 +39,16 @@ class PoolMember:
 
     @property
     def ready(self) -> Ready:
-        """The last READY message of an available member: its limits and its rank."""
+        """The last READY message of an available member, with the engine's limits and rank."""
         ready = self.ready_client.ready
         assert ready is not None  # `client` is set after READY
         return ready
 
     def load(self) -> tuple[float, float, float]:
-        """Return a sort key, smallest for the least loaded engine.
+        """Return a sort key, which is smallest for the least loaded engine.
 
-        This gateway's own requests are counted exactly. Heartbeats report the requests of other
-        gateways, up to one interval late. A random number breaks ties.
+        The key is the number of requests, the KV cache usage, and a random number to break ties.
+        Requests of other gateways are known only from the last heartbeat.
         """
         client = self.ready_client
         usage = 0.0 if client.status is None else client.status.kv_cache_usage

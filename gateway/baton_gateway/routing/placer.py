@@ -1,4 +1,4 @@
-"""The choice of the engines for a sequence's next attempt, and how long to wait for one."""
+"""Chooses the engines for a sequence's next attempt, or waits until an engine is available."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ class Requirements:
     """Conditions that an engine must satisfy to be picked.
 
     Args:
-        excluded: values of `EngineClient.readiness`. An engine that became ready again has another
-            value, so it may be picked.
-        compatibility_hash: hash of the engine that generated the sequence's tokens, or that is to
-            take its KV blocks; None: any.
-        kv_transport: transport of the engine that is to take the KV blocks; None: any.
-        data_parallel_rank: the rank to pick; None: any.
+        excluded: `EngineClient.readiness` of engines that are not picked. An engine that became
+            ready again has a new value and may be picked.
+        compatibility_hash: the hash that the engine must have; None: any.
+        data_parallel_rank: the rank that the engine must have; None: any.
+        kv_transport: the KV transport that the engine must use; None: any.
     """
 
     excluded: Collection[int] = ()
@@ -60,7 +59,7 @@ class Placer:
     Args:
         prefill_threshold_tokens: shorter prompts have no prefill stage.
         queue_wait_s: how long a new sequence waits while no engine is available.
-        resume_wait_s: how long a sequence that has begun waits for another engine.
+        resume_wait_s: how long a sequence with generated tokens waits for another engine.
     """
 
     def __init__(
@@ -82,8 +81,8 @@ class Placer:
         """Choose the engines for the next attempt.
 
         Returns:
-            The decode engine, and the prefill engine. Without a prefill engine the decode engine
-            computes the prompt.
+            The decode engine and the prefill engine. If the prefill engine is None, the decode
+            engine computes the prompt.
 
         Raises:
             APIError: no decode engine is available, or the sequence has failed too often.
@@ -95,7 +94,10 @@ class Placer:
         return decode, self._pick_prefill(state.sequence, decode.member)
 
     async def _place_decode(self, state: RetryState) -> Placement:
-        """Choose the decode engine. Samples of a prompt without a prefill stage share one."""
+        """Choose the decode engine for the next attempt.
+
+        Samples of one prompt share an engine, unless they have a prefill stage or failed alone.
+        """
         group, failure = state.sequence.group, state.last_failure
         failed_alone = failure is not None and not failure.is_engine_gone
         has_prefill_stage = self._wants_prefill_stage(state.sequence) and bool(
@@ -126,7 +128,11 @@ class Placer:
         return Placement(member)
 
     def _pick_prefill(self, sequence: Sequence, decode: PoolMember) -> PoolMember | None:
-        """Pick a prefill engine whose KV blocks `decode` can read, if the prompt is long enough."""
+        """Pick a prefill engine whose KV blocks `decode` can read.
+
+        Returns:
+            None if the sequence needs no prefill stage or no such engine is available.
+        """
         if not self._wants_prefill_stage(sequence):
             return None
         init = decode.ready_client.init
@@ -154,7 +160,7 @@ class Placer:
         )
 
     def _timeout_s(self, state: RetryState) -> float:
-        """Return how long to wait for an engine that has not had this sequence."""
+        """Return how many seconds to wait for an engine that has not yet received the sequence."""
         has_begun, failure = state.sequence.has_begun, state.last_failure
         if failure is None:
             # Before the first decode engine the gateway is not ready, so it answers at once.
@@ -170,10 +176,10 @@ class Placer:
     async def _wait_for_capacity(
         self, state: RetryState, requirements: Requirements
     ) -> PoolMember | None:
-        """Wait for another engine, then retry those that were full.
+        """Wait for another engine. If none becomes available, allow the full engines again.
 
         Returns:
-            None if the sequence has waited for resume_wait_s.
+            The engine; None if the sequence has waited for resume_wait_s.
         """
         if time.monotonic() - state.stalled_since > self._resume_wait_s:
             return None
@@ -191,7 +197,7 @@ def _requirements(state: RetryState) -> Requirements:
 
 
 def _final_error(state: RetryState) -> APIError:
-    """Return the error for a sequence that is not retried any more."""
+    """Return the error for a sequence that is not retried again."""
     failure = state.last_failure
     if failure is None:
         if state.rank is not None:

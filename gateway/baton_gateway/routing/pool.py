@@ -1,8 +1,8 @@
 """The engine pool: a connection to every discovered engine.
 
-The pool keeps a connection as long as discovery lists the engine, and reconnects with backoff to
-whichever instance listens at the address. An engine that discovery has dropped gets no new
-requests and is disconnected when its last request has ended.
+The pool keeps a connection while discovery lists the engine. If the connection is lost, the pool
+connects again to the same address, with backoff. An engine that discovery no longer lists gets no
+new requests, and is disconnected when its last request has ended.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Picked = TypeVar("_Picked")
 
 
 class EnginePool:
-    """All discovered engines, as members.
+    """All discovered engines, and a connection to each.
 
     Args:
         service_key: encrypts the connections to engines; None: they are not encrypted.
@@ -72,7 +72,7 @@ class EnginePool:
             metrics.engines_ready.labels(role).set_function(self._counter(role))
 
     async def run(self) -> None:
-        """Follow discovery until cancelled, then close every connection."""
+        """Connect to all engines that discovery yields. When cancelled, close every connection."""
         try:
             async with aclosing(self._discovery.watch()) as sets:
                 async for endpoints in sets:
@@ -95,7 +95,7 @@ class EnginePool:
     async def wait_for(
         self, pick: Callable[[], _Picked | None], timeout_s: float
     ) -> _Picked | None:
-        """Call `pick` now and after every change, until it returns something.
+        """Call `pick` now, and again whenever an engine may have become available.
 
         Returns:
             The first result that is not None; None after `timeout_s`.
@@ -111,7 +111,7 @@ class EnginePool:
             return None
 
     def is_expecting(self, role: str) -> bool:
-        """Return whether some engine of `role` is known but not available at the moment."""
+        """Return whether discovery lists an engine of `role` that is not available now."""
         return any(
             member.endpoint.role == role and not member.is_available
             for member in self._members.values()
@@ -119,16 +119,20 @@ class EnginePool:
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens per request that every available decode engine can hold.
+        """Most tokens of a request that every available decode engine can hold.
 
-        While none is available, the last value stays. None before the first decode engine.
+        While no decode engine is available, the last value stays. None before the first decode
+        engine.
         """
         self._read_decode_limits()
         return self._max_model_len
 
     @property
     def data_parallel_size(self) -> int:
-        """Ranks of the decode group. While none is available, the last value stays."""
+        """Number of ranks of the decode group.
+
+        While no decode engine is available, the last value stays.
+        """
         self._read_decode_limits()
         return self._data_parallel_size
 
@@ -219,7 +223,11 @@ class EnginePool:
         )
 
     async def _wait_ready(self, member: PoolMember, client: EngineClient) -> None:
-        """Wait for READY in slices, so that a member that leaves while it loads is released."""
+        """Wait until the engine sends READY, or until the member has left discovery.
+
+        Raises:
+            TimeoutError: the engine has not sent READY within LOAD_TIMEOUT_S.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + LOAD_TIMEOUT_S
         while not member.has_left():
@@ -239,7 +247,7 @@ class EnginePool:
             dead.cancel()
 
     def _check_pairs(self, member: PoolMember) -> None:
-        """Report engines of the other role that cannot exchange KV blocks with this one."""
+        """Log and count engines of the other role that cannot exchange KV blocks with `member`."""
         ours = _kv_properties(member.ready_client.init)
         for other in self._members.values():
             if other.client is None or other.endpoint.role == member.endpoint.role:
@@ -264,5 +272,5 @@ class EnginePool:
 
 
 def _kv_properties(init: Init) -> tuple[str, str]:
-    """Return what engines must share to be paired: compatibility hash and KV transport."""
+    """Return the compatibility hash and the KV transport, which must be equal in paired engines."""
     return init.compatibility_hash, init.kv_transport

@@ -10,7 +10,7 @@ from baton_protocol.messages import ErrorCode
 
 
 class AttemptError(Exception):
-    """A decode engine failed this attempt. Another engine may succeed.
+    """Raised when an engine fails an attempt that another engine may complete.
 
     Args:
         code: the engine's error code; None if the engine is dead or stopped answering.
@@ -48,9 +48,9 @@ class RetryState:
 
     @property
     def is_waiting_for_capacity(self) -> bool:
-        """Whether the sequence has begun and the last engine was full.
+        """Whether the sequence has generated tokens and the last engine was full.
 
-        Such a sequence waits. A new sequence is refused if no other engine accepts it.
+        Such a sequence waits. A sequence without tokens fails if all engines are full.
         """
         failure = self.last_failure
         return (
@@ -67,7 +67,7 @@ class RetryState:
         """Record that the attempt failed.
 
         Args:
-            has_progressed: whether the attempt brought new tokens.
+            has_progressed: whether the attempt generated new tokens.
         """
         if has_progressed or self.last_failure is None:
             self.stalled_since = time.monotonic()

@@ -1,6 +1,6 @@
-"""One sample of one prompt, and the samples that share a prompt.
+"""One sample of one prompt, and the group of samples that share a prompt.
 
-The gateway owns every sequence with the tokens generated so far. Engines own only the work on it.
+The gateway keeps every sequence with its generated tokens. An engine keeps only its current work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton_protocol.sampling import SamplingParams
 
 
 class Placement:
-    """A decode engine that a sequence, or several samples of one prompt, are sent to."""
+    """The decode engine chosen for one sequence, or for several samples of one prompt."""
 
     def __init__(self, member: PoolMember) -> None:
         self.member = member
@@ -34,14 +34,14 @@ class Placement:
 
 @dataclass
 class SampleGroup:
-    """The samples of one prompt, which run on one engine so that it computes the prompt once.
+    """The samples of one prompt, which run on one engine so that the prompt is computed once.
 
-    The first sample to be sent picks the engine for all. When that engine is lost, the first sample
-    to notice picks the next engine for all.
+    The first sample that is sent chooses the engine for the group. When the engine is lost, the
+    first sample that retries chooses the next engine for the group.
     """
 
     group_id: str
-    #: By the readiness of the engine that was lost; 0 for the first placement.
+    #: Key: readiness of the lost engine that the placement replaces; 0 for the first placement.
     placements: dict[int, Placement] = field(default_factory=dict)
     #: Held while one sample waits for an engine.
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the client may have received some of its tokens."""
+        """Whether tokens were generated, which the client may have received."""
         return bool(self.generated_token_ids)
 
     @property
@@ -82,8 +82,7 @@ class Sequence:
     def can_prefill_remotely(self) -> bool:
         """Whether a prefill engine may compute the prompt and sample the first token.
 
-        Not for beams, which share blocks and are chosen in one place. Not with prompt logprobs,
-        which the decode engine needs. Not for a resumed sequence.
+        False for a resumed sequence, for a beam search, and if prompt logprobs are requested.
         """
         params = self.sampling_params
         return not self.has_begun and not params.beam_width and params.prompt_logprobs is None
@@ -91,7 +90,13 @@ class Sequence:
     def request(
         self, attempt_id: str, kv: KVTransferParams | None, *, group_id: str = ""
     ) -> EngineCoreRequest:
-        """Return all that an engine needs to run the sequence from its current token."""
+        """Return the engine request that continues the sequence after the tokens so far.
+
+        Args:
+            attempt_id: id of the request at the engine.
+            kv: the engine's side of the KV transfer; None: no transfer.
+            group_id: id of the group with which the request is sent; empty: alone.
+        """
         params = self.sampling_params
         if self.has_begun and params.prompt_logprobs is not None:  # sent with the first token
             params = msgspec.structs.replace(params, prompt_logprobs=None)
