@@ -5,11 +5,11 @@
 - `serve`: `baton serve`, one engine and its gateway without Kubernetes.
 - `plan`: `baton plan`, the steps of a rollout.
 - `preview`: the simulated cluster behind `baton plan`.
-- `service_status`: the state of a service, read from the API server and its pods.
-- `kv_bytes`: the KV bytes that its engines moved.
-- `display`: tables of that state.
+- `service_status`: the state of a service, read from the API server and the service's pods.
+- `kv_bytes`: the KV bytes that each engine moved.
+- `display`: the tables of `baton status` and `baton up`.
 - `ask`: one request to an OpenAI endpoint, with its timing.
-- `cluster_api`: the API server of a local cluster.
+- `cluster_api`: a client of a local cluster's API server.
 - `manifest_file`: the YAML files that users write.
 - `detach`: `baton up` in the background.
 - `state`: the state folder and its lock.

@@ -1,4 +1,4 @@
-"""One streamed chat answer of an OpenAI endpoint, and whether its gateways found all engines."""
+"""Requests a streamed chat answer, and checks whether gateways are connected to all engines."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from baton_protocol.config import GATEWAY_PORT
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer and its timing."""
+    """A chat answer and its timing."""
 
     text: str
-    #: Time from the request to the first text.
+    #: Seconds from the request to the first text.
     ttft_s: float
     tokens: int
-    #: Rate after the first token.
+    #: Tokens per second after the first token.
     tokens_per_s: float
 
 
 class AskError(Exception):
-    """The endpoint refused the request, or the stream was cut off."""
+    """Raised when an endpoint refuses the request or does not send a complete answer."""
 
 
 async def ask(
@@ -39,7 +39,7 @@ async def ask(
     on_text: Callable[[str], None],
     timeout_s: float,
 ) -> Answer:
-    """Send the prompt and stream the answer to `on_text`.
+    """Send `prompt` to a chat endpoint, and pass each piece of the answer's text to `on_text`.
 
     Raises:
         AskError: the endpoint refused the request, or the stream was cut off.
@@ -84,10 +84,10 @@ async def ask(
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Yield the chunks of a streamed response.
+    """Yield the JSON chunks of a streamed response.
 
     Raises:
-        AskError: the stream has an error.
+        AskError: the stream contains an error.
     """
     async for line in response.content:
         if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
@@ -99,9 +99,10 @@ async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
 
 
 async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
-    """Return whether every gateway pod has connected to every ready engine.
+    """Return whether every ready gateway is connected to all ready engines.
 
-    Gateways connect to an engine a moment after it is ready.
+    A gateway connects to an engine a moment after the engine is ready. The result is False if no
+    gateway is ready.
     """
     gateways = [pod for pod in pods if pod.role == "gateway" and pod.ready]
     try:
@@ -124,7 +125,7 @@ async def _metrics(gateway: PodStatus) -> str:
 
 
 def _num_engines_ready(metrics: str, role: str) -> float:
-    """Return the gateway's `baton:engines_ready` of a role; 0 if it is missing."""
+    """Return `baton:engines_ready` of `role` in a gateway's metrics; 0 if the metric is missing."""
     name = f'baton:engines_ready{{role="{role}"}} '
     values = [line.removeprefix(name) for line in metrics.splitlines() if line.startswith(name)]
     return float(values[0]) if values else 0.0

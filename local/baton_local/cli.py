@@ -33,11 +33,11 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class NoClusterError(Exception):
-    """No local cluster is running, or its API server does not answer because it is ending."""
+    """Raised when no local cluster is running, or when the API server does not answer."""
 
 
 def main() -> None:
-    """Run the command line of the `baton` script."""
+    """Run the `baton` command with this process's arguments, and exit with its status."""
     try:
         Path.home()
     except RuntimeError:
@@ -195,7 +195,7 @@ def _add_plan(commands: _Commands) -> None:
 
 
 def _simulated_s(text: str) -> float:
-    """Parse seconds of the simulated clock."""
+    """Parse a number of seconds for the simulated clock, at most MAX_SIMULATED_S."""
     value = arguments.not_negative(text)
     if value > MAX_SIMULATED_S:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_SIMULATED_S:g} s, got {text}")
@@ -221,10 +221,10 @@ def _run_plan(args: argparse.Namespace) -> int:
 
 
 def _running_cluster() -> ClusterInfo:
-    """Read the description of the running cluster.
+    """Return the description of the running cluster.
 
     Raises:
-        NoClusterError: none is running.
+        NoClusterError: no cluster is running.
     """
     state = StateDir()
     info = state.read_info()
@@ -239,7 +239,7 @@ def _running_cluster() -> ClusterInfo:
 
 
 async def _status(info: ClusterInfo) -> ServiceStatus | None:
-    """Read the service; None if it was deleted.
+    """Return the status of the cluster's LLMService; None if the LLMService was deleted.
 
     Raises:
         NoClusterError: the API server does not answer.

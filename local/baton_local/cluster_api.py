@@ -1,4 +1,4 @@
-"""The API server of a local cluster, as the `baton` commands use it."""
+"""A client of a local cluster's API server, for the `baton` commands."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ ACCOUNT_TOKEN_S = 365 * 86400
 
 
 class UnknownKindError(Exception):
-    """The API server does not serve the apiVersion and kind of an object."""
+    """Raised when the API server does not serve the apiVersion and kind of an object."""
 
 
 class ClusterApi:
-    """The API server of a local cluster, as the commands use it. Created by `connect`.
+    """A client of a local cluster's API server. `connect` creates it.
 
-    All methods raise KubeError if the server refuses, and OSError if it does not answer.
+    All methods raise KubeError if the server refuses the request, and OSError if the server does
+    not answer.
     """
 
     def __init__(self, kube: KubeClient, kubeconfig: Path) -> None:
@@ -40,10 +41,10 @@ class ClusterApi:
             yield ClusterApi(kube, kubeconfig)
 
     async def apply(self, documents: list[Object]) -> None:
-        """Apply the documents in order by server-side apply. Unknown fields are errors.
+        """Create or update the objects in order, by server-side apply. Unknown fields are errors.
 
         Raises:
-            UnknownKindError: the server does not serve a kind.
+            UnknownKindError: the server does not serve the kind of an object.
         """
         for document in documents:
             collection = await self._collection(document)
@@ -51,7 +52,10 @@ class ClusterApi:
             await self._kube.apply(path, document, field_manager=FIELD_MANAGER, strict=True)
 
     async def _collection(self, document: Object) -> str:
-        """Return the path of the collection of `document`, by the server's discovery."""
+        """Return the API path for objects of the kind and namespace of `document`.
+
+        The kinds are read from the server's discovery API.
+        """
         version, kind = document["apiVersion"], document["kind"]
         base = f"/apis/{version}" if "/" in version else f"/api/{version}"
         try:
@@ -69,7 +73,7 @@ class ClusterApi:
         raise UnknownKindError(f"the API server has no {kind} in {version}")
 
     async def account_token(self, namespace: str, account: str) -> str:
-        """Request a ServiceAccount token that outlives the cluster."""
+        """Return a new token for a ServiceAccount, which is valid for one year."""
         spec = {"audiences": [], "expirationSeconds": ACCOUNT_TOKEN_S}
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
         answer = await self._kube.create(
@@ -78,7 +82,7 @@ class ClusterApi:
         return str(answer["status"]["token"])
 
     async def supports_rules(self) -> bool:
-        """Return whether schemas can have CEL rules, as in Kubernetes 1.25 and later."""
+        """Return whether CRD schemas may have CEL rules, as in Kubernetes 1.25 and later."""
         version = await self._kube.get("/version")
         return (int(version["major"]), int(version["minor"].rstrip("+"))) >= (1, 25)
 
@@ -89,7 +93,7 @@ class ClusterApi:
         return has_condition(crd, "Established")
 
     async def service(self, namespace: str, name: str) -> ServiceStatus:
-        """Read an LLMService and its pods."""
+        """Return the status of an LLMService and its pods."""
         service = await self._kube.get(
             f"/apis/{names.API_VERSION}/namespaces/{namespace}/{names.PLURAL}/{name}"
         )
@@ -115,7 +119,11 @@ class ClusterApi:
         )
 
     async def _ingress(self, host: str) -> str:
-        """Read the port of the Ingress proxy from the node's annotation."""
+        """Return the `curl` arguments that reach `host` through the Ingress proxy.
+
+        The proxy's port is read from an annotation of the node. The result is empty without a
+        proxy.
+        """
         if not host:
             return ""
         nodes, _ = await self._kube.list("/api/v1/nodes")
@@ -127,10 +135,12 @@ class ClusterApi:
     async def log(
         self, namespace: str, pod: str, *, follow: bool, tail: int | None, previous: bool = False
     ) -> AsyncIterator[bytes]:
-        """Stream a pod's log.
+        """Yield a pod's log in pieces of any size.
 
         Args:
-            previous: the log of the container before its last restart.
+            follow: whether to wait for further output.
+            tail: number of last lines; None: all lines.
+            previous: whether to read the log of the container before its last restart.
         """
         options = {"follow": str(follow).lower(), "previous": str(previous).lower()}
         if tail is not None:
@@ -148,7 +158,7 @@ class ClusterApi:
 
 
 def _reachable(endpoint: str) -> str:
-    """Replace the endpoint's port by the port where the proxy serves it."""
+    """Return `endpoint` with the port at which the cluster's proxy serves it on this machine."""
     usual = 443 if endpoint.startswith("https:") else 80
     port = served_port(usual)
     return f"{endpoint}:{port}" if endpoint and port != usual else endpoint

@@ -1,4 +1,7 @@
-"""`baton up --detach`: `baton up` in the background, until its service has answered."""
+"""`baton up --detach`: run `baton up` in the background.
+
+The command returns when the service has answered its first request.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +13,23 @@ from rich.markup import escape
 
 from baton_local.state import ClusterInfo, StateDir
 
-#: Time for a supervisor without an answer to stop its cluster, before SIGKILL.
+#: Time for `baton up` to stop its cluster after a failure, before SIGKILL.
 STOP_TIMEOUT_S = 60.0
 
 
 class NoAnswerError(Exception):
-    """The supervisor has ended, or its service has not answered in time."""
+    """Raised when `baton up` has ended, or its service has not answered in time."""
 
 
 def run_detached(command: list[str], timeout_s: float, state: StateDir, console: Console) -> int:
-    """Run `command` in a session of its own, and return when its service has answered.
+    """Start `baton up` in a new session, and return when its service has answered.
 
     Args:
         command: the command line of `baton up` without --detach.
-        timeout_s: time from the start to the answer.
+        timeout_s: longest time from the start to the answer.
 
     Returns:
-        The exit status: 0 after the answer, 1 without one. Without an answer the command has ended.
+        Exit status 0 after the answer, or 1 after a failure. After a failure `baton up` is stopped.
     """
     if (pid := state.supervisor()) is not None:
         console.print(
@@ -66,7 +69,10 @@ def run_detached(command: list[str], timeout_s: float, state: StateDir, console:
 def _wait_for_answer(
     supervisor: subprocess.Popen[bytes], state: StateDir, timeout_s: float
 ) -> ClusterInfo:
-    """Wait until the service has answered.
+    """Wait until the service has answered. Return the description of the running cluster.
+
+    Args:
+        supervisor: the process of `baton up`.
 
     Raises:
         NoAnswerError: the supervisor has ended, or `timeout_s` has passed.

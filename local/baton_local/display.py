@@ -1,4 +1,4 @@
-"""The status of one service on a terminal: tables, `baton status`, the progress of `baton up`."""
+"""Shows the status of a service on a terminal, for `baton status` and `baton up`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
 def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> RenderableType:
-    """Build the tables of pods and conditions. `elapsed_s` is shown in the heading."""
+    """Return the tables of pods and conditions, with `elapsed_s` in the heading."""
     pids = any(pod.pid for pod in status.pods)
     pods = Table(title=None, box=None, pad_edge=False, header_style="bold")
     for column in (
@@ -52,7 +52,7 @@ def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> Ren
 
 
 def print_status(status: ServiceStatus, manifest: str) -> None:
-    """Print what `baton status` shows. `manifest` is the path of the file to edit."""
+    """Print the output of `baton status`. `manifest` is the path of the service's YAML file."""
     console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
     if status.exists:
         console.print(service_tables(status))
@@ -67,7 +67,10 @@ def print_status(status: ServiceStatus, manifest: str) -> None:
 
 
 class Progress:
-    """Progress of the service: a live table on a terminal, otherwise a line for each change."""
+    """Shows the state of a service while `baton up` runs.
+
+    On a terminal this is a table that is updated, otherwise a line for each changed condition.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -87,11 +90,11 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Time since the start of `baton up`."""
+        """Seconds since the start of `baton up`."""
         return time.monotonic() - self._started
 
     def show(self, status: ServiceStatus) -> None:
-        """Show the status, or print the conditions that have changed."""
+        """Update the table, or print a line for each condition that has changed."""
         if self._live is not None:
             self._live.update(service_tables(status, self.elapsed_s))
         for condition in status.conditions:

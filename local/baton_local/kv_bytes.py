@@ -1,4 +1,4 @@
-"""The KV bytes that each engine has sent and received, read from its `/health`."""
+"""The KV bytes that each engine has sent and received, as the engine's `/health` reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton_protocol.progress import Health
 
 
 async def ask_kv_bytes(status: ServiceStatus) -> ServiceStatus:
-    """Return `status` with the `kv_bytes` of the engines that answer `/health`."""
+    """Return `status` with `kv_bytes` set for each engine that answers `/health`."""
     pods = await asyncio.gather(*map(_with_kv_bytes, status.pods))
     return msgspec.structs.replace(status, pods=pods)
 
@@ -36,12 +36,12 @@ async def _with_kv_bytes(pod: PodStatus) -> PodStatus:
 
 
 def kv_bytes_received(pods: list[PodStatus]) -> Counter[str]:
-    """Sum the KV bytes that decode pods received, by transport."""
+    """Return how many KV bytes the decode pods have received in total, by transport."""
     return sum((Counter(pod.kv_bytes) for pod in pods if pod.role == "decode"), Counter[str]())
 
 
 def format_kv_bytes(nbytes: Mapping[str, int]) -> str:
-    """Format bytes by transport: `1.25 MiB over ucx tcp/lo, 0.50 MiB over tcp sockets`."""
+    """Format the bytes of each transport: `1.25 MiB over ucx tcp/lo, 0.50 MiB over tcp sockets`."""
     return ", ".join(
         f"{count / 2**20:.2f} MiB over {transport}" for transport, count in sorted(nbytes.items())
     )

@@ -1,4 +1,4 @@
-"""The YAML files that users write: one LLMService, and other Kubernetes objects."""
+"""Reads the YAML files that users write: one LLMService, and other Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def load_documents(path: Path) -> list[Object]:
-    """Read the Kubernetes objects of a YAML file.
+    """Return the Kubernetes objects of a YAML file.
 
     Raises:
-        ValueError: the file, and why a document is no Kubernetes object.
+        ValueError: the file cannot be read, or a document is not a Kubernetes object.
     """
     try:
         documents = [document for document in yaml.safe_load_all(path.read_text()) if document]
@@ -35,10 +35,10 @@ def load_documents(path: Path) -> list[Object]:
 
 
 def load_service(path: Path) -> tuple[list[Object], Object]:
-    """Read the objects of a YAML file, and the only LLMService among them.
+    """Return all objects of a YAML file, and the only LLMService among them.
 
     Raises:
-        ValueError: the file, and why it has no such objects.
+        ValueError: the file cannot be read, or does not contain exactly one LLMService.
     """
     documents = load_documents(path)
     services = [document for document in documents if document["kind"] == names.KIND]
@@ -48,7 +48,7 @@ def load_service(path: Path) -> tuple[list[Object], Object]:
 
 
 def _complaint(document: Any) -> str:
-    """Return why a document is no Kubernetes object; empty if it is one."""
+    """Return why `document` is not a Kubernetes object; empty if it is a Kubernetes object."""
     if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
         return "every document needs apiVersion, kind and metadata"
     try:
@@ -76,7 +76,10 @@ def _complaint(document: Any) -> str:
 
 
 def as_kubectl_applies(document: Object) -> Object:
-    """Add the annotation of `kubectl apply`, which later finds fields that the user removes."""
+    """Return `document` with the last-applied annotation that `kubectl apply` writes.
+
+    With this annotation, a later `kubectl apply` removes the fields that the user has deleted.
+    """
     metadata = {"annotations": {}, **document["metadata"]}
     applied = {**document, "metadata": metadata}
     text = json.dumps(applied, sort_keys=True, separators=(",", ":")) + "\n"

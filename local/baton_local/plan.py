@@ -1,6 +1,6 @@
-"""`baton plan`: the steps of a rollout or resize from one manifest to another.
+"""`baton plan`: prints the steps of a rollout or resize from one manifest to another.
 
-`baton_local.preview` runs the operator's own planner. This module reads manifests and prints.
+`baton_local.preview` computes the steps with the operator's own planner.
 """
 
 from __future__ import annotations
@@ -31,10 +31,14 @@ MAX_VALUE_LENGTH = 60
 def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: str) -> int:
     """Print the plan, and return the exit code.
 
-    It is 0 if the service settles, 1 for an invalid manifest, and 2 if the service does not settle.
+    The exit code is 0 if the service reaches the new state, and 2 if it does not. The exit code is
+    1 for an invalid manifest.
 
     Args:
         files: the manifests before and after the edit, or the manifest of a new service.
+        conditions: the behavior of the simulated cluster.
+        max_steps: largest number of steps in the plan.
+        output: `text` or `json`.
     """
     try:
         targets = [_read(path) for path in files]
@@ -59,7 +63,7 @@ def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: 
 
 
 def _read(path: Path) -> Target:
-    """Read the only LLMService of a file.
+    """Return the only LLMService of a file, with its desired state.
 
     Raises:
         ValueError: the file does not have exactly one valid LLMService. The message names the file,
@@ -87,7 +91,7 @@ def _read(path: Path) -> Target:
 
 
 def _header(old: Target | None, new: Target, result: Preview) -> Iterator[str | Text]:
-    """Yield the changed fields and objects, and a table of the groups."""
+    """Yield the lines before the steps: changed fields and objects, and a table of the groups."""
     yield Text(
         f"LLMService {new.resolved.name}" + (", created from nothing" if old is None else ""),
         "bold",
@@ -114,7 +118,10 @@ def _header(old: Target | None, new: Target, result: Preview) -> Iterator[str | 
 
 
 def _steps(result: Preview) -> Iterator[str | Text]:
-    """Yield each step, with a table of its members if they have changed."""
+    """Yield the lines of each step.
+
+    A step has a table of members if a member has changed since the previous step.
+    """
     newest = {group.role: group.revisions[1] for group in result.groups}
     before: Step | None = None
     for step in result.steps:
@@ -164,7 +171,7 @@ def _value(value: Any) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[Text]:
-    """Yield rows with columns as wide as their longest cell. Known states are coloured."""
+    """Yield a line for each row, with aligned columns and colored member states."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

@@ -1,7 +1,7 @@
 """`baton serve MODEL`: one engine and its gateway as child processes, without Kubernetes.
 
 The engine listens on 127.0.0.1, and the gateway on --host. The gateway discovers the engine through
-a file in a temporary folder. The children end with this process, also after SIGKILL.
+a file in a temporary folder. The child processes end when this process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ _OURS = ("--model", "--config", "--engine-port", "--http-port", "--kv-role", "--
 
 
 def flags_parser() -> argparse.ArgumentParser:
-    """Build the parser of the flags of `serve`. The engine has the others."""
+    """Return the parser for the flags of `baton serve`.
+
+    All other flags are passed to the engine.
+    """
     parser = argparse.ArgumentParser(prog="baton serve MODEL", add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--host", default=LOOPBACK, help="address of the endpoint (default 127.0.0.1)"
@@ -89,8 +92,12 @@ def flags_parser() -> argparse.ArgumentParser:
 def run_serve(model: str, flags: list[str]) -> int:
     """Serve until SIGTERM or Ctrl-C, and return the exit code.
 
-    It is 0 after a drain. If a child has failed, it is the child's exit code (78 for an invalid
-    configuration). It is 1 for any other failure.
+    The exit code is 0 after a drain. If a child process has failed, its exit code is returned, for
+    example 78 for an invalid configuration. After any other failure the exit code is 1.
+
+    Args:
+        model: the checkpoint folder.
+        flags: the command line after the model.
     """
     parser = flags_parser()
     if {"-h", "--help"} & set(flags):
@@ -115,7 +122,7 @@ def run_serve(model: str, flags: list[str]) -> int:
 
 @dataclass
 class _Child:
-    """A child process. Its log lines are printed with its name before them."""
+    """A child process. Its output is printed with the child's name before each line."""
 
     name: str
     process: asyncio.subprocess.Process
@@ -155,7 +162,10 @@ class _Child:
             print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
 
     async def wait(self) -> int:
-        """Wait for its end and output, and return the exit code, negative for a signal."""
+        """Wait until the child has ended and its output is printed. Return the exit code.
+
+        The exit code is negative if a signal ended the child.
+        """
         code = await self.process.wait()
         await asyncio.wait([self._output], timeout=1.0)  # a grandchild may hold the pipe open
         return code
@@ -166,7 +176,7 @@ class _Child:
                 self.process.send_signal(signum)
 
     async def end(self, timeout_s: float) -> None:
-        """Send SIGTERM, and SIGKILL to its whole session if it does not end in time."""
+        """End the child with SIGTERM. After `timeout_s`, kill its process group with SIGKILL."""
         self.signal(signal.SIGTERM)
         try:
             async with asyncio.timeout(timeout_s):
@@ -183,7 +193,7 @@ class _Child:
 
 
 class _ChildEndedError(Exception):
-    """A child process has ended that should run."""
+    """Raised when a child process ends although it should still run."""
 
     def __init__(self, child: _Child, code: int) -> None:
         how = (
@@ -197,7 +207,7 @@ class _ChildEndedError(Exception):
 
 
 class _Server:
-    """The engine and the gateway, from their start to the drain."""
+    """Runs the engine and the gateway, from their start to the drain."""
 
     def __init__(
         self, model: str, options: argparse.Namespace, engine_flags: list[str], folder: Path
@@ -244,7 +254,7 @@ class _Server:
         self._stop.set()
 
     async def _serve(self) -> None:
-        """Run the children until a signal arrives.
+        """Run the engine and the gateway until this task is cancelled.
 
         Raises:
             _ChildEndedError: a child has ended.
@@ -339,9 +349,10 @@ class _Server:
         )
 
     async def _drain(self) -> None:
-        """End the gateway first, which finishes the running requests with the engine.
+        """End the gateway, then the engine.
 
-        A second signal kills both at once.
+        The gateway first finishes the running requests. A second signal kills both processes at
+        once.
         """
         _print("stopping after the running requests; press Ctrl-C again to stop at once")
         ending = asyncio.create_task(self._end_children())
@@ -358,7 +369,10 @@ class _Server:
             await child.end(self._options.drain_timeout_s + _EXIT_GRACE_S)
 
     async def _fail(self, error: _ChildEndedError) -> None:
-        """End the gateway, which reports the end of the engine to waiting clients."""
+        """End all child processes after one of them has failed, and print the failure.
+
+        A gateway whose engine has failed first reports the failure to waiting clients.
+        """
         await self._until_noticed()
         for child in reversed(self._children):
             # The second signal ends the gateway's drain, because its requests cannot continue.
@@ -373,7 +387,7 @@ class _Server:
             _print(f"{error}; its last line: {error.child.last_line or '(none)'}")
 
     async def _until_noticed(self) -> None:
-        """Wait until the gateway has noticed the end of its engine, for a limited time."""
+        """Wait until the gateway has noticed that the engine has ended, for at most _NOTICE_S."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with asyncio.timeout(_NOTICE_S), aiohttp.ClientSession() as session:
                 while True:
@@ -384,7 +398,7 @@ class _Server:
 
 
 async def _first_of(*tasks: asyncio.Task[None]) -> None:
-    """Wait until one of the tasks ends. Raise its error, if it has one."""
+    """Wait until one of the tasks ends. If a task has failed, raise its error."""
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         if task.done():
@@ -392,16 +406,16 @@ async def _first_of(*tasks: asyncio.Task[None]) -> None:
 
 
 async def _until_ended(child: _Child) -> None:
-    """Wait until a child ends that this process has not stopped.
+    """Wait until `child` ends, and raise an error.
 
     Raises:
-        _ChildEndedError: it has ended, whatever its exit code.
+        _ChildEndedError: the child has ended, with any exit code.
     """
     raise _ChildEndedError(child, await child.wait())
 
 
 async def _not_ready(session: aiohttp.ClientSession, url: str, name: str) -> str:
-    """Return why a component is not ready; empty if it is ready."""
+    """Return why the component at `url` is not ready; empty if the component is ready."""
     try:
         async with session.get(url) as response:
             if response.status == 200:
@@ -417,7 +431,7 @@ async def _not_ready(session: aiohttp.ClientSession, url: str, name: str) -> str
 
 
 def _free_port(host: str, port: int) -> int:
-    """Check that no process listens on `port`, or find a free port if it is 0.
+    """Return `port` if no process listens on it. If `port` is 0, return a free port.
 
     Raises:
         OSError: the port is in use, or `host` is not an address of this machine.

@@ -1,4 +1,4 @@
-"""The state of an LLMService and its pods, as `baton status` shows it."""
+"""The state of an LLMService and its pods, as `baton status` shows them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pocketkube.containers.process import container_pids
 
 
 class PodStatus(msgspec.Struct):
-    """One pod of a service."""
+    """The state of one pod of a service."""
 
     name: str
     role: str
@@ -19,13 +19,13 @@ class PodStatus(msgspec.Struct):
     phase: str
     ready: bool
     restarts: int
-    #: Why it is not ready, as its containers report.
+    #: Why the pod is not ready, as its containers report.
     reason: str
     #: ID of the first container; empty before its start.
     container_id: str = ""
     #: Pid of the container's process, if it was looked up.
     pid: int | None = None
-    #: Bytes of KV sent and received, by transport and lane, if they were read from the engine.
+    #: KV bytes sent and received, by transport (`ucx tcp/lo`); empty if not read from the engine.
     kv_bytes: dict[str, int] = {}
 
 
@@ -51,7 +51,7 @@ class ServiceStatus(msgspec.Struct):
     #: `curl` options for the Ingress; empty without one.
     ingress: str
     kubeconfig: str
-    #: False if it was deleted. Only the names and the kubeconfig are set then.
+    #: False if the LLMService was deleted. Then only the names and the kubeconfig are set.
     exists: bool = True
 
     @property
@@ -82,7 +82,7 @@ def pod_status(pod: Object) -> PodStatus:
 
 
 def with_pids(status: ServiceStatus) -> ServiceStatus:
-    """Return `status` with the pids of containers on this machine."""
+    """Return `status` with the pid of each pod whose container runs on this machine."""
     pids = container_pids()
     pods = [msgspec.structs.replace(pod, pid=pids.get(pod.container_id)) for pod in status.pods]
     return msgspec.structs.replace(status, pods=pods)

@@ -1,4 +1,7 @@
-"""The state folder of a local cluster, and the lock of its supervisor."""
+"""The state folder of a local cluster, and the lock of its supervisor.
+
+The supervisor is the process of `baton up`.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ from pathlib import Path
 
 import msgspec
 
-#: Time to wait for the lock, because a reader may hold it to see whether it is free.
+#: Time to wait for the lock. `StateDir.supervisor` may hold it for a moment.
 PROBE_S = 0.5
 
 
 class StateDirError(Exception):
-    """The folder cannot be used; the text has the reason and the remedy."""
+    """Raised when the state folder cannot be used. The message has the reason and the remedy."""
 
 
 class ClusterRunningError(StateDirError):
-    """Another supervisor holds the lock of this folder."""
+    """Raised when another supervisor holds the lock of the state folder."""
 
 
 class _Written(msgspec.Struct):
@@ -31,7 +34,7 @@ class _Written(msgspec.Struct):
 
 
 class ClusterInfo(_Written):
-    """The running cluster, as its supervisor describes it to the other commands."""
+    """The description of the running cluster, which its supervisor writes for other commands."""
 
     kubeconfig: str
     namespace: str
@@ -61,13 +64,13 @@ class StateDir:
         return self.root / "cluster.json"
 
     def make(self) -> None:
-        """Create the folders, accessible by their owner only."""
+        """Create the state folder and its folder for logs, accessible by their owner only."""
         with self._usable():
             for folder in (self.root, self.logs):
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def acquire(self) -> None:
-        """Become the supervisor of this folder until the process ends.
+        """Lock the folder until this process ends, as its supervisor.
 
         Raises:
             ClusterRunningError: another supervisor holds the lock.
@@ -103,7 +106,7 @@ class StateDir:
             os.close(lock_file)
 
     def write_info(self, info: ClusterInfo) -> None:
-        """Replace the description of the running cluster."""
+        """Replace the description of the running cluster with `info`."""
         temporary = self._info_path.with_suffix(".tmp")
         temporary.write_bytes(msgspec.json.encode(info))
         temporary.rename(self._info_path)
@@ -128,10 +131,10 @@ class StateDir:
             raise StateDirError(text) from error
 
     def stop_supervisor(self, timeout_s: float) -> bool:
-        """Send SIGTERM to the supervisor, and SIGKILL after `timeout_s`.
+        """Send SIGTERM to the supervisor. If it does not end within `timeout_s`, send SIGKILL.
 
         Returns:
-            Whether one was running.
+            Whether a supervisor was running.
         """
         pid = self.supervisor()
         if pid is None:

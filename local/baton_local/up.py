@@ -1,8 +1,14 @@
-"""`baton up`: a local cluster around one LLMService, up to one streamed answer.
+"""`baton up`: starts a local cluster with one LLMService, and requests one streamed answer.
 
-The steps are: checkpoint (if none is named), control plane, CRD, operator, kubelet and proxy, the
-user's file, Ready, one answer. The process then supervises the cluster until Ctrl-C, SIGTERM or
-`baton down`.
+The steps are:
+
+1. Create the demo checkpoint, if the user names no model.
+2. Start the control plane, create the CRD, and start the operator.
+3. Start the kubelet and the proxy.
+4. Apply the user's file, and wait until the service is Ready.
+5. Request one answer.
+
+The process then supervises the cluster until Ctrl-C, SIGTERM or `baton down`.
 """
 
 from __future__ import annotations
@@ -49,12 +55,12 @@ RBAC = Path(__file__).parent / "rbac"
 
 
 class UpError(Exception):
-    """An error that the user can correct. The message names the correction."""
+    """Raised for an error that the user can correct. The message names the correction."""
 
 
 @dataclass(frozen=True)
 class UpOptions:
-    """Options of the command line."""
+    """The command-line options of `baton up`."""
 
     file: Path
     model: Path | None
@@ -68,14 +74,18 @@ class UpOptions:
     def answer_timeout_s(self) -> float:
         """Longest time from the start to the answer: the sum of the timeouts of all steps.
 
-        The control plane starts and accepts the CRD. The service becomes Ready, its gateways
-        connect to the engines, and it answers.
+        CONTROL_PLANE_TIMEOUT_S limits the start of the control plane and the creation of the CRD.
+        `timeout_s` limits the wait for Ready, the wait for the gateways' connections, and the
+        answer.
         """
         return 2 * CONTROL_PLANE_TIMEOUT_S + 3 * self.timeout_s
 
 
 def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
-    """Return the exit status: 0 after the answer (--once) or a shutdown; 1 after an error."""
+    """Run `baton up`, and return the exit status.
+
+    The status is 0 after the answer (with --once) or a shutdown, and 1 after an error.
+    """
     try:
         documents, service = _read_service(options.file)
         state.acquire()
@@ -185,7 +195,7 @@ class _Up:
         self.cluster.start(Component("operator", command, {"POD_IP": "127.0.0.1"}))
 
     async def _apply_file(self, api: ClusterApi) -> None:
-        """Apply the user's file, and record the cluster."""
+        """Apply the user's file, and write the description of the cluster for other commands."""
         file = self.options.file
         try:
             await api.apply([as_kubectl_applies(document) for document in self.documents])
@@ -194,7 +204,11 @@ class _Up:
         self._record(endpoint="")
 
     def _record(self, endpoint: str) -> None:
-        """Record the cluster for the other commands."""
+        """Write the description of the running cluster for other commands.
+
+        Args:
+            endpoint: URL at which the service has answered; empty before its first answer.
+        """
         self.state.write_info(
             ClusterInfo(
                 supervisor_pid=os.getpid(),
@@ -238,7 +252,7 @@ class _Up:
             self.console.print(escape(str(error)), style="dim")
 
     async def _watch(self, api: ClusterApi) -> None:
-        """Restart components and report changes of the service until `stopped` is set."""
+        """Restart ended components and show changes of the service, until `stopped` is set."""
         while not self.stopped.is_set():
             for component in self.cluster.heal():
                 self.console.print(
@@ -331,10 +345,13 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
 async def provide_model(
     model: Path | None, service: Object, state: StateDir, console: Console
 ) -> None:
-    """Let pods find --model, or the demo checkpoint, at the path of spec.model.uri.
+    """Link the model to the path of spec.model.uri, where the pods look for it.
+
+    The model is --model or the demo checkpoint. Without --model, a URI other than DEMO_MODEL_URI
+    stays.
 
     Raises:
-        UpError: --model is no checkpoint, or the service's model is not in a folder.
+        UpError: --model is not a checkpoint, or spec.model.uri is not a folder.
     """
     shutil.rmtree(state.host_root, ignore_errors=True)  # links of the last cluster
     uri = str(service.get("spec", {}).get("model", {}).get("uri"))
@@ -358,7 +375,7 @@ async def provide_model(
 
 
 async def _demo_checkpoint(demo: Path, console: Console) -> Path:
-    """Return the folder of the demo checkpoint, which is created once."""
+    """Return the folder of the demo checkpoint. Create the checkpoint if it does not exist."""
     if not (demo / "config.json").is_file():
         console.print(f"creating a demo checkpoint in {escape(str(demo))}", style="dim")
         partial = demo.with_name("demo.partial")

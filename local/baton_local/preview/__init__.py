@@ -1,7 +1,7 @@
 """Preview of a rollout or resize: the planner's steps on a simulated cluster.
 
 - `rollout`: runs the operator's own planner.
-- `target`: the desired state, and its changes.
+- `target`: the desired state of a service, and the changes between two desired states.
 - `cluster`: the simulated pods.
 - `coordinator`: the simulated coordinator.
 - `steps`: the structs of the result.

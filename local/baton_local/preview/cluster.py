@@ -1,4 +1,7 @@
-"""The simulated cluster: member pods that start, drain and end. The caller passes the time."""
+"""The simulated cluster: member pods that start, drain and end.
+
+The cluster has no clock: its methods get the time as an argument.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,18 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pod(Member, frozen=True, kw_only=True):
-    """A member pod: the planner's view of it, and when its state changes next."""
+    """A simulated member pod: the planner's `Member`, and the times of its next state changes."""
 
     role: names.MemberRole
     becomes_ready: bool = True
-    #: Time at which it is ready; None if it is not bound to a node.
+    #: Time at which the pod is ready; None if it is not bound to a node.
     ready_at: datetime | None = None
     drained_at: datetime | None = None
     gone_at: datetime | None = None
 
     @property
     def next_event_at(self) -> datetime:
-        """Time of the next change of its state; `NEVER` if there is none."""
+        """Time of the pod's next state change; `NEVER` if there is none."""
         if self.gone_at is not None:
             return self.gone_at
         starts_at = NEVER if self.serving or self.ready_at is None else self.ready_at
@@ -63,10 +66,10 @@ class Pod(Member, frozen=True, kw_only=True):
 
 
 class Cluster:
-    """The member pods of one service, and their coordinator."""
+    """The simulated member pods of one service, and their coordinator."""
 
     def __init__(self, conditions: Conditions, pods: Iterable[Pod]) -> None:
-        """Start with `pods`, all of which are ready."""
+        """Create a cluster with `pods`, all of which are ready."""
         self._conditions = conditions
         self.pods = {pod.name: pod for pod in pods}
         self.coordinator = Coordinator(name for name, pod in self.pods.items() if pod.expert_group)
@@ -82,7 +85,7 @@ class Cluster:
         )
 
     def next_event_at(self) -> datetime:
-        """Return the time of the next event; `NEVER` if there is none."""
+        """Return the time of the next event in the cluster; `NEVER` if there is none."""
         return min(
             [self.coordinator.phase_ends_at, *(pod.next_event_at for pod in self.pods.values())]
         )
@@ -99,7 +102,7 @@ class Cluster:
         self._change(name, deletion=now, gone_at=now + GONE_AFTER)
 
     def advance(self, now: datetime) -> list[str]:
-        """Apply all events that are due. Return a description of each."""
+        """Apply all events that are due at `now`. Return a description of each event."""
         changed: dict[str, list[str]] = {}
         for pod in [
             pod
@@ -129,7 +132,11 @@ class Cluster:
         return events
 
     def _bind(self, now: datetime) -> list[str]:
-        """Bind pods to nodes in the order of creation. Return the names of those that waited."""
+        """Bind pods to nodes in the order of creation, while the nodes have room.
+
+        Returns:
+            The names of the bound pods that had to wait for room.
+        """
         unbound = [
             pod for pod in self.pods.values() if pod.ready_at is None and pod.deletion is None
         ]

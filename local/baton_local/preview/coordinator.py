@@ -1,4 +1,7 @@
-"""The simulated coordinator of an expert-parallel group. It commits every requested topology."""
+"""The simulated coordinator of an expert-parallel group.
+
+The coordinator commits every requested topology.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ COMMIT = timedelta(seconds=1)
 
 
 class Coordinator:
-    """Prepares a generation for each request, then commits it."""
+    """Prepares a topology generation for each request, then commits the generation."""
 
     def __init__(self, ranks: Iterable[str]) -> None:
-        """Start with generation 1 of `ranks`, if there are any."""
+        """Start with `ranks` as generation 1. Without ranks there is no generation."""
         self.ranks = sorted(ranks)
         #: `NEVER` if no operation is running.
         self.phase_ends_at = NEVER

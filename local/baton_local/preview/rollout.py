@@ -1,4 +1,4 @@
-"""The planner on a simulated cluster, with a virtual clock that jumps to the next event."""
+"""Runs the operator's planner on a simulated cluster, whose clock jumps to the next event."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from baton_operator.plan.topology_view import record
 from baton_operator.revisions import held_back, previous_revisions_of, with_sizes
 
 START = datetime(2000, 1, 1, tzinfo=UTC)
-#: Added to the longest deadline of the spec. A rollout has stopped if nothing changes for the sum.
+#: A rollout has stopped if nothing changes for this time plus the longest deadline of the spec.
 PATIENCE = timedelta(seconds=60)
 
 
 def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: int) -> Preview:
-    """Return all steps from `old`, with all members ready, to `new`.
+    """Return all steps of an edit from `old` to `new`.
 
     Args:
-        old: None if no member exists.
+        old: the service before the edit, with all members ready; None if no member exists.
     """
     wanted = new
     waiting: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: 
 
 
 class _Rollout:
-    """The operator's loop over one service."""
+    """Simulates the operator's reconciles of one service."""
 
     def __init__(self, old: Target | None, new: Target, conditions: Conditions) -> None:
         self.steps: list[Step] = []
@@ -76,11 +76,11 @@ class _Rollout:
 
     @property
     def seconds(self) -> float:
-        """Simulated time since the edit."""
+        """Simulated seconds since the edit."""
         return (self._now - START).total_seconds()
 
     def _pods_of(self, old: Target) -> Iterator[Pod]:
-        """Yield all members of `old`, as ready pods."""
+        """Yield all members of `old` as ready pods."""
         for role, template in old.desired.members.items():
             for ordinal in range(old.resolved.replicas(role)):
                 pod = self._pod(role, template, ordinal)
@@ -89,10 +89,10 @@ class _Rollout:
                 )
 
     def run(self, max_steps: int) -> list[str]:
-        """Reconcile until the service settles, the rollout stops, or `max_steps` are done.
+        """Reconcile until the rollout is complete or has stopped, for at most `max_steps` steps.
 
         Returns:
-            Why it has not settled; empty if it has.
+            The reasons why the rollout is not complete; empty if it is complete.
         """
         last_change, patience = self._now, PATIENCE + self._longest_deadline()
         while True:
@@ -145,7 +145,7 @@ class _Rollout:
         )
 
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
-        """Apply `plan` to the cluster, in the order of the operator."""
+        """Apply `plan` to the cluster, in the operator's order. Return the actions."""
         cluster, template = self._cluster, self._templates[role]
         replicas, update = self._owner.replicas(role), update_of(self._owner, role)
         present = cluster.of_role(role)
@@ -231,7 +231,7 @@ class _Rollout:
         self.steps.append(step)
 
     def _waits_for(self) -> list[str]:
-        """Return what the rollout waits for; empty if it is complete."""
+        """Return the reasons why the rollout is not complete; empty if it is complete."""
         reasons: dict[str, list[str]] = {}
         for role, template in self._templates.items():
             pods, replicas = self._cluster.of_role(role), self._owner.replicas(role)
@@ -243,7 +243,7 @@ class _Rollout:
         return [f"{', '.join(subjects)}: {reason}" for reason, subjects in reasons.items()]
 
     def _obstacle(self, pod: Pod, template: MemberTemplate) -> str:
-        """Return why a member is not in its final state; empty if it is."""
+        """Return why `pod` is not in its final state; empty if it is in its final state."""
         update = update_of(self._owner, pod.role)
         is_outdated = pod.revision != template.revision and not update.paused
         waited_s = (self._now - (pod.unready_since or self._now)).total_seconds()

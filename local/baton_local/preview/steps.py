@@ -1,4 +1,4 @@
-"""The result of a preview: steps and bounds."""
+"""The result of a preview: the steps, and the changes of fields, groups and objects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One member after a step."""
+    """The state of one member after a step."""
 
     name: str
     role: MemberRole
@@ -40,7 +40,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     #: Simulated time since the edit.
     seconds: float
-    #: Events in the cluster since the step before.
+    #: Events in the cluster since the previous step.
     events: list[str]
     actions: list[Action]
     members: list[MemberRow]
@@ -49,7 +49,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FieldChange(msgspec.Struct, frozen=True, kw_only=True):
-    """One field of the spec. None: it is unset."""
+    """The change of one field of the spec. A value of None means that the field is unset."""
 
     path: str
     before: Any
@@ -57,11 +57,11 @@ class FieldChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The changes of one role. Each pair is (before, after)."""
+    """The changes of the members of one role. Each pair is (before, after)."""
 
     role: MemberRole
     sizes: tuple[int, int]
-    #: The earlier one is empty if nothing existed.
+    #: The first is empty if no member existed before.
     revisions: tuple[str, str]
     #: Limits of the update strategy after the edit, as numbers of members.
     max_surge: int
@@ -80,7 +80,7 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
     objects: dict[str, list[str]] = {}
     #: Fields whose edits wait for the end of a pause.
     held_back: tuple[str, ...] = ()
-    #: Why the service did not settle; empty if it did.
+    #: Why the rollout did not complete; empty if it did.
     waits_for: list[str] = []
 
     def fewest_ready(self, group: GroupChange) -> int:

@@ -1,4 +1,4 @@
-"""The desired state of an LLMService, and its changes from one to another."""
+"""The desired state of an LLMService, and the changes between two desired states."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def target_of(service: Object) -> Target:
 
 
 def field_changes(old: Target, new: Target) -> Iterator[FieldChange]:
-    """Return the fields of the specs that differ, with defaults filled in."""
+    """Yield each field in which the two specs differ. Unset fields count as their defaults."""
     return _differences(
         msgspec.to_builtins(old.resolved.spec), msgspec.to_builtins(new.resolved.spec), "spec"
     )
@@ -73,7 +73,10 @@ def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
 
 
 def object_changes(old: Target | None, new: Target) -> dict[str, list[str]]:
-    """Return kinds and names of changed objects other than members."""
+    """Return the objects other than members that an edit creates, changes and deletes.
+
+    The result maps `creates`, `changes` and `deletes` to the kinds and names of objects.
+    """
     targets = ([] if old is None else old.desired.objects, new.desired.objects)
     before, after = (
         {f"{each['kind']} {each['metadata']['name']}": each for each in found} for found in targets
