@@ -1,10 +1,10 @@
-"""Link NIXL's UCX, which has verbs and CUDA, under the names of a system UCX.
+"""Link the UCX libraries in NIXL's wheel into a folder, under the names of a system UCX.
 
 Usage: python docker/link_nixl_ucx.py FOLDER
 
-The wheel libucx-cu12, which ucxx loads by default, is built without verbs. With FOLDER in
-LD_LIBRARY_PATH and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1, ucxx loads NIXL's libraries instead of
-the wheel.
+The wheel libucx-cu12, which ucxx loads by default, is built without verbs. NIXL's UCX has verbs and
+CUDA. ucxx loads NIXL's libraries if LD_LIBRARY_PATH contains FOLDER and
+RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY is 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main(folder: Path) -> None:
 
     Raises:
         importlib.metadata.PackageNotFoundError: nixl-cu12 is not installed.
-        ValueError: its wheel does not have exactly one of each library of UCX.
+        ValueError: the wheel of nixl-cu12 does not have each UCX library exactly once.
     """
     libraries = Path(
         str(importlib.metadata.distribution("nixl-cu12").locate_file("nixl_cu12.libs"))

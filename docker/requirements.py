@@ -1,4 +1,4 @@
-"""Print the requirements of extras of pyproject.toml, one per line.
+"""Print the dependencies of Baton and of extras in pyproject.toml, one per line.
 
 Usage: python docker/requirements.py gateway engine
 
@@ -14,7 +14,11 @@ from pathlib import Path
 
 
 def main(extras: list[str]) -> None:
-    """Print the requirements. Raises KeyError for an unknown extra."""
+    """Print the dependencies of Baton and of `extras`.
+
+    Raises:
+        KeyError: pyproject.toml does not have an extra of this name.
+    """
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     wanted = [
         *project["dependencies"],

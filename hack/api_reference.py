@@ -74,7 +74,7 @@ On older servers the operator does: condition `Ready` is False with reason `Inva
 
 
 def text() -> str:
-    """Return the whole page."""
+    """Return the text of the page."""
     schema = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     parts = [_INTRODUCTION]
     for root in ("spec", "status"):
@@ -88,7 +88,10 @@ def text() -> str:
 
 
 def _objects(node: Schema, path: str) -> Iterator[tuple[str, Schema]]:
-    """Yield every object with fields of its own, outer ones first."""
+    """Yield the path and schema of `node` and of each object in it that has fields.
+
+    Outer objects come before inner objects.
+    """
     yield path, node
     for name, child in node["properties"].items():
         inner = child.get("items", child)

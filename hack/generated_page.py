@@ -1,4 +1,4 @@
-"""The command line of scripts that generate a page of the documentation."""
+"""The command line of the scripts that generate a page of the documentation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 
 
 def main(description: str | None, render: Callable[[str], str]) -> int:
-    """Write the page, or with `--check` return 1 if it is stale.
+    """Write the generated page. With `--check`, only compare it with the present page.
 
     Args:
         description: the help text.
-        render: returns the page's new text from its present one, which is empty for a new page.
+        render: returns the page's new text. Its argument is the present text, empty for a new page.
+
+    Returns:
+        The exit code: 1 if `--check` finds that the page is stale, else 0.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -2,7 +2,7 @@
 
 The text before the tables is written by hand.
 
-python hack/metrics_reference.py docs/reference/metrics.md            writes them
+python hack/metrics_reference.py docs/reference/metrics.md            writes the tables
 python hack/metrics_reference.py docs/reference/metrics.md --check    exits 1 if they are stale
 """
 
@@ -74,7 +74,7 @@ OTHER_UNITS = {
 
 
 def render(present: str) -> str:
-    """Return the page with current tables."""
+    """Return the page `present` with its generated part replaced."""
     return present[: present.index(START.split(";")[0])] + tables()
 
 
