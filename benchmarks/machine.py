@@ -1,4 +1,4 @@
-"""The limits of this machine: float32 GEMM rate and read bandwidth, measured with torch."""
+"""Measures the limits of this machine with torch: float32 GEMM rate and read bandwidth."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from baton_kernels.linear import PackedWeight, linear
 
 
 class Machine:
-    """Measurements, for a process of their own."""
+    """Measures the limits of this machine, in a separate process (`remote.py`)."""
 
     def gemm_flops(self) -> dict[str, float]:
-        """Return FLOP/s of a float32 product with plain and with packed weights; medians of 15."""
+        """Return the float32 GEMM rate in FLOP/s, for `plain` and for `packed` weights.
+
+        Each rate is the median of 15 calls.
+        """
         rows, inner, columns = 512, 768, 6144  # of the model's widest layer
         x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
         packed = PackedWeight(weight)
@@ -27,9 +30,9 @@ class Machine:
         }
 
     def read_bandwidth(self) -> float:
-        """Return the bytes per second that all cores read together, over 1 GiB.
+        """Return the read bandwidth of all cores together, in bytes per second.
 
-        It is the better of two kernels, each the median of 7.
+        A sum and a matrix-vector product each read 1 GiB, 7 times. The smaller median time counts.
         """
         data = self._gibibyte
         ones = torch.ones(2**14)

@@ -1,8 +1,8 @@
-"""Objects in processes of their own, so that each candidate of a benchmark runs undisturbed.
+"""Runs objects in separate processes, so that candidates of a benchmark do not affect each other.
 
-Candidates in one process disturb each other: with the bandwidth measured in the engine's process,
-batch-1 decode made 53 tokens per second; in a process of its own it made 70. libgomp counts the
-threads of all pools, including idle ones, and spins less if they outnumber the cores.
+When the engine's process had also measured the bandwidth, batch-1 decode generated 53 tokens per
+second. In a separate process it generated 70. The cause is libgomp, which counts the threads of all
+pools, including idle threads. libgomp spins less if the threads outnumber the cores.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from typing import Any
 
 
 class Remote:
-    """The object `factory(*args, **options)` in a new process."""
+    """A proxy for the object `factory(*args, **options)`, which runs in a new process."""
 
     def __init__(self, factory: Callable[..., Any], *args: Any, **options: Any) -> None:
-        """Start the process. Raises RuntimeError if the factory raises."""
+        """Start the process and create the object in it.
+
+        Raises:
+            RuntimeError: the factory raised an error.
+        """
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
@@ -43,7 +47,7 @@ class Remote:
         return self._answer()
 
     def close(self) -> None:
-        """Call the object's `close`, if it has one, and end the process."""
+        """Call the object's `close`, if the object has one, and wait for the process to end."""
         if self._process.is_alive():
             with contextlib.suppress(BrokenPipeError):  # the process is ending
                 self._connection.send(None)

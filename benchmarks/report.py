@@ -33,7 +33,7 @@ class Goal:
 
 
 def machine() -> str:
-    """Return the folder name of this machine: $BATON_MACHINE, else architecture and core count."""
+    """Return the name of this machine: $BATON_MACHINE, or else architecture and core count."""
     return os.environ.get("BATON_MACHINE") or f"{platform.machine()}-{os.cpu_count()}core"
 
 
@@ -47,7 +47,7 @@ def show(goals: list[Goal]) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return header and cells of one part's rows, without columns that are empty in all rows."""
+    """Return the header and the cells of `rows`, without columns that are empty in all rows."""
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "part"]
     columns = [key for key in columns if any(row.get(key) is not None for row in rows)]
     return [
@@ -57,7 +57,7 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print the rows, grouped by part."""
+    """Print the rows as one table for each part."""
     for part in dict.fromkeys(row.get("part", "") for row in rows):
         cells = table([row for row in rows if row.get("part", "") == part])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -79,7 +79,7 @@ def write(
     remarks: str = "",
     **circumstances: Any,
 ) -> Path:
-    """Print the goals and write the result file and the document.
+    """Print the goals, write the result file, and render docs/reference/benchmarks.md.
 
     Args:
         subject: name of the benchmark's folder.
@@ -87,6 +87,9 @@ def write(
         goals: measured goals.
         remarks: reasons for goals that are not met, and limits of figures.
         circumstances: repeats, environment and other conditions of the measurement.
+
+    Returns:
+        The path of the result file.
     """
     show(goals)
     path = RESULTS / machine() / f"{subject}.json"
@@ -107,9 +110,10 @@ def write(
 def replace(
     subject: str, figures: list[dict[str, Any]], goals: list[Goal], *, remarks: str = ""
 ) -> Path:
-    """Replace the figures of some parts in the result file. Arguments as in `write`.
+    """Replace the rows and goals of the measured parts in the result file. Keep all other parts.
 
-    Parts may be measured at different times, because each part runs its own peers.
+    The arguments are those of `write`. Parts may be measured at different times, because each part
+    runs its own peers.
 
     Raises:
         FileNotFoundError: this machine has no result of the subject yet.
@@ -165,7 +169,11 @@ def render() -> None:
 
 
 def _figures(rows: list[dict[str, Any]]) -> list[str]:
-    """Render a table per part with at least three rows, after one list of all other rows."""
+    """Return Markdown tables of the rows.
+
+    Each part with at least three rows has its own table. The rows of all other parts are in one
+    table before them.
+    """
     parts: dict[str, list[dict[str, Any]]] = {}
     for row in _medians(rows):
         parts.setdefault(row.get("part", ""), []).append(row)
@@ -185,7 +193,10 @@ def _figures(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge rows that repeat one measurement: they are equal except for floats and None."""
+    """Merge rows that repeat one measurement into a row with the medians of their floats.
+
+    Rows repeat a measurement if they are equal except for values that are floats or None.
+    """
     repeats: dict[tuple[tuple[str, Any], ...], list[dict[str, Any]]] = {}
     for row in rows:
         key = tuple(item for item in row.items() if not isinstance(item[1], float | None))
@@ -197,7 +208,7 @@ def _medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _median(values: list[Any]) -> Any:
-    """Return the median of floats; of other values, which are equal, the first."""
+    """Return the median of the floats in `values`; without floats the first value."""
     floats = [value for value in values if isinstance(value, float)]
     return round(median(floats), 3) if len(floats) > 1 else (floats or values)[0]
 

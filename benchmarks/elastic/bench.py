@@ -1,18 +1,19 @@
-"""Scaling of an expert-parallel group under load, compared with a control run.
+"""Measures the scaling of an expert-parallel group under load, compared with a control run.
 
     make bench SUBJECT=elastic [ARGS="--cycles 10"]
 
-All processes run on this host; they are those of the chaos suite (tests/support). A seeded
-generator keeps 32 streams open through a gateway while the group scales 2 -> 4 -> 3 -> 6 -> 2
-ranks, `--cycles` times. Ranks that leave are drawn at random. Figures of an operation:
+All processes run on this host and are started by tests/support. A seeded load generator keeps 32
+streams open through a gateway. During the load the group scales 2 -> 4 -> 3 -> 6 -> 2 ranks,
+`--cycles` times. The ranks that leave are drawn at random. The figures of a scaling operation are:
 
-- the seconds of each phase, from the coordinator: new ranks start and load, then the commit
+- the seconds of each phase, as the coordinator reports: new ranks start and load, then the commit
 - the longest time between two tokens of any stream
-- the pause of steps for the commit: upper bound of the highest bucket hit in the ranks' histogram
+- the pause of steps for the commit: the upper bound of the highest bucket with new counts in the
+  ranks' histogram
 
-Processes that start on two cores slow down all others. So a control run has the same load on two
-ranks that stay. Unused engines of the same size start and stop at the same points of each cycle.
-Goals refer to the difference between the two runs.
+Processes that start on two cores slow down all other processes. Therefore the control run has the
+same load on two ranks that stay. Engines without requests start and stop at the same points of each
+cycle. The goals refer to the difference between the two runs.
 
 The benchmark also measures the throughput of groups of 1, 2 and 4 ranks, and the cost of the
 exchange before each step. Every token of every stream is checked against `transformers`.
@@ -59,7 +60,10 @@ PUBLISHED = (
 
 
 def pause_buckets(ranks: list[Pod]) -> dict[float, float]:
-    """Return the cumulative counts of planned changes by bucket, over all ranks."""
+    """Return the histogram of commit pauses of planned changes, summed over `ranks`.
+
+    The result maps the upper bound of a bucket in seconds to its cumulative count.
+    """
     counts: dict[float, float] = {}
     for pod in ranks:
         _, body = pod.get(8000, "/metrics")
@@ -71,7 +75,10 @@ def pause_buckets(ranks: list[Pod]) -> dict[float, float]:
 
 
 def worst_pause_s(before: dict[float, float], after: dict[float, float]) -> float | None:
-    """Return the bound of the highest bucket hit between two readings, or None without a change."""
+    """Return an upper bound of the longest pause between two results of `pause_buckets`.
+
+    The bound is that of the highest bucket with new counts, in seconds. None: there was no pause.
+    """
     grown = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
     total = max(grown.values(), default=0.0)
     return (
@@ -82,7 +89,12 @@ def worst_pause_s(before: dict[float, float], after: dict[float, float]) -> floa
 
 
 async def during(load: Load, work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """Run `work` and return its result, its seconds, and the longest token gap in that time."""
+    """Run `work` in a thread while `load` runs.
+
+    Returns:
+        The result of `work`, the seconds that `work` took, and the longest time between two tokens
+        of a stream during that time.
+    """
     since = time.monotonic()
     result = await asyncio.to_thread(work)
     until = time.monotonic()
@@ -97,7 +109,11 @@ async def during(load: Load, work: Callable[[], Any]) -> tuple[Any, float, float
 
 
 def names_of(size: int, group: ExpertGroup, rng: random.Random) -> list[str]:
-    """Return the members of the next topology: random ones leave, new ones are started."""
+    """Return the names of the members of a topology with `size` ranks.
+
+    A smaller topology keeps members that are drawn at random. For a larger topology new ranks are
+    started.
+    """
     names = sorted(group.ranks)
     if size < len(names):
         return rng.sample(names, size)
@@ -135,7 +151,7 @@ async def scale(group: ExpertGroup, load: Load, cycles: int, rows: list[dict[str
 async def control(
     processes: Pods, checkpoint: Path, load: Load, cycles: int, rows: list[dict[str, Any]]
 ) -> None:
-    """Start and stop unused engines like the ranks in `scale`."""
+    """Start and stop engines without requests at the times when `scale` would change the ranks."""
     others: list[Pod] = []
     serial = 0
     for _ in range(cycles):
@@ -195,7 +211,7 @@ async def throughput(group: ExpertGroup, load: Load, size: int) -> dict[str, Any
 
 
 async def loaded(group: ExpertGroup, work: Callable[[Load], Any]) -> Load:
-    """Run `work` under load. Return the load after all its streams have ended."""
+    """Run `work` under load, then stop the load. Return the load when its streams have ended."""
     assert group.gateway is not None
     load = Load(f"http://{group.gateway.address}:8080", width=WIDTH, vocab_size=VOCAB_SIZE)
     running = asyncio.create_task(load.run())

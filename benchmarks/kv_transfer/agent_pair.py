@@ -1,15 +1,15 @@
-"""A pair of processes with one agent each, of Baton or of NIXL. bench.py makes them move blocks.
+"""A pair of processes that move blocks, each with a transfer agent of Baton or of NIXL.
 
-There are two modes:
+bench.py measures two modes:
 
     plain       The initiator posts all blocks as one transfer, READ or WRITE, and waits for DONE.
-    verified    Blocks move in pieces of a few MiB that overlap. The producer sums the blocks of a
-                piece, and the consumer sums them again and compares. Control messages are
-                notifications of the same library. The sums of a WRITE travel with the transfer.
-                The exchange ends when the initiator knows that all blocks are verified.
+    verified    Blocks move in overlapping pieces of a few MiB. The producer computes the checksums
+                of each piece. The consumer computes them again and compares. Control messages are
+                notifications of the same library. The checksums of a WRITE travel with the
+                transfer. The exchange ends when the initiator knows that all blocks are verified.
 
-A pair is stopped (SIGSTOP) while another one is measured. NIXL's progress thread never sleeps, so
-each of its processes would take a whole core from the measured pair.
+A pair is stopped with SIGSTOP while another pair is measured. NIXL's progress thread never sleeps.
+A NIXL process that is not stopped would therefore take a whole core from the measured pair.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _GO, _VERIFIED = b"go", b"verified"
 
 
 def make_agent(library: str, name: str) -> Any:
-    """Return an agent of a library. Both libraries have the same methods.
+    """Return a transfer agent of Baton or of NIXL. Both have the same methods.
 
     Args:
-        library: a name in NIXL_POLL_S, or the name of one of our transports.
+        library: a key of NIXL_POLL_S for NIXL, or the name of a transport of Baton.
         name: the agent's name.
     """
     if library not in NIXL_POLL_S:
@@ -62,9 +62,10 @@ def make_agent(library: str, name: str) -> Any:
 
 
 class Side:
-    """One of the two processes.
+    """One of the two processes of a pair.
 
-    `source` is filled once. The blocks of the other process arrive in `target`.
+    `source` has the blocks that this process provides. Blocks of the other process arrive in
+    `target`.
     """
 
     def __init__(self, library: str, name: str, pipe: Connection, max_bytes: int) -> None:
@@ -88,13 +89,19 @@ class Side:
         self._agent.add_remote_agent(metadata)
 
     def next_command(self, pipe: Connection) -> Any:
-        """Receive a command. Our library sleeps in `_sleep` only, as a connector's thread does."""
+        """Wait for the next command and return it.
+
+        With Baton's agent, the process waits in `_sleep`, as the thread of a KV connector does.
+        """
         while self._poll_s is None and not pipe.poll(0):
             self._sleep(pipe.fileno())
         return pipe.recv()
 
     def prepare(self, num_blocks: int, block_bytes: int) -> None:
-        """Draw a random order of the blocks for each memory, so that no two of them merge."""
+        """Draw a random order of the blocks in `source` and in `target`.
+
+        The random order prevents a library from merging adjacent blocks into one copy.
+        """
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         random = np.random.default_rng(num_blocks)
         self._from, self._to = random.permutation(num_blocks), random.permutation(num_blocks)
@@ -116,14 +123,18 @@ class Side:
         }
 
     def plain(self, op: str) -> float:
-        """Transfer all blocks. Return the seconds until DONE."""
+        """Transfer all blocks by `op`, READ or WRITE. Return the seconds until DONE."""
         started = time.perf_counter()
         handle = self._post(op, slice(None))
         self._wait(lambda: self._ended(handle))
         return time.perf_counter() - started
 
     def verified(self, op: str) -> float:
-        """Run the initiator's side of the mode `verified`. Return its seconds."""
+        """Run the initiator's side of the mode `verified`.
+
+        Returns:
+            The seconds until all blocks are verified.
+        """
         started = time.perf_counter()
         self._agent.send_notif(self.peer, _GO)
         if op == "READ":
@@ -138,7 +149,7 @@ class Side:
         return time.perf_counter() - started
 
     def serve(self, op: str) -> None:
-        """Run the owner's side of the mode `verified`."""
+        """Run the other side of the mode `verified`, which does not initiate the transfers."""
         self._wait(lambda: self._received(_GO))
         if op == "READ":
             for rows in self._pieces():
@@ -154,7 +165,7 @@ class Side:
         self.target[: self.num_blocks * self.block_bytes // 8] = 0
 
     def usage(self) -> tuple[float, int]:
-        """Return the processor time and voluntary context switches of this process so far."""
+        """Return this process's CPU seconds and number of voluntary context switches so far."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime, used.ru_nvcsw
 
@@ -185,7 +196,14 @@ class Side:
         return _PIECE.pack(rows.start, len(sums)) + sums.tobytes()
 
     def _verify(self, message: bytes) -> int:
-        """Verify the blocks of a piece. Return their number."""
+        """Compare the checksums in `message` with those of the received blocks.
+
+        Returns:
+            The number of blocks.
+
+        Raises:
+            RuntimeError: a checksum differs.
+        """
         first, count = _PIECE.unpack_from(message)
         addresses = self.target.ctypes.data + self._to[first : first + count] * self.block_bytes
         if not np.array_equal(
@@ -216,14 +234,14 @@ class Side:
         return bool(state == "DONE")
 
     def _messages(self) -> list[bytes]:
-        """Take all messages that have arrived."""
+        """Remove and return all messages that have arrived."""
         messages, self._inbox = self._inbox, []
         return messages + [
             message for messages in self._agent.get_new_notifs().values() for message in messages
         ]
 
     def _received(self, word: bytes) -> bool:
-        """Take this message from the inbox. Return whether it has arrived."""
+        """Return whether the message `word` has arrived, and remove the message."""
         self._inbox = self._messages()
         has_arrived = word in self._inbox
         if has_arrived:
@@ -231,9 +249,12 @@ class Side:
         return has_arrived
 
     def _wait(self, condition: Callable[[], Any]) -> Any:
-        """Wait for a condition. Our library wakes its user; NIXL is polled.
+        """Wait until `condition()` returns a true value, and return the value.
 
-        With both, the condition is checked once before the first wait.
+        Baton's agent wakes the waiting process. NIXL's agent is polled.
+
+        Raises:
+            TimeoutError: DEADLINE_S have passed.
         """
         deadline = time.perf_counter() + DEADLINE_S
         while not (value := condition()):
@@ -246,7 +267,7 @@ class Side:
         return value
 
     def _sleep(self, fd: int) -> None:
-        """Sleep until `fd` is readable or the agent has made progress."""
+        """Sleep until `fd` is readable or the agent has made progress, for at most 100 ms."""
         poller = select.poll()
         poller.register(fd, select.POLLIN)
         with self._agent.waiting() as agent_fd:
@@ -266,7 +287,10 @@ def _run(pipe: Connection, library: str, name: str, max_bytes: int) -> None:
 
 @dataclass(frozen=True)
 class Sample:
-    """One transfer of all blocks. Processor time and wake-ups are sums over both processes."""
+    """The measurements of one transfer of all blocks.
+
+    CPU seconds and wake-ups are sums over both processes.
+    """
 
     seconds: float
     cpu_seconds: float
@@ -275,11 +299,11 @@ class Sample:
 
 class AgentPair:
     def __init__(self, library: str, tls: str, max_bytes: int) -> None:
-        """Start both processes. Both libraries get UCX_SETTINGS.
+        """Start both processes, with UCX_SETTINGS in their environment.
 
         Args:
             library: see `make_agent`.
-            tls: UCX_TLS of both processes; "" leaves it unset.
+            tls: UCX_TLS of both processes; "" leaves UCX_TLS unset.
             max_bytes: upper bound of the bytes of one transfer.
         """
         context = mp.get_context("spawn")

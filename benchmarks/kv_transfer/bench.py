@@ -1,35 +1,35 @@
-"""Block transfers between two processes of one host: ours, NIXL's, and the machine's limits.
+"""Measures block transfers between two processes of a host, with Baton and with NIXL.
 
     make bench SUBJECT=kv_transfer [ARGS="--max-mib 256 --repeats 7"]
 
-Each transport runs in its own pair of processes. Our UCX and NIXL's have the same settings. There
-are two parts:
+Each transport runs in its own pair of processes. Baton's UCX and NIXL's UCX have the same settings.
+There are two parts:
 
-    tcp       UCX_TLS=tcp: `ucx` and `tcp` beside NIXL
-    default   UCX_TLS is not set: `auto`, which is `shm` on one host, beside NIXL, which then uses
-              UCX's shared memory
+    tcp       UCX_TLS=tcp: Baton's transports `ucx` and `tcp` are compared with NIXL.
+    default   UCX_TLS is not set: Baton's transport `auto`, which selects `shm` on one host, is
+              compared with NIXL. NIXL then uses UCX's shared memory.
 
-Each side has its blocks in a random order, so no two of them merge: there is one descriptor per
-block. A figure is the blocks' bytes over the time of the whole transfer. With checksums off, that
-is the time from posting to DONE. With checksums on, the producer sums the blocks and the consumer
-verifies them, in pieces that overlap (agent_pair.py).
+Each process has its blocks in a random order, so that no two blocks merge. A transfer therefore has
+one descriptor per block. A figure is the bytes of all blocks divided by the time of the transfer.
+With checksums off, the time ends with DONE. With checksums on, the producer computes checksums and
+the consumer verifies them, in overlapping pieces (agent_pair.py).
 
-Our API wakes its user. One NIXL pair polls every 100 us, another every 20 us. Only the measured
-pair runs; the others are stopped. Each repeat begins with another pair. Short transfers vary most
-and are repeated more often (REPEATS).
+Baton's agent wakes its process. One NIXL pair polls every 100 us, another every 20 us. Only the
+measured pair runs, and all others are stopped. Each repeat begins with another pair. Short
+transfers vary most and are repeated more often (REPEATS).
 
-A ratio is NIXL's time over ours, as the median over the repeats, because the machine may be busy.
-Of the ratios to the two NIXL pairs the lower one counts.
+A ratio is NIXL's time divided by Baton's time, as the median over the repeats. Of the ratios to the
+two NIXL pairs, the lower one counts.
 
-The limit of a transfer with checksums follows from two counts. One is the processor time of both
-processes over the time of the transfer; 2.0 means that both processors were busy. The other is how
-often their threads went to sleep.
+Two counts show the limit of a transfer with checksums. The first is the CPU time of both processes
+divided by the time of the transfer. A value of 2.0 means that two cores were busy. The second is
+how often the processes' threads went to sleep.
 
-    copies      At least 1.5 processors were busy. Each byte is summed twice, and copied twice
-                through a socket or once by process_vm_readv.
-    wake-ups    Fewer processors were busy: the sides wait for each other.
+    copies      At least 1.5 cores were busy. Each byte is summed twice. Each byte is also copied
+                twice through a socket, or once by process_vm_readv.
+    wake-ups    Fewer cores were busy: the processes wait for each other.
 
-ceilings.py measures the ceilings. NIXL is measured if `nixl_cu12` is installed.
+ceilings.py measures the machine's limits. NIXL is measured if `nixl_cu12` is installed.
 """
 
 from __future__ import annotations
@@ -63,10 +63,15 @@ Row = dict[str, Any]
 def measure(
     pairs: dict[str, AgentPair], part: str, shape: tuple[int, int], repeats: int, verify: bool
 ) -> Row:
-    """Measure GB/s of each transport and operation, ratios to the better NIXL, and the limits.
+    """Measure all pairs with one shape of transfer.
 
     Args:
         shape: (number of blocks, bytes of a block).
+        verify: whether checksums are on.
+
+    Returns:
+        A row with the GB/s of each transport and operation, and the ratios to NIXL. With checksums
+        the row also has the limits.
     """
     num_bytes = shape[0] * shape[1]
     row: Row = {}
@@ -109,7 +114,7 @@ def limit(name: str, op: str, samples: list[Sample]) -> Row:
 
 
 def goals_of(part: str, rows: list[Row]) -> list[Goal]:
-    """Goals over the shapes that count, with checksums."""
+    """Return the goals of `part`, from those `rows` whose shapes count (GOAL_FROM)."""
     ours = OURS[part][0]
     least_kib, least_bytes = GOAL_FROM[part]
     ratios = [

@@ -1,6 +1,6 @@
-"""The machine's limits: copies without a library of ours, and UCX's own performance test.
+"""Measures the machine's limits: copies without a transfer library, and UCX's performance test.
 
-Figures are GB/s, one per block size.
+All functions return GB/s for one block size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ PERFTEST_TIMEOUT_S = 60
 
 
 def _copy_blocks(source: np.ndarray, target: np.ndarray, repeats: int) -> float:
-    """Blocks in random order, one by one. source, target: [num_blocks, words]."""
+    """Return the GB/s of copying blocks one by one, in random order.
+
+    Args:
+        source: of shape [num_blocks, words].
+        target: of shape [num_blocks, words].
+        repeats: number of measurements. The result is their median.
+    """
     order = np.random.default_rng(0).permutation(len(source)).tolist()
 
     def run() -> None:
@@ -35,7 +41,7 @@ def _copy_blocks(source: np.ndarray, target: np.ndarray, repeats: int) -> float:
 
 
 def memcpy(block_bytes: int, num_bytes: int, repeats: int) -> float:
-    """Inside one process."""
+    """Return the GB/s of copying blocks within one process."""
     source, target = (
         np.ones((num_bytes // block_bytes, block_bytes // 8), dtype=np.int64) for _ in range(2)
     )
@@ -49,7 +55,7 @@ def _fill(name: str) -> None:
 
 
 def shared_memcpy(block_bytes: int, num_bytes: int, repeats: int) -> float:
-    """From memory that another process filled and shares."""
+    """Return the GB/s of copying blocks from shared memory that another process has filled."""
     memory = SharedMemory(create=True, size=num_bytes)
     try:
         filler = mp.get_context("spawn").Process(target=_fill, args=(memory.name,))
@@ -73,7 +79,7 @@ def _send(pipe: Connection, port: int, block_bytes: int, num_bytes: int) -> None
 
 
 def socket_copy(block_bytes: int, num_bytes: int, repeats: int) -> float:
-    """Over one TCP connection of the loopback interface."""
+    """Return the GB/s of sending blocks over one TCP connection of the loopback interface."""
     num_bytes -= num_bytes % block_bytes
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours, theirs = mp.get_context("spawn").Pipe()
@@ -97,11 +103,11 @@ def socket_copy(block_bytes: int, num_bytes: int, repeats: int) -> float:
 
 
 def perftest(op: str, tls: str, block_bytes: int, num_bytes: int) -> float | None:
-    """ucx_perftest of libucx between two processes; None: it is not there or failed.
+    """Return the GB/s of ucx_perftest between two processes; None if the test fails.
 
     Args:
         op: get or put.
-        tls: UCX_TLS; "": not set.
+        tls: UCX_TLS; "" leaves UCX_TLS unset.
     """
     import libucx
 

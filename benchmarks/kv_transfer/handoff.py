@@ -1,28 +1,30 @@
-"""Two costs of the hand-off for a client: the visible transfer, the delay of the second token.
+"""Measures two costs of a KV hand-off for a client: visible transfer time and second-token delay.
 
     PYTHONPATH=benchmarks python benchmarks/kv_transfer/handoff.py [--repeats 5] [--quick]
 
-Run it after `make bench SUBJECT=kv_transfer`: its figures join that result. Engines are processes
-with one compute thread each. Prefill engines run on one core, decode engines on another. The model
-is a llama of 340 million parameters. Its KV block has 4 MiB, like that of 64 layers with 8 KV heads
-of 128 in bfloat16. Every prompt is new.
+Run this script after `make bench SUBJECT=kv_transfer`. The script adds its figures to that result.
 
-Each hand-off has a partner: the same decode engine prefills a prompt of the same length itself,
-alternately just before or just after it. Figures are medians. Shorter prompts are measured more
-often, because the same noise is a larger part of their growth.
+Engines are processes with one compute thread each. Prefill engines run on one core, decode engines
+on another. The model is a Llama of 340 million parameters. Its KV block has 4 MiB, like a block of
+64 layers with 8 KV heads of 128 in bfloat16. Every prompt is new.
+
+Each hand-off has a partner: a request whose prompt has the same length and is prefilled by the same
+decode engine. The partner runs just before or just after the hand-off, alternately. Figures are
+medians. Shorter prompts are measured more often, because noise is a larger part of their growth.
 
     hidden = 1 - visible / alone
-    visible          from the end of a prompt's last prefill step, which samples its token, to the
-                     verification of the last block, or 0 if that is earlier; prefill runs in chunks
-                     of one block
-    alone            the whole transfer, with nothing beside it: prefill runs in one step, the
-                     transfer begins after it and ends with the verification of the last block
-    growth = gap - own gap, of partners
-    gap              from the first token (of the prefill engine) to the second (of the decode
-                     engine), as their client sees them
-    own gap          the same on the decode engine that prefilled the prompt itself
-    waited           the part of the growth before the step that computes the second token begins;
-                     the rest is how much longer that step took than the partner's
+    visible          from the end of a prompt's last prefill step, which samples the first token, to
+                     the verification of the last block; 0 if the verification is earlier. Prefill
+                     runs in chunks of one block.
+    alone            the time of a transfer that overlaps with no prefill step. Prefill runs in one
+                     step, and the transfer begins after the step. The transfer ends with the
+                     verification of the last block.
+    growth = gap - own gap
+    gap              from the first token (of the prefill engine) to the second token (of the decode
+                     engine), as the client receives them
+    own gap          the gap of the partner
+    waited           the part of the growth before the step that computes the second token. The rest
+                     of the growth is how much longer that step took than the partner's step.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ Rows = list[dict[str, Any]]
 
 
 class Engine:
-    """An engine process on one core, and a client of it."""
+    """An engine process that runs on one core, and a client of the engine."""
 
     def __init__(
         self,
@@ -117,11 +119,11 @@ class Engine:
         *,
         step_first: bool = False,
     ) -> None:
-        """Start an engine's process.
+        """Start the engine's process.
 
         Args:
             chunk: the most tokens that a step prefills.
-            step_first: transfers begin after the step that computed their blocks.
+            step_first: whether a transfer begins only after the step that computed its blocks.
         """
         config = EngineConfig(
             model=ModelConfig(path=str(checkpoint), dtype="float32"),
@@ -162,7 +164,8 @@ class Engine:
         """Connect and wait until the engine is ready.
 
         Raises:
-            RuntimeError: it did not become ready. The message has the end of its log.
+            RuntimeError: the engine did not become ready. The message has the end of the engine's
+                log.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
@@ -182,6 +185,9 @@ class Engine:
 
     def event(self, event: str, transfer_id: str) -> float:
         """Return the monotonic time of an event of a transfer, in seconds.
+
+        Args:
+            event: `handed`, `saved`, `loaded` or `decoded`; see timed_worker.py.
 
         Raises:
             RuntimeError: the transfer failed, or the event has not happened.
@@ -206,13 +212,13 @@ class Engine:
 class Times:
     """Times of one request, in seconds."""
 
-    #: From its start to the first token.
+    #: From the start of the request to the first token.
     prefill: float
     #: From the first token to the second.
     gap: float
     #: From the end of the last prefill step to the verification of the last block.
     visible: float = 0.0
-    #: From the start of the last step's blocks to the verification of the last block.
+    #: From the event `handed` of the last blocks to the verification of the last block.
     transfer: float = 0.0
     #: From the first token to the beginning of the step that computes the second. Negative if that
     #: step began before the client received the first token.
@@ -282,10 +288,10 @@ def greedy(num_tokens: int) -> SamplingParams:
 async def engines(
     folder: Path, checkpoint: Path
 ) -> AsyncIterator[tuple[dict[str, Engine], dict[str, Engine]]]:
-    """Start the engines and close them at the end.
+    """Start all engines, and close them at the end.
 
     Yields:
-        The prefill engines by way, and the decode engines by mode (pull, push).
+        The prefill engines by way to prefill, and the decode engines by mode (pull, push).
     """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -331,13 +337,13 @@ async def engines(
             await engine.close()
 
 
-#: (way, the decode engine's mode, blocks of the prompt).
+#: (way to prefill, the decode engine's mode, blocks of the prompt).
 Key = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two prompts of one length, one after the other."""
+    """A hand-off and its partner, with prompts of the same length."""
 
     #: The decode engine prefilled the prompt itself.
     own: Times
@@ -354,7 +360,10 @@ class Measured:
 
 
 async def run(checkpoint: Path, repeats: int, lengths: tuple[int, ...]) -> Measured:
-    """Measure all ways in turn. Prompts of half the length are measured twice as often."""
+    """Measure all ways to prefill and all modes in turn.
+
+    Prompts of half the length are measured twice as often.
+    """
     rng = random.Random(5)
     measured = Measured(defaultdict(list), defaultdict(list))
 
@@ -460,7 +469,7 @@ def figures(measured: Measured, lengths: tuple[int, ...]) -> tuple[Rows, list[Go
 
 
 def growth_of(pairs: list[Pair]) -> dict[str, float]:
-    """Return the figures of one way, mode and length, as the module's docstring defines them."""
+    """Return the figures of the growth, as the module's docstring defines them."""
     prefill = statistics.median(pair.own.prefill for pair in pairs)
     differences = [pair.handed.gap - pair.own.gap for pair in pairs]
     growth = statistics.median(differences)
@@ -484,7 +493,7 @@ def growth_of(pairs: list[Pair]) -> dict[str, float]:
 
 
 def measure(repeats: int, quick: bool = False) -> tuple[Rows, list[Goal]]:
-    """Return the rows of both parts, and the goals."""
+    """Measure both costs of the hand-off. Return rows of figures, and goals."""
     lengths = (2, 4) if quick else PROMPT_BLOCKS
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = create_checkpoint(

@@ -1,13 +1,15 @@
-"""A worker that records when its transfers began and ended.
+"""A worker that records when KV transfers begin and end.
 
-It writes one JSON line per event to the file $BATON_TRANSFER_TIMES. Times are of the machine's
-monotonic clock, which all processes of a host share.
+The worker writes one JSON line per event to the file $BATON_TRANSFER_TIMES. Times are those of the
+monotonic clock, which all processes of a host share. The events are:
 
-    handed   The producer's connector got a prompt's last blocks: they are computed, the step goes
-             on. With $BATON_STEP_FIRST, it gets them when the step has ended.
-    saved    That step has ended on the producer; its token is about to be sent.
-    loaded   The consumer's connector verified the last block of a load.
-    decoded  A step began that runs one token of this request. Its prompt was loaded or computed.
+    handed   The producer's connector received the last blocks of a prompt. The step that computed
+             the blocks still runs, or with $BATON_STEP_FIRST has ended.
+    saved    The step that computed the last blocks has ended. The producer is about to send the
+             step's token.
+    loaded   The consumer's connector has verified the last block of a load.
+    decoded  A step has begun that computes one token of the request. The request's prompt was
+             loaded or computed before.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from baton_kv_transfer.memory.slot_memory import SlotMemory
 
 
 class TimedConnector(KVConnectorWorker):
-    """The connector of an engine with one transfer at a time.
+    """A KV connector that records events, for an engine with one transfer at a time.
 
-    A load ends with the last wake-up before its result.
+    The time of `loaded` is that of the last wake-up before the load's result.
     """
 
     def __init__(self, inner: KVConnectorWorker, file: Path) -> None:
@@ -91,7 +93,7 @@ class TimedConnector(KVConnectorWorker):
 
 
 class TimedWorker(Worker):
-    """What `parallel.worker_class` of the benchmark's engines names."""
+    """The worker class of the benchmark's engines, which uses a TimedConnector."""
 
     def open_connector(self, wakeup: Callable[[], None]) -> RankAddress | None:
         def woken() -> None:

@@ -1,9 +1,10 @@
-"""200 LLMServices in one control plane, and the demo from apply to Ready.
+"""Measures the operator with 200 LLMServices, and the demo service from apply to Ready.
 
     make bench SUBJECT=operator [ARGS="--services 20 --rest 10 --no-demo"]
 
-Measures reconciles, requests and writes at rest, and memory. `fake_nodes.py` makes the pods of the
-200 services ready. The demo has real engines and is started by `baton up`.
+The figures are reconcile times, API requests, writes while nothing changes, and memory.
+`fake_nodes.py` makes the pods of the 200 services ready. The demo has real engines and is started
+by `baton up`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Object], list[report.Goal]]:
-    """Return rows and goals of the 200 services."""
+    """Measure the operator with `args.services` services. Return rows of figures, and goals."""
     plane = _plane(args.control_plane, folder)
     plane.start(timeout_s=120)
     try:
@@ -209,7 +210,7 @@ def _cpu_s(process: psutil.Process, before: Any) -> float:
 
 
 def _per(reading: Reading) -> float:
-    """Return the requests per reconcile, without watches."""
+    """Return the API requests per reconcile. Watches are not counted."""
     return (sum(reading.requests.values()) - reading.requests["watch"]) / max(1, reading.reconciles)
 
 
@@ -227,7 +228,11 @@ def _row(part: str, reading: Reading, **more: object) -> Object:
 
 
 async def _bring_up(kube: Kube, services: int) -> list[float]:
-    """Create services one after the other. Return the seconds from creation to Ready of each."""
+    """Create LLMServices one after the other, and wait until all are Ready.
+
+    Returns:
+        The seconds from creation to Ready of each service.
+    """
     created: dict[str, float] = {}
     ready: dict[str, float] = {}
     path = kube.path(names.KIND, NAMESPACE)
@@ -265,7 +270,7 @@ def _service(name: str) -> Object:
 
 
 async def _quiet(port: int) -> None:
-    """Wait until nothing has been reconciled for QUIET_S."""
+    """Wait until the operator has reconciled nothing for QUIET_S."""
     last, since = Reading.of(port), time.monotonic()
     deadline = since + FLEET_TIMEOUT_S
     while time.monotonic() < since + QUIET_S:

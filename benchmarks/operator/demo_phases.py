@@ -1,4 +1,4 @@
-"""The demo service on a local cluster, from apply to Ready, in phases."""
+"""Measures the phases of the demo service on a local cluster, from apply to Ready."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PHASES: dict[str, Callable[[Object, list[Object]], bool]] = {
 
 
 def demo_phases() -> list[Object]:
-    """Return one row with the seconds of each phase."""
+    """Run the demo service with `baton up`. Return one row with the seconds of each phase."""
     with tempfile.TemporaryDirectory(prefix="baton-", ignore_cleanup_errors=True) as home:
         environment = {**os.environ, "BATON_HOME": home}
         command = [sys.executable, "-m", "baton_local.cli", "up", "-f", str(DEMO)]

@@ -1,4 +1,4 @@
-"""Stand-ins for the Deployment controller and the kubelets: every pod is ready at once."""
+"""A fake Deployment controller and fake kubelets, which make every pod ready immediately."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RUNNING = {"running": {"startedAt": "2020-01-01T00:00:00Z"}}
 
 
 class FakeNodes:
-    """Creates pods of Deployments and makes all pods ready, until `run` is cancelled."""
+    """Creates the pods of Deployments and makes all pods ready, until `run` is cancelled."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

@@ -1,4 +1,4 @@
-"""Readings of the operator's own metrics, and differences of two readings."""
+"""Reads the operator's own metrics, and computes the difference of two readings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ class Reading:
         return round(max(self.buckets.values()))
 
     def quantile_ms(self, share: float) -> float:
-        """Return a quantile, interpolated within its bucket as in Prometheus."""
+        """Return a quantile of the reconcile time in milliseconds, interpolated as in Prometheus.
+
+        Args:
+            share: the quantile, from 0 to 1.
+        """
         wanted, lower, below = share * self.reconciles, 0.0, 0.0
         for bound, count in sorted(self.buckets.items()):
             if count >= wanted and count > below:
