@@ -1,9 +1,11 @@
-"""`make bench SUBJECT=kernels`: all kernels against the device's limits and their peers.
+"""`make bench SUBJECT=kernels`: measures all kernels against the device's limits and their peers.
 
-Each result is checked before it is timed. With a GPU this measures the GPU kernels, otherwise the
-CPU kernels; goals of the other kind are recorded as not measured. ARGS="--quick" runs everything
-with tiny sizes as a test, without a GPU also the GPU parts (with CPU operations). `--part NAME`
-runs one part. Neither option writes a result.
+A peer is another implementation of the same operation, for example torch's. Each result is checked
+before the kernel is timed. With a GPU, the GPU kernels are measured, otherwise the CPU kernels. The
+goals of the other kernels are recorded as not measured.
+
+ARGS="--quick" tests all parts with tiny sizes. Without a GPU, this includes the GPU parts, which
+then use CPU operations. `--part NAME` runs one part. Neither option writes a result.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ def main() -> int:
 
 
 def _run_in_process(name: str, setting: Setting, timeout_s: float) -> Outcome:
-    """Run a part in a process of its own, so that its failure does not affect other parts."""
+    """Run a part in a separate process, so that a failure does not affect other parts."""
     try:
         process = Remote(PartRunner)
         try:
@@ -103,7 +105,7 @@ def _run_in_process(name: str, setting: Setting, timeout_s: float) -> Outcome:
 
 
 def _ceilings(setting: Setting) -> Rows:
-    """Measure the device's limits once. All parts of the run are compared with them."""
+    """Return one row with the device's copy bandwidth and GEMM rate."""
     return [
         {
             "part": "ceilings",

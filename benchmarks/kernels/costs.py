@@ -1,8 +1,9 @@
-"""The bytes that an operation moves and the floating-point operations that it does.
+"""Counts the bytes and the floating-point operations (FLOPs) of each operation.
 
-There is one function per operation of `baton_kernels`, and the docstring of the operation's folder
-states the same count in words. All GB/s and TFLOP/s of the benchmark come from here. A count
-contains what the formula needs: each element once per read or write, and no temporary memory.
+There is one function per operation of `baton_kernels`. The docstring of the operation's package
+states the same count in words. All GB/s and TFLOP/s of the benchmark are computed from these
+counts. Each element that the formula reads or writes counts once for each read or write. Temporary
+memory does not count.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from torch import Tensor
 
 
 class Cost(NamedTuple):
-    """What one call costs."""
+    """The bytes and the FLOPs of one call of an operation."""
 
     nbytes: int
-    flops: int = 0  #: A multiply-add is two. 0: not counted, because memory limits the operation.
+    flops: int = 0  #: A multiply-add counts as two. 0: not counted, as memory is the limit.
 
 
 def attention(
     query: Tensor, key_cache: Tensor, query_lens: Sequence[int], seq_lens: Sequence[int]
 ) -> Cost:
-    """Count keys, values, queries, results and block ids; two products per visible key."""
+    """Return the cost of attention: keys, values, queries, results and block ids.
+
+    The FLOPs are two products for each query and each key that the query may attend to.
+    """
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     keys = sum(seq_lens) * num_kv_heads * head_dim * key_cache.itemsize
     block_ids = 4 * sum(-(-length // block_size) for length in seq_lens)
@@ -34,41 +38,50 @@ def attention(
 
 
 def kv_write(key: Tensor, slot_mapping: Tensor) -> Cost:
-    """Count keys and values, read and written, and the slots."""
+    """Return the cost of a KV write: keys and values are read and written, slots are read."""
     return Cost(4 * key.nbytes + slot_mapping.nbytes)
 
 
 def block_copy(kv_cache: Tensor, num_pairs: int) -> Cost:
-    """Count blocks, read and written on one device."""
+    """Return the cost of copying blocks on one device: each block is read and written."""
     return Cost(2 * num_pairs * kv_cache[0].nbytes)
 
 
 def block_swap(kv_cache: Tensor, num_pairs: int) -> Cost:
-    """Count the bytes that cross between host and device."""
+    """Return the cost of a swap: the bytes that move between host and device."""
     return Cost(num_pairs * kv_cache[0].nbytes)
 
 
 def block_checksum(run_nbytes: int, num_runs: int) -> Cost:
-    """Count the runs, read."""
+    """Return the cost of checksums: each run of contiguous bytes is read once."""
     return Cost(run_nbytes * num_runs)
 
 
 def sampling(logits: Tensor) -> Cost:
-    """Count the logits, read once."""
+    """Return the cost of sampling: the logits are read once."""
     return Cost(logits.nbytes)
 
 
 def elementwise(arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Cost:
-    """Count rows, read and written. For norm and activation; weights of a norm are not counted."""
+    """Return the cost of a norm or activation: arguments are read and results are written.
+
+    The weights of a norm are not counted.
+    """
     return Cost(sum(tensor.nbytes for tensor in (*arguments, *results)))
 
 
 def rope(angles: Sequence[Tensor], results: Sequence[Tensor]) -> Cost:
-    """Count queries and keys, read and written, and the angles. Values are not read."""
+    """Return the cost of RoPE: queries and keys are read and written, angles are read.
+
+    Values are not counted, because RoPE does not read them.
+    """
     return Cost(sum(tensor.nbytes for tensor in (*angles, *results, *results)))
 
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor) -> Cost:
-    """Count the chosen experts' weights, and tokens in and out; three products per choice."""
+    """Return the cost of an MoE layer: weights of the chosen experts, and tokens in and out.
+
+    The FLOPs are three products for each token and each of its experts.
+    """
     weights = len(expert_ids.unique()) * (gate_up[0].nbytes + down[0].nbytes)
     return Cost(weights + 2 * x.nbytes, 6 * expert_ids.numel() * down[0].numel())

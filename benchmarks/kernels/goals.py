@@ -1,4 +1,4 @@
-"""The goals of the kernels, by the part that measures each."""
+"""The goals of the kernels, by the part of the benchmark that measures each goal."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ GOALS = {
 
 
 def reached(part: str, value: float | None) -> list[Goal]:
-    """Return the part's goal with the measured value."""
+    """Return the goal of `part` with the measured `value`, in a list."""
     return [replace(GOALS[part], value=value)]

@@ -1,7 +1,8 @@
-"""The measurements of all kernel benchmarks: time per call, the device's limits, result checks.
+"""Measures time per call and the device's limits, and checks results, for all kernel benchmarks.
 
-Calls use rotated buffers. On a GPU they are captured into one CUDA graph, and events time its
-replays, so that the time of short kernels does not contain their launches. A CPU uses perf_counter.
+Successive calls use different buffers, so that the data is not in the device's cache. On a GPU the
+calls are captured into one CUDA graph, and CUDA events time the graph's replays. The time of short
+kernels then does not include launches. On a CPU, perf_counter is the clock.
 """
 
 from __future__ import annotations
@@ -28,12 +29,15 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
 class WrongResultError(Exception):
-    """An operation's result differs from the reference. Its time is not reported."""
+    """Raised when the result of an operation differs from the reference.
+
+    The time of such an operation is not reported.
+    """
 
 
 @dataclass
 class Setting:
-    """Device and size of a run.
+    """The device and the options of a run.
 
     Args:
         device: the measured device.
@@ -52,14 +56,15 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and KV that such a device usually serves."""
+        """The usual dtype of weights and KV on such a device."""
         return torch.bfloat16 if self.is_gpu else torch.float32
 
     @cached_property
     def copy_bandwidth(self) -> float:
-        """Bytes per second (read plus written) of a large copy on the device, the faster of two.
+        """Bytes per second (read plus written) of a large copy on the device.
 
-        A copy in a CUDA graph is slower: 2.8 TB/s on an H200, where kernels move 4.1 TB/s.
+        The faster of two copy kernels counts. The copies are not in a CUDA graph, which would be
+        slower: 2.8 TB/s on an H200, where kernels move 4.1 TB/s.
         """
         nbytes = 2**22 if self.quick else 2**32 if self.is_gpu else 2**28
         source = torch.empty(nbytes // 4, dtype=torch.int32, device=self.device).random_()
@@ -75,7 +80,7 @@ class Setting:
         return 2 * size**3 / self.seconds([lambda: a @ b])
 
     def rotations(self, nbytes: int, most: int = 64) -> int:
-        """Return the number of buffer sets of `nbytes` each that exceed the device's cache."""
+        """Return how many sets of buffers, of `nbytes` each, exceed the device's cache."""
         if self.quick:
             return 2
         wanted = (4 * GPU_CACHE_BYTES) if self.is_gpu else 2**28
@@ -86,7 +91,8 @@ class Setting:
 
         Args:
             calls: the same operation on different buffers; see `rotations`.
-            graph: capture the calls into a CUDA graph. False times them with their launches.
+            graph: whether to capture the calls into a CUDA graph. If False, the time includes
+                launches.
         """
         rounds = 1 if self.quick else self.repeats
         if self.is_gpu:
@@ -104,7 +110,7 @@ def _wall_seconds(calls: Sequence[Call]) -> float:
 
 
 def _gpu_seconds(calls: Sequence[Call], rounds: int, graph: bool) -> float:
-    """Return the seconds for all calls together."""
+    """Return the seconds of all calls together, as the median over `rounds`."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -149,8 +155,8 @@ def check(name: str, got: Tensor, expected: Tensor, tolerance: float | None = No
         name: name of the operation, for messages.
         got: the result.
         expected: the reference's result.
-        tolerance: upper bound of the error. None uses the default of `got`'s dtype; 0 requires
-            equal bits.
+        tolerance: upper bound of the error. None selects the default for the dtype of `got`. 0
+            requires equal bits.
 
     Raises:
         WrongResultError: the error exceeds the tolerance, or `got` has a NaN.
@@ -186,11 +192,11 @@ def us(seconds: float) -> float:
 def best_peer(
     setting: Setting, peers: dict[str, Sequence[Call]], *, graph: bool = True
 ) -> tuple[str, float, Rows]:
-    """Time all peers that run here.
+    """Time all peers.
 
     Returns:
-        Name and seconds of the fastest peer (infinite if none runs), and a row per peer with its
-        time or the reason why it did not run.
+        The name of the fastest peer, its seconds (infinite if no peer runs), and a row per peer.
+        The row has the peer's time, or the reason why the peer did not run.
     """
     seconds: dict[str, float] = {}
     rows: Rows = []

@@ -1,4 +1,4 @@
-"""A batch over a paged KV cache in the engine's layout, and its reference attention."""
+"""A batch of sequences over a paged KV cache in the engine's layout."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SCALE = HEAD_DIM**-0.5
 
 @dataclass
 class Paged:
-    """A batch of sequences with shuffled blocks.
+    """A batch of sequences with shuffled blocks, and its reference attention.
 
     Args:
         cache: of shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
-        query_lens: queries of each sequence, which are its last tokens.
-        seq_lens: tokens of each sequence.
+        query_lens: number of queries of each sequence. The queries are the sequence's last tokens.
+        seq_lens: number of tokens of each sequence.
     """
 
     cache: Tensor
@@ -62,7 +62,12 @@ class Paged:
         return self.cache.shape[2]
 
     def attend(self, layer: int, plan: AttentionPlan | None = None) -> Tensor:
-        """Compute a layer's attention as the model does. None: with the plan of all layers."""
+        """Return the attention of one layer, computed as the model does.
+
+        Args:
+            layer: the layer.
+            plan: the attention plan; None: the plan that all layers share.
+        """
         key, value = self.cache[:, :, layer, 0], self.cache[:, :, layer, 1]
         return paged_attention(self.query, key, value, plan or self.plan, self.scale)
 
@@ -82,14 +87,17 @@ class Paged:
         )
 
     def gathered(self, layer: int, seq: int) -> tuple[Tensor, Tensor]:
-        """Return a sequence's keys and values, [num_kv_heads, seq_len, head_dim] each."""
+        """Return a sequence's keys and values in one layer, as contiguous tensors.
+
+        Both have the shape [num_kv_heads, seq_len, head_dim].
+        """
         length = self.seq_lens[seq]
         table = self.block_tables[seq, : -(-length // BLOCK_SIZE)].long()
         both = self.cache[table, :, layer].permute(2, 1, 0, 3, 4).flatten(2, 3)[:, :, :length]
         return both[0], both[1]
 
     def expected(self, layer: int, seq: int, rows: Tensor) -> Tensor:
-        """Compute the reference in float32 for some of a sequence's queries.
+        """Return the reference attention of some of a sequence's queries, computed in float32.
 
         Args:
             layer: the layer.
@@ -111,7 +119,7 @@ class Paged:
 
     @cached_property
     def cost(self) -> costs.Cost:
-        """The cost of a layer's attention."""
+        """The cost of one layer's attention."""
         return costs.attention(self.query, self.cache[:, :, 0, 0], self.query_lens, self.seq_lens)
 
 
@@ -122,7 +130,7 @@ def random_cache(
     device: torch.device,
     head_dim: int = HEAD_DIM,
 ) -> Tensor:
-    """Return a cache for `num_tokens` tokens, filled with random numbers."""
+    """Return a KV cache for `num_tokens` tokens, filled with random numbers."""
     shape = (-(-num_tokens // BLOCK_SIZE), NUM_KV_HEADS, num_layers, 2, BLOCK_SIZE, head_dim)
     cache = torch.empty(shape, dtype=dtype, device=device)
     for block in cache.split(max(1, 2**30 // cache[0].numel())):

@@ -1,4 +1,4 @@
-"""Execution of one part of the benchmark. Its errors do not stop the other parts."""
+"""Runs one part of the benchmark. An error in the part does not stop the other parts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outcome:
 
 
 def run_part(name: str, setting: Setting) -> Outcome:
-    """Run the module `parts.<name>`."""
+    """Run the module `parts.<name>`. Return the part's figures, or why there are none."""
     torch.manual_seed(0)
     setting.remarks = []
     try:
@@ -41,7 +41,10 @@ def run_part(name: str, setting: Setting) -> Outcome:
 
 
 class PartRunner:
-    """A runner for a process of its own: an invalid memory access breaks CUDA for the process."""
+    """Runs a part in a separate process (`remote.py`).
+
+    After an invalid memory access, CUDA is unusable in the whole process.
+    """
 
     def run(self, name: str, setting: Setting) -> Outcome:
         return run_part(name, setting)

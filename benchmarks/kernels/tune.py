@@ -1,11 +1,12 @@
-"""The tuner: measures launch configurations and writes the table of the present GPU.
+"""Measures launch configurations, and writes the best into the table of this machine's GPU.
 
     export PYTHONPATH=engine:kernels:kv_transfer:benchmarks
     python3 benchmarks/kernels/tune.py [--minutes 6] [--only moe]
 
-It writes kernels/baton_kernels/configurations/<device>.json. It tries each operation's candidates
-on shapes that represent its shape classes, and rejects wrong results. Entries of other classes
-stay. `--quick` tests the tuner without a GPU, with Triton's interpreter, and writes nothing.
+The table is kernels/baton_kernels/configurations/<device>.json. For each operation, the script
+tries all candidates on shapes that represent the operation's shape classes. Candidates with wrong
+results are rejected. Entries of other shape classes stay in the table. `--quick` tests the script
+with Triton's interpreter, without a GPU, and writes nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +79,12 @@ def main() -> int:
 def _tune(
     operation: str, setting: Setting, share_s: float, failures: list[str]
 ) -> Iterator[Choice]:
-    """Yield the choices of one operation. Subjects that fail are added to `failures`."""
+    """Yield the choice for each shape class of one operation.
+
+    Args:
+        share_s: seconds for this operation.
+        failures: gets a message for each subject that fails.
+    """
     work = subjects.OPERATIONS[operation](setting)
     begin = time.monotonic()
     for number, make in enumerate(work):
@@ -102,7 +108,7 @@ def _with_two_candidates(subject: Subject) -> Subject:
     candidates = subject.candidates
 
     def two(operation: str, shape_class: str) -> list[Configuration]:
-        """Return two candidates of each kernel."""
+        """Return at most two candidates of each kernel."""
         by_names: dict[frozenset[str], list[Configuration]] = {}
         for candidate in candidates(operation, shape_class):
             by_names.setdefault(frozenset(candidate), []).append(candidate)

@@ -1,4 +1,7 @@
-"""Decode attention, one query per sequence. Copy bandwidth is the limit: keys are read once."""
+"""Measures decode attention, with one query per sequence.
+
+Copy bandwidth is the limit, because each key is read once.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,11 @@ def run(setting: Setting) -> Result:
 
 
 def check_decode(batch: Paged) -> None:
-    """Check some sequences in the first and the last layer. Raises WrongResultError."""
+    """Check the attention of some sequences in the first and the last layer.
+
+    Raises:
+        WrongResultError: a result differs from the reference.
+    """
     for layer in {0, batch.num_layers - 1}:
         out = batch.attend(layer)
         for seq in {0, len(batch.seq_lens) // 2, len(batch.seq_lens) - 1}:

@@ -1,4 +1,7 @@
-"""The peers of attention: torch's SDPA backends and FlexAttention, on contiguous or paged KV."""
+"""The peers of Baton's attention: SDPA backends and FlexAttention of torch.
+
+The keys and values of a peer are contiguous or paged.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,14 @@ KV = tuple[Tensor, Tensor]
 
 
 def sdpa_decode(backend: SDPBackend, query: Tensor, sets: Sequence[KV]) -> list[Call]:
-    """Make SDPA calls with one query per sequence, [num_seqs, num_heads, head_dim].
+    """Return SDPA calls for decode, one for each set of keys and values.
 
-    The heads that share keys are passed as queries of one head, which needs no mask.
+    Query heads that share keys are passed as queries of one head, so that no mask is needed.
+
+    Args:
+        backend: the SDPA backend.
+        query: one query per sequence, of shape [num_seqs, num_heads, head_dim].
+        sets: keys and values of each call.
     """
     return [
         _with(backend, query.unflatten(1, (key.shape[1], -1)), key, value, {})
@@ -39,14 +47,14 @@ def sdpa_decode(backend: SDPBackend, query: Tensor, sets: Sequence[KV]) -> list[
 def sdpa_causal(
     backend: SDPBackend, query: Tensor, sets: Sequence[KV], *, expanded: bool
 ) -> list[Call]:
-    """Make SDPA calls for whole prompts.
+    """Return SDPA calls for whole prompts, one for each set of keys and values.
 
     Args:
         backend: the SDPA backend.
         query: of shape [num_seqs, num_heads, seq_len, head_dim].
         sets: keys and values of each call.
-        expanded: copy the keys per query head before the measurement. Otherwise the peer shares
-            keys among heads itself.
+        expanded: whether keys and values are repeated for each query head before the measurement.
+            If False, SDPA itself shares them among query heads.
     """
     calls = []
     for key, value in sets:
@@ -71,13 +79,19 @@ def _with(
 
 
 def flex_decode(query: Tensor, sets: Sequence[KV]) -> list[Call]:
-    """Make FlexAttention calls on contiguous KV. Arguments as in `sdpa_decode`."""
+    """Return FlexAttention calls for decode on contiguous keys and values.
+
+    The arguments are those of `sdpa_decode`.
+    """
     flex = _flex(query.is_cuda)
     return [lambda kv=kv: flex(query[:, :, None], *kv, scale=SCALE, enable_gqa=True) for kv in sets]
 
 
 def flex_causal(query: Tensor, sets: Sequence[KV]) -> list[Call]:
-    """Make FlexAttention calls on contiguous KV. Arguments as in `sdpa_causal`."""
+    """Return FlexAttention calls for whole prompts on contiguous keys and values.
+
+    The arguments are those of `sdpa_causal`.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
     flex, length = _flex(query.is_cuda), query.shape[2]
@@ -90,7 +104,10 @@ def flex_causal(query: Tensor, sets: Sequence[KV]) -> list[Call]:
 
 
 def flex_paged_decode(query: Tensor, sets: Sequence[KV]) -> list[Call]:
-    """Make FlexAttention calls over torch's own pages. Arguments as in `sdpa_decode`."""
+    """Return FlexAttention calls for decode on keys and values in torch's own pages.
+
+    The arguments are those of `sdpa_decode`.
+    """
     from torch.nn.attention.experimental._paged_attention import PagedAttention
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -124,7 +141,7 @@ def flex_paged_decode(query: Tensor, sets: Sequence[KV]) -> list[Call]:
 
 
 def made(make: Callable[..., list[Call]], *arguments: Any) -> list[Call]:
-    """Make the calls. If this torch does not support them, return one that raises the reason."""
+    """Return `make(*arguments)`. If `make` fails, return one call that raises the same error."""
     try:
         return make(*arguments)
     except Exception as error:
@@ -134,7 +151,7 @@ def made(make: Callable[..., list[Call]], *arguments: Any) -> list[Call]:
 def checked(
     peers: dict[str, list[Call]], expected: Tensor, rows: Callable[[Any], Tensor]
 ) -> dict[str, list[Call]]:
-    """Replace the calls of peers with a wrong result by a call that raises.
+    """Check the result of each peer. Replace the calls of a wrong peer by a call that raises.
 
     Args:
         peers: calls by name.
@@ -162,7 +179,10 @@ def _raises(error: Exception) -> Call:
 
 @cache
 def _flex(compiled: bool) -> Callable[..., Any]:
-    """Return FlexAttention, compiled as intended; uncompiled on a CPU, where it is only tested."""
+    """Return torch's FlexAttention, compiled if `compiled`.
+
+    On a CPU, FlexAttention is not compiled, because it is only tested there.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention

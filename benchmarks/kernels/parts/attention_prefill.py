@@ -1,4 +1,7 @@
-"""Causal prefill of whole prompts and of chunks. A large matrix product is the limit."""
+"""Measures causal prefill attention of whole prompts and of chunks.
+
+The rate of a large matrix product is the limit.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,11 @@ def _in_short(lengths: list[int]) -> str:
 
 
 def _check(batch: Paged) -> None:
-    """Check the first, the last and some other rows of every sequence."""
+    """Check the attention of the first, the last and some other queries of every sequence.
+
+    Raises:
+        WrongResultError: a result differs from the reference.
+    """
     out = batch.attend(1)
     for seq, num_queries in enumerate(batch.query_lens):
         rows = torch.unique(

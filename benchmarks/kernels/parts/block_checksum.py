@@ -1,6 +1,7 @@
-"""Word sums of KV blocks, against a GPU's copy bandwidth or one core's read bandwidth.
+"""Measures checksums of KV blocks against a GPU's copy bandwidth or one CPU core's read bandwidth.
 
-Runs are in random order, like blocks. On a CPU one thread computes the sums, as in the engine.
+The runs of contiguous bytes are in random order, like blocks. On a CPU one thread computes the
+sums, as in the engine.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def run(setting: Setting) -> Result:
 
 
 def _read_bandwidth(setting: Setting) -> float:
-    """Return the bytes per second of the GPU's copies, or of one core's reads."""
+    """Return the bandwidth with which the checksums are compared, in bytes per second.
+
+    This is the copy bandwidth of a GPU, or the read bandwidth of one CPU core.
+    """
     if setting.is_gpu:
         return setting.copy_bandwidth
     data = _ordered(2**20 if setting.quick else MEMORY_BYTES)
@@ -90,7 +94,10 @@ _kept: dict[int, Tensor] = {}
 
 
 def _ordered(nbytes: int) -> Tensor:
-    """Return floats [rows, 4096], made once: touching new pages takes longer than reading them."""
+    """Return a float32 tensor of `nbytes` bytes, of shape [rows, 4096].
+
+    The tensor is created once, because the first access to a new page takes longer than a read.
+    """
     if nbytes not in _kept:
         _kept[nbytes] = torch.ones(nbytes // 2**14, 2**12)
     return _kept[nbytes]

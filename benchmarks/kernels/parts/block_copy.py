@@ -1,4 +1,7 @@
-"""Copies of whole KV blocks, within the cache and between device and pinned host memory."""
+"""Measures copies of whole KV blocks.
+
+Blocks are copied within the cache, and between the device and pinned host memory.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Decode attention on a CPU. The limit is the read bandwidth of all cores: keys are read once.
+"""Measures decode attention on a CPU.
 
-A process of its own measures the bandwidth before and after each round of attention, because other
-users of a shared machine change it within seconds. Rounds with such a change are left out.
+The read bandwidth of all cores is the limit, because each key is read once. A separate process
+measures the bandwidth before and after each round of attention. Other users of a shared machine
+change the bandwidth within seconds. Rounds with such a change are left out.
 """
 
 from __future__ import annotations
@@ -94,7 +95,10 @@ def run(setting: Setting) -> Result:
 
 
 def _batch(setting: Setting, num_seqs: int, num_tokens: int) -> Paged:
-    """Make a batch over memory that is allocated as in the engine, in huge pages if possible."""
+    """Return a batch whose KV cache is allocated as in the engine.
+
+    The memory has huge pages if possible.
+    """
     num_blocks = num_seqs * -(-num_tokens // BLOCK_SIZE) + 1
     per_layer = num_blocks * NUM_KV_HEADS * 2 * BLOCK_SIZE * HEAD_DIM * setting.dtype.itemsize
     num_layers = 2 if setting.quick else min(NUM_LAYERS, BUDGET_BYTES // per_layer)
@@ -113,7 +117,10 @@ def _batch(setting: Setting, num_seqs: int, num_tokens: int) -> Paged:
 
 
 def _gather(batch: Paged, layer: int) -> tuple[Tensor, Tensor]:
-    """Return contiguous keys and values, [num_seqs, num_kv_heads, seq_len, head_dim] each."""
+    """Return the keys and values of one layer as contiguous tensors.
+
+    Both have the shape [num_seqs, num_kv_heads, seq_len, head_dim].
+    """
     tables = batch.block_tables.long()
     length = batch.seq_lens[0]
     key, value = (
@@ -124,7 +131,10 @@ def _gather(batch: Paged, layer: int) -> tuple[Tensor, Tensor]:
 
 
 def _sdpa(batch: Paged, key: Tensor, value: Tensor) -> Tensor:
-    """Call SDPA with the heads that share keys as queries of one head, to avoid copies of keys."""
+    """Return torch's SDPA of the batch on contiguous keys and values.
+
+    Query heads that share keys are passed as queries of one head, so that no keys are copied.
+    """
     query = batch.query.unflatten(1, (NUM_KV_HEADS, -1))
     return scaled_dot_product_attention(query, key, value, scale=SCALE).view(
         -1, NUM_HEADS, HEAD_DIM

@@ -1,4 +1,7 @@
-"""RMSNorm, rotary embedding and SiLU-mul. Copy bandwidth is the limit: tokens are read once."""
+"""Measures RMSNorm, rotary embedding and SiLU-mul.
+
+Copy bandwidth is the limit, because each token is read once.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A whole decode step of the engine's model runner, compared with the sum of its kernels.
+"""Compares a decode step of the engine's model runner with the sum of the step's kernels.
 
 The step includes CUDA graphs and sampling. The model has random weights and the sizes of Llama 3.1
-8B. Each kernel is timed alone over the weights and the KV of all layers. The difference between the
-step and the sum is launches, gaps, input preparation and sampling.
+8B. Each kernel is timed alone over the weights and the KV of all layers. The step also contains
+launches, gaps, input preparation and sampling, which the sum does not contain.
 """
 
 from __future__ import annotations
@@ -163,7 +163,10 @@ def run(setting: Setting) -> Result:
 
 
 def _random_model(path, config, dtype, device, parallel) -> CausalLM:  # type: ignore[no-untyped-def]
-    """Replace `load_model`: make the same random weights on the device every time."""
+    """Return a model with random weights on the device, in place of `load_model`.
+
+    Each call returns the same weights.
+    """
     model = make_model(config, parallel).to(dtype).to_empty(device=device).eval()
     model.rotary_embedding.move_to(device)
     generator = torch.Generator(device).manual_seed(1)
@@ -177,7 +180,7 @@ def _random_model(path, config, dtype, device, parallel) -> CausalLM:  # type: i
 
 
 class _Runner:
-    """A model runner that is ready to decode, with random numbers in its KV cache."""
+    """A model runner that is ready to decode, with random numbers in the KV cache."""
 
     model: CausalLM
 
@@ -223,7 +226,10 @@ def _make_runner(
 
 
 class _Steps:
-    """Decode steps of requests whose prompts count as computed, with the cache's random KV."""
+    """The decode steps of requests whose prompts count as computed.
+
+    The prompts' KV are the random numbers in the cache.
+    """
 
     def __init__(self, num_seqs: int, num_tokens: int, num_steps: int) -> None:
         self.num_tokens, self.num_steps = num_tokens, num_steps
@@ -246,7 +252,7 @@ class _Steps:
         ]
 
     def best_tokens(self, runner: _Runner) -> list[list[int]]:
-        """Return the most likely tokens after each prompt, best first."""
+        """Return the NUM_BEST most likely tokens after each prompt, the best first."""
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=NUM_BEST)
         new = [replace(request, sampling_params=params) for request in self.new]
         logprobs = self._step(runner, SchedulerOutput(new, [], self._one_each, [])).logprobs
@@ -254,7 +260,7 @@ class _Steps:
         return [[token for token, _ in logprobs[request_id].top] for request_id in self.ids]
 
     def seconds(self, runner: _Runner) -> float:
-        """Return the seconds of the median step."""
+        """Return the median of the seconds per step."""
         seconds = []
         self._step(runner, SchedulerOutput(self.new, [], self._one_each, []))
         for number in range(self.num_steps - 1):
@@ -284,7 +290,7 @@ class _Steps:
 def _alone(
     setting: Setting, model: CausalLM, kv_cache: Tensor, num_seqs: int, num_tokens: int
 ) -> dict[str, float]:
-    """Return the seconds of each kind of kernel in a step, for all layers together."""
+    """Return the seconds of each kind of kernel in a step, as the sum over all layers."""
     config, layers = model.config, list(model.layers)
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     device, dtype = kv_cache.device, kv_cache.dtype
@@ -339,7 +345,7 @@ def _alone(
 
 
 def _weight_nbytes(model: CausalLM) -> int:
-    """Return the bytes of weights that a step reads: all but the embedding table."""
+    """Return the bytes of the weights that a step reads: all except the embedding table."""
     return sum(
         weight.nbytes for name, weight in model.named_parameters() if "embed_tokens" not in name
     )

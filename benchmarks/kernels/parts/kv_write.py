@@ -1,4 +1,7 @@
-"""KV write: stores new keys and values in their slots. Copy bandwidth is the limit."""
+"""Measures the KV write, which stores new keys and values in the slots of the cache.
+
+Copy bandwidth is the limit.
+"""
 
 from __future__ import annotations
 

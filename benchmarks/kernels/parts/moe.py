@@ -1,6 +1,7 @@
-"""Mixture of experts at decode. Copy bandwidth is the limit: each chosen expert is read once.
+"""Measures a mixture of experts at decode.
 
-The sizes are those of Qwen3-30B-A3B: 128 experts, 8 per token.
+Copy bandwidth is the limit, because the weights of each chosen expert are read once. The sizes are
+those of Qwen3-30B-A3B: 128 experts, 8 per token.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NUM_ROUTINGS = 8
 
 @dataclass
 class Layer:
-    """The experts of one layer: see `baton_kernels.moe.run_experts`."""
+    """The weights of one layer's experts, as `baton_kernels.moe.run_experts` expects them."""
 
     gate_up: Tensor
     down: Tensor
@@ -32,7 +33,13 @@ class Layer:
 
 @dataclass
 class Routed:
-    """Tokens [num_tokens, hidden], with weights and expert ids [num_tokens, top_k]."""
+    """Tokens with their experts.
+
+    Args:
+        x: the tokens, of shape [num_tokens, hidden].
+        weights: of shape [num_tokens, top_k].
+        expert_ids: of shape [num_tokens, top_k].
+    """
 
     x: Tensor
     weights: Tensor
@@ -54,7 +61,7 @@ def make_layer(setting: Setting, hidden: int, intermediate: int, num_experts: in
 
 
 def route(setting: Setting, num_tokens: int, hidden: int, num_experts: int, top_k: int) -> Routed:
-    """Make tokens with uniformly random experts."""
+    """Return random tokens, each with `top_k` uniformly random experts."""
     from baton_kernels.moe import route_top_k
 
     logits = torch.randn(num_tokens, num_experts, device=setting.device)
@@ -67,7 +74,7 @@ def route(setting: Setting, num_tokens: int, hidden: int, num_experts: int, top_
 
 
 def expected(layer: Layer, tokens: Routed) -> Tensor:
-    """Compute the formula in float32, expert by expert."""
+    """Return the reference result, computed in float32 for one expert after the other."""
     out = torch.zeros(tokens.x.shape, dtype=torch.float32, device=tokens.x.device)
     for expert in tokens.expert_ids.unique().tolist():
         rows, choice = (tokens.expert_ids == expert).nonzero(as_tuple=True)
@@ -142,7 +149,10 @@ def _ours(layer: Layer, tokens: Routed) -> Call:
 
 
 def _grouped_mm(layer: Layer, tokens: Routed) -> Call:
-    """Make a call of torch's grouped matrix product, including sorting and combining."""
+    """Return a call that computes the experts with torch's grouped matrix product.
+
+    The call also sorts the tokens by expert and combines the results.
+    """
     grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
     num_tokens, top_k = tokens.expert_ids.shape
     experts = torch.arange(len(layer.gate_up), device=tokens.x.device)

@@ -1,7 +1,7 @@
-"""Choice of tokens from logits. Copy bandwidth is the limit. Peers sort or use torch.topk.
+"""Measures the choice of tokens from logits.
 
-The time includes launches: sampling runs outside of CUDA graphs, because its parameters come from
-the host in every step.
+Copy bandwidth is the limit. Peers use torch.sort or torch.topk. The time includes launches:
+sampling runs outside of CUDA graphs, because its parameters come from the host in every step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AGREEMENT = 0.9
 
 @dataclass(frozen=True)
 class Filters:
-    """See `baton_kernels.sampling.DrawParams`."""
+    """The sampling parameters of one row, as in `baton_kernels.sampling.DrawParams`."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -92,7 +92,11 @@ def _check_greedy(logits: Tensor) -> None:
 
 
 def _check_draws(name: str, logits: Tensor, params: list[Filters], keys: list[int]) -> None:
-    """Compare the first rows with the reference, which is slow."""
+    """Check the tokens of the first NUM_CHECKED rows against the reference, which is slow.
+
+    Raises:
+        WrongResultError: too many tokens differ.
+    """
     from baton_kernels.sampling.reference import draw_tokens_reference
 
     got = draw_tokens(logits, params, keys)[:NUM_CHECKED].cpu()
@@ -132,7 +136,7 @@ def _peer_top_k_top_p(logits: Tensor) -> Tensor:
 
 
 def _within_top_p(ordered: Tensor) -> Tensor:
-    """Return the probabilities of descending logits, 0 past top_p."""
+    """Return the probabilities of the sorted logits, with 0 for tokens outside of top-p."""
     probs = ordered.softmax(-1)
     return probs.masked_fill(probs.cumsum(-1) - probs >= TOP_P, 0)
 

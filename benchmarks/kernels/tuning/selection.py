@@ -1,8 +1,8 @@
-"""The choice of launch configurations: try all candidates, drop wrong results, keep the fastest.
+"""Chooses launch configurations: tries all candidates and keeps the fastest with a right result.
 
-The launcher itself requests a configuration for its shape class from
-`baton_kernels.configurations`, and the tuner answers the request. So the tuner cannot measure one
-class and record another.
+A kernel's launcher requests the configuration of its shape class from
+`baton_kernels.configurations`. During tuning, the tuner answers this request. Therefore the tuner
+cannot measure one shape class and record another.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Subject:
 
     name: str
     call: Callable[[], object]
-    correct: Callable[[], bool]  #: Calls it and returns whether the result is right.
+    correct: Callable[[], bool]  #: Runs the launch and returns whether the result is right.
     seconds: Callable[[], float]  #: Returns the time of a call.
     candidates: Callable[[str, str], Iterable[Configuration]]  #: By operation and shape class.
 
 
 def asked_by(call: Callable[[], object]) -> dict[Key, Configuration]:
-    """Return the configurations that a call requests, with their defaults."""
+    """Return the configurations that `call` requests, with the default of each."""
     asked: dict[Key, Configuration] = {}
 
     def answer(operation: str, shape_class: str, default: Configuration) -> Configuration:
@@ -66,13 +66,16 @@ def choose(
     num_threads: int = 0,
     now: Callable[[], float] = time.monotonic,
 ) -> list[Choice]:
-    """Tune the subject's shape classes one after the other, with the best of the earlier ones.
+    """Return the fastest configuration of each shape class of the subject.
+
+    The shape classes are tuned one after the other. Classes that are already tuned use their best
+    configuration.
 
     Args:
         subject: the launch.
         deadline: time on the clock `now` after which no candidate is tried.
-        num_threads: candidates that are compiled at the same time, before any is timed. 0 compiles
-            each candidate when it is tried.
+        num_threads: candidates that are compiled at the same time, before any candidate is timed. 0
+            compiles each candidate when it is tried.
         now: the clock.
 
     Raises:
@@ -130,7 +133,10 @@ def _compile(
     num_threads: int,
     is_late: Callable[[], bool],
 ) -> None:
-    """Fill Triton's cache. A candidate that fails here fails again when it is tried."""
+    """Compile the candidates in `num_threads` threads, so that Triton's cache contains them.
+
+    Errors are ignored, because a candidate that fails here fails again when it is tried.
+    """
 
     def attempt(trial: Mapping[Key, Configuration]) -> None:
         if is_late():

@@ -1,4 +1,4 @@
-"""The launches that are tuned: shapes that represent the shape classes of every operation."""
+"""The launches to tune, with shapes that represent the shape classes of every operation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ EPS = 1e-6
 
 
 def _attention(setting: Setting) -> list[Make]:
-    """Make decode and prefill subjects. Few long and many short sequences are one class."""
+    """Return functions that make the decode and prefill subjects.
+
+    Few long sequences and many short sequences have the same shape class, so one subject has both.
+    """
     decode = (
         [([1] * 3, [70] * 3)]
         if setting.quick
@@ -112,7 +115,7 @@ def _experts(
         )
 
     def worthwhile(candidate: Configuration) -> bool:
-        """Return whether the tile is near the number of rows that an expert has."""
+        """Return whether the candidate's tile height is near the number of tokens per expert."""
         rows = candidate.get("BLOCK_M")
         if rows is None:
             return True
@@ -139,7 +142,7 @@ def _elementwise(setting: Setting, operation: str) -> list[Make]:
 
 
 def _rows_of(setting: Setting, operation: str, num_tokens: int) -> Subject:
-    """Make a subject of norm, rope or activation, with the sizes of an 8B model."""
+    """Return a subject of norm, rope or activation, with the sizes of an 8B model."""
     hidden, intermediate, head_dim = (64, 96, 32) if setting.quick else (4096, 14336, 128)
 
     def random(*shape: int) -> Tensor:
@@ -309,15 +312,15 @@ def _subject(
     *,
     graph: bool = True,
 ) -> Subject:
-    """Make a subject.
+    """Return a subject that times `calls`.
 
     Args:
-        setting: the setting.
+        setting: device and options of the run.
         operation: name of the kernel's folder.
         calls: the launches to time.
-        checked: launches and raises WrongResultError.
-        worthwhile: selects the candidates to try.
-        graph: capture the calls into a CUDA graph.
+        checked: runs a launch, and raises WrongResultError if the result is wrong.
+        worthwhile: returns whether to try a candidate.
+        graph: whether to capture the calls into a CUDA graph.
     """
 
     def correct() -> bool:
@@ -340,7 +343,7 @@ def _subject(
 
 
 def _candidates(operation: str, shape_class: str) -> Sequence[Configuration]:
-    """Return the candidates of the kernel that the shape class belongs to."""
+    """Return the candidates of the kernel to which `shape_class` belongs."""
     from baton_kernels.attention.triton_kernel import DECODE_CANDIDATES, PREFILL_CANDIDATES
     from baton_kernels.moe.routing_triton import ROUTING_CANDIDATES
 
