@@ -345,10 +345,10 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
 async def provide_model(
     model: Path | None, service: Object, state: StateDir, console: Console
 ) -> None:
-    """Link the model to the path of spec.model.uri, where the pods look for it.
+    """Link the model's folder to the path of spec.model.uri, where the pods look for it.
 
-    The model is --model or the demo checkpoint. Without --model, a URI other than DEMO_MODEL_URI
-    stays.
+    The folder is --model, or the demo checkpoint if the URI is DEMO_MODEL_URI. In other cases
+    nothing is linked.
 
     Raises:
         UpError: --model is not a checkpoint, or spec.model.uri is not a folder.
