@@ -1,8 +1,9 @@
 """Runs objects in separate processes, so that candidates of a benchmark do not affect each other.
 
-When the engine's process had also measured the bandwidth, batch-1 decode generated 53 tokens per
-second. In a separate process it generated 70. The cause is libgomp, which counts the threads of all
-pools, including idle threads. libgomp spins less if the threads outnumber the cores.
+Batch-1 decode generated 53 tokens per second when the engine's process had also measured the
+bandwidth. With the measurement in another process, batch-1 decode generated 70. The cause is
+libgomp, which counts the threads of all pools, including idle threads. libgomp spins less if the
+threads outnumber the cores.
 """
 
 from __future__ import annotations

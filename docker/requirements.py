@@ -2,8 +2,8 @@
 
 Usage: python docker/requirements.py gateway engine
 
-The images install dependencies before Baton, so that a code change makes a layer of megabytes
-instead of gigabytes.
+The images install dependencies before Baton. A code change then makes a layer of megabytes instead
+of gigabytes.
 """
 
 from __future__ import annotations

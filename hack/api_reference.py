@@ -1,7 +1,7 @@
 """Generate docs/reference/api.md from the schema of the CRD.
 
 python hack/api_reference.py docs/reference/api.md            writes the page
-python hack/api_reference.py docs/reference/api.md --check    exits 1 if it is stale
+python hack/api_reference.py docs/reference/api.md --check    exits 1 if the page is stale
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ async def during(load: Load, work: Callable[[], Any]) -> tuple[Any, float, float
     """Run `work` in a thread while `load` runs.
 
     Returns:
-        The result of `work`, the seconds that `work` took, and the longest time between two tokens
-        of a stream during that time.
+        The result of `work`, the seconds that `work` took, and the longest token gap of a stream
+        meanwhile, in seconds.
     """
     since = time.monotonic()
     result = await asyncio.to_thread(work)

@@ -110,7 +110,7 @@ def _wall_seconds(calls: Sequence[Call]) -> float:
 
 
 def _gpu_seconds(calls: Sequence[Call], rounds: int, graph: bool) -> float:
-    """Return the seconds of all calls together, as the median over `rounds`."""
+    """Return the seconds of all calls together, as the median of `rounds` measurements."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

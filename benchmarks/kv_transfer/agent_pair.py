@@ -41,7 +41,7 @@ NIXL_POLL_S = {"nixl": 0.0001, "nixl 20 us": 0.00002}
 #: For both libraries. With UCX's defaults, NIXL is half as fast.
 UCX_SETTINGS = {"UCX_TCP_TX_SEG_SIZE": "256K", "UCX_TCP_RX_SEG_SIZE": "513K"}
 NAMES = ("initiator", "owner")
-_PIECE = struct.Struct("<II")  # first block in the order of the shape, blocks; their sums follow
+_PIECE = struct.Struct("<II")  # first block, number of blocks; the blocks' checksums follow
 _GO, _VERIFIED = b"go", b"verified"
 
 

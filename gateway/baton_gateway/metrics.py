@@ -1,7 +1,7 @@
 """The gateway's Prometheus metrics, whose names begin with `baton:`.
 
-If engines have a metric of the same name, the gateway's metric begins with `baton:gateway_`. The
-gateway measures what clients observe. An engine measures only its own part.
+The name begins with `baton:gateway_` if engines have a metric for the same quantity. The gateway
+measures what clients observe. An engine measures only its own part.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class GatewayMetrics:
 
 
 class TokenTimer:
-    """Observes the token latencies of one sequence.
+    """Records the token latencies of one sequence.
 
     Args:
         arrived: monotonic time at which the request arrived.

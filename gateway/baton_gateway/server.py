@@ -152,7 +152,7 @@ class Gateway:
         await self.stop(max(0.0, ends_at - loop.time()))
 
     async def stop(self, timeout_s: float | None = None) -> None:
-        """Refuse new requests, wait for the running requests, then close.
+        """Refuse new requests, wait for the running requests, then close the server.
 
         Requests that still run after the wait fail.
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from baton_local.kv_bytes import format_kv_bytes
 from baton_local.service_status import Condition, ServiceStatus
 
-#: Columns of a table that no terminal limits.
+#: Width in columns of a table that is not printed on a terminal.
 PIPED_WIDTH = 1000
 _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 

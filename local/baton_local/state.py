@@ -70,7 +70,7 @@ class StateDir:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def acquire(self) -> None:
-        """Lock the folder until this process ends, as its supervisor.
+        """Make this process the supervisor: hold the folder's lock until the process ends.
 
         Raises:
             ClusterRunningError: another supervisor holds the lock.
@@ -86,7 +86,7 @@ class StateDir:
             )
         os.ftruncate(lock_file, 0)
         os.pwrite(lock_file, str(os.getpid()).encode(), 0)
-        self._lock_file = lock_file  # open until the process ends, and with it the lock
+        self._lock_file = lock_file  # stays open, and holds the lock, until the process ends
         self._info_path.unlink(missing_ok=True)
 
     def supervisor(self) -> int | None:

@@ -151,7 +151,9 @@ def made(make: Callable[..., list[Call]], *arguments: Any) -> list[Call]:
 def checked(
     peers: dict[str, list[Call]], expected: Tensor, rows: Callable[[Any], Tensor]
 ) -> dict[str, list[Call]]:
-    """Check the result of each peer. Replace the calls of a wrong peer by a call that raises.
+    """Check the result of each peer, and return the peers.
+
+    The calls of a peer with a wrong result are replaced by one call that raises WrongResultError.
 
     Args:
         peers: calls by name.

@@ -13,8 +13,8 @@ class Admission:
     """Counts requests and sequences in flight, and refuses requests above the limits.
 
     Args:
-        limit: most sequences in flight. A request for n samples counts as n sequences.
-        client_limit: most sequences in flight of one client with an API key; None: no limit.
+        limit: maximum number of sequences in flight. A request for n samples counts as n sequences.
+        client_limit: maximum number of sequences in flight for each client; None: no limit.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class ApiKeys:
             if hmac.compare_digest(known, offered):
                 found = client
         if found is None:
-            raise _refused("This server does not know the API key.")
+            raise _refused("This API key is not valid for this server.")
         return found
 
     def _refresh(self) -> None:

@@ -35,7 +35,7 @@ class GracefulShutdown:
             self._last_arrival = asyncio.get_running_loop().time()
 
     async def close_connection(self, _: web.Request, response: web.StreamResponse) -> None:
-        """Make `response` close its connection, if the phase has begun.
+        """Make `response` close its connection, if the graceful shutdown has begun.
 
         aiohttp calls this method before it sends the headers.
         """
@@ -44,7 +44,7 @@ class GracefulShutdown:
             response.force_close()
 
     async def wait_quiet(self, timeout_s: float) -> None:
-        """Begin the phase, and wait until the phase ends or `timeout_s` has passed.
+        """Begin the shutdown's first phase. Return when the phase ends or `timeout_s` has passed.
 
         The phase ends when no request is in flight and no request has arrived for `quiet_s`.
         """

@@ -25,7 +25,7 @@ class ScaleFromZeroQueue:
 
     Args:
         hold_s: longest time for which a request waits; 0: requests do not wait.
-        limit: most requests that may wait at the same time.
+        limit: maximum number of requests that wait at the same time.
     """
 
     def __init__(

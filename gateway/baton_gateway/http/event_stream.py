@@ -60,7 +60,7 @@ class EventStream:
             await response.write(_COMMENT)
 
     async def send(self, event: bytes) -> None:
-        """Send one event with the JSON `event`.
+        """Send the JSON `event` as one server-sent event.
 
         Raises:
             ConnectionError: the client has disconnected.

@@ -49,7 +49,7 @@ CLIENT_CLOSED_REQUEST = 499
 DATA_PARALLEL_RANK = "X-Data-Parallel-Rank"
 _RANK = re.compile("[0-9]{1,9}")
 
-#: Status for the metrics, where a stream that began with 200 failed later.
+#: Status for the metrics, if a stream that began with 200 has failed.
 FINAL_STATUS = web.RequestKey("final_status", int)
 
 #: A response or chunk with more tokens and log-probabilities is encoded in a thread.

@@ -37,7 +37,7 @@ class Connection(web.RequestHandler):
             raise ConnectionError("a part of the response is sent already")
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             logger.error("a request from %s failed", request.remote, exc_info=exc)
-            error = internal("The gateway failed; its log says why.")
+            error = internal("The gateway failed; see its log.")
         else:
             logger.info("%s sent no valid HTTP request: %s", request.remote, type(exc).__name__)
             error = APIError(

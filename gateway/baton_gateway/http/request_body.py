@@ -74,8 +74,8 @@ def check_values(body: bytes, max_values: int, max_containers: int) -> None:
     """Raise RequestError if the JSON `body` has too many values.
 
     Args:
-        max_values: most values of any type. An entry of an object counts as two values.
-        max_containers: most arrays and objects.
+        max_values: limit on values of any type. An entry of an object counts as two values.
+        max_containers: limit on arrays and objects.
     """
     values, containers = _count(body, 0, len(body))
     if values <= max_values and containers <= max_containers:

@@ -95,7 +95,7 @@ class Routes:
                 logger.exception(
                     "%s %s%s failed", request.method, request.path, client_name(request)
                 )
-                response = _error_response(internal("The gateway failed; its log says why."))
+                response = _error_response(internal("The gateway failed; see its log."))
             status = request.get(FINAL_STATUS, response.status)
             return response
         finally:

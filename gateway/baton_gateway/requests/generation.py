@@ -144,7 +144,7 @@ class Generator:
 
 
 def _num_options(request: GenerationRequest) -> int:
-    """Return the number of entries in the option lists that every sequence sends to its engine."""
+    """Return the number of entries in logit_bias and allowed_token_ids of the request."""
     return len(request.logit_bias or ()) + len(request.allowed_token_ids or ())
 
 

@@ -52,7 +52,10 @@ class JobBuilder:
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of a request that all engines hold. None before the first decode engine."""
+        """The decode engines' limit on tokens of prompt and answer together.
+
+        None before the first decode engine.
+        """
         return self._pool.max_model_len
 
     async def build(
@@ -192,7 +195,7 @@ class JobBuilder:
     def _max_tokens(
         self, request: GenerationRequest, prompt_len: int, field: str, bounds: PromptBounds
     ) -> int:
-        """Return the most tokens to generate after a prompt of `prompt_len` tokens.
+        """Return the maximum number of tokens to generate after a prompt of `prompt_len` tokens.
 
         Raises:
             APIError: prompt and answer do not fit the model.
@@ -238,7 +241,7 @@ def _sequence(
     sample_index: int,
     group: SampleGroup | None,
 ) -> Sequence:
-    if sample_index > 0:  # the first sample brings the prompt's logprobs
+    if sample_index > 0:  # the first sample returns the prompt's logprobs
         params = msgspec.structs.replace(params, prompt_logprobs=None)
     return Sequence(
         request_id=request_id,

@@ -27,8 +27,8 @@ class PromptBounds:
     """How many tokens the prompt of a generation request may have.
 
     Args:
-        max_model_len: most tokens of prompt and answer that the engines hold. The prompt must leave
-            room for at least one token of the answer.
+        max_model_len: the model's limit on tokens of prompt and answer together. The prompt must
+            leave room for at least one token of the answer.
         max_prompt_tokens: the limit configured for this server; None: no limit.
     """
 

@@ -96,7 +96,8 @@ class Placer:
     async def _place_decode(self, state: RetryState) -> Placement:
         """Choose the decode engine for the next attempt.
 
-        Samples of one prompt share an engine, unless they have a prefill stage or failed alone.
+        Samples of one prompt share an engine, except samples with a prefill stage and samples that
+        failed alone.
         """
         group, failure = state.sequence.group, state.last_failure
         failed_alone = failure is not None and not failure.is_engine_gone

@@ -119,7 +119,7 @@ class EnginePool:
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of a request that every available decode engine can hold.
+        """Limit on tokens per request, which is the smallest limit of an available decode engine.
 
         While no decode engine is available, the last value stays. None before the first decode
         engine.

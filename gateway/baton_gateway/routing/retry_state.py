@@ -35,7 +35,7 @@ class RetryState:
     """The attempts of one sequence so far: their number, the last failure, the engines used."""
 
     sequence: Sequence
-    rank: int | None  # the only rank that may serve it; None: any
+    rank: int | None  # the only rank that may run it; None: any
     num_attempts: int = 0
     #: Failed attempts in a row without a new token. Draining and full engines do not count:
     #: their refusals do not depend on the sequence.

@@ -26,7 +26,7 @@ class Coordinator:
     """Prepares a topology generation for each request, then commits the generation."""
 
     def __init__(self, ranks: Iterable[str]) -> None:
-        """Start with `ranks` as generation 1. Without ranks there is no generation."""
+        """Start with `ranks` as topology generation 1. Without ranks there is no topology."""
         self.ranks = sorted(ranks)
         #: `NEVER` if no operation is running.
         self.phase_ends_at = NEVER
