@@ -77,7 +77,7 @@ def pause_buckets(ranks: list[Pod]) -> dict[float, float]:
 def worst_pause_s(before: dict[float, float], after: dict[float, float]) -> float | None:
     """Return an upper bound of the longest pause between two results of `pause_buckets`.
 
-    The bound is that of the highest bucket with new counts, in seconds. None: there was no pause.
+    This is the upper bound of the highest bucket with new counts, in seconds; None without a pause.
     """
     grown = {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
     total = max(grown.values(), default=0.0)

@@ -149,7 +149,7 @@ class Side:
         return time.perf_counter() - started
 
     def serve(self, op: str) -> None:
-        """Run the other side of the mode `verified`, which does not initiate the transfers."""
+        """Run the side of the mode `verified` that does not initiate the transfers."""
         self._wait(lambda: self._received(_GO))
         if op == "READ":
             for rows in self._pieces():

@@ -69,7 +69,7 @@ def print_status(status: ServiceStatus, manifest: str) -> None:
 class Progress:
     """Shows the state of a service while `baton up` runs.
 
-    On a terminal this is a table that is updated, otherwise a line for each changed condition.
+    On a terminal, a table is updated. Otherwise a line is printed for each changed condition.
     """
 
     def __init__(self, console: Console) -> None:

@@ -369,7 +369,7 @@ class _Server:
             await child.end(self._options.drain_timeout_s + _EXIT_GRACE_S)
 
     async def _fail(self, error: _ChildEndedError) -> None:
-        """End all child processes after one of them has failed, and print the failure.
+        """End all child processes after a child has failed, and print the failure.
 
         A gateway whose engine has failed first reports the failure to waiting clients.
         """

@@ -74,8 +74,8 @@ def choose(
     Args:
         subject: the launch.
         deadline: time on the clock `now` after which no candidate is tried.
-        num_threads: candidates that are compiled at the same time, before any candidate is timed. 0
-            compiles each candidate when it is tried.
+        num_threads: candidates that are compiled at the same time, before any candidate is timed.
+            0: each candidate is compiled when it is tried.
         now: the clock.
 
     Raises:

@@ -1,6 +1,6 @@
 """One sample of one prompt, and the group of samples that share a prompt.
 
-The gateway keeps every sequence with its generated tokens. An engine keeps only its current work.
+The gateway keeps the generated tokens of every sequence, so that another engine can continue it.
 """
 
 from __future__ import annotations
