@@ -1,21 +1,21 @@
 """Scheduling: decides which requests run in the next step. No torch.
 
-scheduler        `schedule()` asks the others in order
-decisions        the values that the others return
-lifecycle        applies them: queues, starts, preempts, swaps and ends requests
+scheduler        `schedule()` builds a step from the decisions of the other modules
+decisions        the decisions that the other modules return
+lifecycle        applies decisions: queues, starts, preempts, swaps and ends requests
 planner          how many tokens each running request gets
 admission        which waiting request joins the batch, or starts to load its KV
-preemption       which running request loses its memory, and which swapped one gets it back
-step_results     what follows from a step's tokens
+preemption       which request loses its KV blocks, and which swapped request gets blocks back
+step_results     appends a step's tokens, and decides which requests end
 handoff          requests whose prompt a peer computes, or whose KV a peer reads
 groups           samples of one prompt, and beam search
-grammar_queue    requests that wait for their grammar
+grammar_queue    compiles grammars, and holds requests that wait for a grammar
 stop_rules       when a request ends
 refusals         requests that are not accepted
-state            all requests, their queues, and what the parts share
+state            all requests, their queues, and what else the modules share
 request          a request as plain data
 queues           waiting and running requests, in order
 step_builder     a step under construction
-worker_mirror    what the worker has, so that a step carries only changes
-request_outputs  outputs for clients
+worker_mirror    what the worker has of each request, so that a step carries only changes
+request_outputs  collects outputs for clients
 """

@@ -1,15 +1,15 @@
 """Admission: decides which waiting request joins the batch, or starts to load its KV.
 
-A request needs memory for all its known tokens, a place in the batch and token budget. All queues
-share one order, (priority, arrival). If the first request finds no memory, later ones do not
-overtake it. Requests that wait for remote KV, a grammar or a sibling's prompt do not block the
-others.
+A request needs a place in the batch, token budget, and KV blocks for its prompt and generated
+tokens. All queues are ordered by (priority, arrival). If the first request does not fit in the free
+blocks, later requests do not overtake it. Requests that wait for remote KV, for a grammar or for
+the prompt of their sample group do not block other requests.
 
-Admission is free of starvation. After finitely many requests end, a request becomes the first of
-its priority. The first one is admitted as soon as memory is free. From then on it is preempted last
-and is the first to get budget that decodes leave. Decodes take one token each and never use the
-whole budget, because no more requests run than the budget has tokens. By definition, a request
-waits for all requests with a lower priority value.
+A request never starves behind requests of the same priority. Once all earlier requests have ended,
+the request is admitted as soon as enough blocks are free. It is then preempted last, and is the
+first to get the token budget that decodes leave. Decodes take one token each. No more requests run
+than the budget has tokens, so at least one token is left for the request. Requests with a lower
+priority value always come first.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from baton_engine.scheduling.step_builder import StepBuilder
 
 @dataclass(slots=True)
 class Admission:
-    """Selects waiting requests, in order.
+    """Selects the waiting requests that start in a step, in order.
 
-    It is called twice per step. The caller applies each decision before it takes the next one.
+    `admit_loaded` and `admit` yield decisions. The caller applies each decision before it takes the
+    next decision.
     """
 
     state: SchedulerState
@@ -35,7 +36,9 @@ class Admission:
     def admit_loaded(
         self, step: StepBuilder, *, only_loaded: bool
     ) -> Iterator[Admitted | WaitsForPrompt | Preempted]:
-        """Start requests whose KV came from a peer.
+        """Yield decisions that start requests whose KV has been loaded from a peer.
+
+        Requests of the queue `waiting` that precede a loaded request start before it.
 
         Args:
             only_loaded: start no request of `waiting`, because swapped requests need the memory.
@@ -62,7 +65,7 @@ class Admission:
                 yield Preempted(first)
 
     def admit(self, step: StepBuilder) -> Iterator[Admitted | WaitsForPrompt | LoadStarted]:
-        """Start requests without KV, and loads of remote KV, until one of them does not fit."""
+        """Yield decisions that start waiting requests or loads, until the next one does not fit."""
         while True:
             to_load = self.state.queues.waiting_to_load.peek()
             to_run = self.state.queues.waiting.peek() if step.budget > 0 else None
@@ -80,7 +83,7 @@ class Admission:
             yield decision
 
     def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
-        """Decide on the first request of `waiting`. Return None if it does not fit now."""
+        """Return the decision on the first request of `waiting`. None if it does not fit now."""
         group = request.group
         if group is not None and self.state.groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
@@ -96,7 +99,7 @@ class Admission:
         )
 
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
-        """Allocate blocks for all known tokens of a request. Return None if it does not fit now."""
+        """Allocate blocks for a request's prompt and generated tokens. None if they do not fit."""
         sequence, kv = request.sequences[0], self.state.kv
         # The last known token is always computed, for its logits. prompt_logprobs needs the logits
         # of every position.
@@ -126,7 +129,11 @@ class Admission:
     def _admit_sharing(
         self, request: Request, source: Request, step: StepBuilder
     ) -> Admitted | None:
-        """Share the prompt's blocks of `source`. Return None if the rest does not fit now."""
+        """Admit a request that shares the prompt blocks of `source`.
+
+        Returns:
+            None if the other blocks that the request needs do not fit now.
+        """
         kv = self.state.kv
         num_shared = request.num_prompt_tokens - 1  # the last one is computed for its logits
         num_new = kv.num_blocks_for(request.num_tokens) - num_shared // kv.block_size
@@ -141,15 +148,15 @@ class Admission:
 
     @property
     def _keep_free(self) -> int:
-        """Blocks that an admission leaves for the growth of running requests."""
+        """Number of free blocks that an admission leaves for running requests to grow."""
         return self.state.kv.watermark_blocks if len(self.state.running) else 0
 
     @property
     def _keep_free_of_loads(self) -> int:
-        """Blocks that a load leaves free, one per sequence that decodes now or after its load.
+        """Number of free blocks that a load leaves: one per running, loading or loaded sequence.
 
-        Loads take memory long before they run. Without this reserve they would fill it, and running
-        requests would preempt each other.
+        A load takes blocks long before its request runs. Without this reserve, loads could take all
+        blocks, and running requests would preempt each other.
         """
         num_growing = (
             self.state.running.num_seqs
@@ -159,10 +166,10 @@ class Admission:
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
-        """Allocate the blocks of a CONSUME request. Return None if they do not fit now.
+        """Allocate the blocks into which a CONSUME request loads its KV. None if they do not fit.
 
         Args:
-            keep_for: earlier request that waits for a place. The load leaves enough memory for it.
+            keep_for: earlier request that waits to run. Enough blocks for this request stay free.
         """
         kv = self.state.kv
         if keep_for is not None:

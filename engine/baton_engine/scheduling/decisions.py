@@ -1,7 +1,8 @@
-"""Decisions of the scheduler's collaborators.
+"""Decisions that the scheduler's collaborators return. `RequestLifecycle` applies them.
 
-They return these values, and `RequestLifecycle` applies them: `Scheduler._apply` selects the method
-while a step is built. `RequestLifecycle.settle` applies `Finished` and `Queued` at any time.
+While a step is built, `Scheduler._apply` calls the method of `RequestLifecycle` that fits a
+decision. At other times, only `Finished` and `Queued` occur, and `RequestLifecycle.settle` applies
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason
 
 
 class Admitted(NamedTuple):
-    """A request has all blocks it needs to start, and joins the batch."""
+    """A request has all the blocks that it needs to start, and joins the batch."""
 
     request: Request
     #: The sequence to run: the request itself, or the first beam of its search.
@@ -22,13 +23,13 @@ class Admitted(NamedTuple):
 
 
 class WaitsForPrompt(NamedTuple):
-    """A request waits while another one of its group computes their prompt."""
+    """A request waits until another request of its group has computed the group's prompt."""
 
     request: Request
 
 
 class LoadStarted(NamedTuple):
-    """A request has the blocks into which the KV of its prompt is loaded."""
+    """A request has blocks for the KV of its prompt, and starts to load this KV from a peer."""
 
     request: Request
     #: Leading blocks that were in the prefix cache.
@@ -36,13 +37,13 @@ class LoadStarted(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """A request loses its KV and queues again."""
+    """A request loses its KV blocks and is queued again."""
 
     request: Request
 
 
 class SwappedOut(NamedTuple):
-    """Requests lose their device blocks, and keep their KV in host memory."""
+    """Requests lose their device blocks. Their KV moves to host memory."""
 
     requests: list[Request]
     #: From device blocks to host blocks.
@@ -50,7 +51,7 @@ class SwappedOut(NamedTuple):
 
 
 class SwappedIn(NamedTuple):
-    """Swapped requests have device blocks again, and run from the next step on."""
+    """Swapped requests have device blocks again, and can run from the next step on."""
 
     requests: list[Request]
     #: From host blocks to device blocks.
@@ -58,13 +59,13 @@ class SwappedIn(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A request no longer waits for an event, and can run as soon as it has memory."""
+    """A request no longer waits for remote KV or for steps in flight, and is queued to run."""
 
     request: Request
 
 
 class Finished(NamedTuple):
-    """A request ends with this output."""
+    """A request ends, and `output` is its last output."""
 
     request: Request
     output: EngineCoreOutput
@@ -73,7 +74,7 @@ class Finished(NamedTuple):
     def without_token(
         cls, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = ""
     ) -> Finished:
-        """End a request with an output that carries no token."""
+        """Build the decision that ends a request with an output without tokens."""
         output = EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[],

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar to be compiled, and the grammars of those that run."""
+"""Compilation of the grammars of structured outputs, and requests that wait for a grammar."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarQueue:
-    """Requests whose grammar is being compiled, and the manager that compiles it."""
+    """Compiles the grammars of requests, and holds requests that wait for their grammar."""
 
     def __init__(self, manager: StructuredOutputManager | None) -> None:
         """Create an empty queue.
 
         Args:
-            manager: compiles grammars. None: structured outputs are refused.
+            manager: compiles grammars. If None, requests with structured outputs are refused.
         """
         self._manager = manager
         self._futures: dict[str, Future[Grammar]] = {}
@@ -30,10 +30,10 @@ class GrammarQueue:
         return len(self._waiting)
 
     def compile(self, request: Request) -> None:
-        """Start to compile the request's grammar, if it has one.
+        """Start to compile the grammar of a request, if the request has structured outputs.
 
         Raises:
-            ValueError: this engine has no structured outputs.
+            ValueError: the request has structured outputs, and this engine does not support them.
         """
         spec = request.sampling_params.structured_output
         if spec is None:
@@ -43,7 +43,7 @@ class GrammarQueue:
         self._futures[request.request_id] = self._manager.compile(spec)
 
     def must_wait(self, request: Request) -> bool:
-        """Return whether the request's grammar is not compiled yet."""
+        """Return whether the request's grammar is still being compiled."""
         return request.request_id in self._futures
 
     def wait(self, request: Request) -> None:
@@ -52,14 +52,14 @@ class GrammarQueue:
         self._waiting[request.request_id] = request
 
     def discard(self, request: Request) -> None:
-        """Drop a request that has ended, and cancel its compilation if it has not started."""
+        """Remove a request. Cancel the compilation of its grammar, unless the compilation runs."""
         future = self._futures.pop(request.request_id, None)
         if future is not None:
             future.cancel()
         self._waiting.pop(request.request_id, None)
 
     def take_compiled(self) -> Iterator[tuple[Request, ValueError | None]]:
-        """Remove the requests whose compilation has ended. Yield each with its error or None."""
+        """Remove and yield requests whose compilation has ended, each with the error or None."""
         for request in list(self._waiting.values()):
             future = self._futures[request.request_id]
             if not future.done():
@@ -83,7 +83,11 @@ class GrammarQueue:
                 )
 
     def bitmask(self, grammars: dict[str, Grammar]) -> GrammarOutput | None:
-        """Return the tokens that the grammars allow next, by request id; None if there are none."""
+        """Return bitmasks of the tokens that each grammar allows next. None without grammars.
+
+        Args:
+            grammars: grammar by request id.
+        """
         if not grammars:
             return None
         assert self._manager is not None
@@ -91,10 +95,10 @@ class GrammarQueue:
 
 
 def accept_tokens(request: Request) -> bool:
-    """Advance the request's grammar over its new generated tokens.
+    """Advance the request's grammar over the tokens generated since the last call.
 
     Returns:
-        Whether the grammar accepts them.
+        Whether the grammar accepts these tokens. True for a request without a grammar.
     """
     grammar = request.grammar
     if grammar is None:

@@ -1,4 +1,4 @@
-"""The lifecycle of requests: applies decisions that queue, start, preempt, swap or end them."""
+"""Applies decisions that queue, start, preempt, swap or end requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from baton_protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
 
 @dataclass(slots=True)
 class RequestLifecycle:
-    """Moves requests between the places where they wait or run, and counts what happened.
-
-    It decides nothing.
-    """
+    """Applies decisions: moves requests between the queues, the batch and host memory."""
 
     state: SchedulerState
     beams: BeamSearches
@@ -27,7 +24,7 @@ class RequestLifecycle:
     # Wait
 
     def enqueue(self, request: Request) -> None:
-        """Queue a request for memory, or for its grammar if that is not compiled."""
+        """Queue a request for admission, or hold the request until its grammar is compiled."""
         if self.state.grammars.must_wait(request):
             self.state.grammars.wait(request)
         elif request.prefill_result is not None and request.blocks:
@@ -38,14 +35,14 @@ class RequestLifecycle:
             self.state.queues.waiting.push(request)
 
     def wait_for_prompt(self, request: Request) -> None:
-        """Hold a waiting request until another one of its group has computed their prompt."""
+        """Hold a waiting request until another request of its group has computed the prompt."""
         self.state.queues.waiting.discard(request)
         self.state.groups.wait(request)
 
     # Start
 
     def start(self, request: Request, sequence: Request) -> None:
-        """Add a request that has its blocks to the batch.
+        """Add a request to the batch. Its blocks are already allocated.
 
         Args:
             sequence: the request itself, or the first beam of its search.
@@ -58,14 +55,14 @@ class RequestLifecycle:
         self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
     def start_load(self, request: Request, num_cached_blocks: int) -> None:
-        """Start to load the KV of a prompt, behind the blocks that were in the prefix cache."""
+        """Start to load the KV of a request's prompt, except the first `num_cached_blocks`."""
         self.state.queues.waiting_to_load.discard(request)
         self._count_start(request, request)
         self.state.queues.loading[request.request_id] = request
         self.state.handoff.load(request, num_cached_blocks)
 
     def swap_in(self, step: StepBuilder, decision: SwappedIn) -> None:
-        """Return swapped requests to the batch. `step` copies their blocks."""
+        """Return requests to the batch, and add the host-to-device copies of blocks to `step`."""
         step.output.swap_in += decision.copies
         self.state.swapped.remove(decision.requests)
         self.state.counters.num_swapped_in_blocks += len(decision.copies)
@@ -76,7 +73,7 @@ class RequestLifecycle:
             self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
     def _count_start(self, request: Request, sequence: Request) -> None:
-        """Count where the first KV of a request comes from."""
+        """Count the prompt tokens and the cached prompt tokens at a request's first start."""
         if request.started:  # it has lost its blocks since
             return
         request.started = True
@@ -87,7 +84,7 @@ class RequestLifecycle:
     # Lose memory
 
     def preempt(self, request: Request) -> None:
-        """Take the KV of a running or loaded request and queue it again."""
+        """Free the blocks of a running or loaded request, and queue the request again."""
         self.state.running.discard(request)
         self.state.queues.loaded.discard(request)
         if request.beams is not None:
@@ -96,9 +93,9 @@ class RequestLifecycle:
         self.compute_again(request)
 
     def compute_again(self, request: Request) -> None:
-        """Free the blocks of a request, on the device and on the host.
+        """Free the blocks of a request, on the device and on the host, and queue the request again.
 
-        Queue it again once its steps in flight have returned.
+        A request that has steps in flight is queued once these steps have returned.
         """
         if request.beams is not None:
             self.beams.restart(request)
@@ -112,7 +109,7 @@ class RequestLifecycle:
             self.enqueue(request)
 
     def swap_out(self, step: StepBuilder, decision: SwappedOut) -> None:
-        """Remove running requests from the batch. `step` copies their blocks to host memory."""
+        """Remove requests from the batch, and add the device-to-host copies of blocks to `step`."""
         step.output.swap_out += decision.copies
         self.state.swapped.add(decision.requests)
         self.state.counters.num_swapped_out_blocks += len(decision.copies)
@@ -133,7 +130,7 @@ class RequestLifecycle:
     # End
 
     def settle(self, decision: Finished | Queued | None) -> None:
-        """Apply a decision that ends or queues one request."""
+        """Apply a decision that ends or queues one request. Do nothing for None."""
         match decision:
             case Finished(request, output):
                 self.state.outputs.emit(request, output)
@@ -148,7 +145,7 @@ class RequestLifecycle:
     def finish(
         self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = ""
     ) -> None:
-        """End a request outside its own step."""
+        """End a request with an output that has no tokens."""
         self.settle(Finished.without_token(request, reason, code, error))
 
     def _end(self, request: Request, *, aborted: bool) -> None:

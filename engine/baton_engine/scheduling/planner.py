@@ -1,8 +1,8 @@
-"""Planner: gives running requests their tokens in a step, decodes first, then prompt chunks.
+"""Planner: distributes a step's tokens over running requests: first decodes, then prompt chunks.
 
-Only decodes need memory here, because a prompt gets all its blocks at admission. Decodes get it in
-order. A request that is preempted for them comes later in the order, so the step never loses a
-request that it already contains.
+Only decodes may need new blocks here, because a prompt gets all its blocks at admission. Requests
+are visited in order, and a decode preempts only itself or later requests. Therefore no request that
+is already in the step is preempted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class RunningPlanner:
     _prefills: list[Request] = field(default_factory=list, init=False)
 
     def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
-        """Fill `step` from the running requests.
+        """Schedule tokens of running requests in `step`. Yield the preemptions that this requires.
 
-        The caller applies each decision before the next one.
+        The caller applies each decision before it takes the next decision.
         """
         prefills = self._prefills
         prefills.clear()
@@ -55,7 +55,11 @@ class RunningPlanner:
             self.run_chunk(step, sequence)
 
     def run_chunk(self, step: StepBuilder, sequence: Request) -> None:
-        """Add as many tokens of `sequence` as the budget allows. It has its blocks already."""
+        """Schedule as many tokens of `sequence` as the budget allows.
+
+        At most `long_prefill_token_threshold` tokens are scheduled if a shorter prompt waits. The
+        blocks of `sequence` must be allocated.
+        """
         num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
         threshold = self.state.config.long_prefill_token_threshold
         if 0 < threshold < num_tokens and self._shorter_ones_wait(sequence):
@@ -63,13 +67,13 @@ class RunningPlanner:
         step.run(sequence, num_tokens)
 
     def _may_follow(self, request: Request) -> bool:
-        """Return whether a request can join another step while earlier ones are in flight."""
+        """Return whether a request with steps in flight may be scheduled in another step."""
         return self.state.runs_ahead and (
             not request.num_placeholders or self._may_run_ahead(request)
         )
 
     def _may_run_ahead(self, request: Request) -> bool:
-        """Return whether a token may be computed before the previous one is known."""
+        """Return whether the next token may be scheduled before the previous token is known."""
         max_tokens = request.sampling_params.max_tokens
         num_tokens = len(request.token_ids) + request.num_placeholders
         return (
@@ -93,7 +97,7 @@ class RunningPlanner:
     def _plan_beams(
         self, step: StepBuilder, root: Request, group: BeamGroup
     ) -> Iterator[Preempted | SwappedOut | Finished]:
-        """Run the beams that have not reported, within the budget."""
+        """Schedule the beams that have not run since the search last advanced."""
         beams = [
             beam for beam in group.live if beam.num_uncomputed_tokens > 0 and not beam.num_in_flight
         ]
@@ -105,10 +109,10 @@ class RunningPlanner:
     def _plan_decodes(
         self, step: StepBuilder, request: Request, sequences: Sequence[Request]
     ) -> Iterator[Preempted | SwappedOut | Finished]:
-        """Run one token of each sequence of `request`, once all of them have memory.
+        """Schedule one token of each sequence of `request`, or of none if memory stays short.
 
-        All or none: a search is preempted as a whole, and then the step must not contain any of its
-        beams.
+        Yield preemptions until the memory suffices. A beam search is preempted as a whole, so a
+        step must not contain only some of its beams.
         """
         while not step.has_memory_for(sequences):
             decision = self.preemptor.preempt_for(request)

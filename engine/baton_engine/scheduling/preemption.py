@@ -1,11 +1,12 @@
-"""Preemption: decides which request loses its memory, and which swapped request gets it back.
+"""Preemption: decides which request loses its KV blocks, and which swapped request is resumed.
 
-The last request in order loses first. Two modes (Kwon et al. 2023, PagedAttention, section 4.5):
+The last request in order, (priority, arrival), is preempted first. There are two modes (Kwon et al.
+2023, PagedAttention, section 4.5):
 
-- recompute: its blocks are freed, and it queues again with the tokens it has.
-- swap: its blocks move to host memory. Running samples of one prompt share blocks, so they are
-  swapped together, and so are the beams of a search. Swapped requests are resumed before new ones
-  are admitted.
+- recompute: the request's blocks are freed. The request keeps its tokens and is queued again.
+- swap: the request's blocks move to host memory. Samples of one prompt share blocks, so all running
+  samples are swapped together. So are all beams of a search. Swapped requests are resumed before
+  waiting requests are admitted.
 """
 
 from __future__ import annotations
@@ -22,19 +23,23 @@ from baton_protocol.messages import ErrorCode, FinishReason
 
 @dataclass(slots=True)
 class Preemptor:
-    """Selects the requests that lose their memory, and those that get it back."""
+    """Selects the requests to preempt and the swapped requests to resume."""
 
     state: SchedulerState
 
     def preempt_for(self, request: Request) -> Preempted | SwappedOut | Finished | None:
-        """Decide which request loses its memory so that `request`, which runs, can continue.
+        """Return the decision that frees blocks so that the running `request` can continue.
 
-        The request that was accepted last loses its memory first. Before `request` loses its own,
-        later requests do that have loaded their KV and do not run. If `request` is a beam search
-        that holds all memory, it ends.
+        The first of these requests that exists is preempted:
+
+        1. the last running request behind `request` in order
+        2. the last request behind `request` that has loaded its KV and does not run yet
+        3. `request` itself. If `request` is a beam search that holds all memory, it ends instead.
+
+        PRODUCE requests are never preempted.
 
         Returns:
-            None if `request` must wait until earlier ones end.
+            None if no request can be preempted. `request` then waits until earlier requests end.
         """
         victim = self._last_running(request)
         if victim is None or victim is request:
@@ -50,9 +55,9 @@ class Preemptor:
         return self._preempt(victim, beneficiary=request)
 
     def resume(self) -> Iterator[SwappedIn]:
-        """Resume swapped requests, in order, while there are places and memory.
+        """Yield decisions that resume swapped requests, in order, while places and memory suffice.
 
-        The caller applies each decision before it takes the next one.
+        The caller applies each decision before it takes the next decision.
         """
         while (unit := self.state.swapped.first()) is not None:
             sequences = [sequence for request in unit for sequence in request.sequences]
@@ -75,10 +80,10 @@ class Preemptor:
             yield SwappedIn(unit, copies)
 
     def _last_running(self, first: Request) -> Request | None:
-        """Return the last running request that may lose its blocks, from `first` on.
+        """Return the last running request that may be preempted, back to `first`, or None.
 
-        Earlier requests are in the step already. PRODUCE requests are skipped: a peer may read
-        their blocks at any time.
+        Requests before `first` may already be in the step. PRODUCE requests are skipped, because a
+        peer may read their blocks at any time.
         """
         for request in reversed(self.state.running.in_order):
             if not request.produces:
@@ -88,9 +93,10 @@ class Preemptor:
         return None
 
     def _preempt(self, victim: Request, *, beneficiary: Request) -> Preempted | SwappedOut:
-        """Take the blocks of `victim`.
+        """Return the decision that swaps out or preempts `victim`.
 
-        With swapping, its whole group is swapped unless `beneficiary` belongs to it.
+        A swap includes all running requests of the victim's sample group. If `beneficiary` belongs
+        to the same group, `victim` is preempted without a swap.
         """
         group = victim.group
         if group is None or group is not beneficiary.group:
@@ -113,7 +119,7 @@ class Preemptor:
         return mode == "swap"
 
     def _holds_all_memory(self, search: Request) -> bool:
-        """Return whether all other blocks are free already."""
+        """Return whether the search holds all blocks that are not free."""
         own = {block.block_id for beam in search.sequences for block in beam.blocks}
         return len(own) + self.state.kv.num_free_blocks == self.state.kv.pool.num_blocks
 

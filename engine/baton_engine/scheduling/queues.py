@@ -1,4 +1,4 @@
-"""Places of requests: heaps of waiting ones, sorted lists of swapped and running ones."""
+"""Collections of waiting, swapped and running requests, each sorted by `Request.order`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MIN_DEAD = 64
 
 
 class RequestQueue:
-    """Requests by `order`.
+    """A priority queue of requests, sorted by `Request.order`.
 
-    Removal from the middle is lazy: the heap entry is dropped when it surfaces, or when most
-    entries are dead.
+    A removed request leaves a dead heap entry. The dead entry is dropped when it reaches the top of
+    the heap, or when most entries are dead.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class RequestQueue:
         return self._members.get(request.request_id) is request
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate in no particular order."""
+        """Iterate over the requests, in no particular order."""
         return iter(list(self._members.values()))
 
     def push(self, request: Request) -> None:
@@ -39,18 +39,18 @@ class RequestQueue:
         heapq.heappush(self._heap, (request.order, request))
 
     def peek(self) -> Request | None:
-        """Return the first request, or None."""
+        """Return the first request without removing it. None if the queue is empty."""
         while self._heap and self._heap[0][1] not in self:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
     def first_before(self, request: Request) -> Request | None:
-        """Return the first request if it precedes `request`."""
+        """Return the first request of the queue if it precedes `request` in order, else None."""
         first = self.peek()
         return first if first is not None and first.order < request.order else None
 
     def discard(self, request: Request) -> None:
-        """Remove `request` from any position, if it is queued."""
+        """Remove `request` from any position. Do nothing if it is not in the queue."""
         if request in self:
             del self._members[request.request_id]
             if len(self._heap) > 2 * len(self._members) + _MIN_DEAD:
@@ -60,24 +60,24 @@ class RequestQueue:
 
 
 class WaitingRequests:
-    """The queues for memory and a place in the batch.
+    """The queues of requests that wait for remote KV, for memory or for a place in the batch.
 
-    Requests that wait for a grammar, their group's prompt or steps in flight are not here.
+    Requests that wait for a grammar, their group's prompt or steps in flight are kept elsewhere.
     """
 
     def __init__(self) -> None:
         self.waiting = RequestQueue()
-        #: CONSUME requests whose blocks are loaded. They hold all memory they need to start, so
-        #: they precede `waiting`. If they queued behind a request that waits for memory, they would
-        #: hold the memory that it waits for.
+        #: CONSUME requests whose blocks are loaded. They hold all memory that they need to start,
+        #: so they precede `waiting`. Otherwise a loaded request could queue behind a request that
+        #: waits for the memory of the loaded request.
         self.loaded = RequestQueue()
-        #: CONSUME requests without blocks. Once they have blocks, they are in `loading`, where they
-        #: do not delay other requests.
+        #: CONSUME requests without blocks. A request moves to `loading` when it gets blocks.
+        #: Requests in `loading` do not delay other requests.
         self.waiting_to_load = RequestQueue()
         self.loading: dict[str, Request] = {}
 
     def discard(self, request: Request) -> None:
-        """Drop a request that has ended."""
+        """Remove a request that has ended from all queues."""
         self.waiting.discard(request)
         self.loaded.discard(request)
         self.waiting_to_load.discard(request)
@@ -89,7 +89,7 @@ class WaitingRequests:
 
 
 class SwappedRequests:
-    """Requests whose KV is in host memory, in units that were swapped out together."""
+    """Requests whose KV is in host memory. A unit is a list of requests swapped out together."""
 
     def __init__(self) -> None:
         #: By the order of their first request. No unit is empty.
@@ -102,14 +102,14 @@ class SwappedRequests:
         bisect.insort(self._units, unit, key=lambda unit: unit[0].order)
 
     def first(self) -> list[Request] | None:
-        """Return the unit that is resumed first, or None."""
+        """Return the unit to resume next. None if no request is swapped."""
         return self._units[0] if self._units else None
 
     def remove(self, unit: list[Request]) -> None:
         self._units.remove(unit)
 
     def discard(self, request: Request) -> None:
-        """Remove `request`, if it is swapped."""
+        """Remove `request` from its unit. Do nothing if `request` is not swapped."""
         for unit in self._units:
             if request in unit:
                 unit.remove(request)
@@ -118,30 +118,30 @@ class SwappedRequests:
                 return
 
     def take_all(self) -> list[Request]:
-        """Remove and return all requests, in order."""
+        """Remove and return all swapped requests, in order."""
         units, self._units = self._units, []
         return [request for unit in units for request in unit]
 
 
 class RunningRequests:
-    """Requests with a place in the batch, always sorted by `order`, so that steps need not sort."""
+    """Requests that have a place in the batch, always sorted by `Request.order`."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         #: Read-only for others. The tail is preempted first.
         self.in_order: list[Request] = []
-        #: Places taken in the worker's batch. A beam search takes one for each possible beam.
+        #: Places taken in the worker's batch. A beam search takes `beam_width` places.
         self.num_seqs = 0
 
     def __len__(self) -> int:
         return len(self.in_order)
 
     def values(self) -> list[Request]:
-        """Return the requests in order."""
+        """Return a copy of the list of requests, in order."""
         return list(self.in_order)
 
     def has_places(self, num_seqs: int) -> bool:
-        """Return whether the batch has places for this many sequences."""
+        """Return whether the batch has places for this many more sequences."""
         return self.num_seqs + num_seqs <= self._max_num_seqs
 
     def add(self, request: Request) -> None:
@@ -149,7 +149,7 @@ class RunningRequests:
         self.num_seqs += request.max_seqs
 
     def discard(self, request: Request) -> None:
-        """Remove `request`, if it is running."""
+        """Remove `request`. Do nothing if `request` is not running."""
         index = bisect.bisect_left(self.in_order, request.order, key=by_order)
         if index < len(self.in_order) and self.in_order[index] is request:
             del self.in_order[index]

@@ -1,4 +1,4 @@
-"""Refusals: requests that the scheduler does not accept, and the output that reports a refusal."""
+"""Checks whether the scheduler can accept a request, and builds the output of a refused one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RequestRefusedError(Exception):
 
 
 class RequestLimits(NamedTuple):
-    """What an engine can run, and how many requests may wait."""
+    """Limits on the size of a request, and on the numbers of running and waiting requests."""
 
     #: Limit of prompt plus generated tokens.
     max_model_len: int
@@ -34,10 +34,10 @@ class RequestLimits(NamedTuple):
 
     @classmethod
     def of(cls, config: SchedulerConfig, kv: KVCacheManager, max_model_len: int) -> RequestLimits:
-        """Return the limits of a configuration.
+        """Return the limits that follow from a configuration and the size of the KV cache.
 
         Raises:
-            ValueError: `max_model_len` tokens do not fit the KV memory.
+            ValueError: `max_model_len` tokens do not fit in the KV cache.
         """
         if max_model_len > kv.pool.num_blocks * kv.block_size:
             raise ValueError(
@@ -70,10 +70,10 @@ def check_request(
     Args:
         requests: all unfinished requests, by id.
         transfer_ids: KV transfers that have not ended.
-        num_queued: requests that wait.
+        num_queued: number of waiting requests.
 
     Raises:
-        RequestRefusedError: it cannot.
+        RequestRefusedError: the scheduler cannot accept the request.
     """
     request_id, transfer = request.request_id, request.kv_transfer
     if request_id in requests:
@@ -98,9 +98,10 @@ def check_request(
 
 
 def _is_taken_by_beams(request: EngineCoreRequest, requests: Mapping[str, Request]) -> bool:
-    """Return whether the id of the request could be the id of a beam.
+    """Return whether accepting `request` could give a beam and a request the same id.
 
-    For a beam search, also return whether one of its beams could get the id of another request.
+    The id of `request` could belong to a beam of an accepted search. If `request` is a beam search,
+    one of its beams could get the id of an accepted request.
     """
     root = requests.get(root_id(request.request_id))
     if root is not None and root.beams is not None:
@@ -112,7 +113,7 @@ def _is_taken_by_beams(request: EngineCoreRequest, requests: Mapping[str, Reques
 
 
 def _refuse_what_never_fits(request: EngineCoreRequest, limits: RequestLimits) -> None:
-    """Refuse a request that exceeds a limit of this engine, so that it could never run."""
+    """Raise RequestRefusedError if the request could never run within the limits of this engine."""
     num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
     width = request.sampling_params.beam_width
     if num_tokens >= limits.max_model_len:
@@ -146,7 +147,7 @@ def _refuse_what_never_fits(request: EngineCoreRequest, limits: RequestLimits) -
 
 
 def refusal_of(request: EngineCoreRequest, code: ErrorCode, message: str) -> EngineCoreOutput:
-    """Build the only output of a refused request."""
+    """Build the output that reports a refused request to its client."""
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],

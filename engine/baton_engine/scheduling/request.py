@@ -1,8 +1,8 @@
-"""A request inside the engine, its beams and its sample group: plain data.
+"""Plain data of a request inside the engine, of its beams and of its sample group.
 
-Each part has one writer: the KV cache manager the block fields (`KVSequence`), `WorkerMirror` the
-field `worker`, and `RequestOutputs` the field `report`. The scheduler and its collaborators write
-the rest.
+Only the KV cache manager writes the block fields of `KVSequence`. Only `WorkerMirror` writes
+`worker`, and only `RequestOutputs` writes `report`. The scheduler and its collaborators write the
+other fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _sequence = itertools.count()
 
 
 class RequestStatus(enum.Enum):
-    """What a request waits for, or that it runs or has ended."""
+    """Status of a request: what the request waits for, running, or finished."""
 
     #: Waits for memory, a place in the batch and token budget.
     WAITING = enum.auto()
@@ -53,9 +53,9 @@ class RequestStatus(enum.Enum):
 
 @dataclass(slots=True)
 class WorkerState:
-    """What the worker has of a sequence."""
+    """The data of a sequence that the worker already has."""
 
-    #: The worker has its tokens and block table.
+    #: Whether the worker has the sequence's tokens and block table.
     is_known: bool = False
     #: Tokens sent with the sequence when it was new to the worker.
     num_tokens: int = 0
@@ -65,9 +65,9 @@ class WorkerState:
 
 @dataclass(slots=True)
 class Report:
-    """Data that the next output carries besides tokens."""
+    """Data, besides tokens, that the next output of a request carries."""
 
-    #: An output has been sent.
+    #: Whether an output has been sent.
     has_output: bool = False
     events: list[EngineCoreEvent] = field(default_factory=list)
     #: None: not requested, or sent.
@@ -76,13 +76,16 @@ class Report:
 
 
 class Request(KVSequence):
-    """One sequence, or the root of a beam search, whose beams are sequences of their own."""
+    """A request inside the engine: one sequence, or the root of a beam search.
+
+    Each beam of a search is a sequence of its own.
+    """
 
     def __init__(self, core_request: EngineCoreRequest, *, root: Request | None = None) -> None:
-        """Create a request that waits, from the client's message.
+        """Create a waiting request from the client's message.
 
         Args:
-            root: root of the search if this sequence is a beam.
+            root: request of the beam search if this sequence is a beam, else None.
         """
         super().__init__(
             core_request.request_id,
@@ -115,7 +118,7 @@ class Request(KVSequence):
         #: Generated tokens that the grammar has accepted.
         self.num_grammar_tokens = 0
 
-        #: It has had blocks, and its prompt has been counted.
+        #: Whether the request has had blocks, and its prompt has been counted.
         self.started = False
         #: Prompt tokens cached, or shared with another sample, at its first start.
         self.num_cached_tokens = 0
@@ -127,7 +130,7 @@ class Request(KVSequence):
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt, then generated."""
+        """Number of prompt and generated tokens that the scheduler has."""
         return len(self.token_ids)
 
     @property
@@ -136,12 +139,12 @@ class Request(KVSequence):
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens to compute, including placeholders. A request that is sampling always has one."""
+        """Number of tokens still to run, including tokens that steps in flight will sample."""
         return len(self.token_ids) + self.num_placeholders - self.num_computed_tokens
 
     @property
     def max_seqs(self) -> int:
-        """Places that it may take in the worker's batch."""
+        """Number of places that the request takes in the worker's batch: one, or one per beam."""
         return self.sampling_params.beam_width or 1
 
     @property
@@ -158,7 +161,7 @@ class Request(KVSequence):
 
     @property
     def sequences(self) -> Sequence[Request]:
-        """The sequences that hold its KV: itself, or its beams."""
+        """The sequences that hold the request's KV: the request itself, or its live beams."""
         return [self] if self.beams is None else self.beams.live
 
     def __repr__(self) -> str:
@@ -171,7 +174,7 @@ BEAM_SEPARATOR = "#"
 
 
 def root_id(request_id: str) -> str:
-    """Return the id of the search that would own a beam with this id. Empty if there is none."""
+    """Return the search's id if `request_id` has the form of a beam's id, else an empty string."""
     root, separator, number = request_id.rpartition(BEAM_SEPARATOR)
     return root if separator and number.isdecimal() else ""
 
@@ -182,7 +185,7 @@ class Beam(Request):
     def __init__(self, core_request: EngineCoreRequest, *, root: Request) -> None:
         super().__init__(core_request, root=root)
         self.cumulative_logprob = 0.0
-        #: Logprobs of the tokens generated here.
+        #: Logprobs of the tokens that this engine has generated.
         self.chosen: list[TokenLogprobs] = []
         #: (token id, log-probability), best first. None until the beam has run.
         self.candidates: list[tuple[int, float]] | None = None
@@ -192,7 +195,7 @@ class Beam(Request):
 class BeamGroup:
     """The beams of one search.
 
-    They share blocks, and each waits for the others after every token.
+    The beams share KV blocks. After each token, every beam waits until all beams have run.
     """
 
     config: BeamConfig
@@ -205,16 +208,16 @@ class BeamGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether all live beams have their candidates."""
+        """Whether all live beams have run and have candidates for their next token."""
         return all(beam.candidates is not None for beam in self.live)
 
 
 @dataclass(slots=True, eq=False)
 class SampleGroup:
-    """The unfinished requests for samples of one prompt."""
+    """The unfinished requests that sample from one prompt."""
 
     group_id: str
-    #: Order of its first request.
+    #: Order of the group's first request.
     order: Order
     prompt_token_ids: list[int]
     cache_salt: str

@@ -1,4 +1,4 @@
-"""Outputs for clients, collected between two calls of `take`."""
+"""Collects the outputs for clients until the scheduler takes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from baton_protocol.messages import (
 
 
 class RequestOutputs:
-    """Collects outputs and the data that travels with them. The only writer of `Request.report`."""
+    """Collects outputs with their events, prompt logprobs and routed experts.
+
+    No other class writes `Request.report`.
+    """
 
     def __init__(self) -> None:
         #: Number of ended requests by reason.
@@ -25,7 +28,7 @@ class RequestOutputs:
         self._outputs: list[EngineCoreOutput] = []
 
     def take(self) -> list[EngineCoreOutput]:
-        """Return the outputs since the last call."""
+        """Remove and return the collected outputs."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -34,11 +37,12 @@ class RequestOutputs:
         request.report.events.append(EngineCoreEvent(event_type, time.monotonic()))
 
     def collect(self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str) -> None:
-        """Keep prompt logprobs and routed experts of a step until an output carries tokens.
+        """Keep a step's prompt logprobs and routed experts until an output has tokens.
 
         Args:
             start: first position that the step ran.
-            ran_as: id of the sequence that ran.
+            ran: results of the step.
+            ran_as: id of the sequence that ran: the request or one of its beams.
         """
         predicted = ran.prompt_logprobs.get(ran_as)
         collected = request.report.prompt_logprobs
@@ -51,7 +55,7 @@ class RequestOutputs:
             request.report.routed_experts.append(experts)
 
     def emit(self, request: Request, output: EngineCoreOutput) -> None:
-        """Add `output`, with the request's pending events, prompt logprobs and routed experts."""
+        """Collect `output` together with pending events, prompt logprobs and routed experts."""
         report = request.report
         if not report.has_output:
             report.has_output = True

@@ -1,13 +1,15 @@
 """Scheduler: continuous batching, chunked prefill, preemption, sample groups, beam search.
 
-`schedule()` returns the next step: it asks its collaborators in a fixed order, and `lifecycle`
-applies the decisions that they return. `update_from_output()` takes in a step's results and returns
-outputs for clients. No collaborator calls back into the scheduler.
+`schedule()` builds the next step. It asks its collaborators for decisions in a fixed order, and
+`RequestLifecycle` applies them. `update_from_output()` applies the results of a step and returns
+outputs for clients. No collaborator calls the scheduler.
 
-Several steps may be in flight. `schedule()` counts scheduled tokens as computed, and results arrive
-in the order of the steps. Workers apply steps in that order too, so a later step may use at once
-what an earlier one frees. A request is in one step at a time. Only asynchronous scheduling
-schedules it again before its token is known here: the worker has that token.
+Several steps may be in flight. `schedule()` counts tokens as computed as soon as they are
+scheduled. Workers run steps and return results in the order of scheduling. Therefore a step may use
+blocks that an earlier step in flight frees.
+
+A request is in one step at a time, except with asynchronous scheduling. Then a request may be
+scheduled before the scheduler has its last token, because the worker has this token.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from baton_protocol.messages import (
 
 
 class PauseState(enum.Enum):
-    """What `Scheduler.schedule` may run."""
+    """Which requests `Scheduler.schedule` may run."""
 
     UNPAUSED = enum.auto()
     #: Running and swapped requests continue. No request is admitted.
@@ -63,12 +65,12 @@ class Scheduler:
     """Decides which requests run in each step."""
 
     def __init__(self, state: SchedulerState) -> None:
-        """Schedule the requests of `state`, which has none yet."""
+        """Create a scheduler. `state` must have no requests yet."""
         self.state = state
         self.draining = False
         self.pause_state = PauseState.UNPAUSED
-        #: The last step ran tokens, moved requests or carried metadata for the connector, so that
-        #: another step may find work.
+        #: Whether the last step ran tokens, moved requests or carried metadata for the connector.
+        #: If so, another step may find work.
         self.made_progress = False
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
@@ -80,13 +82,13 @@ class Scheduler:
         self._results = StepResults(state, self._beams)
         self._lifecycle = RequestLifecycle(state, self._beams, self._remote_prefill)
 
-    # Who runs next
+    # Build a step
 
     def schedule(self) -> SchedulerOutput:
         """Build the next step.
 
-        Running requests come first, then swapped ones, then waiting ones. The token budget, the
-        places in the batch and the KV memory limit all three.
+        Running requests come first, then swapped requests, then waiting requests. The step is
+        limited by the token budget, the places in the batch and the KV memory.
         """
         step = StepBuilder(
             self.state.kv,
@@ -106,9 +108,12 @@ class Scheduler:
         return self._finish_step(step, moved)
 
     def _schedule_others(self, step: StepBuilder) -> bool:
-        """Resume swapped requests, then admit waiting ones. Return whether any was resumed.
+        """Start loaded requests, resume swapped requests, then admit waiting requests.
 
-        No request is admitted while swapped ones remain.
+        If there are swapped requests, no waiting request is admitted in this step.
+
+        Returns:
+            Whether any swapped request was resumed.
         """
         unpaused = self.pause_state is PauseState.UNPAUSED
         if unpaused:
@@ -127,10 +132,10 @@ class Scheduler:
         return resumed
 
     def _apply(self, step: StepBuilder, decisions: Iterable[Decision]) -> bool:
-        """Apply each decision before the next is made.
+        """Apply decisions, each before the next is computed.
 
         Returns:
-            Whether any running request lost its memory, or any swapped one got it back.
+            Whether any request was preempted, swapped out or swapped in.
         """
         moved = False
         for decision in decisions:
@@ -158,8 +163,10 @@ class Scheduler:
     def _end_waits(self) -> bool:
         """Queue requests whose grammar is compiled, or whose group's prompt is computed.
 
+        A request is finished instead if its grammar failed or is already complete.
+
         Returns:
-            Whether there were any.
+            Whether there were such requests.
         """
         found = False
         for request, error in self.state.grammars.take_compiled():
@@ -178,7 +185,7 @@ class Scheduler:
         return found
 
     def _finish_step(self, step: StepBuilder, moved: bool) -> SchedulerOutput:
-        """Add transfers, offload copies and the worker's removals to a step."""
+        """Complete a step with KV transfers, offload copies and removed requests, and return it."""
         for entry in step.ranges:
             if entry.request.kv_transfer is not None and entry.request.produces:
                 self.state.handoff.save(entry.request, entry.end)
@@ -197,9 +204,9 @@ class Scheduler:
     def update_from_output(
         self, step: SchedulerOutput, output: ModelRunnerOutput
     ) -> list[EngineCoreOutput]:
-        """Take in the results of a step and the connector's report. Return the outputs for clients.
+        """Apply the results of a step and the connector's report. Return the outputs for clients.
 
-        Steps must return in the order in which they were scheduled.
+        Pass the steps in the order in which they were scheduled.
         """
         ranges = self._in_flight.pop(step.step_id, [])
         for decision in self._results.take(step.step_id, ranges, output):
@@ -210,9 +217,9 @@ class Scheduler:
         return self.take_outputs()
 
     def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
-        """Return the tokens that structured outputs in `step` may sample. None if it has none.
+        """Return bitmasks of the tokens that grammars allow in `step`. None without grammars.
 
-        Call it before `update_from_output` of the step, while the model runs.
+        Call this while the model runs, before `update_from_output` for the same step.
         """
         grammars = {
             entry.request.request_id: entry.request.grammar
@@ -222,17 +229,17 @@ class Scheduler:
         return self.state.grammars.bitmask(grammars)
 
     def discard(self, step: SchedulerOutput) -> None:
-        """Take back the newest step in flight, whose tokens have not run. Later steps run them.
+        """Undo the tokens of the newest step in flight, so that later steps run these tokens.
 
-        The rest of the step counts as done. Workers apply it once, in the failed step or as
-        `step.without_tokens()`.
+        The tokens must not have run. All other changes of the step count as done. Workers apply
+        these changes once, in the failed step or as `step.without_tokens()`.
         """
         for decision in self._results.discard(self._in_flight.pop(step.step_id, [])):
             self._lifecycle.settle(decision)
         self.state.handoff.take_back(step.connector.saves)
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """Return the outputs for clients since the last call."""
+        """Return the outputs for clients that were collected since the last call."""
         return self.state.outputs.take()
 
     # Requests arrive and leave
@@ -241,7 +248,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestRefusedError: the request is not accepted, and nothing has changed.
+            RequestRefusedError: the request is not accepted. The scheduler is unchanged.
         """
         check_request(
             core_request,
@@ -279,17 +286,17 @@ class Scheduler:
                 self.state.handoff.offer(request)
 
     def forget_refused(self, request_id: str) -> None:
-        """Drop prefill results of a refused request.
+        """Discard present and future prefill results of a refused request.
 
-        They must not reach a later request with the same id.
+        A late result must not reach another request with the same id.
         """
         if request_id not in self.state.requests:
             self._remote_prefill.forget(request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests. Unknown ids are ignored.
+        """Abort requests. Ignore unknown ids.
 
-        If a request has ended but a peer may still read its blocks, the blocks are released.
+        If a request has already ended and its blocks are kept for a peer, cancel the transfer.
         """
         for request_id in request_ids:
             request = self.state.requests.get(request_id)
@@ -304,10 +311,10 @@ class Scheduler:
             self._lifecycle.finish(request, FinishReason.ERROR, code, message)
 
     def add_prefill_result(self, result: PrefillResult) -> None:
-        """Take in how the prefill stage of a CONSUME request ended: its first token, or an error.
+        """Apply the result of a CONSUME request's prefill stage: its first token, or an error.
 
-        The result may arrive at any time, also before the request. The gateway owns the request and
-        limits the wait by an abort.
+        The result may arrive before the request. The scheduler waits for a result without a
+        timeout. The gateway aborts a request that waits too long.
         """
         request = self.state.requests.get(result.request_id)
         if request is None:
@@ -319,7 +326,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could make progress, now or after a transfer ends."""
+        """Whether there are requests, connector metadata to send, or unfinished KV transfers."""
         return (
             bool(self.state.requests)
             or self.state.handoff.has_metadata
@@ -327,13 +334,16 @@ class Scheduler:
         )
 
     def set_pause_state(self, state: PauseState) -> None:
-        """Set what the next `schedule` may run. Requests are added and aborted as before."""
+        """Set which requests `schedule` may run from now on.
+
+        Requests can be added and aborted in every state.
+        """
         self.pause_state = state
 
     def preempt_all(self) -> None:
-        """Take the KV of every running, swapped or loaded request. It is computed again.
+        """Free the blocks of all running, swapped and loaded requests. Their KV is recomputed.
 
-        PRODUCE requests keep theirs, because a peer reads it.
+        PRODUCE requests keep their blocks, because a peer may read them.
         """
         for request in [*self.state.running.values(), *self.state.queues.loaded]:
             if not request.produces:
@@ -342,7 +352,7 @@ class Scheduler:
             self._lifecycle.compute_again(request)
 
     def reset_prefix_cache(self, reset_running: bool = False) -> None:
-        """Clear the prefix cache. With `reset_running`, running requests compute their KV again."""
+        """Clear the prefix cache. With `reset_running`, call `preempt_all` first."""
         if reset_running:
             self.preempt_all()
         self.state.kv.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""State of the scheduler: all requests, their queues, and what the parts of the scheduler share."""
+"""State of the scheduler: all requests, their queues, and other state that its modules share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton_protocol.config import SchedulerConfig
 
 
 class SchedulerState:
-    """What the parts of the scheduler share."""
+    """State that the scheduler and its collaborators share."""
 
     def __init__(
         self,
@@ -33,23 +33,23 @@ class SchedulerState:
         send_token_ids: bool = False,
         structured_output: StructuredOutputManager | None = None,
     ) -> None:
-        """Start without requests.
+        """Create a state without requests.
 
         Args:
-            max_model_len: limit of prompt plus generated tokens. It must fit the KV memory.
-            fail_on_load_error: end a request whose KV did not arrive, instead of computing the rest
-                here.
-            send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
-                next step carries them.
-            structured_output: compiles grammars. None: requests that need one are refused.
+            max_model_len: limit on the prompt plus generated tokens of a request.
+            fail_on_load_error: end a request whose KV load failed. If False, this engine computes
+                the missing blocks.
+            send_token_ids: send sampled tokens to the workers with the next step. Pipeline stages
+                need this, because only the last stage samples.
+            structured_output: compiles grammars. If None, requests that need one are refused.
 
         Raises:
-            ValueError: `max_model_len` tokens do not fit the KV memory.
+            ValueError: `max_model_len` tokens do not fit in the KV cache.
         """
         self.config, self.kv, self.max_model_len = config, kv, max_model_len
         self.fail_on_load_error = fail_on_load_error
-        #: Whether a decode is scheduled before its input token is known here. Only the worker has
-        #: the token then, so a step cannot carry it.
+        #: Whether a decode may be scheduled before the scheduler has its input token. Only the
+        #: worker has the token then, so a step cannot carry it.
         self.runs_ahead = config.async_scheduling and not send_token_ids
         self.limits = RequestLimits.of(config, kv, max_model_len)
         #: All unfinished requests.

@@ -14,7 +14,7 @@ from baton_engine.scheduling.worker_mirror import WorkerMirror
 
 
 class ScheduledRange(NamedTuple):
-    """Positions [start, end) of a request that a step runs."""
+    """The token positions [start, end) of a request that one step runs."""
 
     request: Request
     start: int
@@ -25,13 +25,13 @@ class ScheduledRange(NamedTuple):
 
 
 class StepBuilder:
-    """Fills one `SchedulerOutput`, range by range."""
+    """Builds the `SchedulerOutput` of one step, range by range."""
 
     def __init__(self, kv: KVCacheManager, worker: WorkerMirror, step_id: int, budget: int) -> None:
-        """Start an empty step.
+        """Create an empty step.
 
         Args:
-            budget: tokens that the step may run.
+            budget: number of tokens that the step may run.
         """
         self.output = SchedulerOutput([], [], {}, [], step_id=step_id)
         self.ranges: list[ScheduledRange] = []
@@ -41,11 +41,14 @@ class StepBuilder:
         self._block_size = kv.block_size
 
     def num_scheduled(self, request: Request) -> int:
-        """Return the tokens of `request` in this step."""
+        """Return the number of tokens of `request` that this step runs."""
         return self.output.num_scheduled_tokens.get(request.request_id, 0)
 
     def may_write(self, request: Request) -> bool:
-        """Return whether the request holds the block of its next position alone, and uncached."""
+        """Return whether the next position can be written without allocating or copying a block.
+
+        The block of this position must be allocated, not shared, and not in the prefix cache.
+        """
         slot = request.num_computed_tokens // self._block_size
         if slot >= len(request.blocks):
             return False
@@ -55,7 +58,7 @@ class StepBuilder:
     def has_memory_for(self, sequences: Sequence[Request]) -> bool:
         """Return whether enough blocks are free to write the next position of each sequence.
 
-        Some sequences need a new block, and others a copy of a shared one.
+        A sequence needs a new block or a copy of a shared block, unless it can write in place.
         """
         if len(sequences) <= self._kv.num_free_blocks:  # each needs one block at most
             return True
@@ -72,19 +75,23 @@ class StepBuilder:
         return num_blocks <= self._kv.num_free_blocks
 
     def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
-        """Allocate writable blocks for the positions up to `end`.
+        """Allocate blocks for the request's positions up to `end`, and make them writable.
 
-        The request keeps them even if the step does not run it.
+        The request keeps the blocks even if this step does not run the request.
 
         Returns:
-            Copies to make in this step, for `run`. None if memory is short.
+            Block copies that this step must make. None if too few blocks are free.
         """
         if self._kv.allocate(request, end) is None:
             return None
         return self._kv.make_writable(request, request.num_computed_tokens, end)
 
     def run(self, request: Request, num_tokens: int, copies: list[BlockCopy] | None = None) -> None:
-        """Add `num_tokens` tokens of a request that has its blocks."""
+        """Schedule the next `num_tokens` tokens of a request whose blocks are allocated.
+
+        Args:
+            copies: block copies that `reserve` has returned.
+        """
         output = self.output
         start = request.num_computed_tokens
         end = start + num_tokens

@@ -1,4 +1,4 @@
-"""Results of a step: caches blocks, appends sampled tokens, advances beams and ends requests."""
+"""Applies the results of a step: caches blocks, appends tokens, advances beams, ends requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, T
 
 @dataclass(slots=True)
 class StepResults:
-    """Decides what follows from the results of a step."""
+    """Applies the results of steps, and decides which requests end or are queued again."""
 
     state: SchedulerState
     beams: BeamSearches
@@ -24,14 +24,16 @@ class StepResults:
     def take(
         self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput
     ) -> Iterator[Finished | Queued]:
-        """Take in a step, request by request. The caller applies each decision before the next one.
+        """Apply the results of a step. Yield the requests that end or can be queued again.
+
+        The caller applies each decision before it takes the next decision.
 
         Args:
-            ranges: what the step was scheduled to run.
-            ran: what the workers returned.
+            ranges: ranges that the step was scheduled to run.
+            ran: results from the workers.
 
         Raises:
-            RuntimeError: the workers ran something else.
+            RuntimeError: a request sampled although it was not scheduled to sample, or vice versa.
         """
         sampled = ran.sampled_token_ids
         has_extras = bool(ran.prompt_logprobs or ran.routed_experts)
@@ -69,10 +71,12 @@ class StepResults:
                 yield Queued(request)
 
     def discard(self, ranges: Sequence[ScheduledRange]) -> Iterator[Queued]:
-        """Reset the requests of a step whose tokens have not run, so that later steps run them.
+        """Undo the scheduling of a step whose tokens have not run. Later steps run these tokens.
+
+        Yield the preempted requests that can be queued again.
 
         Args:
-            ranges: what the step was scheduled to run.
+            ranges: ranges that the step was scheduled to run.
         """
         for entry in ranges:
             request = entry.request
@@ -87,7 +91,7 @@ class StepResults:
                 yield Queued(request)
 
     def advance_beams(self, root: Request) -> Finished | None:
-        """Advance a search if all its beams have reported. Return its end if it is over."""
+        """Advance a beam search once all its beams have run. Return None unless the search ends."""
         group = root.beams
         if group is None or not group.complete:
             return None

@@ -1,4 +1,4 @@
-"""Stop rules: stop tokens, length limits, complete structured outputs and repetitive outputs."""
+"""Rules that end a request: stop tokens, length limits, complete structured output, repetition."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from baton_protocol.sampling import RepetitionDetection
 
 
 class StopRules:
-    """The rules that end a request. Stateless."""
+    """Checks whether a request ends after its last token. Stateless."""
 
     def __init__(self, eos_token_ids: Iterable[int], max_model_len: int) -> None:
         self.eos_token_ids = frozenset(eos_token_ids)
         self._max_model_len = max_model_len
 
     def is_stop_token(self, request: Request, token_id: int) -> bool:
-        """Return whether `token_id` ends the request once it has min_tokens."""
+        """Return whether `token_id` is a stop token of the request, without checking min_tokens."""
         params = request.sampling_params
         return token_id in params.stop_token_ids or (
             token_id in self.eos_token_ids and not params.ignore_eos
         )
 
     def reason(self, request: Request) -> FinishReason | None:
-        """Return why the last generated token ends the request, by tokens and lengths alone."""
+        """Return why the last token ends the request, by stop tokens and length limits only.
+
+        Returns:
+            None if the request continues.
+        """
         params = request.sampling_params
         num_tokens = len(request.token_ids)
         num_generated = num_tokens - request.num_prompt_tokens
@@ -40,11 +44,11 @@ class StopRules:
         return None
 
     def take_token(self, request: Request) -> tuple[FinishReason | None, str, ErrorCode | None]:
-        """Apply all rules to the last sampled token and advance the grammar.
+        """Apply all rules to the last sampled token, and advance the grammar.
 
         Returns:
-            Why the request ends, the error message and its code. None or empty if they do not
-            apply.
+            (finish reason, error message, error code). The reason is None if the request continues.
+            Without an error, the message is empty and the code is None.
         """
         reason = self.reason(request)
         grammar, detection = request.grammar, request.sampling_params.repetition_detection
@@ -66,7 +70,12 @@ class StopRules:
         return reason, "", None
 
     def _grammar_failure(self, request: Request, stuck: bool, why: str) -> tuple[str, ErrorCode]:
-        """Return the message and the code for a token that the grammar does not accept."""
+        """Return the error message and code for a sampled token that the grammar does not accept.
+
+        Args:
+            stuck: whether the grammar allowed no token at all at this position.
+            why: the grammar's error; empty if it has none.
+        """
         token_id = request.token_ids[-1]
         if not stuck and token_id in self.eos_token_ids:  # the sampler found no possible token
             return (
@@ -82,10 +91,10 @@ class StopRules:
 
 
 def repeats(token_ids: Sequence[int], detection: RepetitionDetection) -> bool:
-    """Return whether `token_ids` end in `min_count` repetitions of one pattern of an allowed size.
+    """Return whether `token_ids` end with `min_count` copies of a pattern of an allowed size.
 
-    Looks at the last max_pattern_size * min_count tokens, whatever the length. The fields have the
-    meaning of vLLM's RepetitionDetectionParams.
+    Only the last max_pattern_size * min_count tokens are examined. The fields of `detection` mean
+    the same as in vLLM's RepetitionDetectionParams.
     """
     length, count = len(token_ids), detection.min_count
     for size in range(max(detection.min_pattern_size, 1), detection.max_pattern_size + 1):

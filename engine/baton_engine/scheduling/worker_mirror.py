@@ -1,4 +1,4 @@
-"""Worker mirror: tracks what the worker has, so that a step carries only changes."""
+"""Tracks the request data that the worker already has, so that a step carries only changes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from baton_engine.scheduling.request import Request
 
 
 class WorkerMirror:
-    """Fills a step's requests. The only writer of `Request.worker`."""
+    """Adds to each step the request data that the worker lacks. Sole writer of `Request.worker`."""
 
     def __init__(self, *, send_token_ids: bool) -> None:
-        """Start with a worker that has no sequence.
+        """Create the mirror of a worker that has no sequences.
 
         Args:
-            send_token_ids: some workers do not have the sampled tokens (pipeline stages), so the
-                next step carries them.
+            send_token_ids: send sampled tokens to the workers with the next step. Pipeline stages
+                need this, because only the last stage samples.
         """
         self._send_token_ids = send_token_ids
         #: Sequences that the next step removes from the worker.
@@ -28,10 +28,10 @@ class WorkerMirror:
         end: int,
         copies: list[BlockCopy] | None,
     ) -> None:
-        """Add to a step what the worker lacks to run positions [start, end) of a sequence.
+        """Add to `output` the data that the worker needs to run positions [start, end).
 
         Args:
-            copies: copies of this step that replace blocks of the sequence.
+            copies: block copies of this step. Each replaces a block of the sequence by its target.
         """
         state, blocks = sequence.worker, sequence.blocks
         if state.is_known:
@@ -62,12 +62,12 @@ class WorkerMirror:
         state.num_blocks = len(blocks)
 
     def forget(self, sequence: Request) -> None:
-        """Let the next step remove a sequence from the worker, if the worker has it."""
+        """Remove a sequence from the worker in the next step, if the worker has the sequence."""
         if sequence.worker.is_known:
             self._forgotten_ids.append(sequence.request_id)
             sequence.worker.is_known = False
 
     def take_forgotten_ids(self) -> list[str]:
-        """Return the sequences to remove since the last call."""
+        """Return the ids of the sequences that the worker must remove, and clear the list."""
         forgotten_ids, self._forgotten_ids = self._forgotten_ids, []
         return forgotten_ids

@@ -1,6 +1,6 @@
-"""Requests that share blocks.
+"""Groups of requests that share KV blocks.
 
 samples       samples of one prompt
-beams         requests and blocks of beam searches
+beams         beam searches: their requests and KV blocks
 beam_search   one step of a beam search, as a pure function
 """

@@ -1,9 +1,10 @@
-"""Beam search as a pure function: which beams continue, and which are finished.
+"""Beam search as a pure function: selects the beams that continue and the beams that are finished.
 
-One step ranks the continuations of all live beams by cumulative log-probability. The first `width`
-of them that do not end stay live. A continuation that ends (a stop token, or the last token
-allowed) is finished if it ranks among the first `width`. The best `width` finished hypotheses are
-kept, by cumulative log-probability / number of tokens ** length_penalty.
+A step ranks the continuations of all live beams by cumulative log-probability. A continuation ends
+with a stop token or at `max_tokens`. The first `width` continuations that do not end become the
+live beams. A continuation that ends becomes a finished hypothesis if it ranks among the first
+`width`. The `width` finished hypotheses with the best scores are kept. A score is
+cumulative log-probability / number of tokens ** length_penalty.
 
 The semantics are those of `transformers`' generate(num_beams=width, early_stopping=True or False).
 Ties go to the earlier beam, then to the lower token id, so that a search repeats exactly on any
@@ -28,7 +29,7 @@ Candidate = tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class BeamConfig:
-    """Parameters of one search."""
+    """Parameters of one beam search."""
 
     width: int
     #: Limit of generated tokens: SamplingParams.max_tokens, or less if max_model_len requires it.
@@ -39,17 +40,17 @@ class BeamConfig:
     early_stopping: bool = False
 
     def score(self, cumulative_logprob: float, num_tokens: int) -> float:
-        """Return the score that orders finished hypotheses.
+        """Return the length-normalized score by which finished hypotheses are ranked.
 
         Args:
-            num_tokens: generated tokens, including the stop token.
+            num_tokens: number of generated tokens, including the stop token.
         """
         return float(cumulative_logprob / num_tokens**self.length_penalty)
 
 
 @dataclass(frozen=True, slots=True)
 class BeamState:
-    """A live beam."""
+    """A live beam before a step."""
 
     cumulative_logprob: float = 0.0
     #: Generated tokens. The same number for all beams of a search.
@@ -57,19 +58,19 @@ class BeamState:
 
 
 class LiveBeam(NamedTuple):
-    """A continuation that stays live."""
+    """A continuation that becomes a live beam."""
 
-    #: Index of the beam it continues.
+    #: Index of the beam that it continues.
     parent: int
     token_id: int
     cumulative_logprob: float
 
 
 class FinishedBeam(NamedTuple):
-    """A continuation that ends its hypothesis."""
+    """A continuation that becomes a finished hypothesis."""
 
     parent: int
-    #: The last token: the stop token, if one ended it.
+    #: The last token of the hypothesis: the stop token, if a stop token ended the hypothesis.
     token_id: int
     cumulative_logprob: float
     #: STOP or LENGTH.
@@ -79,24 +80,27 @@ class FinishedBeam(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BeamStep:
-    """Result of one step of a search."""
+    """Result of one step of a beam search."""
 
     #: At most `width`, best first. A parent may have several children, or none. Empty if the search
-    #: is over: no later hypothesis can count, or no token was possible.
+    #: is over: no live beam can improve the result, or no token was possible.
     live: list[LiveBeam]
     #: New hypotheses among the best `width`, best first. The caller adds them to FinishedBeams.
     finished: list[FinishedBeam]
 
 
 class FinishedBeams(Generic[T]):
-    """The best `width` finished hypotheses, best first. Of equal ones the earlier comes first."""
+    """The best `width` finished hypotheses, best first.
+
+    Hypotheses with equal scores stand in the order in which they were added.
+    """
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._entries: list[tuple[float, T]] = []
 
     def add(self, score: float, hypothesis: T) -> None:
-        """Keep `hypothesis` if it is among the best `width`, and drop the worst one beyond that."""
+        """Insert `hypothesis` by its score, then drop the worst hypothesis beyond `width`."""
         place = bisect.bisect_right(self._entries, -score, key=lambda entry: -entry[0])
         self._entries.insert(place, (score, hypothesis))
         del self._entries[self._width :]
@@ -118,14 +122,15 @@ def advance(
     config: BeamConfig,
     finished_scores: Sequence[float] = (),
 ) -> BeamStep:
-    """Compute one step of the search.
+    """Compute one step of a beam search.
 
     Args:
         beams: live beams: one at the start, at most `width` later.
-        candidates: continuations per live beam, best first. At least 2 * width of them, with
-            `width` that are not stop tokens, unless the vocabulary has fewer. Those with
-            log-probability -inf are skipped.
-        finished_scores: scores of the best finished hypotheses, at most `width`, in any order.
+        candidates: continuations of each live beam, best first. A beam needs at least 2 * width of
+            them, including `width` that are not stop tokens, unless the vocabulary is smaller.
+            Continuations with log-probability -inf are skipped.
+        finished_scores: scores of the hypotheses that are already finished, at most `width`, in
+            any order.
     """
     num_tokens = beams[0].num_tokens + 1
     ranked = sorted(
@@ -162,10 +167,11 @@ def advance(
 def _cannot_improve(
     best_live: LiveBeam, num_tokens: int, best_scores: Sequence[float], config: BeamConfig
 ) -> bool:
-    """Return whether `width` hypotheses are finished that no live beam is expected to beat.
+    """Return whether the search is over because `width` hypotheses are finished.
 
-    A live beam is scored at its present length, as in `transformers`. With a positive length
-    penalty a longer one could still score better, but rarely does.
+    Without `early_stopping`, the best live beam must also score no better than the worst of them.
+    The live beam is scored at its present length, as in `transformers`. With a positive length
+    penalty, a longer continuation could still score better, but rarely does.
     """
     if len(best_scores) < config.width:
         return False

@@ -1,4 +1,4 @@
-"""Beam searches as requests and blocks. `beam_search.advance` decides which beams continue."""
+"""Runs beam searches on requests and KV blocks. `beam_search.advance` selects the beams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BeamSearches:
     state: SchedulerState
 
     def start(self, root: Request) -> None:
-        """Make a request the root of a search, with one beam at its prompt."""
+        """Start the beam search of `root`, with one beam that has the tokens of `root`."""
         params = root.sampling_params
         room = self.state.max_model_len - root.num_prompt_tokens
         stops = frozenset(params.stop_token_ids)
@@ -46,9 +46,9 @@ class BeamSearches:
         root.beams.live = [_new_beam(root, root.beams, root.token_ids)]
 
     def restart(self, root: Request) -> None:
-        """Restart a search from its prompt, after it has lost its KV.
+        """Restart a preempted search from its prompt.
 
-        The search is deterministic, so it repeats exactly, and its beams share blocks again.
+        The search is deterministic, so the same beams follow, and they share blocks again.
         """
         group = _group(root)
         self.give_up(root)
@@ -56,9 +56,10 @@ class BeamSearches:
         group.live = [_new_beam(root, group, root.token_ids)]
 
     def count_blocks_wanted(self, root: Request) -> None:
-        """Record the blocks that a preempted search needs to resume: its own and one per beam.
+        """Record how many free blocks a search that is being preempted needs before it restarts.
 
-        With fewer blocks, it would reach the same point and be preempted there again.
+        The number is the blocks that the search holds now, plus one per beam. With fewer blocks,
+        the search would be preempted at the same point again.
         """
         group = _group(root)
         own = {block.block_id for beam in group.live for block in beam.blocks}
@@ -72,10 +73,10 @@ class BeamSearches:
         group.live = []
 
     def report(self, beam: Request, logprobs: TokenLogprobs | None) -> None:
-        """Record the candidates of a beam that has run.
+        """Store the candidates for the next token of a beam that has run.
 
         Raises:
-            RuntimeError: the step has none for it.
+            RuntimeError: `logprobs` has no candidates.
         """
         assert isinstance(beam, Beam)
         if logprobs is None or not logprobs.top:
@@ -87,9 +88,10 @@ class BeamSearches:
         beam.candidates = logprobs.top
 
     def advance(self, root: Request) -> None:
-        """Advance a search by one step. The search is over if no beam is live afterwards.
+        """Replace the live beams by their best continuations. If none is left, the search is over.
 
-        Children share their parents' blocks. The first child replaces its parent.
+        A parent's first child continues the parent's sequence. Each further child is a new sequence
+        that shares the parent's blocks.
         """
         group = _group(root)
         parents = group.live

@@ -1,4 +1,4 @@
-"""Samples of one prompt: the first request computes it, the others share its blocks."""
+"""Samples of one prompt: one request computes the prompt, and the others share its KV blocks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from baton_engine.scheduling.step_builder import StepBuilder
 
 
 class SampleGroups:
-    """All groups with unfinished members, by id."""
+    """All sample groups that have unfinished requests."""
 
     def __init__(self) -> None:
         self._groups: dict[str, SampleGroup] = {}
         self._with_waiting: dict[int, SampleGroup] = {}
 
     def join(self, group_id: str, request: Request) -> None:
-        """Add `request` to a group.
+        """Add `request` to a group. The first request creates the group.
 
         Raises:
-            ValueError: its prompt or cache_salt differs from the group's, or it has generated
-                tokens.
+            ValueError: the prompt or cache_salt of `request` differs from the group's, or
+                `request` has generated tokens.
         """
         prompt = request.token_ids[: request.num_prompt_tokens]
         group = self._groups.get(group_id) or SampleGroup(
@@ -38,7 +38,7 @@ class SampleGroups:
         self._groups[group_id] = group
 
     def leave(self, request: Request) -> None:
-        """Remove a request that has ended."""
+        """Remove a request that has ended from its group."""
         group = request.group
         assert group is not None
         del group.members[request.request_id]
@@ -48,7 +48,7 @@ class SampleGroups:
             del self._groups[group.group_id]
 
     def source(self, request: Request, step: StepBuilder) -> Request | None:
-        """Return a running member whose prompt is computed, to share its blocks."""
+        """Return a running request whose prompt blocks `request` can share, or None."""
         for member in request.group.members.values() if request.group is not None else ():
             if (
                 member is not request
@@ -61,10 +61,10 @@ class SampleGroups:
         return None
 
     def is_computing_prompt(self, group: SampleGroup, step: StepBuilder | None = None) -> bool:
-        """Return whether the leader still computes the prompt. If not, waiting members continue.
+        """Return whether the group's leader still computes the prompt, so that others must wait.
 
         Args:
-            step: step under construction. Tokens that it computes do not count as computed.
+            step: step under construction. Tokens scheduled in this step count as not yet computed.
         """
         leader = group.leader
         if leader is None or leader.status is not RequestStatus.RUNNING:
@@ -73,14 +73,14 @@ class SampleGroups:
         return leader.num_computed_tokens - num_scheduled < leader.num_prompt_tokens
 
     def wait(self, request: Request) -> None:
-        """Hold `request` until the leader has computed the prompt or stopped running."""
+        """Hold `request` until the group's leader has computed the prompt or no longer runs."""
         assert request.group is not None
         request.status = RequestStatus.WAITING_FOR_PROMPT
         request.group.waiting.append(request)
         self._with_waiting[id(request.group)] = request.group
 
     def take_ready(self) -> Iterator[Request]:
-        """Remove and yield the members whose wait is over."""
+        """Remove and yield the held requests whose leader no longer computes the prompt."""
         for key, group in list(self._with_waiting.items()):
             if not self.is_computing_prompt(group):
                 del self._with_waiting[key]

@@ -1,4 +1,4 @@
-"""KV hand-off between a prefill engine and a decode engine, as the scheduler sees it.
+"""The scheduler's side of the KV hand-off from a prefill engine to a decode engine.
 
 kv_handoff       which blocks to offer, publish, load and free
 remote_prefill   when a request can continue after a peer has computed its prompt

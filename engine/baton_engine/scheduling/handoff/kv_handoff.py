@@ -1,22 +1,25 @@
-"""Scheduler side of the KV connector: decides which blocks to offer, publish, load and free.
+"""Scheduler side of the KV connector: decides which blocks to publish, load and free.
 
-It does no I/O.
+This side does no I/O. A PRODUCE request computes KV blocks for a peer. A CONSUME request loads KV
+blocks from a peer.
 
-on a new request         offer (PRODUCE), or wait (CONSUME)
-on admission             load the blocks that are not cached
-on scheduling tokens     save the blocks that the step completes
-when a step is sent      take_metadata
-if its tokens are lost   take_back the saves of that step
-when a step returns      update: continue loaded requests, free the blocks of ended sends
-when a request ends      release: free its blocks now or after the transfer
+    event                        method
+    a PRODUCE request arrives    offer: let the consumer subscribe
+    a CONSUME request arrives    wait: ask the producer to keep its blocks
+    a CONSUME request starts     load: request the blocks that the prefix cache lacks
+    a step runs prompt tokens    save: publish the blocks that the step completes
+    a step is sent               take_metadata: add the pending work to the step
+    a step is discarded          take_back: undo the saves of the step
+    a step returns               update: continue loaded requests, free the blocks of ended sends
+    a request ends               release: free the blocks now or after the transfer
 
-A block that a peer may read, or that a transfer may still write, belongs to the transfer. It is
-freed only when the worker reports the end (`finished_sending`, `load_results`). Until then, an
-ended request keeps its blocks here.
+While a peer may read a block or a transfer may write it, the block is not freed, even if its
+request has ended. The block is freed only after the worker has reported the end of the transfer
+(`finished_sending`, `load_results`).
 
-PRODUCE requests are never preempted, because a peer may read their blocks once published. They
-sample at most one token and get all their blocks at admission, so they never wait for memory while
-they hold blocks.
+PRODUCE requests are never preempted, because a peer may read their published blocks. A PRODUCE
+request samples at most one token and gets all its blocks at admission. Thus it never waits for
+memory while it holds blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from baton_protocol.messages import KVTransferParams
 
 @dataclass(slots=True)
 class _Send:
-    """Blocks that a consumer loads from here."""
+    """Blocks of a PRODUCE request that a consumer loads from this engine."""
 
     request: Request
     num_published_blocks: int = 0
@@ -50,7 +53,7 @@ class _Send:
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks that are loaded from a producer."""
+    """Blocks that this engine loads from a producer."""
 
     #: None: an empty load that only releases the producer.
     request: Request | None
@@ -60,7 +63,7 @@ class _Load:
 
 
 class KVHandoff:
-    """The transfers of one scheduler. Without a connector it stays empty."""
+    """The KV transfers of one scheduler. Without a connector there are none."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -69,39 +72,39 @@ class KVHandoff:
         self._loads: dict[str, _Load] = {}
 
     def __contains__(self, transfer_id: object) -> bool:
-        """Return whether the id is in use."""
+        """Return whether a transfer with this id is in progress."""
         return transfer_id in self._sends or transfer_id in self._loads
 
     @property
     def has_metadata(self) -> bool:
-        """Whether the next step carries metadata to the worker."""
+        """Whether there is metadata for the next step to carry to the worker."""
         return bool(self._metadata)
 
     @property
     def num_held(self) -> int:
-        """Number of transfers of ended requests that a peer or the transfer thread still uses."""
+        """Number of transfers in progress that no unfinished request needs."""
         transfers: list[_Send | _Load] = [*self._sends.values(), *self._loads.values()]
         return sum(transfer.request is None or transfer.request.finished for transfer in transfers)
 
     def take_metadata(self) -> ConnectorMetadata:
-        """Return the metadata that the next step carries to the worker."""
+        """Remove and return the metadata that the next step carries to the worker."""
         metadata, self._metadata = self._metadata, ConnectorMetadata()
         return metadata
 
     # Producer
 
     def offer(self, request: Request) -> None:
-        """Announce a new PRODUCE request. Its consumer may subscribe from now on."""
+        """Offer the blocks of a new PRODUCE request to its consumer, so that it can subscribe."""
         transfer = _transfer(request)
         self._sends[transfer.transfer_id] = _Send(request)
         self._metadata.offers[transfer.transfer_id] = transfer.peer_instance_id
 
     def save(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the blocks that a step completes.
+        """Publish the blocks of a PRODUCE request that a step completes.
 
         Args:
-            num_computed_tokens: the request's computed tokens after the step, including cached
-                blocks.
+            num_computed_tokens: number of the request's tokens that have KV after the step,
+                including tokens of cached blocks.
         """
         transfer_id = _transfer(request).transfer_id
         send = self._sends.get(transfer_id)
@@ -124,7 +127,7 @@ class KVHandoff:
         send.complete = last
 
     def take_back(self, saves: Iterable[BlockSave]) -> None:
-        """Forget a discarded step's saves. The step that runs its tokens publishes the blocks."""
+        """Undo the saves of a discarded step, so that a later step publishes the blocks again."""
         for save in saves:
             send = self._sends.get(save.transfer_id)
             if send is not None:
@@ -134,10 +137,10 @@ class KVHandoff:
     # Consumer
 
     def wait(self, request: Request) -> None:
-        """Announce a new CONSUME request.
+        """Ask the producer to keep the blocks of a new CONSUME request until the load starts.
 
-        If its load does not begin in the next step, the producer is asked to keep its blocks.
-        Otherwise its lease may expire while this request waits for memory.
+        Without this message, the lease of the blocks could expire while the request waits for
+        memory. If the load starts in the next step, the message is not sent.
         """
         transfer = _transfer(request)
         self._metadata.waits[transfer.transfer_id] = LoadWait(
@@ -145,9 +148,9 @@ class KVHandoff:
         )
 
     def load(self, request: Request, num_cached_blocks: int) -> None:
-        """Load the blocks of the request's known tokens that the local prefix cache lacks.
+        """Load a request's KV blocks from the producer, except the first `num_cached_blocks`.
 
-        If it lacks none, the load is empty and releases the producer's blocks.
+        If all blocks are cached, the load is empty and only releases the producer's blocks.
         """
         transfer = _transfer(request)
         end = self._kv.num_blocks_for(request.num_arrival_tokens)
@@ -156,29 +159,29 @@ class KVHandoff:
         self._append_load(request, transfer, first, request.block_ids[first:end], hashes[first:end])
 
     def decline(self, request: Request) -> None:
-        """Release the producer with an empty load. The request does not need its blocks."""
+        """Release the producer's blocks, which the request does not need, by an empty load."""
         self._append_load(None, _transfer(request), 0, [], [])
 
     def cancel_load(self, request: Request) -> None:
-        """Cancel a load. Its result still arrives, but earlier."""
+        """Cancel the load of a request. The load still ends with a result, but sooner."""
         load = self._load_of(request)
         if load is not None and load.result is None and not load.cancelled:
             load.cancelled = True
             self._metadata.cancels.append(_transfer(request).transfer_id)
 
     def load_result(self, request: Request) -> LoadResult | None:
-        """Return the result of the request's load, or None before it arrives."""
+        """Return the result of the request's load, or None if the load has not ended."""
         load = self._load_of(request)
         return load.result if load is not None else None
 
     def end_load(self, request: Request) -> None:
-        """Return the blocks of an ended load to the request."""
+        """Remove the request's load, which has ended. The request then owns its blocks."""
         del self._loads[_transfer(request).transfer_id]
 
     # Both
 
     def release(self, request: Request, *, aborted: bool) -> None:
-        """Free the blocks of a finished request: now, or once its transfer ends."""
+        """Free the blocks of a finished request, now or when its transfer ends."""
         if request.kv_transfer is not None:
             transfer_id = request.kv_transfer.transfer_id
             send = self._sends.get(transfer_id)
@@ -198,19 +201,19 @@ class KVHandoff:
         self._kv.free(request)
 
     def cancel_finished(self, request_id: str) -> None:
-        """Cancel the sends of an ended request that the client has aborted.
+        """Cancel the sends of a request that has already ended.
 
-        No peer will load them.
+        The client has aborted the request, so no peer will load the blocks.
         """
         for transfer_id, send in self._sends.items():
             if send.request.request_id == request_id and send.request.finished:
                 self._cancel_send(transfer_id, send)
 
     def update(self, output: ConnectorOutput) -> list[Request]:
-        """Take in the worker's report and free the blocks of ended transfers.
+        """Process the worker's report: end transfers, and free the blocks of finished requests.
 
         Returns:
-            Requests whose load has ended. `load_result` returns how.
+            Unfinished requests whose load has ended. `load_result` returns the result of each.
         """
         ended = output.finished_sending | output.load_results.keys()
         self._metadata.cancels = [

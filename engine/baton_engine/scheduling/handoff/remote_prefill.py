@@ -1,7 +1,7 @@
-"""CONSUME requests before their first step: a peer computes the KV of their prompt.
+"""Decides when a CONSUME request, whose prompt a peer computes, can continue here.
 
-Two events must arrive, in any order: the block load and the gateway's PREFILL_RESULT. Missing
-blocks are computed here, unless the policy is to fail.
+Two events must happen, in any order: the block load ends, and the gateway's PREFILL_RESULT arrives.
+This engine computes missing blocks itself, unless `load_failure_policy` is to fail the request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EARLY_RESULTS_KEPT = 1024
 
 @dataclass(slots=True)
 class RemotePrefill:
-    """Joins a request's block load with the result of its prefill stage."""
+    """Continues a request once both its block load and its prefill stage have ended."""
 
     state: SchedulerState
     #: Results of requests that have not arrived, by request id. None: the request has ended or was
@@ -29,23 +29,23 @@ class RemotePrefill:
     )
 
     def take_early(self, request_id: str) -> PrefillResult | None:
-        """Return the result that arrived before its request."""
+        """Remove and return the prefill result that arrived before its request, or None."""
         return self._early_results.pop(request_id, None)
 
     def remember_early(self, result: PrefillResult) -> None:
-        """Keep the first result for a request that has not arrived."""
+        """Keep a prefill result until its request arrives. Ignore later results of the same id."""
         if result.request_id not in self._early_results:
             self._remember(result.request_id, result)
 
     def forget(self, request_id: str) -> None:
-        """Drop the results of a request that has ended or was refused, including later ones.
+        """Discard present and future results of a request that has ended or was refused.
 
-        They must not reach a later request with the same id.
+        A late result must not reach another request with the same id.
         """
         self._remember(request_id, None)
 
     def add_result(self, request: Request, result: PrefillResult) -> Finished | Queued | None:
-        """Take in how the prefill stage of `request` ended."""
+        """Record the result of the request's prefill stage. Return the decision that follows."""
         if (
             request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
             or request.prefill_result is not None
@@ -73,7 +73,11 @@ class RemotePrefill:
         return self.end_load_if_ready(request)
 
     def end_load_if_ready(self, request: Request) -> Finished | Queued | None:
-        """Let a request continue once its load and its prefill stage have ended."""
+        """Continue or end a request whose load and prefill stage have both ended.
+
+        Returns:
+            None if the load or the prefill stage has not ended.
+        """
         result, prefill = self.state.handoff.load_result(request), request.prefill_result
         if result is None or prefill is None:
             return None
