@@ -1,9 +1,9 @@
-"""One rank's side of a step: the model runner, its batch, its KV memory and its sampler.
+"""Runs steps on one rank: the model runner, the batch, the KV memory and the sampler.
 
-worker.py            what an executor calls, by name
+worker.py            the methods that an executor calls by name
 model_runner.py      one step on one device, from request ids to sampled tokens
-forward_runner.py    a forward by layer, by captured graph or by compiled pieces
-compilation_plan.py  which of these a configuration asks for
+forward_runner.py    a forward by captured graph, by compiled pieces or layer by layer
+compilation_plan.py  which of these ways a configuration selects
 input_batch.py       the persistent batch and the tensors of a step
 static_inputs.py     buffers at fixed addresses for captured graphs
 dummy_steps.py       steps without requests, for warm-up and memory profiling
@@ -12,6 +12,6 @@ packed_weights.py    weights packed or quantized for a CPU
 devices.py           the device and the dtype
 profiler.py          torch's profiler
 sampling/            logits processing, sampling, log-probabilities
-memory/              number of blocks, KV memory, the part that peers access
+memory/              number of KV blocks, KV memory, the memory that peers access
 experts/             expert parallelism; an engine without it never imports this package
 """

@@ -1,7 +1,4 @@
-"""The compilation and CUDA graphs of a worker.
-
-They follow from its configuration, device and model.
-"""
+"""Plans the compilation and the CUDA graphs of a worker from configuration, device and model."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ def plan_compilation(
     """Return the plan for a configuration. Log a warning for each setting that is not applied.
 
     Args:
-        has_graphs: the device can record and replay graphs, as a GPU does.
+        has_graphs: whether the device can capture and replay graphs.
 
     Raises:
         ConfigurationError: a size is not in [1, max_num_batched_tokens].

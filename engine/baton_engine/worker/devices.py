@@ -1,7 +1,4 @@
-"""The device and the dtype of a worker.
-
-They follow from its configuration and the machine.
-"""
+"""Selects the device and the dtype of a worker from the configuration and the machine."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of a name: auto, cpu or cuda.
+    """Return the device for a configured name: auto, cpu or cuda. auto prefers a GPU.
 
     Raises:
-        ConfigurationError: the device does not exist.
+        ConfigurationError: the name is cuda, but torch finds no GPU.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,14 +31,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of weights and KV cache, and log the reason.
+    """Return the dtype of weights and KV cache. Log the reason for the choice.
 
-    auto means the checkpoint's dtype. A CPU that would convert it to float32 for every product uses
-    float32 instead.
+    auto means the dtype of the checkpoint. A CPU without native products in that dtype uses float32
+    instead.
 
     Args:
-        configured: auto or one of DTYPES.
-        checkpoint: torch's name of the dtype in which weights are stored.
+        configured: auto or one of the keys of DTYPES.
+        checkpoint: torch's name of the dtype in which the checkpoint stores weights.
     """
     if configured != "auto":
         logger.info("dtype %s, as configured", configured)
@@ -68,7 +65,7 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
     """Check that the device supports the quantization.
 
     Raises:
-        ConfigurationError: it does not.
+        ConfigurationError: the quantization is unknown, or the device does not support it.
     """
     if quantization is None:
         return
@@ -85,5 +82,5 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name without its prefix."""
+    """Return the name of a dtype without the prefix `torch.`."""
     return str(dtype).removeprefix("torch.")

@@ -17,7 +17,7 @@ WARM_UP_TOKENS = 32
 def largest(max_num_batched_tokens: int, max_num_seqs: int) -> list[int]:
     """Return the query lengths of the step that takes the most memory.
 
-    It uses the whole token budget, and every sequence samples.
+    This step uses the whole token budget, with as many sequences as possible.
     """
     num_seqs = min(max_num_batched_tokens, max_num_seqs)
     each, left = divmod(max_num_batched_tokens, num_seqs)
@@ -27,14 +27,14 @@ def largest(max_num_batched_tokens: int, max_num_seqs: int) -> list[int]:
 def typical(
     longest: int, max_num_seqs: int, max_num_batched_tokens: int, device: torch.device
 ) -> list[tuple[list[int], int]]:
-    """Return (query lengths, sequence length) of the warm-up steps: prefill and decode.
+    """Return (query lengths, sequence length) of each warm-up step.
 
-    Triton compiles a kernel again for integer arguments that are 1 or multiples of 16, and for
-    other tile sizes. A GPU therefore runs some of each: one query in a short and a long sequence,
-    few queries, a mix, and prompts of every power of two, which select the tiles.
+    Triton compiles a kernel separately for integer arguments that are 1 or a multiple of 16, and
+    for each tile size. Therefore a GPU runs more steps than a CPU: single queries, few queries and
+    mixed lengths. The steps also include prompts of each power of two, which select the tile sizes.
 
     Args:
-        longest: the most tokens of one sequence.
+        longest: maximum number of tokens of one sequence.
     """
     num_tokens = min(WARM_UP_TOKENS, longest, max_num_batched_tokens)
     steps = [([num_tokens], num_tokens), ([1] * min(num_tokens, max_num_seqs), num_tokens)]
@@ -60,10 +60,11 @@ def typical(
 def make_batch(
     query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor, device: torch.device
 ) -> ForwardBatch:
-    """Return a batch that reads block 0 and writes no KV.
+    """Return a batch of dummy sequences that reads KV block 0 and writes no KV.
 
     Args:
-        seq_len: length of every sequence; None: each is as long as its query.
+        query_lens: number of tokens to run in each sequence.
+        seq_len: length of every sequence. None: each sequence is as long as its query.
     """
     num_tokens, num_seqs = sum(query_lens), len(query_lens)
     seq_lens = query_lens if seq_len is None else [seq_len] * num_seqs
@@ -92,9 +93,9 @@ def no_batch(kv_cache: torch.Tensor, device: torch.device) -> ForwardContext:
 def run(
     forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor
 ) -> None:
-    """Run and sample a step of dummy requests. It writes no KV and waits for no other stage.
+    """Run and sample a step of dummy sequences; see `make_batch` for the arguments.
 
-    For the arguments see `make_batch`.
+    The step writes no KV and does not wait for other pipeline stages.
     """
     model = forward.model
     received = None
@@ -109,7 +110,7 @@ def run(
 
 
 def sampling_inputs(num_rows: int) -> list[SamplingInput]:
-    """Return rows that use every part of the sampler in turn: greedy, random, filtered."""
+    """Return sampler inputs that alternate between filtered random sampling and greedy sampling."""
     ids = np.zeros(1, dtype=np.int64)
     kinds = [
         SamplingParams(temperature=1.0, top_p=0.9, top_k=8, min_p=0.01),

@@ -1,6 +1,6 @@
-"""The forward of a step, in the fastest way that was prepared for it.
+"""Runs the forward of a step by a captured graph, by compiled pieces, or layer by layer.
 
-The ways are a captured graph, compiled pieces, and layer by layer.
+A step uses the fastest of these ways that is prepared for the step's size.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ INT32_MAX = 2**31 - 1
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:
-    """Return the backend that records graphs on a device, None if there is none."""
+    """Return the backend that captures graphs on a device. None if the device has no graphs."""
     return CudaGraphs(device) if device.type == "cuda" else None
 
 
 class ForwardRunner:
     """Runs forwards of one model.
 
-    Call prepare(kv_cache) once the KV memory is allocated, then `run` per step. Call `drop_graphs`
-    before weights or KV memory move.
+    Call `prepare` when the KV cache is allocated, then call `run` for each step. Call `drop_graphs`
+    before the weights or the KV cache move to another address.
     """
 
     def __init__(
         self, model: CausalLM, plan: CompilationPlan, graph_backend: GraphBackend | None
     ) -> None:
-        """Set up the compiler; `prepare` compiles and captures.
+        """Set up the compiler. Nothing is compiled or captured before `prepare`.
 
         Args:
-            model: with weights, on its device.
+            model: model with weights, on the device where it runs.
             plan: what to compile and capture.
-            graph_backend: the device's, see `graph_backend`. None: the plan has no graphs.
+            graph_backend: graph backend of the device. None only if the plan has no graphs.
         """
         self.plan = plan
         self.model = model
@@ -79,10 +79,10 @@ class ForwardRunner:
 
         Args:
             batch: the step's tokens.
-            hidden: output of the previous pipeline stage.
+            hidden: output of the previous pipeline stage. None on the first stage.
 
         Returns:
-            As `CausalLM.forward`; valid until the next run.
+            The output of `CausalLM.forward`. It is valid until the next call of `run`.
         """
         context, num_tokens = batch.context, len(batch.input_ids)
         if context.routed_experts is not None:  # recorded layer by layer
@@ -101,10 +101,10 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def prepare(self, kv_cache: Tensor) -> None:
-        """Trace and compile the model and capture its graphs, as planned.
+        """Compile the model and capture graphs, as planned. Nothing is written to the KV cache.
 
-        Nothing is written to the cache. If compilation or capture fails and was not configured
-        explicitly, the runner logs a warning and runs without it.
+        If an explicitly configured compilation or capture fails, the error is raised. Otherwise, a
+        failure is logged as a warning, and steps run without compiled pieces or graphs.
         """
         self.drop_graphs()
         self.compile(kv_cache)
@@ -114,7 +114,7 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def compile(self, kv_cache: Tensor) -> None:
-        """Trace the model with its first forward, and compile pieces for the plan's sizes."""
+        """Trace the model in a first forward, and compile pieces for the sizes of the plan."""
         if self.backend is None or self.backend.num_pieces:
             return
         # Not earlier: the first run must have more than one token.
@@ -141,9 +141,10 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def estimate_graph_bytes(self, kv_cache: Tensor) -> int:
-        """Return the bytes of GPU memory that all graphs will take.
+        """Return an estimate of the GPU memory that all graphs will take, in bytes.
 
-        The two largest of each kind are captured, measured and dropped.
+        The two largest graphs of each kind are captured, measured and dropped. The other graphs are
+        assumed to take as much as the second largest.
         """
         by_kind: dict[GraphKind, list[Dispatch]] = {}
         for each in self._dispatcher.graphs():
@@ -160,9 +161,9 @@ class ForwardRunner:
         return total
 
     def drop_graphs(self) -> None:
-        """Drop all graphs, because they hold addresses of weights and KV memory.
+        """Drop all graphs. `prepare` captures them again.
 
-        `prepare` captures them again.
+        Graphs contain the addresses of weights and KV cache.
         """
         self._full.clear()
         self._pieces.clear()

@@ -1,8 +1,7 @@
-"""The worker's state of its requests: one row of plain arrays per request, updated in place.
+"""The persistent batch of a worker: arrays with one row per request, updated in place.
 
-A step copies the scheduled tokens and gathers the rows' block tables; nothing is rebuilt from
-lists. Python handles a request when it joins, gets a block or leaves. Work for all requests of a
-step is one numpy operation.
+Python code handles a single request only when the request joins, gets a block or leaves. All other
+work of a step is done by numpy for all requests at once.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ INITIAL_WIDTH = 1024
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """The requests and positions of a step: sequence i runs [starts[i], ends[i])."""
+    """The requests that a step runs: request i runs the positions [starts[i], ends[i])."""
 
     request_ids: list[str]
     rows: Int64Array
     starts: Int64Array
     ends: Int64Array
-    #: Of all sequences together.
+    #: Number of tokens of all requests together.
     num_tokens: int
 
     def __len__(self) -> int:
@@ -47,18 +46,18 @@ class ScheduledRows:
 
     @property
     def first_tokens(self) -> Int64Array:
-        """Return the step's index of each sequence's first token, and the end: [n + 1]."""
+        """Index of each request's first token in the step, followed by `num_tokens`: [n + 1]."""
         indices = np.zeros(len(self) + 1, dtype=np.int64)
         np.cumsum(self.ends - self.starts, out=indices[1:])
         return indices
 
 
 class InputBatch:
-    """Rows of at most `max_num_seqs` requests of at most `max_model_len` tokens.
+    """Arrays with one row for each of at most `max_num_seqs` requests.
 
-    A row has the token ids (prompt, then generated), their number, and the prompt's length. It also
-    has the number of tokens whose KV is in the cache, the block table and its length, and three
-    flags of the sampling parameters.
+    A row holds the token ids of a request (prompt, then generated), the block table, and the length
+    of each. It also holds the number of tokens whose KV is in the cache, and three flags of the
+    sampling parameters.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -74,7 +73,7 @@ class InputBatch:
             (max_num_seqs, -(-max_model_len // block_size) + 1), dtype=np.int32
         )
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
-        #: The next token is the most likely one, and no log-probabilities are reported.
+        #: Whether the next token is the argmax of the raw logits, without log-probabilities.
         self.is_plain: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.wants_prompt_logprobs: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.wants_routed_experts: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
@@ -86,10 +85,10 @@ class InputBatch:
         self._one_query_each = np.arange(max_num_seqs + 1, dtype=np.int32)
 
     def rows(self, request_ids: list[str]) -> Int64Array:
-        """Return the row of each request. The caller must not change the array.
+        """Return the row of each request. The caller must not change the returned array.
 
         Raises:
-            RuntimeError: this worker has never seen one of the requests.
+            RuntimeError: a request is not in the batch.
         """
         known_ids, rows = self._last_rows
         if request_ids == known_ids:
@@ -100,13 +99,13 @@ class InputBatch:
             )
         except KeyError as error:
             raise RuntimeError(
-                f"request {error.args[0]} is scheduled as known, but this worker has never seen it"
+                f"request {error.args[0]} is scheduled as known, but is not in this worker's batch"
             ) from None
         self._last_rows = (request_ids, rows)
         return rows
 
     def remove(self, request_ids: Sequence[str]) -> None:
-        """Remove requests. Unknown ones, which were never scheduled, are ignored."""
+        """Remove requests. Ignore ids that are not in the batch."""
         for request_id in request_ids:
             row = self._row_of.pop(request_id, None)
             if row is not None:
@@ -115,10 +114,10 @@ class InputBatch:
                 self._last_rows = ([], self._last_rows[1][:0])
 
     def add(self, new: NewRequestData) -> None:
-        """Add a request; it replaces one of the same id.
+        """Add a request. Replace any request that has the same id.
 
         Raises:
-            RuntimeError: no row is free or the request is too long: a defect of the scheduler.
+            RuntimeError: no row is free or the request is too long. Both are scheduler defects.
         """
         self.remove((new.request_id,))
         if not self._free_rows:
@@ -153,10 +152,10 @@ class InputBatch:
         )
 
     def update(self, cached: Sequence[CachedRequestData]) -> None:
-        """Update known requests: for most of them only the number of computed tokens.
+        """Apply changes to requests in the batch. Most change only the number of computed tokens.
 
         Raises:
-            RuntimeError: this worker has never seen one of the requests: a defect of the scheduler.
+            RuntimeError: a request is not in the batch, which is a defect of the scheduler.
         """
         if not cached:
             return
@@ -167,10 +166,10 @@ class InputBatch:
                 self._change(int(rows[index]), request)
 
     def schedule(self, num_scheduled_tokens: dict[str, int]) -> ScheduledRows:
-        """Return the rows and positions of a step, in the order of `num_scheduled_tokens`.
+        """Return the rows and positions that a step runs, in the order of `num_scheduled_tokens`.
 
         Raises:
-            RuntimeError: tokens are scheduled that are not known yet: a defect of the scheduler.
+            RuntimeError: a scheduled token is not known yet, which is a defect of the scheduler.
         """
         request_ids = list(num_scheduled_tokens)
         rows = self.rows(request_ids)
@@ -189,9 +188,10 @@ class InputBatch:
     def make_forward_batch(
         self, scheduled: ScheduledRows, kv_cache: torch.Tensor, device: torch.device
     ) -> ForwardBatch:
-        """Return the step's tensors.
+        """Return the input tensors of the step's forward.
 
-        On a CPU they share the arrays' memory. To a GPU they are copied asynchronously.
+        On a CPU, the tensors share memory with numpy arrays. To a GPU, the arrays are copied
+        asynchronously.
         """
         starts, ends = scheduled.starts, scheduled.ends
         if scheduled.one_token_each:
@@ -224,11 +224,14 @@ class InputBatch:
         return ForwardBatch(move(self.token_ids[row_of, positions]), move(positions), context)
 
     def reaches_last_token(self, scheduled: ScheduledRows) -> BoolArray:
-        """Return the sequences that run their last known token: the next one can be sampled."""
+        """Return for each request whether its last known token runs. If so, the request samples."""
         return scheduled.ends == self.num_tokens[scheduled.rows]
 
     def sampling_inputs(self, rows: Int64Array) -> list[SamplingInput]:
-        """Return the sampler's inputs. Their token ids are views, valid until the batch changes."""
+        """Return the sampler's input for each row.
+
+        The token ids in the inputs are views, which are valid until the batch changes.
+        """
         inputs = []
         ends, prompt_ends = self.num_tokens[rows].tolist(), self.num_prompt_tokens[rows].tolist()
         for row, prompt_end, end in zip(rows.tolist(), prompt_ends, ends, strict=True):
@@ -243,7 +246,7 @@ class InputBatch:
         return item
 
     def append_tokens(self, rows: Int64Array, token_ids: Sequence[int]) -> None:
-        """Append tokens that this worker sampled, one per row. A later step computes them."""
+        """Append one token to each row. A later step runs these tokens."""
         ends = self.num_tokens[rows]
         self._make_room(int(ends.max()) + 1)
         self.token_ids[rows, ends] = token_ids
@@ -267,7 +270,7 @@ class InputBatch:
         self.num_blocks[row] += len(block_ids)
 
     def _make_room(self, num_tokens: int) -> None:
-        """Widen `token_ids` if a request of this length does not fit."""
+        """Widen the array `token_ids` if a request of `num_tokens` tokens does not fit."""
         rows, width = self.token_ids.shape
         if num_tokens <= width:
             return
@@ -283,7 +286,10 @@ class InputBatch:
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Return a tensor of `array` on `device`; the copy to a GPU is asynchronous."""
+    """Return a tensor with the values of `array` on `device`.
+
+    On a CPU, the tensor shares memory with `array`. The copy to a GPU is asynchronous.
+    """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -291,7 +297,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Return whether a sample is simply the argmax of the logits."""
+    """Return whether a sample is the argmax of the raw logits, without log-probabilities."""
     return params.temperature == 0 and not (
         params.logit_bias
         or params.min_tokens

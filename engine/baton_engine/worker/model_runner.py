@@ -1,7 +1,7 @@
-"""One step of the scheduler on one device, from request ids to sampled tokens.
+"""Runs the scheduler's steps on one device, from request ids to sampled tokens.
 
-The runner owns the model, the KV memory and the input batch. It decides nothing: the step names the
-requests and their blocks.
+The runner owns the model, the KV memory and the input batch. It makes no scheduling decisions: each
+step names the requests to run and their blocks.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 @dataclass(slots=True)
 class _StepInFlight:
-    """State between execute_model and sample_tokens, on the last stage."""
+    """State between execute_model and sample_tokens, on the last pipeline stage."""
 
     scheduled: ScheduledRows
     #: [num_tokens, hidden_size].
@@ -86,20 +86,20 @@ class _StepInFlight:
 class ModelRunner:
     """Runs steps on one rank.
 
-    Call load_model(), profile_num_blocks(), allocate_kv_cache(n) and warm_up(), then
-    execute_model(step) and sample_tokens(grammar) per step, all on one thread.
+    Call load_model(), profile_num_blocks(), allocate_kv_cache(n) and warm_up(). Then call
+    execute_model(step) and sample_tokens(grammar) for each step. Make all calls on one thread.
 
-    Properties of the checkpoint (model_config, dtype, compatibility_hash) are read at the first
-    access, which raises the errors of load_model.
+    The first access to model_config, dtype or compatibility_hash reads the checkpoint, and raises
+    the same errors as load_model.
     """
 
     def __init__(self, config: EngineConfig, parallel: ParallelContext | None = None) -> None:
-        """Resolve the device; `load_model` reads the weights.
+        """Select the device. Weights are not read before `load_model`.
 
         Args:
-            config: the engine's.
-            parallel: this rank's groups. Every rank applies the same steps. Pipeline stages pass
-                hidden states on, and only the last one samples.
+            config: configuration of the engine.
+            parallel: tensor and pipeline groups of this rank. All ranks apply the same steps. A
+                pipeline stage sends hidden states to the next stage. Only the last stage samples.
 
         Raises:
             ConfigurationError: the device or the quantization cannot be used.
@@ -133,7 +133,7 @@ class ModelRunner:
 
     @cached_property
     def shard(self) -> ModelShard:
-        """This rank's part of the model."""
+        """The layers and heads of the model that this rank holds."""
         return shard(self.model_config, self.parallel)
 
     @cached_property
@@ -143,18 +143,15 @@ class ModelRunner:
 
     @cached_property
     def compatibility_hash(self) -> str:
-        """A hash that is equal on engines that may exchange KV blocks.
+        """A hash that is equal on all engines that may exchange KV blocks.
 
-        They have the same checkpoint (see identity_files), dtype, quantization and layout.
+        Such engines have the same checkpoint (`identity_files`), dtype, quantization and layout.
         """
         return self._hashes[0]
 
     @cached_property
     def _hashes(self) -> tuple[str, str]:
-        """(Compatibility hash, hash of the checkpoint alone).
-
-        The files are read once and not kept.
-        """
+        """(compatibility hash, hash of the checkpoint alone)."""
         files = identity_files(self.path)
         compatible = compatibility_hash(
             files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization
@@ -163,10 +160,10 @@ class ModelRunner:
 
     @cached_property
     def max_model_len(self) -> int:
-        """The most tokens of one request, prompt and generated.
+        """The maximum number of tokens of one request, prompt and generated.
 
         Raises:
-            ConfigurationError: the configured number is above the model's limit.
+            ConfigurationError: the configured number is not between 1 and the model's limit.
         """
         limit = self.model_config.max_position_embeddings
         configured = self.config.model.max_model_len
@@ -178,11 +175,11 @@ class ModelRunner:
         return configured or limit
 
     def load_model(self) -> None:
-        """Read config and weights.
+        """Read the configuration of the model and this rank's weights.
 
         Raises:
             ModelNotFound: the folder does not exist.
-            ModelInvalid: a file or tensor is wrong; the message names it.
+            ModelInvalid: a file or tensor is wrong. The message names the file or tensor.
             ConfigurationError: the model cannot be split over the configured ranks.
         """
         if self._is_expert_parallel:
@@ -195,7 +192,7 @@ class ModelRunner:
         self._load_weights()
 
     def expert_store(self) -> ExpertStore:
-        """Return the store of the loaded model's experts, for an expert-parallel engine."""
+        """Create the store that reads single experts of the loaded expert-parallel model."""
         from baton_engine.worker.experts.expert_weights import ExpertStore, expert_form
 
         model = self._loaded()
@@ -204,7 +201,7 @@ class ModelRunner:
         return ExpertStore(self.path, model, self.dtype, device, form)
 
     def kv_cache_layout(self, num_blocks: int) -> KVCacheLayout:
-        """Return the layout of this rank's blocks."""
+        """Return the layout of a KV cache of `num_blocks` blocks on this rank."""
         heads = split_kv_heads(self.model_config.num_kv_heads, self.parallel.tensor)
         return KVCacheLayout(
             num_blocks=num_blocks,
@@ -219,10 +216,10 @@ class ModelRunner:
         )
 
     def kv_compatibility(self, version: int) -> KVCompatibility:
-        """Return what engines must have in common to exchange blocks with this one.
+        """Return the properties that another engine must share to exchange KV blocks with this one.
 
         Args:
-            version: version of the side channel.
+            version: protocol version of the KV connector's side channel.
         """
         layout = self.kv_cache_layout(1)
         return KVCompatibility(
@@ -239,10 +236,12 @@ class ModelRunner:
         )
 
     def profile_num_blocks(self) -> tuple[int, int]:
-        """Return (cache blocks, host swap blocks) that fit. A GPU runs the largest step for it.
+        """Return the numbers of (cache blocks, host swap blocks) that fit.
+
+        On a GPU, the largest step is run to measure how much memory it takes.
 
         Raises:
-            ConfigurationError: not one block fits, or fewer than configured.
+            ConfigurationError: not one block fits, or fewer blocks than configured.
         """
         size = self._block_size
         if self.device.type == "cpu":
@@ -257,35 +256,31 @@ class ModelRunner:
 
     @property
     def num_offload_blocks(self) -> int:
-        """Host blocks for evicted prefixes, from the configured budget.
-
-        The number is the same on every rank.
-        """
+        """Number of host blocks for evicted prefixes. Equal on all ranks."""
         return offload_blocks(self.config.cache, self._block_size)
 
     def allocate_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> Tensor:
-        """Allocate the KV memory, zeroed.
+        """Allocate the KV cache, zeroed, in one allocation.
 
-        Its shape is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], in one
-        allocation. Host blocks, those of the offload tier included, are allocated at their first
-        use.
+        The shape is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. Host blocks
+        for swapped requests and for the offload tier are allocated at their first use.
 
         Args:
-            num_blocks: blocks of the cache.
-            num_swap_blocks: host blocks for swapped requests.
+            num_blocks: number of blocks of the cache.
+            num_swap_blocks: number of host blocks for swapped requests.
 
         Returns:
-            The cache, the same tensor for the runner's whole life. Its storage is empty while the
-            runner sleeps, and its address may differ afterwards.
+            The cache. The runner keeps the same tensor object for its whole life. While the runner
+            sleeps, the tensor has no storage. After a wake-up, the address may differ.
         """
         layout = self.kv_cache_layout(num_blocks)
         self._kv = KVMemory(layout, num_swap_blocks, self.device, self.num_offload_blocks)
         return self._kv.cache
 
     def warm_up(self) -> None:
-        """Compile and capture what is configured, then run and sample batches of typical shapes.
+        """Compile the model and capture graphs as configured, then run batches of typical shapes.
 
-        They write no KV. The first request then pays for no compilation.
+        These batches write no KV. Afterwards, the first requests do not wait for compilations.
         """
         _, kv = self._ready()
         self._runner().prepare(kv.cache)
@@ -297,9 +292,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """Copy evicted blocks to the offload tier before the step overwrites them.
+        """Copy the blocks that the step evicts to the offload tier.
 
-        Call it before transfers of the step start.
+        Call this before the step's KV transfers start, because they may overwrite these blocks.
         """
         _, kv = self._ready()
         kv.store_evicted(step)
@@ -308,19 +303,19 @@ class ModelRunner:
     def execute_model(
         self, step: SchedulerOutput, kv_written: Callable[[], None] | None = None
     ) -> None:
-        """Apply the step's changes except `step.store`, run its tokens and write their KV.
+        """Apply the changes of a step except `step.store`, run its tokens and write their KV.
 
-        The state for sampling stays for `sample_tokens`.
+        Hidden states and logits are kept for `sample_tokens`.
 
         Args:
-            step: the step.
-            kv_written: called during the step when the KV of all tokens is written (on a GPU: when
-                the writes are queued). It is not called with expert parallelism, because a group
-                that breaks makes the KV invalid. Captured graphs do not call it.
+            step: the step to run.
+            kv_written: called during the step when the KV of all tokens is written. On a GPU, the
+                call comes when the writes are queued. There is no call with expert parallelism,
+                because a broken group makes the KV invalid. Captured graphs make no call either.
 
         Raises:
-            GroupBrokenError: on all tensor ranks, if the expert group of one of them broke. The
-                step's tokens are not computed, and there is nothing to sample. Steps of another
+            GroupBrokenError: an expert group broke. All tensor ranks raise the error, even if the
+                group of only one rank broke. There is nothing to sample. Steps of another
                 generation may follow.
         """
         model, kv = self._ready()
@@ -360,10 +355,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample for every request whose last known token ran, and add the requested reports.
+        """Sample a token for each request whose last token ran, and add the requested reports.
 
-        Sampled tokens are appended to the worker's own state. The scheduler does not send them
-        back, except to other stages. On a stage that is not the last, the output is empty.
+        The sampled tokens are appended to the input batch of this worker. The scheduler sends them
+        only to other pipeline stages. Stages before the last return an empty output.
         """
         output = ModelRunnerOutput()
         if self._in_flight is None:
@@ -393,8 +388,8 @@ class ModelRunner:
             token_ids = sampled.token_ids
             for row in sampled.impossible_rows:
                 logger.warning(
-                    "request %s is ended: its logits are NaN or all masked, so it has no possible "
-                    "token",
+                    "request %s is ended: all its logits are NaN or masked, so no token is "
+                    "possible",
                     step.sampling_ids[row],
                 )
             output.logprobs = {
@@ -409,9 +404,8 @@ class ModelRunner:
     def sleep(self, level: int) -> None:
         """Release memory until `wake_up`.
 
-        The KV cache is released on both levels. Level 1 also releases the GPU's copy of the
-        weights, level 2 all copies. Cached blocks are lost, and the scheduler computes requests
-        again.
+        Both levels release the KV cache. Level 1 also moves the weights of a GPU to host memory.
+        Level 2 drops the weights. All KV is lost, so the scheduler must compute it again.
 
         Raises:
             ValueError: the level is not 1 or 2.
@@ -436,14 +430,14 @@ class ModelRunner:
         return_freed_memory()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore what `sleep` released: weights from the host or checkpoint, the KV cache zeroed.
+        """Restore the weights and an empty KV cache after `sleep`.
 
         Args:
-            tags: what to restore now, some of "weights" and "kv_cache". None: both.
+            tags: the parts to restore now: "weights", "kv_cache" or both. None restores both.
 
         Raises:
-            ValueError: there is no such tag.
-            ModelInvalid: the checkpoint cannot be read any more.
+            ValueError: a tag is unknown.
+            ModelInvalid: the checkpoint can no longer be read.
         """
         wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
         if unknown := wanted - {WEIGHTS, KV_CACHE}:
@@ -463,7 +457,7 @@ class ModelRunner:
             self._runner().prepare(self._kv.cache)
 
     def start_profile(self) -> None:
-        """Record the steps from now on.
+        """Start to record steps with torch's profiler.
 
         Raises:
             ValueError: observability.profiler_dir is not configured.
@@ -471,7 +465,7 @@ class ModelRunner:
         self._profiler.start()
 
     def stop_profile(self) -> Path:
-        """Write the trace since start_profile and return its file."""
+        """Stop the profiler, write the trace and return its path."""
         return self._profiler.stop()
 
     def _load_weights(self) -> None:
@@ -542,9 +536,9 @@ class ModelRunner:
         return self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1)
 
     def _receive_routed_experts(self, num_tokens: int) -> list[Tensor]:
-        """Return the experts of the earlier stages' sparse layers.
+        """Receive the chosen expert ids of each sparse layer of earlier stages.
 
-        This stage's layers append theirs.
+        The sparse layers of this stage append their expert ids to the returned list.
         """
         earlier = sum(layer < self.shard.first_layer for layer in self.model_config.sparse_layers)
         if not earlier:
@@ -560,7 +554,7 @@ class ModelRunner:
         hidden: Tensor,
         routed_experts: list[Tensor] | None,
     ) -> _StepInFlight:
-        """Start the logits of the requests that sample."""
+        """Compute the logits of the requests that sample. Return the state for `sample_tokens`."""
         sampling = self._input_batch.reaches_last_token(scheduled)
         logits: Tensor | None = None
         if scheduled.one_token_each and sampling.all():
@@ -578,9 +572,9 @@ class ModelRunner:
         return _StepInFlight(scheduled, hidden, ids, rows, logits, routed_experts)
 
     def _expand_bitmask(self, grammar: GrammarOutput, sampling_ids: list[str]) -> Tensor:
-        """Return the grammars' rows among all that sample: int32 [len(sampling_ids), words].
+        """Return a bitmask with a row for each sampling request: int32 [len(sampling_ids), words].
 
-        Rows without a grammar have all bits set.
+        The rows of requests without a grammar have all bits set.
         """
         row_of = {request_id: row for row, request_id in enumerate(sampling_ids)}
         bitmask = np.full((len(sampling_ids), grammar.bitmask.shape[1]), -1, dtype=np.int32)

@@ -1,6 +1,6 @@
-"""Packing and quantization of a loaded model's weights for products on a CPU.
+"""Packs and quantizes the weights of a loaded model for matrix products on a CPU.
 
-See baton_kernels.linear.
+The formats are in `baton_kernels.linear`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ Prepare = Callable[[Tensor], PackedWeight | Int8Weight]
 
 @torch.no_grad()
 def pack_weights(model: CausalLM) -> None:
-    """Pack every weight of a matrix product, in place, one by one.
+    """Pack the weights of all matrix products of a model, in place.
 
-    Plain weights are freed, except the weight of a tied embedding. Experts of an expert-parallel
-    model are packed when they arrive, see `expert_weights`. Nothing happens where weights of the
-    model's dtype cannot be packed. Weights cannot be loaded into a packed model.
+    Each plain weight is freed after it is packed, except the weight of a tied embedding. Experts of
+    an expert-parallel model are packed later, when they arrive (`expert_weights`). If weights of
+    the model's dtype cannot be packed, the model stays as it is. No weights can be loaded into a
+    packed model.
     """
     parameter = next(model.parameters())
     if packing(parameter.dtype, parameter.device) is not None:
@@ -33,11 +34,11 @@ def pack_weights(model: CausalLM) -> None:
 
 @torch.no_grad()
 def quantize_weights(model: CausalLM) -> None:
-    """Round every weight of a matrix product to eight bits, in place, one by one.
+    """Round the weights of all matrix products of a model to eight bits, in place.
 
-    Embeddings, norms and routers of sparse layers stay as they are. Routers are small, and another
-    choice of experts changes a token more than rounding does. Otherwise it works like
-    `pack_weights`.
+    Embeddings, norms and routers of sparse layers keep their dtype. Routers are small, and another
+    choice of experts would change the output more than rounded weights do. Plain weights are freed
+    as in `pack_weights`.
     """
     _replace_weights(model, Int8Weight, routers=False)
 

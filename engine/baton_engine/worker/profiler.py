@@ -1,7 +1,4 @@
-"""torch's profiler around any number of steps.
-
-A trace shows what ran, and how long, in chrome://tracing or Perfetto.
-"""
+"""Records steps with torch's profiler. Open the traces in chrome://tracing or Perfetto."""
 
 from __future__ import annotations
 
@@ -16,15 +13,15 @@ from baton_protocol.config import container_path
 
 
 class Profiler:
-    """A worker's profiler. It records the thread that calls `start`, and the GPU."""
+    """The profiler of a worker. Records the thread that calls `start`, and the GPU."""
 
     def __init__(self, directory: str, rank: int, device: torch.device) -> None:
         """Create a profiler that does not record.
 
         Args:
-            directory: folder of the traces, as the container sees it; empty: profiling is refused.
-            rank: rank of the worker in the engine; it is part of the traces' names.
-            device: the worker's.
+            directory: path of the trace folder in the container. Empty: `start` raises ValueError.
+            rank: rank of the worker in the engine. The file name of a trace contains the rank.
+            device: device of the worker.
         """
         self._directory = directory
         self._rank = rank
@@ -38,7 +35,7 @@ class Profiler:
 
         Raises:
             ValueError: no directory is configured.
-            RuntimeError: it is running already.
+            RuntimeError: the profiler is already running.
         """
         if not self._directory:
             raise ValueError(
@@ -51,10 +48,10 @@ class Profiler:
         self._running = started
 
     def stop(self) -> Path:
-        """Write the trace and return its file.
+        """Stop recording, write the trace and return its path.
 
         Raises:
-            RuntimeError: it is not running.
+            RuntimeError: the profiler is not running.
         """
         if self._running is None:
             raise RuntimeError("the profiler is not running; start it first")

@@ -1,4 +1,4 @@
-"""Reports of a step for requests that want them: prompt log-probabilities, routed experts."""
+"""Reports that requests can ask a step for: prompt log-probabilities and routed experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton_engine.worker.input_batch import InputBatch, ScheduledRows
 from baton_engine.worker.sampling.logprobs import prompt_logprobs
 from baton_protocol.messages import PromptLogprobs, RoutedExperts
 
-#: Limit of the prompt logits in memory at one time. They are many times larger than the hidden
+#: Limit on the prompt logits in memory at one time. Logits are many times larger than hidden
 #: states.
 MAX_LOGITS_BYTES = 64 * 2**20
 
@@ -24,16 +24,17 @@ def prompt_logprobs_of(
     compute_logits: Callable[[Tensor], Tensor],
     vocab_size: int,
 ) -> dict[str, PromptLogprobs]:
-    """Return log-probabilities of the prompt tokens that the step's positions predict.
+    """Return the log-probabilities of prompt tokens that a step predicts, by request id.
 
-    They begin at position `starts[i] + 1`.
+    The result of request i begins with the prompt token at position `starts[i] + 1`. Requests
+    without `prompt_logprobs` are left out.
 
     Args:
         hidden: hidden states of the step's tokens, [num_tokens, hidden_size].
-        scheduled: the step's rows.
-        batch: the rows' requests.
-        compute_logits: [n, hidden_size] -> float32 [n, vocab_size]. It is collective, so all ranks
-            call it with the same slices.
+        scheduled: rows and positions that the step ran.
+        batch: batch that holds the rows.
+        compute_logits: maps [n, hidden_size] to float32 [n, vocab_size]. The call is collective:
+            all ranks pass the same slices.
         vocab_size: size of the model's vocabulary.
     """
     slice_size = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))
@@ -62,13 +63,15 @@ def prompt_logprobs_of(
 def routed_experts_of(
     layers: list[Tensor], scheduled: ScheduledRows, batch: InputBatch
 ) -> dict[str, RoutedExperts]:
-    """Return the experts of each request's tokens, for requests that want them.
+    """Return the experts to which a step's tokens were routed, by request id.
+
+    Requests without `return_routed_experts` are left out.
 
     Args:
-        layers: one tensor per sparse layer, in order, with the experts of every token: int
+        layers: expert ids of every token, one tensor per sparse layer, in order: int
             [num_tokens, experts per token].
-        scheduled: the step's rows.
-        batch: the rows' requests.
+        scheduled: rows and positions that the step ran.
+        batch: batch that holds the rows.
     """
     if not layers:
         return {}

@@ -1,7 +1,8 @@
-"""The tensors that captured graphs read: at fixed addresses, padded to the graph's size.
+"""Input tensors of captured graphs, at fixed addresses and padded to the size of a graph.
 
-Kernels do nothing for padding: a padded token has slot -1, a padded sequence has no queries and no
-tokens. Outputs of padded tokens are arbitrary, perhaps NaN. They reach no other token.
+KV and attention kernels skip padding. A padding token has slot -1. A padding sequence has no
+queries and no tokens. The output of a padding token is undefined and may be NaN, but affects no
+other token.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 
 
 class StaticInputs:
-    """The inputs of all graphs of one model."""
+    """Input tensors that all graphs of one model share."""
 
     def __init__(
         self,
@@ -29,10 +30,10 @@ class StaticInputs:
         Args:
             max_tokens: number of tokens of the largest graph.
             max_seqs: number of sequences of the largest graph.
-            max_blocks: number of blocks of one sequence.
-            device: the model's.
-            hidden: buffer for the output of an earlier pipeline stage, [max_tokens, hidden_size];
-                None on the first stage.
+            max_blocks: maximum number of blocks of one sequence.
+            device: device of the model.
+            hidden: buffer for the output of the previous pipeline stage,
+                [max_tokens, hidden_size]. None on the first stage.
         """
         # One allocation each: compiled code copies tensors that are not aligned to 16 bytes.
         self.input_ids, self.positions, self.slot_mapping = (
@@ -44,7 +45,7 @@ class StaticInputs:
         self.hidden = hidden
 
     def clear(self) -> None:
-        """Fill the tensors with padding, for capturing."""
+        """Fill the tensors with padding, before a graph is captured."""
         for tensor in (
             self.input_ids,
             self.positions,
@@ -56,7 +57,7 @@ class StaticInputs:
         self.slot_mapping.fill_(-1)
 
     def batch(self, descriptor: BatchDescriptor, kv_cache: Tensor) -> ForwardBatch:
-        """Return the tensors as a step of the descriptor's size."""
+        """Return views of the tensors with the descriptor's numbers of tokens and sequences."""
         num_seqs = 1 if descriptor.num_seqs is None else descriptor.num_seqs
         return ForwardBatch(
             self.input_ids[: descriptor.num_tokens],
@@ -77,9 +78,9 @@ class StaticInputs:
     def fill_tokens(
         self, num_padded: int, batch: ForwardBatch, hidden: Tensor | None
     ) -> ForwardBatch:
-        """Fill the inputs of graphs without attention, and return the step with them.
+        """Copy a step's tokens into the inputs of graphs without attention. Return a padded batch.
 
-        Attention runs outside these graphs and reads the step's own tensors.
+        Attention runs outside these graphs, so the returned batch keeps the context of `batch`.
         """
         num_tokens = len(batch.input_ids)
         _fill(self.input_ids[:num_padded], batch.input_ids, 0)
@@ -90,7 +91,7 @@ class StaticInputs:
         return ForwardBatch(self.input_ids[:num_padded], self.positions[:num_padded], batch.context)
 
     def fill(self, descriptor: BatchDescriptor, batch: ForwardBatch, hidden: Tensor | None) -> None:
-        """Fill the inputs of graphs of the whole forward."""
+        """Copy a step into the inputs of graphs that contain the whole forward."""
         assert descriptor.num_seqs is not None
         context, num_seqs = batch.context, len(batch.context.seq_lens)
         self.fill_tokens(descriptor.num_tokens, batch, hidden)

@@ -1,9 +1,14 @@
-"""A worker: one rank's model runner, its KV memory, and its KV connector.
+"""A worker: the model runner, the KV memory and the KV connector of one rank.
 
-Executors call its methods by name, in this order: join_groups (if there are other ranks),
-load_model, num_available_blocks, initialize_cache, warm_up, open_connector, connect, model_info;
-then execute_model and sample_tokens per step, and the others on request. An expert-parallel engine
-commits a generation before its first step with tokens.
+Executors call the methods of `Worker` by name:
+
+1. at start: join_groups (if there are other ranks), load_model, num_available_blocks,
+   initialize_cache, warm_up, open_connector, connect, model_info
+2. for each step: execute_model, sample_tokens
+3. when needed: the other methods
+
+An expert-parallel engine commits a generation before its first step with tokens. A generation is a
+fixed set of ranks with a placement of experts on these ranks.
 """
 
 from __future__ import annotations
@@ -45,14 +50,14 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """One rank of an engine."""
+    """One rank of an engine. Executors call its public methods."""
 
     def __init__(self, config: EngineConfig, instance_id: str, rank: int = 0) -> None:
-        """Set the attributes; `join_groups` and `load_model` do the work.
+        """Create a worker without groups, model or KV cache.
 
         Args:
-            config: the engine's.
-            instance_id: id of the engine process of this worker.
+            config: configuration of the engine.
+            instance_id: id of the engine process to which this worker belongs.
             rank: global rank of this worker.
         """
         self.config = config
@@ -66,7 +71,7 @@ class Worker:
         self._peer_memory: PeerMemory | None = None
         self._info: ModelInfo | None = None
         self._step: SchedulerOutput | None = None
-        #: The step that runs, until its blocks are published.
+        #: The step that runs. None once its blocks are published.
         self._unpublished: SchedulerOutput | None = None
 
     # Getting ready
@@ -78,17 +83,17 @@ class Worker:
         host: str | None = None,
         secret: bytes = b"",
     ) -> None:
-        """Join the groups with the other ranks. Collective.
+        """Join the tensor and pipeline groups of this rank. Collective.
 
         Args:
-            store_address: address of the store at which ranks find each other.
-            generation: number of the groups.
-            host: this worker's own address; None: the pod's.
-            secret: the store's.
+            store_address: address of the store through which ranks find each other.
+            generation: number that separates these groups from groups that the ranks left before.
+            host: address of this worker. If None, the address of the pod.
+            secret: secret of the store.
 
         Raises:
             ConfigurationError: there are fewer GPUs than ranks, or torch has no NCCL.
-            TimeoutError: not all ranks joined.
+            TimeoutError: not all ranks joined in time.
         """
         self._leave_groups()
         device = resolve_device(self.config.device)
@@ -119,11 +124,11 @@ class Worker:
             self._generations = self._make_generations(runner)
 
     def num_available_blocks(self) -> tuple[int, int]:
-        """Return (device blocks, host blocks for swapped requests) that fit on this rank."""
+        """Return the numbers of (device blocks, host swap blocks) that fit on this rank."""
         return self._loaded.profile_num_blocks()
 
     def initialize_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
-        """Allocate the KV cache, with the same numbers on every rank."""
+        """Allocate the KV cache. Pass the same numbers of blocks to all ranks."""
         runner = self._loaded
         self._kv_cache = runner.allocate_kv_cache(num_blocks, num_swap_blocks)
         self._info = ModelInfo(
@@ -140,20 +145,20 @@ class Worker:
         )
 
     def warm_up(self) -> None:
-        """Run a few batches, so that the first request pays for no compilation. Collective."""
+        """Compile the model and run a few batches before the first request. Collective."""
         self._loaded.warm_up()
 
     def open_connector(self, wakeup: Callable[[], None]) -> RankAddress | None:
-        """Create the KV connector, if configured. It answers no peer before `connect`.
+        """Create the KV connector, if one is configured. Peers are not served before `connect`.
 
         Args:
-            wakeup: called from the connector's thread when it has news for the next step.
+            wakeup: called in the connector's thread when the next step has results to collect.
 
         Returns:
-            Its address and heads; None without a connector.
+            Address of the connector and KV heads of this rank. None without a connector.
 
         Raises:
-            ConfigurationError: the transport cannot be used here.
+            ConfigurationError: the configured transport cannot be used on this machine.
         """
         if not self._transfers:
             return None
@@ -173,7 +178,7 @@ class Worker:
         return RankAddress(host, self.connector.port, runner.kv_cache_layout(1).heads)
 
     def connect(self, ranks: Sequence[RankAddress]) -> None:
-        """Open the KV cache to peers, if configured.
+        """Start to serve the KV cache to peers, if there is a connector.
 
         Args:
             ranks: the results of `open_connector` on all workers, in rank order.
@@ -192,7 +197,7 @@ class Worker:
             raise ConfigurationError("KVTransferInvalid", str(error)) from error
 
     def make_peer_memory(self, cache: torch.Tensor, layout: KVCacheLayout) -> PeerMemory:
-        """Return the memory that peers access."""
+        """Return the memory through which peers read and write the KV cache."""
         return PeerMemory(cache, layout, self.config.kv_transfer.staging_bytes)
 
     def model_info(self) -> ModelInfo:
@@ -202,9 +207,9 @@ class Worker:
     # Steps
 
     def execute_model(self, step: SchedulerOutput) -> None:
-        """Start the step's transfers, run its tokens, and publish the blocks that they complete.
+        """Run a step: start its KV transfers, run its tokens, publish the blocks that it completes.
 
-        These blocks are transferred while the rest of the step runs and samples.
+        Published blocks can be transferred while the step continues and samples.
         """
         runner = self._loaded
         self._step = self._unpublished = step
@@ -222,7 +227,7 @@ class Worker:
         self._publish_blocks()
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample from the last step that ran."""
+        """Sample tokens for the last executed step. Report transfers that have ended."""
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
         output = (
@@ -237,11 +242,11 @@ class Worker:
     # Generations of an expert-parallel group: see worker.experts.generations
 
     def prepare_generation(self, generation: Generation, current: Generation | None = None) -> None:
-        """Begin to prepare a generation in the background, beside the current one.
+        """Start to prepare a generation in the background, while the current generation serves.
 
         Args:
-            generation: the new one.
-            current: the generation in which the engine serves, for the log.
+            generation: the generation to prepare.
+            current: the generation that serves now. It is only logged.
         """
         logger.info(
             "preparing generation %d (%s) beside %s",
@@ -255,15 +260,15 @@ class Worker:
         return self._expert_generations.preparation()
 
     def commit_generation(self, nonce: str) -> None:
-        """Switch to the prepared generation, between two steps.
+        """Make the prepared generation the current generation. Call this between two steps.
 
         Raises:
-            ValueError: it is not prepared.
+            ValueError: no generation with this nonce is prepared.
         """
         self._expert_generations.commit(nonce)
 
     def drop_generation(self, nonce: str) -> None:
-        """Drop the generation if it is the prepared one."""
+        """Drop the prepared generation if it has this nonce."""
         self._expert_generations.drop(nonce)
 
     def leave_generation(self) -> None:
@@ -273,12 +278,12 @@ class Worker:
         return self._expert_generations.loads()
 
     def interrupt(self, nonce: str = "") -> None:
-        """End the exchange of experts in which a step waits: it raises GroupBrokenError.
+        """Abort the exchange with other expert ranks in which a step waits.
 
-        Callable from any thread.
+        The step then raises GroupBrokenError. This method can be called from any thread.
 
         Args:
-            nonce: only if the worker is in that generation; empty: any generation.
+            nonce: do nothing if the current generation has another nonce. Empty matches any.
         """
         if self._generations is not None:
             self._generations.interrupt(nonce)
@@ -292,12 +297,12 @@ class Worker:
         """Release memory until `wake_up`; see `ModelRunner.sleep`.
 
         Raises:
-            ValueError: other engines depend on this one.
+            ValueError: the level is unknown, or other engines use the KV cache or the experts.
         """
         if self._generations is not None:
             raise ValueError(
                 "an engine with parallel.enable_expert_parallel cannot sleep: the other ranks of "
-                "its group use its experts; ask the coordinator for a topology without it instead"
+                "its group use its experts; request a topology without this engine instead"
             )
         if self.connector is not None:
             raise ValueError(
@@ -314,11 +319,11 @@ class Worker:
         self._loaded.start_profile()
 
     def stop_profile(self) -> Path:
-        """Return the trace's file."""
+        """Stop the profiler, write the trace and return its path."""
         return self._loaded.stop_profile()
 
     def shutdown(self) -> None:
-        """Disconnect from peers and leave groups. Idempotent."""
+        """Disconnect from peers and leave all groups. Idempotent."""
         if self.connector is not None:
             self.connector.shutdown()
             self.connector = None
@@ -327,19 +332,22 @@ class Worker:
         self._leave_groups()
 
     def _publish_blocks(self) -> None:
-        """Publish the blocks that the step completes, at the first call in a step."""
+        """Publish the blocks that the current step completes. Further calls do nothing."""
         step, self._unpublished = self._unpublished, None
         if step is not None and self.connector is not None and step.connector.saves:
             self._mark_queued_work()
             self.connector.save(step.connector)
 
     def _mark_queued_work(self) -> None:
-        """Order later block copies after the work that is queued now on the device."""
+        """Make later block copies wait for the work that is queued on the device now."""
         if self._peer_memory is not None:
             self._peer_memory.mark()
 
     def _take_gpu(self) -> None:
-        """Select the GPU that the launcher assigned in LOCAL_RANK, as torchrun does."""
+        """Select the GPU whose index the environment variable LOCAL_RANK contains.
+
+        The launcher sets this variable, as torchrun does.
+        """
         index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if index >= count:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Checks of a configuration with expert parallelism."""
+"""Refuses settings that are incompatible with expert parallelism."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ def check_expert_parallel(
     """Check that an engine with this configuration can be a rank of an expert-parallel group.
 
     Raises:
-        ConfigurationError: a field excludes parallel.enable_expert_parallel. The message names it.
+        ConfigurationError: a setting or the model is incompatible with
+            parallel.enable_expert_parallel. The message names the setting.
     """
     parallel, compilation = config.parallel, config.compilation
     if not model.sparse_layers:
-        raise _cannot(f"{model.architecture} has no experts; set it to false")
+        raise _cannot(f"{model.architecture} has no experts; set enable_expert_parallel to false")
     if parallel.pipeline_parallel_size > 1:
         raise _cannot(
             f"parallel.pipeline_parallel_size is {parallel.pipeline_parallel_size}, but ranks of "
@@ -28,7 +29,7 @@ def check_expert_parallel(
     if config.scheduler.async_scheduling:
         raise _cannot(
             "scheduler.async_scheduling is set, but ranks agree on every step before it is "
-            "scheduled; set it to false"
+            "scheduled; set async_scheduling to false"
         )
     for name, value in (("mode", compilation.mode), ("cudagraph_mode", compilation.cudagraph_mode)):
         if value not in ("auto", "none") and not compilation.enforce_eager:

@@ -1,8 +1,9 @@
-"""Transfer of experts between ranks, so that they need not be read from the checkpoint.
+"""Transfers experts between ranks, so that the ranks read fewer experts from the checkpoint.
 
-It runs in a group of its own and does not disturb serving. First, each member sends the list of its
-experts to all others. From these lists and the placement, each computes the same list of transfers.
-Each runs its own transfers in the order of this list, so no deadlock is possible.
+The transfers use a process group of their own, so that serving steps are not disturbed. First, each
+member sends the list of its experts to all other members. From these lists and the placement, all
+members compute the same list of transfers. Each member runs its transfers in the order of this
+list, so no deadlock is possible.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExpertTransfer(NamedTuple):
-    """One expert's transfer between two ranks."""
+    """The transfer of one expert from rank `source` to rank `target`."""
 
     key: ExpertKey
     source: int
@@ -30,19 +31,19 @@ class ExpertTransfer(NamedTuple):
 
 
 def wanted_by(placement: Placement, rank: int) -> set[ExpertKey]:
-    """Return the experts that the placement gives to a rank."""
+    """Return the experts that the placement assigns to a rank."""
     return {
         ExpertKey(layer, expert) for layer, ranks in enumerate(placement) for expert in ranks[rank]
     }
 
 
 def plan_transfers(held: list[set[ExpertKey]], placement: Placement) -> list[ExpertTransfer]:
-    """Return the transfers, ordered by layer; the same list on every rank.
+    """Return the transfers of missing experts, ordered by layer. All ranks get the same list.
 
-    Experts that no rank holds are not in it.
+    Experts that no rank holds are left out.
 
     Args:
-        held: the experts that each rank has, by rank.
+        held: experts that each rank holds, by rank.
     """
     holders: dict[ExpertKey, list[int]] = {}
     for rank, keys in enumerate(held):
@@ -66,12 +67,12 @@ def exchange_experts(
 ) -> None:
     """Send and receive the experts that members of the group lack. Collective.
 
-    A lost or silent member ends the exchange for all members. The experts that are missing then are
-    read from the checkpoint.
+    If a member is lost or does not respond, the exchange ends early for all members. The caller
+    reads the experts that are still missing from the checkpoint.
 
     Args:
-        take: receives each expert that arrived.
-        is_cancelled: True ends the exchange early.
+        take: called with each expert that arrives.
+        is_cancelled: if this returns True, the exchange ends early.
     """
     try:
         for transfer in plan_transfers(
@@ -99,7 +100,7 @@ def exchange_experts(
 def _exchange_held(
     group: Group, placement: Placement, held: Collection[ExpertKey], num_experts: int
 ) -> list[set[ExpertKey]]:
-    """Exchange the lists of experts that ranks hold. Return them by rank."""
+    """Exchange the sets of experts that ranks hold, and return the sets by rank. Collective."""
     own = torch.zeros((len(placement), num_experts), dtype=torch.uint8)
     for layer, expert in held:
         own[layer, expert] = 1

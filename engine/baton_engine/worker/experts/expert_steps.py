@@ -21,10 +21,10 @@ class ExpertSteps:
         self._device = device
 
     def run_dummy_batch(self, kv_cache: Tensor, wave_tokens: tuple[int, ...]) -> None:
-        """Run a step in which only the other ranks have tokens.
+        """Run the sparse layers with a dummy batch, because only other ranks have tokens.
 
         Raises:
-            GroupBrokenError: as `check_expert_groups` does.
+            GroupBrokenError: an expert group broke; see `check_expert_groups`.
         """
         context = dummy_steps.no_batch(kv_cache, self._device)
         context.wave_tokens = wave_tokens
@@ -33,7 +33,7 @@ class ExpertSteps:
         self.check_expert_groups(context)
 
     def check_has_experts(self) -> None:
-        """Check that a generation has been committed: before that, no layer has experts.
+        """Check that a generation has been committed, so that sparse layers have experts.
 
         Raises:
             RuntimeError: no generation has been committed.
@@ -42,12 +42,13 @@ class ExpertSteps:
             raise RuntimeError("a step has tokens, but no generation has been committed")
 
     def check_expert_groups(self, context: ForwardContext) -> None:
-        """Check at the end of a forward that no tensor rank's expert group broke. Collective.
+        """Check after a forward that no expert group broke. Collective among tensor ranks.
 
-        Each tensor rank belongs to an expert group of its own. If one breaks, all of them stop.
+        Each tensor rank belongs to a different expert group.
 
         Raises:
-            GroupBrokenError: on all tensor ranks.
+            GroupBrokenError: an expert group broke. All tensor ranks raise the error, even if only
+                one group broke.
         """
         one_is_broken = False
         if self._tensor_group.size > 1:

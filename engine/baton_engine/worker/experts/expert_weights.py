@@ -18,7 +18,7 @@ from baton_kernels.moe import ExpertWeights
 
 
 class ExpertKey(NamedTuple):
-    """Name of an expert of the model."""
+    """Identifies an expert of the model."""
 
     #: Index among the sparse layers.
     layer: int
@@ -26,14 +26,14 @@ class ExpertKey(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """This tensor rank's part of one expert."""
+    """The weights of one expert that this tensor rank holds."""
 
     gate_up: Weight
     down: Weight
 
 
 class ExpertForm(enum.Enum):
-    """How experts' weights are stored for matrix products."""
+    """Storage format of the weights of experts."""
 
     PLAIN = enum.auto()
     PACKED = enum.auto()
@@ -41,7 +41,7 @@ class ExpertForm(enum.Enum):
 
 
 def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> ExpertForm:
-    """Return the form of experts that matches what `packed_weights` does to other weights."""
+    """Return the storage format of experts: the same as `packed_weights` uses for other weights."""
     if quantization is not None:
         return ExpertForm.INT8
     return ExpertForm.PLAIN if packing(dtype, device) is None else ExpertForm.PACKED
@@ -50,8 +50,8 @@ def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.devi
 class ExpertStore:
     """Creates experts of one model from its checkpoint, or from another rank's messages.
 
-    Messages carry dense or int8 weights in host memory. Packed weights are unpacked first, which is
-    exact and takes as long as packing. Callable from any thread.
+    Messages carry dense or int8 weights in host memory. Packed weights are unpacked before they are
+    sent, without loss. All methods can be called from any thread.
     """
 
     def __init__(
@@ -65,8 +65,11 @@ class ExpertStore:
         """Open the checkpoint.
 
         Args:
-            path: the checkpoint. Names and shapes were checked when `model` was loaded.
-            model: an expert-parallel model.
+            path: folder of the checkpoint. Names and shapes were checked when `model` was loaded.
+            model: loaded expert-parallel model.
+            dtype: dtype of dense weights.
+            device: device on which experts are created.
+            form: storage format of experts.
         """
         self.device = device
         self.num_experts = model.config.num_experts
@@ -82,7 +85,7 @@ class ExpertStore:
         """Read this tensor rank's slices of an expert from the checkpoint.
 
         Raises:
-            ModelInvalid: they cannot be read.
+            ModelInvalid: the slices cannot be read.
         """
         prefix, layer = self._layers[key.layer]
         gate_up, down = layer.new_expert(self._dtype, self.device)
@@ -92,11 +95,11 @@ class ExpertStore:
         return Expert(self._prepare(gate_up), self._prepare(down))
 
     def to_parts(self, expert: Expert) -> list[Tensor]:
-        """Return the tensors that another rank needs for this expert: dense, on the host."""
+        """Return the tensors to send to another rank for an expert: dense or int8, on the host."""
         return [part for weight in expert for part in _parts_of(weight)]
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:
-        """Return empty tensors for the `to_parts` of another rank."""
+        """Return empty tensors to receive what `to_parts` of another rank returned."""
         shapes = [
             weight.shape
             for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))
@@ -113,7 +116,7 @@ class ExpertStore:
         ]
 
     def from_parts(self, parts: list[Tensor]) -> Expert:
-        """Return the expert that another rank took apart with `to_parts`."""
+        """Build an expert from the tensors that `to_parts` of another rank returned."""
         if self._form is ExpertForm.INT8:
             values_and_scales = zip(parts[::2], parts[1::2], strict=True)
             return Expert(*(Int8Weight.from_parts(*parts) for parts in values_and_scales))
@@ -132,9 +135,10 @@ class ExpertStore:
 def stack_experts(
     experts: Iterable[Expert], device: torch.device
 ) -> tuple[ExpertWeights, ExpertWeights]:
-    """Return (gate and up, down) of several experts as `run_experts` takes them.
+    """Return the (gate_up, down) weights of several experts, in the form that `run_experts` takes.
 
-    On a CPU these are tuples that share the experts' memory, on a GPU stacked copies.
+    On a CPU, these are tuples that share the memory of `experts`. On a GPU, they are stacked
+    copies.
     """
     gate_up, down = zip(*experts, strict=True)
     if device.type == "cpu":

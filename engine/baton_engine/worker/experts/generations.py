@@ -1,11 +1,12 @@
-"""A worker's generations of an expert-parallel group: the one that serves and the next one.
+"""The current and the next generation of an expert-parallel group, on one worker.
 
-A thread of low priority prepares the next generation. It joins the generation's expert group, gets
-the experts that this worker lacks, and makes the layers' shards. Experts come from members that
-hold them, otherwise from the checkpoint. Experts that this worker already has are shared. To commit
-the generation is then to give every sparse layer its new shard.
+A generation is a fixed set of ranks with a placement of experts on these ranks. A low-priority
+thread prepares the next generation. The thread joins the expert group, gets the experts that this
+worker lacks, and builds a shard for each sparse layer. Missing experts come from members that hold
+them, or else from the checkpoint. Experts that the worker already holds are shared by both
+generations. A commit gives each sparse layer its new shard.
 
-All methods except `interrupt` are called by the worker's thread.
+Only the worker's thread may call the methods of `Generations`, except `interrupt`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from baton_protocol.topology import ExpertLoads, Generation
 
 logger = logging.getLogger(__name__)
 
-#: Niceness of threads that prepare a generation, so that serving steps go first.
+#: Niceness of threads that prepare a generation, so that serving steps have priority.
 NICENESS = 10
 #: Time after which a silent member's experts are read from the checkpoint.
 PEER_TIMEOUT_S = 30.0
@@ -39,9 +40,9 @@ CPU = torch.device("cpu")
 
 
 class Join(Protocol):
-    """Joins a group of a generation, together with all its members.
+    """Function that joins a process group of a generation. Collective.
 
-    It raises TimeoutError if the other members are not there in time.
+    Raises TimeoutError if the other members do not join within `timeout_s`.
     """
 
     def __call__(
@@ -53,35 +54,35 @@ class Join(Protocol):
 class ExpertWorker:
     """The properties of a worker that are the same in every generation."""
 
-    #: Id of its engine.
+    #: Id of the worker's engine.
     instance_id: str
-    #: Its rank in the engine. Workers of one tensor rank form an expert group.
+    #: Rank of the worker in the engine. Workers with the same tensor rank form an expert group.
     tensor_rank: int
     store: ExpertStore
-    #: Equal on workers with the same weights. Others cannot be members of one generation.
+    #: Equal on workers with the same weights. All members of a generation must have the same hash.
     compatibility_hash: str
     join: Join
-    #: Limit of one exchange in a step.
+    #: Timeout of one exchange in a step.
     timeout_s: float
 
 
 class Generations:
-    """The generation that serves, and the one that is prepared beside it."""
+    """The current generation, in which steps run, and the next generation in preparation."""
 
     def __init__(self, worker: ExpertWorker) -> None:
         self._worker = worker
-        #: In preparation, prepared, or failed.
+        #: The next generation: in preparation, prepared, or failed.
         self._prepared: _LocalGeneration | None = None
         self._current: _LocalGeneration | None = None
 
     def prepare(self, generation: Generation) -> None:
-        """Begin to prepare a generation and return at once.
+        """Start to prepare a generation in the background.
 
-        Another generation that was prepared before is dropped. A generation that is known already
-        changes nothing.
+        Any other prepared generation is dropped. If `generation` is already prepared or current,
+        do nothing.
 
         Raises:
-            ValueError: this engine is not a member.
+            ValueError: this engine is not a member of `generation`.
         """
         rank = generation.rank_of(self._worker.instance_id)
         if rank is None:
@@ -97,14 +98,14 @@ class Generations:
         self._prepared = _LocalGeneration(generation, rank, self._worker, self._current)
 
     def preparation(self) -> Preparation:
-        """Return the state of the preparation."""
+        """Return the state of the next generation's preparation."""
         return Preparation() if self._prepared is None else self._prepared.status
 
     def commit(self, nonce: str) -> None:
-        """Switch steps to the prepared generation.
+        """Make the prepared generation the current generation, in which later steps run.
 
         Raises:
-            ValueError: this generation is not prepared.
+            ValueError: no generation with this nonce is prepared.
         """
         prepared, status = self._prepared, self.preparation()
         if (
@@ -122,12 +123,12 @@ class Generations:
             retired.close(RETIREMENT_GRACE_S)
 
     def drop(self, nonce: str) -> None:
-        """Drop the prepared generation, if it has this nonce."""
+        """Drop the prepared generation if it has this nonce."""
         if self._prepared is not None and self._prepared.generation.nonce == nonce:
             self._drop()
 
     def leave(self) -> None:
-        """Serve in no generation, prepare none, and free the experts."""
+        """Leave the current generation, drop the prepared generation, and free the experts."""
         self._drop()
         current, self._current = self._current, None
         self._give_layers([None] * len(self._worker.store.layers))
@@ -135,19 +136,22 @@ class Generations:
             current.close(RETIREMENT_GRACE_S)
 
     def interrupt(self, nonce: str = "") -> None:
-        """Abort the group in which steps exchange, so that a waiting step fails at once.
+        """Abort the groups of the current generation, so that a waiting step fails at once.
 
-        Callable from any thread.
+        This method can be called from any thread.
 
         Args:
-            nonce: only if the current generation has this nonce; empty: any generation.
+            nonce: do nothing if the current generation has another nonce. Empty matches any.
         """
         current = self._current
         if current is not None and nonce in ("", current.generation.nonce):
             current.abort()
 
     def loads(self) -> ExpertLoads:
-        """Return the loads of the current generation; empty without one."""
+        """Return the number of tokens that this rank has routed to each expert.
+
+        The counts begin with the current generation. They are empty without a generation.
+        """
         shards = self._current.shards if self._current is not None else []
         return ExpertLoads(tuple(tuple(shard.tokens.tolist()) for shard in shards))
 
@@ -175,11 +179,11 @@ class _LocalGeneration:
         """Start the thread that prepares the generation.
 
         Args:
-            before: the generation whose expert weights this one reuses where both have them.
+            before: current generation, if any. Experts that both generations have are reused.
         """
         self.generation = generation
         self.rank = rank
-        #: The experts of this worker: complete once prepared, none after a failure.
+        #: The experts of this worker: complete after the preparation, empty after a failure.
         self.experts: dict[ExpertKey, Expert] = {}
         self.shards: list[ExpertShard] = []
         self._worker = worker
@@ -201,9 +205,9 @@ class _LocalGeneration:
             return self._status
 
     def abort(self) -> None:
-        """End operations in its groups at once, in all threads.
+        """Abort all operations in the generation's groups, in all threads.
 
-        Idempotent, also when closed.
+        Idempotent, even after `close`.
         """
         with self._lock:
             groups = list(self._groups)
@@ -211,9 +215,9 @@ class _LocalGeneration:
             group.abort()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Leave its groups after `grace_s`, in the background. Idempotent.
+        """Leave the generation's groups after `grace_s` seconds, in the background. Idempotent.
 
-        It does not wait for a thread that still prepares.
+        The call does not wait for the thread that prepares the generation.
         """
         with self._lock:
             self._closed = True
@@ -287,10 +291,10 @@ class _LocalGeneration:
         )
 
     def _ask_members(self, held: Mapping[ExpertKey, Expert]) -> None:
-        """Get experts from other members and send them those that they lack.
+        """Receive missing experts from other members, and send the experts that others lack.
 
         Args:
-            held: experts that this rank can send, including those that it will not keep.
+            held: experts that this rank can send. The new generation may not include all of them.
         """
         try:
             group = self._join(f"weights-{self._worker.tensor_rank}", CPU, PEER_TIMEOUT_S)

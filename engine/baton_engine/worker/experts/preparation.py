@@ -1,6 +1,6 @@
-"""The state of a generation that a worker prepares beside the one that serves.
+"""The state of a generation that a worker is preparing.
 
-Torch-free: engine cores read it.
+This module does not import torch, because engine cores import it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class PreparationState(enum.StrEnum):
-    """How far a preparation is."""
+    """State of the preparation of a generation."""
 
     #: Nothing is prepared: it was not requested, was committed, or was dropped.
     NONE = "none"
@@ -21,10 +21,10 @@ class PreparationState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """A preparation and its state."""
+    """The preparation of one generation, and its state."""
 
     #: Nonce of the generation.
     nonce: str = ""
     state: PreparationState = PreparationState.NONE
-    #: Why it failed.
+    #: Why the preparation failed; else empty.
     reason: str = ""

@@ -1,4 +1,4 @@
-"""The number of KV blocks that fit on a rank."""
+"""Computes the number of KV blocks that fit on a rank."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class BlockSize:
-    """Bytes of one KV block."""
+    """Size of one KV block in bytes."""
 
-    #: This rank's part: its layers and heads.
+    #: Bytes on this rank, which holds some layers and heads.
     rank: int
-    #: All ranks together: budgets of host memory are for a whole engine.
+    #: Bytes on all ranks together. Budgets of host memory apply to a whole engine.
     engine: int
 
 
 def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
-    """Return (cache blocks, host swap blocks) of the configured budgets.
+    """Return the numbers of (cache blocks, host swap blocks) that the configured budgets hold.
 
     Raises:
-        ConfigurationError: the budget holds no block, or is more than the machine has left.
+        ConfigurationError: the budget is less than one block or more than the available memory.
     """
     num_blocks = cache.memory_bytes // size.engine if cache.num_blocks is None else cache.num_blocks
     if num_blocks < 1:
         raise ConfigurationError(
             "InsufficientMemory",
             f"cache.memory_bytes={cache.memory_bytes} does not hold one KV block of {size.engine} "
-            "bytes; raise it",
+            "bytes; raise cache.memory_bytes",
         )
     num_swap_blocks = cache.swap_memory_bytes // size.engine
     num_offload_blocks = offload_blocks(cache, size)
@@ -61,19 +61,21 @@ def blocks_on_gpu(
     run_largest_step: Callable[[], None],
     graph_bytes: int,
 ) -> tuple[int, int]:
-    """Return (cache blocks, host swap blocks).
+    """Return the numbers of (cache blocks, host swap blocks) that fit.
 
-    The cache gets the memory of the GPU that the largest step and other processes leave.
+    The cache gets `cache.gpu_memory_utilization` of the GPU memory, minus the memory of the largest
+    step, of captured graphs and of other processes.
 
     Args:
-        cache: the configuration.
-        size: number of bytes of one block.
-        device: the GPU.
-        run_largest_step: its peak of memory, weights included, is measured.
-        graph_bytes: the memory of captured graphs.
+        cache: configuration of the cache.
+        size: size of one block.
+        device: GPU of this rank.
+        run_largest_step: runs the largest step. The peak memory of this call is measured, which
+            includes the weights.
+        graph_bytes: memory of captured graphs.
 
     Raises:
-        ConfigurationError: not one block fits, or fewer than configured.
+        ConfigurationError: not one block fits, or fewer blocks than configured.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -103,15 +105,16 @@ def blocks_on_gpu(
 
 
 def offload_blocks(cache: CacheConfig, size: BlockSize) -> int:
-    """Return the number of blocks of the offload tier. It is equal on all ranks."""
+    """Return the number of host blocks of the offload tier. All ranks get the same number."""
     return cache.offload_memory_bytes // size.engine
 
 
 def available_host_memory(root: Path = ROOT) -> int:
     """Return the bytes that this process can still allocate without swapping or an OOM kill.
 
-    It is the minimum of the machine's memory and the limits of the process's control groups
-    (version 2). Page cache counts as available, because the kernel reclaims it.
+    The result is the minimum of the machine's available memory and what the limits of the process's
+    control groups (version 2) leave. Page cache counts as available, because the kernel reclaims
+    page cache.
     """
     lefts = map(_left_in, control_groups(root, "memory"))
     return min([psutil.virtual_memory().available, *(left for left in lefts if left is not None)])

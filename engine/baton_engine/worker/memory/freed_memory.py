@@ -1,7 +1,7 @@
-"""What glibc's malloc does with freed memory. Other C libraries have no such settings.
+"""Controls whether glibc's malloc keeps freed memory. No effect with other C libraries.
 
-By default malloc may return the tensors of a step to the system. The first writes of the next step
-then fault their pages in again: about 10,000 pages for a prompt of 960 tokens.
+By default, malloc may return the memory of a step's tensors to the system. Then the first writes of
+the next step cause page faults: about 10,000 for a prompt of 960 tokens.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ import ctypes
 
 # Parameters of mallopt, from malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-#: Larger tensors get pages of their own and return them. glibc allows no higher limit.
+#: Tensors above this size get pages of their own, which are returned when a tensor is freed. glibc
+#: allows no higher threshold.
 MMAP_THRESHOLD = 32 << 20
 #: Freed bytes that malloc keeps.
 TRIM_THRESHOLD = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep freed memory for the next step, in the whole process."""
+    """Make malloc keep freed memory for later allocations, in the whole process."""
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
         mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
 
 
 def return_freed_memory() -> None:
-    """Return the memory that malloc keeps to the system, once."""
+    """Release the freed memory that malloc has kept so far."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)

@@ -1,6 +1,6 @@
-"""One rank's KV memory and the copies inside it.
+"""The KV memory of one rank: cache blocks, host blocks, and copies between blocks.
 
-It has the cache's blocks, and host blocks for swapped requests and evicted prefixes.
+Host blocks hold the KV of swapped requests and evicted prefixes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton_kv_transfer.memory.layout import KVCacheLayout
 
 
 class KVMemory:
-    """The blocks of one rank, on its device and on the host."""
+    """The KV blocks of one rank, on the device and on the host."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class KVMemory:
         Args:
             layout: layout of the cache,
                 [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
-            num_swap_blocks: host blocks for swapped requests.
+            num_swap_blocks: number of host blocks for swapped requests.
             device: device of the cache.
-            num_offload_blocks: host blocks of the offload tier.
+            num_offload_blocks: number of host blocks of the offload tier.
         """
         self.layout = layout
         self.num_swap_blocks = num_swap_blocks
@@ -55,9 +55,9 @@ class KVMemory:
         return self.cache.untyped_storage().nbytes() == 0
 
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """Copy evicted blocks to the offload tier.
+        """Copy the blocks that the step evicts to the offload tier.
 
-        These copies come before any other write to the cache.
+        Call this before any other write of the step to the cache.
         """
         if not step.store:
             return
@@ -69,9 +69,9 @@ class KVMemory:
             torch.cuda.current_stream(self.cache.device).synchronize()
 
     def move_blocks(self, step: SchedulerOutput) -> None:
-        """Run the step's other copies, in their order.
+        """Run the step's other block copies.
 
-        The order is: out to the host, in from the host, from the offload tier, within the cache.
+        The order is: swap out, swap in, restore from the offload tier, copy within the cache.
         """
         if step.swap_out:
             if self._swapped is None:
@@ -87,9 +87,9 @@ class KVMemory:
             copy_blocks(self.cache, _pairs(step.block_copies))
 
     def drop(self) -> None:
-        """Return the memory to the system. All cached blocks are lost.
+        """Release the memory of the cache and the host blocks. The KV is lost.
 
-        `cache` stays the same tensor, without storage.
+        `cache` remains the same tensor object, without storage.
         """
         if self.cache.is_cuda:
             torch.cuda.synchronize(self.cache.device)  # copies may be running
@@ -97,9 +97,9 @@ class KVMemory:
         self._swapped = self._offloaded = None
 
     def restore(self) -> None:
-        """Allocate the memory again, zeroed.
+        """Allocate the cache again, zeroed. Do nothing if the cache was not dropped.
 
-        Its address may differ, and a small cache need not begin at a page.
+        The address may differ, and a small cache may not begin at a page boundary.
         """
         if self.is_dropped:
             self.cache.untyped_storage().resize_(self._storage_nbytes)
@@ -124,9 +124,10 @@ class KVMemory:
 
 
 def _empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor that begins at a page on a CPU.
+    """Return an uninitialized tensor. On a CPU, the tensor begins at a page boundary.
 
-    Otherwise each block reaches into one more page, and few processors prefetch across pages.
+    Without this alignment, each block would touch one more page. Few processors prefetch across
+    pages.
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
@@ -139,10 +140,10 @@ def _empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 def _ask_for_huge_pages(cache: Tensor) -> None:
-    """Advise Linux to use huge pages, before the memory is touched.
+    """Advise Linux to use huge pages for a cache on a CPU. Call this before the first write.
 
-    Attention jumps from block to block. With pages of 4 KiB on a CPU, each jump needs another
-    address translation. The advice has no effect where it cannot be followed.
+    Attention reads blocks at scattered addresses. With pages of 4 KiB, each block needs another
+    address translation. If Linux cannot use huge pages, nothing changes.
     """
     if cache.device.type != "cpu" or sys.platform != "linux":
         return
@@ -156,5 +157,5 @@ def _ask_for_huge_pages(cache: Tensor) -> None:
 
 
 def _pairs(copies: Sequence[BlockCopy]) -> Tensor:
-    """Return int64 [n, 2]: source and target of each copy."""
+    """Return a tensor of the source and target of each copy: int64 [n, 2]."""
     return torch.from_numpy(np.array(copies, dtype=np.int64))

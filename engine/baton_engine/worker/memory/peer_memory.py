@@ -1,6 +1,7 @@
-"""A rank's KV cache as its connector sees it.
+"""The memory through which peers read and write the KV cache of a rank.
 
-In host memory it is the cache itself; on a GPU it is slots of pinned host memory.
+For a cache in host memory, this memory is the cache itself. For a cache on a GPU, it consists of
+slots in pinned host memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from baton_kv_transfer.memory.staged_memory import StagedMemory
 
 
 class PeerMemory:
-    """The memory for peers. The worker's thread makes it; the connector uses `memory`."""
+    """The memory through which peers access one KV cache.
+
+    The worker's thread creates this object. The connector's thread uses the attribute `memory`.
+    """
 
     def __init__(
         self,
@@ -30,16 +34,17 @@ class PeerMemory:
         *,
         staged: bool | None = None,
     ) -> None:
-        """Allocate the slots, if the cache needs them.
+        """Allocate slots in host memory, if blocks are copied through slots.
 
         Args:
             cache: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], contiguous.
             layout: layout of the cache.
-            staging_bytes: limit for the slots.
-            staged: whether blocks travel through slots; None: if the cache is on a GPU.
+            staging_bytes: limit on the size of all slots together.
+            staged: whether blocks are copied through slots. None: only for a cache on a GPU.
 
         Raises:
-            ValueError: a block cannot be exchanged, or staging_bytes has no room for one.
+            ValueError: blocks of this layout cannot be exchanged, or staging_bytes is less than one
+                block.
         """
         self._cache = cache
         self._first_head = layout.first_kv_head
@@ -63,9 +68,9 @@ class PeerMemory:
         )
 
     def mark(self) -> None:
-        """Order the connector's later copies after this thread's work that is queued now.
+        """Make later copies of the connector wait for the GPU work that this thread has queued.
 
-        It does not wait.
+        The call itself does not wait.
         """
         if self._stream is not None:
             event = torch.cuda.Event()
@@ -97,9 +102,9 @@ class PeerMemory:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Run the copies inside after the last `mark`, and wait for them at the end.
+        """Run the copies in the `with` block after the work that `mark` has recorded last.
 
-        The device's other streams continue.
+        At the end of the `with` block, wait for the copies. Other streams of the device continue.
         """
         if self._stream is None:
             yield
@@ -112,5 +117,5 @@ class PeerMemory:
 
 
 def _pairs(sources: Sequence[int], targets: Sequence[int]) -> Tensor:
-    """Return int64 [n, 2]."""
+    """Return a tensor of (source, target) pairs: int64 [n, 2]."""
     return torch.from_numpy(np.array([sources, targets], dtype=np.int64).T.copy())

@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
 logits_processing.py  bias, penalties and masks
 sampler.py            one token per row, as a pure function

@@ -1,17 +1,18 @@
-"""Processing of logits by a request's parameters: bias, penalties, masks.
+"""Applies the bias, penalties and masks of a request's sampling parameters to logits.
 
-This is the order. Masks commute with everything, so their place does not matter:
+The parameters are applied in this order. A masked logit becomes -inf and stays -inf, so the order
+of the masks does not matter.
 
-    logit_bias            added
-    repetition_penalty    prompt and generated ids: positive logits are divided by it, negative
-                          ones multiplied
-    frequency_penalty     generated ids: subtracted once per occurrence
-    presence_penalty      generated ids: subtracted once
-    allowed_token_ids     all others are masked
-    bad_words             the last id of a word is masked after its other ids; a word may begin in
-                          the prompt
-    min_tokens            EOS and stop tokens are masked before this number of tokens
-    grammar bitmask       ids outside the grammar are masked
+    logit_bias            added to the logits
+    repetition_penalty    prompt and generated ids: positive logits are divided by the penalty,
+                          negative logits are multiplied by it
+    frequency_penalty     generated ids: the penalty is subtracted once per occurrence
+    presence_penalty      generated ids: the penalty is subtracted once
+    allowed_token_ids     all other ids are masked
+    bad_words             the last id of a word is masked if the word's other ids precede it, in the
+                          generated tokens or in the prompt
+    min_tokens            EOS and stop tokens are masked until this number of tokens is generated
+    grammar bitmask       ids that the grammar does not allow are masked
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TokenIds = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class SamplingInput:
-    """What one row's sample depends on, besides its logits."""
+    """The inputs of one row's sample, except the logits."""
 
     params: SamplingParams
     prompt_token_ids: TokenIds
@@ -41,7 +42,7 @@ class SamplingInput:
 
     @property
     def position(self) -> int:
-        """Index of the token to sample in the generated sequence."""
+        """Index that the sampled token will have among the generated tokens."""
         return len(self.generated_token_ids)
 
 
@@ -56,8 +57,8 @@ def process_logits(
     Args:
         logits: float32 [rows, vocab_size]; not changed.
         inputs: one per row.
-        eos_token_ids: the model's.
-        grammar_bitmask: int32 [rows, ceil(vocab_size / 32)]; rows without a grammar are all -1.
+        eos_token_ids: EOS tokens of the model.
+        grammar_bitmask: int32 [rows, ceil(vocab_size / 32)]. Rows without a grammar are all -1.
     """
     if grammar_bitmask is None and not any(_needs_processing(item) for item in inputs):
         return logits
@@ -74,17 +75,17 @@ def process_logits(
 
 
 def end_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
-    """Return EOS and stop tokens.
+    """Return the ids of EOS tokens and of the request's stop tokens.
 
-    EOS is included even if the request ignores it, because min_tokens masks it in every request.
+    EOS tokens are included even with `ignore_eos`, because `min_tokens` masks them in any case.
     """
     return {*eos_token_ids, *params.stop_token_ids}
 
 
 class _Places:
-    """(row, token id, value) triples that are applied to all rows at once.
+    """Collects (row, token id, value) triples, so that one operation changes all rows.
 
-    Ids past the vocabulary are dropped.
+    Token ids outside the vocabulary are dropped.
     """
 
     def __init__(self, logits: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Log-probabilities to report: of sampled tokens, of prompt tokens, and of beams.
+"""Computes log-probabilities of sampled tokens, of prompt tokens and of beam candidates.
 
-Clients get the log-probabilities of the raw logits. None is lower than MIN_LOGPROB, because JSON
-has no infinity.
+Those of sampled and prompt tokens come from the raw logits, those of beam candidates from the
+processed logits. None is below MIN_LOGPROB, because JSON has no infinity.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MIN_LOGPROB = -9999.0
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Return each chosen token's log-probability and rank, and the `num_top` likeliest tokens.
+    """Return the log-probability and rank of each row's chosen token, and the likeliest tokens.
 
-    The best token comes first.
+    The likeliest token comes first.
 
     Args:
-        logits: raw, float32 [rows, vocab_size]. NaN counts as -inf.
-        token_ids: the chosen token per row.
-        num_top: per row.
+        logits: raw logits, float32 [rows, vocab_size]. NaN counts as -inf.
+        token_ids: chosen token of each row.
+        num_top: number of likeliest tokens to return for each row.
     """
     result: list[TokenLogprobs] = []
     for rows in row_chunks(logits):
@@ -36,24 +36,25 @@ def token_logprobs(
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """Return the log-probabilities, ranks and likeliest tokens of prompt tokens.
+    """Return the log-probability and rank of n prompt tokens, and the likeliest tokens.
 
     Args:
-        logits: raw, float32 [n, vocab_size], of n consecutive prompt positions.
-        next_token_ids: the prompt's tokens at the n positions that follow.
-        num_top: SamplingParams.prompt_logprobs.
+        logits: raw logits of n consecutive prompt positions, float32 [n, vocab_size].
+        next_token_ids: the n prompt tokens that these positions predict.
+        num_top: number of likeliest tokens to return for each position.
     """
     return token_logprobs(logits, next_token_ids, [num_top] * len(next_token_ids))
 
 
 def beam_candidates(processed: Tensor, num_candidates: Sequence[int]) -> list[TokenLogprobs]:
-    """Return the most likely continuations of each beam, by the processed logits.
+    """Return the likeliest next tokens of each beam in `top`, the likeliest first.
 
-    `top` leaves out impossible tokens.
+    Tokens that are impossible are left out, so `top` may have fewer than `num_candidates` tokens.
 
     Args:
-        processed: float32 [rows, vocab_size], without NaN; masked tokens are -inf.
-        num_candidates: per row.
+        processed: processed logits of one beam per row, float32 [rows, vocab_size], without NaN.
+            Masked tokens are -inf.
+        num_candidates: number of tokens to return for each row.
     """
     values, ids = processed.log_softmax(dim=-1).topk(min(max(num_candidates), processed.shape[-1]))
     result = []
@@ -76,7 +77,7 @@ def count_nans(logits: Tensor) -> list[int]:
 
 
 def without_nans(logits: Tensor) -> Tensor:
-    """Return a copy with -inf for NaN and the largest number for +inf."""
+    """Return a copy of the logits, with -inf for NaN and the largest finite number for +inf."""
     return logits.nan_to_num(
         nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf
     )

@@ -1,23 +1,23 @@
-"""Sampling as a pure function.
+"""Samples tokens by a pure function of logits, sampling parameters, tokens and sample index.
 
-Its arguments are logits, sampling params, prompt ids, generated ids, seed and sample index. No
-generator holds state: the noise of a candidate token is a hash (baton_kernels.sampling). Any pod
-that continues a request draws the tokens that the first pod would have drawn, whatever else is in
-its batch.
+No random generator keeps state: the noise of a candidate token is a hash (baton_kernels.sampling).
+Therefore another pod that continues a request draws the same tokens. The other requests in the
+batch make no difference.
 
     processed   logits after bias, penalties and masks               logits_processing.py
-    greedy      argmax of the processed logits; the lowest of equal  temperature 0
-                ids
+    greedy      argmax of the processed logits; of equal logits,     temperature 0
+                the lowest id
     random      argmax of (processed / temperature + Gumbel noise)   baton_kernels.sampling
                 over the ids that min_p, top_k and top_p keep: a
                 sample of their softmax
-    beams       the best continuations by log-probability; the       logprobs.py
-                token is the best
+    beams       the best continuations by log-probability; the best  logprobs.py
+                one is the sampled token
 
 Log-probabilities of raw logits are reported, except for beams.
 
-Logits that are NaN count as -inf. A row without a possible token (all are masked or NaN) gets the
-model's EOS, which ends its request and no other. `SamplerOutput.impossible_rows` names it.
+Logits that are NaN count as -inf. If all logits of a row are masked or NaN, the row gets the
+model's EOS, so its request ends and other requests continue. `SamplerOutput.impossible_rows` lists
+such rows.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class SamplerOutput:
     """The tokens of a step, and the log-probabilities to report."""
 
     token_ids: list[int]
-    #: None for rows that did not request them. For rows of beam search see `sample`.
+    #: None for rows that did not request log-probabilities. For beam searches, see `sample`.
     logprobs: list[TokenLogprobs | None]
-    #: Rows in which no token was possible; their token is EOS.
+    #: Rows in which no token was possible. The token of such a row is EOS.
     impossible_rows: list[int] = field(default_factory=list)
 
 
@@ -61,14 +61,14 @@ def sample(
 ) -> SamplerOutput:
     """Sample one token per row.
 
-    A row with a beam_width is not sampled: `logprobs` has its best continuations in `top`. These
-    are at least 2 * beam_width tokens, of which at least beam_width are no end tokens. There are
+    For a row of a beam search, `logprobs[row].top` has the best continuations instead. There are at
+    least 2 * beam_width of them, including at least beam_width that are not end tokens. There are
     fewer only if fewer tokens are possible.
 
     Args:
-        logits: raw, float32 [rows, vocab_size]; not changed.
+        logits: raw logits, float32 [rows, vocab_size]; not changed.
         inputs: one per row.
-        eos_token_ids: the model's own end tokens, masked before min_tokens.
+        eos_token_ids: EOS tokens of the model. They are masked until min_tokens are generated.
         grammar_bitmask: int32 [rows, ceil(vocab_size / 32)], on the logits' device, in the form of
             GrammarOutput.bitmask. Rows of requests without a grammar are all -1.
     """
