@@ -1,7 +1,7 @@
-"""Renders messages to a prompt text, in the Jinja environment of transformers.
+"""Renders chat messages to a prompt text, in the same Jinja environment as `transformers`.
 
-A template is part of the checkpoint, which is not trusted. It runs in Jinja's immutable sandbox,
-on plain JSON values.
+Templates come from checkpoints, which are untrusted. Therefore templates run in Jinja's immutable
+sandbox, on plain JSON values.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _RENDER_FAILURES = (
 
 
 class ChatTemplateError(ValueError):
-    """The template refuses the messages, or cannot render them."""
+    """The chat template refuses the messages or cannot render them."""
 
 
 class ChatTemplate:
     """A compiled chat template.
 
     Args:
-        source: Jinja text.
-        special_tokens: variables like `bos_token` that templates use.
+        source: Jinja source text.
+        special_tokens: texts of special tokens by the name of the template variable (`bos_token`).
 
     Raises:
         ValueError: the template is not valid Jinja.
@@ -59,15 +59,17 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         **variables: object,
     ) -> str:
-        """Render messages to a prompt text. Encode it without special tokens: it contains them.
+        """Render messages to a prompt text.
+
+        The prompt text contains its special tokens. Encode the text with add_special_tokens=False.
 
         Args:
             messages: plain JSON values, each with `role` and `content`.
-            add_generation_prompt: end with the opening of the assistant's turn.
-            variables: further template variables (`enable_thinking`, ...).
+            add_generation_prompt: append the beginning of the assistant's turn.
+            variables: further template variables, such as `enable_thinking`.
 
         Raises:
-            ChatTemplateError: the template refuses the messages, or cannot render them.
+            ChatTemplateError: the template refuses the messages or cannot render them.
         """
         values: dict[str, Any] = {
             "tools": None,
@@ -83,7 +85,10 @@ class ChatTemplate:
 
 
 class _GenerationBlock(Extension):
-    """The tag `{% generation %}`, which marks assistant text for training. Its body is rendered."""
+    """The Jinja tag `{% generation %}`, which marks assistant text for training.
+
+    Rendering ignores the tag and keeps the text inside the tag.
+    """
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 

@@ -27,7 +27,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts of a validated request, without building `prompts`."""
+        """Number of prompts. The request must have been validated."""
         prompt = self.prompt
         return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
 
@@ -45,7 +45,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return self.logprobs
 
     def requested_prompt_logprobs(self) -> int | None:
-        """Return prompt_logprobs, or `logprobs` if the prompt is echoed, as in OpenAI's API."""
+        """Return how many alternatives to report per prompt token. None means no logprobs.
+
+        With `echo`, `logprobs` applies to prompt tokens too, unless `prompt_logprobs` is set.
+        """
         if self.prompt_logprobs is None and self.echo:
             return self.logprobs
         return self.prompt_logprobs
@@ -61,10 +64,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         self.prompts()
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or token ids.
+        """Return the prompts. Each prompt is a text or a list of token ids.
 
         Raises:
-            RequestError: `prompt` has another shape, or one prompt has no tokens.
+            RequestError: `prompt` has another form, or one of its lists is empty.
         """
         prompt = self.prompt
         if isinstance(prompt, str):

@@ -1,6 +1,6 @@
-"""Converts token ids to pieces of text, incrementally.
+"""Converts token ids to pieces of text, as the tokens arrive.
 
-The pieces together equal the decoded text of all tokens. No piece ends inside a UTF-8 sequence.
+All pieces together equal the decoded text of all tokens. No piece ends inside a UTF-8 sequence.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ from collections.abc import Sequence
 from baton_text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-#: Number of tokens above which a window without a clean end is cut, because the cost of decoding
-#: grows with its square. Broken UTF-8 has no clean end.
+#: Number of tokens above which a window without a clean end is shortened. Otherwise the cost of
+#: decoding would grow with the square of its length. Invalid UTF-8 may have no clean end.
 _LONG_WINDOW = 16
 
 
 class IncrementalDetokenizer:
-    """A decoder of a window of recent tokens.
+    """Converts the tokens of one sequence to text, as the tokens arrive.
 
-    The window holds the tokens since the last clean end, and the piece before them as context:
-    decoders treat the start of a text specially, and drop a leading space. An incomplete UTF-8
-    sequence at the end (U+FFFD) is held back, because later bytes may complete it. All text before
-    it is final.
+    Only a window of recent tokens is decoded. The window holds the tokens since the last clean end,
+    where no UTF-8 sequence is incomplete. It also holds some earlier tokens as context, because
+    decoders drop a space at the start of a text. If the decoded text ends with U+FFFD, this
+    character is held back, because later bytes may complete the UTF-8 sequence. All other text is
+    final.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -34,8 +35,9 @@ class IncrementalDetokenizer:
         self._emitted = 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens and return the text that became final."""
-        # Special tokens and ids without a token have no text: a run of bytes continues across them.
+        """Add tokens and return the text that becomes final."""
+        # Special tokens and ids outside the vocabulary have no text, so byte tokens before and
+        # after them are decoded together.
         new_ids = [i for i in token_ids if i not in self._skipped and self._tokenizer.has_token(i)]
         if not new_ids:
             return ""
@@ -56,7 +58,10 @@ class IncrementalDetokenizer:
         return delta
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the sequence. Incomplete UTF-8 stays U+FFFD."""
+        """End the sequence and return the text that was held back.
+
+        An incomplete UTF-8 sequence becomes U+FFFD.
+        """
         text = self._decode(self._window)
         delta = text[self._emitted :]
         self._emitted = len(text)
@@ -66,7 +71,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _cut(self, text: str) -> None:
-        """Drop leading tokens where the two parts decode to the same text as the whole."""
+        """Drop leading tokens whose text is final, if the text of the rest does not change."""
         for index in range(len(self._window) - 1, 0, -1):
             head, tail = self._decode(self._window[:index]), self._decode(self._window[index:])
             if head + tail == text and len(head) <= self._emitted:

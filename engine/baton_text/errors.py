@@ -7,9 +7,9 @@ class RequestError(ValueError):
     """The request is invalid.
 
     Args:
-        message: what is invalid, and what is valid.
-        param: the field, such as `messages[0].content`.
-        code: OpenAI's machine-readable code, where there is one.
+        message: what is invalid, and which values are valid.
+        param: name of the invalid field, such as `messages[0].content`.
+        code: OpenAI's machine-readable error code, if there is one.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:

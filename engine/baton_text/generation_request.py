@@ -1,7 +1,7 @@
 """The fields that chat completions and completions of the OpenAI API share, and their checks.
 
-Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of every version
-work. Known fields that would change the response, but are not supported, are refused by name.
+Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of all versions
+work. An unsupported field that would change the response is refused, and the error names the field.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton_text.structured_outputs import StructuredOutputsParams, check_bad_wor
 
 MAX_N = 128
 MAX_STOPS = 4
-#: In characters. It bounds the cost of comparing each piece of text with the stop strings.
+#: In characters. This limit bounds the cost of comparing each piece of text with the stop strings.
 MAX_STOP_LENGTH = 4096
 MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_LENGTH = 1024
@@ -34,7 +34,8 @@ _TOKEN_ID = re.compile("[0-9]{1,10}")
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
 #: Fields of requests whose name differs in the engine, by the engine's name.
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
-#: Request fields that `SamplingParams` has with the same values. It has their defaults.
+#: Request fields that are copied to the field of `SamplingParams` with the same name. The defaults
+#: are in `SamplingParams`.
 _SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -69,7 +70,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
 
 
 class RepetitionDetectionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A condition that ends an answer: its last tokens repeat one pattern `min_count` times."""
+    """A condition that ends an answer: the last tokens repeat one pattern `min_count` times."""
 
     max_pattern_size: int
     min_pattern_size: int = 1
@@ -79,7 +80,7 @@ class RepetitionDetectionParams(msgspec.Struct, kw_only=True, forbid_unknown_fie
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """The fields that completions and chat completions share.
 
-    None stands for JSON null and for a missing field.
+    A field that is null or missing in the JSON is None.
     """
 
     #: Fields that are refused if they are set and not false.
@@ -105,7 +106,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    #: Return the generated ids, including the one that ended the text (vLLM's extension).
+    #: Return the generated token ids, including the id that ended the text (vLLM's extension).
     return_token_ids: bool | None = None
     priority: int | None = None
     #: The rank that serves the request (vLLM's extension). None: any rank.
@@ -134,12 +135,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def num_candidates(self) -> int:
-        """Number of sequences computed for each prompt: n, or best_of if it is larger."""
+        """Number of sequences to compute for each prompt: the larger of n and best_of."""
         return max(self.num_samples, self.best_of or 0)
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences computed for the request: the candidates of all prompts."""
+        """Number of sequences to compute for the request, over all prompts."""
         return self.num_candidates
 
     @property
@@ -154,26 +155,26 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether the answer is the prompt alone, with its logprobs."""
+        """Whether the response has only the prompt and its logprobs, and no generated text."""
         return False
 
     def requested_max_tokens(self) -> int | None:
-        """Return the limit on generated tokens; None if only the context limits them."""
+        """Return the limit on generated tokens. None means that only the context length limits."""
         return self.max_tokens
 
     def requested_logprobs(self) -> int | None:
-        """Return how many alternatives to report per generated token; None for no logprobs."""
+        """Return how many alternatives to report per generated token. None means no logprobs."""
         raise NotImplementedError
 
     def requested_prompt_logprobs(self) -> int | None:
-        """Return how many alternatives to report per prompt token; None for no logprobs."""
+        """Return how many alternatives to report per prompt token. None means no logprobs."""
         return self.prompt_logprobs
 
     def validate(self) -> None:
         """Check all fields.
 
         Raises:
-            RequestError: a field is invalid; `param` is the first such field.
+            RequestError: a field is invalid. `param` names the first invalid field.
         """
         self._refuse_unsupported()
         if not 1 <= self.num_samples <= MAX_N:
@@ -217,7 +218,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def _validate_stops(self) -> None:
-        """Check the stop strings. Raises RequestError."""
+        """Raise RequestError if there are too many stop strings, or one is empty or too long."""
         if len(self.stops) > MAX_STOPS:
             raise RequestError(
                 f"stop takes at most {MAX_STOPS} strings, got {len(self.stops)}", param="stop"
@@ -233,7 +234,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def _validate_search(self) -> None:
-        """Check best_of and the options of beam search. Raises RequestError."""
+        """Raise RequestError if best_of or an option of beam search is invalid."""
         if self.best_of is not None:
             if not self.num_samples <= self.best_of <= MAX_N:
                 raise RequestError(
@@ -265,13 +266,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def sampling_params(
         self, *, seed: int, max_tokens: int, bad_words_token_ids: list[list[int]] | None = None
     ) -> SamplingParams:
-        """Return the sampling parameters of one sequence.
+        """Return the engine's sampling parameters for one sequence of the request.
 
         Args:
             bad_words_token_ids: token sequences of `bad_words`.
 
         Raises:
-            RequestError: a value is outside the bounds of SamplingParams; `param` is the field.
+            RequestError: a value is outside the bounds of SamplingParams. `param` names the field.
         """
         logprobs = self.requested_logprobs()
         params = SamplingParams(
@@ -297,11 +298,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return params
 
     def refusal(self, message: str) -> RequestError:
-        """Convert an engine's error with ErrorCode.INVALID to the client's error.
+        """Convert an engine's error with ErrorCode.INVALID to an error for the client.
 
         Args:
-            message: the engine's message. If it begins with a field of SamplingParams, the result
-                begins with the request's field.
+            message: message of the engine. If the message begins with a field of SamplingParams,
+                the returned error names the corresponding field of the request.
         """
         match = _ENGINE_FIELD.match(message)
         path, name = (match[0], match[1]) if match else ("", "")
@@ -316,13 +317,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return RequestError(field + message[len(name if field == name else path) :], param=field)
 
     def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:
-        """Check the number of prompt logprobs in the answer.
+        """Check that the response would not have too many prompt logprobs.
 
         Args:
-            num_prompt_tokens: number of tokens in all prompts.
+            num_prompt_tokens: number of tokens of all prompts together.
 
         Raises:
-            RequestError: there would be more than MAX_LOGPROB_ENTRIES.
+            RequestError: the response would have more than MAX_LOGPROB_ENTRIES prompt logprobs.
         """
         num_top = self.requested_prompt_logprobs()
         if num_top is None:
@@ -338,10 +339,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
 
     def structured_output_field(self) -> str | None:
-        """Return the name of the field that describes the text's structure; None if none is set.
+        """Return the name of the field that sets the structure of the text, or None.
 
         Raises:
-            RequestError: two such fields are set.
+            RequestError: more than one such field is set.
         """
         fields = (
             "structured_outputs",
@@ -360,10 +361,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return given[0] if given else None
 
     def structured_output(self) -> StructuredOutput | None:
-        """Return the structure that the text must have; None if the request has none.
+        """Return the structure that the text must have, or None if any text is allowed.
 
         Raises:
-            RequestError: two structures are set, or one is invalid.
+            RequestError: more than one structure is set, or the structure is invalid.
         """
         field = self.structured_output_field()
         if field is None:

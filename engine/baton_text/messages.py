@@ -28,7 +28,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Check messages and convert them for a chat template. Raises RequestError."""
+    """Check messages and convert them for a chat template. Raise RequestError if one is invalid."""
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
     return [_template_message(message) for message in messages]

@@ -27,12 +27,12 @@ from baton_text.tokenizer import Tokenizer
 
 @dataclass
 class TextOutput:
-    """The part of the text that one engine output adds."""
+    """The text, tokens and logprobs that one engine output adds to a sequence."""
 
     text: str = ""
     #: All new tokens, including those whose text is held back or left out.
     token_ids: list[int] = field(default_factory=list)
-    #: Without the logprobs of a token that ends the answer.
+    #: Logprobs of the new tokens, except a stop token that is left out of the text.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     #: "stop", "length" or "repetition" in the last part.
     finish_reason: str | None = None
@@ -48,10 +48,11 @@ class OutputProcessor:
     Args:
         tokenizer: the model's tokenizer.
         stops: strings that end the text.
-        include_stop: the text includes the string or token that ends it.
+        include_stop: include the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
-        min_tokens: stop strings have no effect in the text of the first `min_tokens` tokens.
-        stop_token_ids: those of the request. If one ends the text, it is the stop_reason.
+        min_tokens: number of tokens at the start in whose text stop strings are ignored.
+        stop_token_ids: stop tokens of the request. A stop token that ends the text becomes the
+            stop_reason.
     """
 
     def __init__(
@@ -71,20 +72,20 @@ class OutputProcessor:
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stop_token_ids = frozenset(stop_token_ids or ())
-        #: Tokens of the text, up to the one that completed a stop string.
+        #: Number of tokens so far. Tokens after a stop string do not count.
         self.num_tokens = 0
-        #: Sum of their log-probabilities, if requested.
+        #: Sum of the log-probabilities of these tokens, if requested.
         self.cumulative_logprob = 0.0
 
     @property
     def mean_logprob(self) -> float:
-        """Log-probability per token. `best_of` orders sequences by it."""
+        """Mean log-probability per token. `best_of` ranks sequences by this number."""
         return self.cumulative_logprob / max(1, self.num_tokens)
 
     def push(self, output: EngineCoreOutput) -> TextOutput:
-        """Add an engine output and return its part of the text.
+        """Add an engine output, and return what the output adds to the text.
 
-        A part with a finish_reason is the last one, even if the engine has not finished.
+        A result with a finish_reason is the last result, even if the engine has not finished.
         """
         result = TextOutput(prompt_logprobs=output.prompt_logprobs)
         for index, token_id in enumerate(output.new_token_ids):
@@ -112,7 +113,7 @@ class OutputProcessor:
         return result
 
     def push_beam(self, request_id: str, beam: BeamOutput) -> TextOutput:
-        """Add a finished beam, as the only output of a sequence."""
+        """Add a finished beam as the only output of the sequence, and return its text."""
         return self.push(beam_as_output(request_id, beam))
 
     def _scan(self, text: str) -> str:
@@ -120,7 +121,7 @@ class OutputProcessor:
 
 
 def beam_as_output(request_id: str, beam: BeamOutput) -> EngineCoreOutput:
-    """Return a beam as the output of a sequence."""
+    """Convert a finished beam to an engine output that contains the whole sequence."""
     return EngineCoreOutput(
         request_id,
         beam.token_ids,
@@ -133,7 +134,7 @@ def beam_as_output(request_id: str, beam: BeamOutput) -> EngineCoreOutput:
 def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> ChatLogprobs:
     """Return logprobs in the form of OpenAI's chat completions.
 
-    `bytes` are the whole token, even if they are part of a character.
+    `bytes` holds all bytes of a token, even if the token is only a part of a character.
     """
     text = tokenizer.token_text
 
@@ -169,8 +170,8 @@ def completion_logprobs(
     Args:
         tokenizer: the model's tokenizer.
         logprobs: log-probabilities of consecutive tokens.
-        offset: characters before the first of these tokens.
-        first_token_id: the first token of a prompt, which has no logprob.
+        offset: number of characters before the first of these tokens.
+        first_token_id: first token of an echoed prompt, which has no logprob. None without echo.
     """
     result = CompletionLogprobs()
     text = tokenizer.token_text
@@ -200,14 +201,14 @@ def prompt_token_logprobs(
     """Return logprobs of a prompt in vLLM's form.
 
     Returns:
-        Per prompt token, by token id: the most likely ones and the prompt's own.
-        None for the first token.
+        For each prompt token, the logprobs of this token and of the likeliest tokens, by token id.
+        None for the first prompt token.
     """
     return [None, *(ranked_logprobs(tokenizer, item) for item in logprobs)]
 
 
 def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, PromptTokenLogprob]:
-    """Return the candidates of one position: its own token, then the most likely ones."""
+    """Return the logprobs of one position by token id: the actual token, then the likeliest."""
 
     def entry(token_id: int, logprob: float, rank: int) -> PromptTokenLogprob:
         return PromptTokenLogprob(
@@ -221,7 +222,7 @@ def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, Prom
 
 
 def join_routed_experts(parts: list[RoutedExperts]) -> RoutedExperts | None:
-    """Concatenate the experts of consecutive tokens; None if there are no parts."""
+    """Concatenate the routed experts of consecutive tokens. Return None if there are no parts."""
     if not parts:
         return None
     _, layers, experts = parts[0].shape

@@ -1,4 +1,4 @@
-"""Parses JSON bodies to checked requests. Errors name the field that is invalid."""
+"""Parses JSON bodies and checks the requests. Errors name the invalid field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Checked(Protocol):
     """A request that can check its fields."""
 
     def validate(self) -> None:
-        """Check all fields. Raises RequestError."""
+        """Raise RequestError if a field is invalid."""
 
 
 _Request = TypeVar("_Request", bound=Checked)
@@ -42,7 +42,10 @@ def parse_request(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _validation_error(text: str) -> RequestError:
-    """Convert an error text of msgspec, such as "Expected `int`, got `str` - at `$.n`"."""
+    """Convert an error text of msgspec, such as "Expected `int`, got `str` - at `$.n`".
+
+    The returned error names the field by its path.
+    """
     match = _MSGSPEC_PATH.match(text)
     assert match is not None  # the pattern matches every text
     what = match["what"].replace("`", "")

@@ -1,4 +1,4 @@
-"""OpenAI responses: the structs of their JSON, whole or as chunks of a stream."""
+"""Structs for the JSON of OpenAI responses, complete or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 class PromptTokenLogprob(msgspec.Struct, kw_only=True):
-    """One candidate at one position, in vLLM's shape."""
+    """The logprob of one candidate token at one prompt position, in vLLM's form."""
 
     logprob: float
     #: 1 for the most likely token.
@@ -41,7 +41,7 @@ class PromptTokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Logprobs in OpenAI's completions. They are None for a prompt's first token."""
+    """Logprobs in the form of OpenAI's completions. Those of a prompt's first token are None."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
@@ -110,7 +110,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
 
 
 class Completion(msgspec.Struct, kw_only=True):
-    """The response of a completion, or a chunk of its stream: both have one shape."""
+    """The response of a completion, or a chunk of a streamed response. Both have these fields."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""Stop strings: end a text at the first of them, independent of token boundaries."""
+"""Ends a text at the first stop string. Token boundaries make no difference."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """A filter that ends a text at a stop string.
+    """Receives a text in pieces, and ends the text at the first stop string.
 
-    It holds back an end of the text that may become a stop string. The match that ends first wins.
-    Of matches that end together, the longest wins. So the result does not depend on the pieces.
+    The end of the text is held back while it may be the beginning of a stop string. If several stop
+    strings match, the match that ends first counts. Of matches that end at the same character, the
+    longest counts. Therefore the result does not depend on how the text is divided into pieces.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -20,7 +21,10 @@ class StopScanner:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """Add a piece of text and return the text that is final."""
+        """Add a piece of text and return the text that becomes final.
+
+        After a stop string has matched, the result is always empty.
+        """
         if self.matched is not None:
             return ""
         buffer = self._held + text
@@ -35,7 +39,7 @@ class StopScanner:
         return buffer[: len(buffer) - keep]
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the text."""
+        """End the text and return the part that was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -48,7 +52,7 @@ class StopScanner:
         return start, end
 
     def _possible_prefix(self, buffer: str) -> int:
-        """Return the length of the longest end of `buffer` that is a proper prefix of a stop."""
+        """Return the length of the longest suffix of `buffer` that a stop string begins with."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(buffer)), 0, -1):
             tail = buffer[-length:]

@@ -1,4 +1,4 @@
-"""Structured outputs in vLLM's field names, and bad words as token sequences."""
+"""Structured outputs with vLLM's field names, and the token sequences of bad words."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ MAX_WORD_LENGTH = 1024
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The structure that a text must have. At most one field describes it."""
+    """The structure that a text must have. At most one field may be set."""
 
     #: A JSON schema, as an object or as its text.
     json: dict[str, Any] | str | bool | None = None
-    #: The whole text matches it.
+    #: A regular expression that the whole text matches.
     regex: str | None = None
-    #: The text is one of these.
+    #: The allowed texts.
     choice: list[str] | None = None
     #: A context-free grammar in Lark's or GBNF's notation.
     grammar: str | None = None
@@ -39,10 +39,11 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
         ]
 
     def to_structured_output(self) -> StructuredOutput | None:
-        """Return the structure as the engine takes it; None if no field is set.
+        """Return the structure in the engine's form, or None if no field is set.
 
         Raises:
-            ValueError: several fields are set, or one is invalid. The message begins with its name.
+            ValueError: several fields are set, or a field is invalid. The message begins with the
+                name of a wrong field.
         """
         given = self.given()
         if not given:
@@ -78,10 +79,10 @@ def _schema_text(schema: dict[str, Any] | str | bool) -> str:
 
 
 def check_bad_words(words: list[str]) -> None:
-    """Check number and lengths of bad words, before they are tokenized.
+    """Check the number and the lengths of bad words.
 
     Raises:
-        ValueError: there are too many, or one is empty or too long.
+        ValueError: there are too many words, or a word is empty or too long.
     """
     if len(words) > MAX_WORDS:
         raise ValueError(f"bad_words must have at most {MAX_WORDS} words, got {len(words)}")
@@ -96,10 +97,10 @@ def check_bad_words(words: list[str]) -> None:
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """Return the token sequences of bad words: at the start of a text, and after a space.
+    """Return the token sequences of bad words, at the start of a text and after a space.
 
     Raises:
-        ValueError: see `check_bad_words`.
+        ValueError: `check_bad_words` refuses the words.
     """
     check_bad_words(words)
     sequences: list[list[int]] = []

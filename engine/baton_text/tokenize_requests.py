@@ -11,7 +11,7 @@ from baton_text.messages import ChatMessage
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """vLLM's /tokenize: a prompt, or messages that are rendered first."""
+    """The body of vLLM's /tokenize: a prompt, or messages that are rendered to a prompt."""
 
     model: str | None = None
     prompt: str | None = None
@@ -28,7 +28,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    """vLLM's /detokenize."""
+    """The body of vLLM's /detokenize."""
 
     tokens: list[int]
     model: str | None = None

@@ -1,7 +1,7 @@
-"""The tokenizer of a Hugging Face checkpoint folder, over the `tokenizers` library.
+"""The tokenizer of a Hugging Face checkpoint, based on the `tokenizers` library.
 
-It gives the same token ids as `transformers.AutoTokenizer`. Several threads may encode and decode
-at the same time. Long texts are processed without the GIL.
+The token ids are the same as those of `transformers.AutoTokenizer`. Several threads may encode and
+decode at the same time. Long texts are processed without the GIL.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as _Backend
 
 from baton_text.chat_template import ChatTemplate
 
-#: Tokens beyond which the library's batch call is used. It releases the GIL and costs a little
-#: more.
+#: Number of tokens above which the library's batch call decodes. The batch call releases the GIL
+#: and costs a little more.
 _LONG_DECODE = 512
-#: Factor by which normalizers may shorten a text. The normalizers of models shorten it by less.
+#: Upper bound of the factor by which a normalizer shortens a text.
 _MOST_SHORTENING = 4
 _NAMED_SPECIAL_TOKENS = (
     "bos_token",
@@ -37,12 +37,12 @@ class Tokenizer:
     """Converts text to token ids and back.
 
     Args:
-        backend: the `tokenizers.Tokenizer`; truncation and padding are switched off.
+        backend: tokenizer of the library. Its truncation and padding are switched off.
         config: content of tokenizer_config.json.
-        chat_template: Jinja source; None: the one in `config`, if any.
+        chat_template: Jinja source. None: the template in `config`, if `config` has one.
 
     Raises:
-        ValueError: a file's content cannot be used; the message names the part.
+        ValueError: `config` or the chat template is invalid. The message names the part.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Load a checkpoint's tokenizer.
+        """Load the tokenizer of a checkpoint folder.
 
         Raises:
             FileNotFoundError: the folder or its tokenizer.json is missing.
@@ -98,7 +98,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, with added ones."""
+        """Number of tokens in the vocabulary, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -106,10 +106,10 @@ class Tokenizer:
 
         Args:
             text: any Unicode text.
-            add_special_tokens: add those that the post-processor of tokenizer.json adds.
+            add_special_tokens: add the special tokens that tokenizer.json's post-processor defines.
 
         Raises:
-            ValueError: the text cannot be written as UTF-8.
+            ValueError: the text cannot be encoded as UTF-8.
         """
         try:
             text.encode()
@@ -122,14 +122,14 @@ class Tokenizer:
         return list(encoding.ids)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of `len(encode(text))`, without encoding."""
+        """Return a lower bound of the number of tokens of a text, without encoding the text."""
         shortening = 1 if self._backend.normalizer is None else _MOST_SHORTENING
         return len(text.encode(errors="replace")) // (self._longest_token_bytes * shortening)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids.
 
-        Bytes that are not UTF-8 become U+FFFD. Ids outside the vocabulary have no text.
+        Invalid UTF-8 becomes U+FFFD. Ids outside the vocabulary add no text.
         """
         if len(token_ids) > _LONG_DECODE:
             [text] = self._backend.decode_batch(
@@ -139,22 +139,25 @@ class Tokenizer:
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, special or not."""
+        """Return the text of one token, which may be a special token."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def has_token(self, token_id: int) -> bool:
-        """Return whether the id has a token. Models may have logits for more ids."""
+        """Return whether the id is in the vocabulary. Models may have logits for further ids."""
         return self._backend.id_to_token(token_id) is not None
 
     def is_byte_fallback(self, token_id: int) -> bool:
-        """Return whether the token is one like <0xE4>, which decodes as part of a run."""
+        """Return whether the token stands for a single byte, like <0xE4>.
+
+        Consecutive tokens of this kind are decoded together.
+        """
         return token_id in self._byte_fallback_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token. They may be part of a UTF-8 sequence."""
+        """Return the bytes of a token, which may be an incomplete UTF-8 sequence."""
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
@@ -170,7 +173,7 @@ class Tokenizer:
 
     @cached_property
     def _longest_token_bytes(self) -> int:
-        # Written in the vocabulary's own alphabet, no token is shorter than the text it stands for.
+        # A token as the vocabulary writes it is at least as long as the text that it stands for.
         return max(len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True))
 
     @cached_property
@@ -195,7 +198,7 @@ class Tokenizer:
         return None if text is None else self._backend.token_to_id(text)
 
     def _register_special_tokens(self, config: dict[str, Any]) -> None:
-        """Add tokens that only tokenizer_config.json names, as transformers does."""
+        """Add the tokens that only tokenizer_config.json declares, as `transformers` does."""
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         declared = config.get("added_tokens_decoder") or {}
         for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
@@ -217,7 +220,10 @@ class Tokenizer:
 
 
 def _token_text(token: object) -> str | None:
-    """Return the text of a token in tokenizer_config.json: a text or a serialized AddedToken."""
+    """Return the text of a token in tokenizer_config.json, or None if there is no text.
+
+    The token is a string or a serialized AddedToken.
+    """
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None
@@ -238,7 +244,7 @@ def _template_of(config: dict[str, Any]) -> str | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte for each character of GPT-2's byte-level alphabet."""
+    """Return the byte that each character of GPT-2's byte-level alphabet stands for."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     chars = {chr(byte): byte for byte in printable}
     unprintable = [byte for byte in range(256) if byte not in printable]
