@@ -38,7 +38,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     @property
     def is_prompt_only(self) -> bool:
-        # max_tokens=0 with echo asks for it.
+        # A client requests this with max_tokens=0 and echo.
         return bool(self.echo) and self.max_tokens == 0
 
     def requested_logprobs(self) -> int | None:

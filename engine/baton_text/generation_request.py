@@ -32,7 +32,7 @@ MAX_LOGPROB_ENTRIES = 2**19
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 #: The field at the start of an error with ErrorCode.INVALID.
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
-#: Fields of requests whose name differs in the engine, by the engine's name.
+#: Request fields with another name in the engine, by the engine's name.
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
 #: Request fields that are copied to the field of `SamplingParams` with the same name. The defaults
 #: are in `SamplingParams`.
@@ -313,7 +313,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         )
         if field is None or field not in self.__struct_fields__:
             return RequestError(message)
-        # A field with the engine's name also has the engine's parts, so the path is kept.
+        # A field with the same name in the engine has the same subfields, so the path is kept.
         return RequestError(field + message[len(name if field == name else path) :], param=field)
 
     def check_prompt_logprobs(self, num_prompt_tokens: int) -> None:

@@ -6,10 +6,10 @@ blocks, later requests do not overtake it. Requests that wait for remote KV, for
 the prompt of their sample group do not block other requests.
 
 A request never starves behind requests of the same priority. Once all earlier requests have ended,
-the request is admitted as soon as enough blocks are free. It is then preempted last, and is the
-first to get the token budget that decodes leave. Decodes take one token each. No more requests run
-than the budget has tokens, so at least one token is left for the request. Requests with a lower
-priority value always come first.
+the request is admitted as soon as enough blocks are free. Then the request is preempted last, and
+is the first to get the token budget that decodes leave. Decodes take one token each. No more
+requests run than the budget has tokens, so at least one token is left for the request. Requests
+with a lower priority value always come first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Admission:
     ) -> Iterator[Admitted | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
-        Requests of the queue `waiting` that precede a loaded request start before it.
+        Requests of the queue `waiting` that precede a loaded request start before the loaded one.
 
         Args:
             only_loaded: start no request of `waiting`, because swapped requests need the memory.
@@ -65,7 +65,7 @@ class Admission:
                 yield Preempted(first)
 
     def admit(self, step: StepBuilder) -> Iterator[Admitted | WaitsForPrompt | LoadStarted]:
-        """Yield decisions that start waiting requests or loads, until the next one does not fit."""
+        """Yield decisions that start waiting requests or loads of KV, while there is room."""
         while True:
             to_load = self.state.queues.waiting_to_load.peek()
             to_run = self.state.queues.waiting.peek() if step.budget > 0 else None
@@ -83,7 +83,7 @@ class Admission:
             yield decision
 
     def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
-        """Return the decision on the first request of `waiting`. None if it does not fit now."""
+        """Return the decision on the first request of `waiting`. None if there is no room now."""
         group = request.group
         if group is not None and self.state.groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
@@ -99,10 +99,10 @@ class Admission:
         )
 
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
-        """Allocate blocks for a request's prompt and generated tokens. None if they do not fit."""
+        """Allocate blocks for all tokens of a request. Return None if there is no room now."""
         sequence, kv = request.sequences[0], self.state.kv
-        # The last known token is always computed, for its logits. prompt_logprobs needs the logits
-        # of every position.
+        # The last token always runs, because its logits are needed. prompt_logprobs needs the
+        # logits of every position.
         reads_cache = request.report.prompt_logprobs is None
         cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1) if reads_cache else []
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
@@ -166,7 +166,7 @@ class Admission:
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
-        """Allocate the blocks into which a CONSUME request loads its KV. None if they do not fit.
+        """Allocate blocks into which a CONSUME request loads KV. None if too few are free.
 
         Args:
             keep_for: earlier request that waits to run. Enough blocks for this request stay free.

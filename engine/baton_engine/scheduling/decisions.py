@@ -43,7 +43,7 @@ class Preempted(NamedTuple):
 
 
 class SwappedOut(NamedTuple):
-    """Requests lose their device blocks. Their KV moves to host memory."""
+    """Requests lose their device blocks, and their KV moves to host memory."""
 
     requests: list[Request]
     #: From device blocks to host blocks.

@@ -52,7 +52,7 @@ class GrammarQueue:
         self._waiting[request.request_id] = request
 
     def discard(self, request: Request) -> None:
-        """Remove a request. Cancel the compilation of its grammar, unless the compilation runs."""
+        """Remove a request, and cancel the compilation of its grammar if still possible."""
         future = self._futures.pop(request.request_id, None)
         if future is not None:
             future.cancel()

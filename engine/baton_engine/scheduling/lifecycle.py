@@ -42,7 +42,7 @@ class RequestLifecycle:
     # Start
 
     def start(self, request: Request, sequence: Request) -> None:
-        """Add a request to the batch. Its blocks are already allocated.
+        """Add a request to the batch. The request's blocks must be allocated.
 
         Args:
             sequence: the request itself, or the first beam of its search.
@@ -74,7 +74,7 @@ class RequestLifecycle:
 
     def _count_start(self, request: Request, sequence: Request) -> None:
         """Count the prompt tokens and the cached prompt tokens at a request's first start."""
-        if request.started:  # it has lost its blocks since
+        if request.started:  # counted already
             return
         request.started = True
         request.num_cached_tokens = min(sequence.num_computed_tokens, request.num_prompt_tokens)

@@ -43,8 +43,8 @@ class Preemptor:
         """
         victim = self._last_running(request)
         if victim is None or victim is request:
-            # A loaded request holds memory without running. It waits for a place among the running
-            # requests, and `request`, which has one, would wait for that memory.
+            # A loaded request holds memory while it waits for a place in the batch. `request` has a
+            # place and would wait for the memory, so both would wait for each other.
             loaded = max(self.state.queues.loaded, key=by_order, default=None)
             if loaded is not None and loaded.order > request.order:
                 return Preempted(loaded)
@@ -65,8 +65,8 @@ class Preemptor:
             in_flight = any(sequence.num_in_flight for sequence in sequences)
             if in_flight or not self.state.running.has_places(num_seqs):
                 return
-            # Without room to grow, they would be swapped out again in the next step. This is true
-            # even if they run alone, because transfers also hold memory.
+            # Without room to grow, these requests would be swapped out again in the next step. They
+            # need room even if no other request runs, because transfers also hold memory.
             if len(self.state.running):
                 keep_free = self.state.kv.watermark_blocks + num_seqs
             else:

@@ -45,16 +45,16 @@ class RequestQueue:
         return self._heap[0][1] if self._heap else None
 
     def first_before(self, request: Request) -> Request | None:
-        """Return the first request of the queue if it precedes `request` in order, else None."""
+        """Return the first queued request if it precedes `request` in order, else None."""
         first = self.peek()
         return first if first is not None and first.order < request.order else None
 
     def discard(self, request: Request) -> None:
-        """Remove `request` from any position. Do nothing if it is not in the queue."""
+        """Remove `request` from any position. Do nothing if `request` is not queued."""
         if request in self:
             del self._members[request.request_id]
             if len(self._heap) > 2 * len(self._members) + _MIN_DEAD:
-                # While the first request waits, no dead entry behind it would surface.
+                # While the first request waits, the dead entries behind it do not reach the top.
                 self._heap = [(member.order, member) for member in self._members.values()]
                 heapq.heapify(self._heap)
 
@@ -92,7 +92,7 @@ class SwappedRequests:
     """Requests whose KV is in host memory. A unit is a list of requests swapped out together."""
 
     def __init__(self) -> None:
-        #: By the order of their first request. No unit is empty.
+        #: Sorted by the order of the first request of each unit. No unit is empty.
         self._units: list[list[Request]] = []
 
     def __len__(self) -> int:

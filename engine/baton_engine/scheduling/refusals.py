@@ -1,4 +1,4 @@
-"""Checks whether the scheduler can accept a request, and builds the output of a refused one."""
+"""Checks whether the scheduler can accept a request, and builds the output of a refusal."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _is_taken_by_beams(request: EngineCoreRequest, requests: Mapping[str, Reques
     root = requests.get(root_id(request.request_id))
     if root is not None and root.beams is not None:
         return True
-    # Looks at all requests, but only for a beam search.
+    # Only a beam search pays for this pass over all requests.
     return bool(request.sampling_params.beam_width) and any(
         root_id(other) == request.request_id for other in requests
     )
@@ -135,7 +135,7 @@ def _refuse_what_never_fits(request: EngineCoreRequest, limits: RequestLimits) -
             f"beam_width={width} exceeds the {limits.max_num_seqs} sequences that run at a time; "
             "raise max_num_seqs",
         )
-    # Beams share full blocks, and each writes one of its own.
+    # Beams share full blocks, and each beam writes to a block of its own.
     num_blocks = num_tokens // limits.block_size + width
     if num_blocks > limits.num_blocks:
         raise RequestRefusedError(

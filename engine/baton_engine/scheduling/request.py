@@ -38,7 +38,7 @@ class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     #: Waits until the grammar of its structured output is compiled.
     WAITING_FOR_GRAMMAR = enum.auto()
-    #: Waits while another member of its group computes their prompt.
+    #: Waits while another request of its group computes the group's prompt.
     WAITING_FOR_PROMPT = enum.auto()
     #: A peer computes the KV of its prompt. Waits for memory, then the blocks, then the first
     #: token.
@@ -109,18 +109,20 @@ class Request(KVSequence):
         self.status = RequestStatus.WAITING
         #: Tokens that steps in flight sample. They follow token_ids, and only the worker has them.
         self.num_placeholders = 0
-        #: Steps in flight that run its tokens.
+        #: Number of steps in flight that run tokens of this request.
         self.num_in_flight = 0
-        #: Preemptions so far. If it increased during a step, `blocks` no longer has the step's KV.
+        #: Number of preemptions so far. If the number increases while a step is in flight, `blocks`
+        #: no longer has the KV of that step.
         self.num_preemptions = 0
         self.prefill_result: PrefillResult | None = None
         self.grammar: Grammar | None = None
-        #: Generated tokens that the grammar has accepted.
+        #: Number of generated tokens that were passed to the grammar.
         self.num_grammar_tokens = 0
 
         #: Whether the request has had blocks, and its prompt has been counted.
         self.started = False
-        #: Prompt tokens cached, or shared with another sample, at its first start.
+        #: Number of prompt tokens that were cached, or shared with another sample, when the request
+        #: first started.
         self.num_cached_tokens = 0
 
         self.worker = WorkerState()
@@ -169,7 +171,7 @@ class Request(KVSequence):
         return f"Request({self.request_id}, {self.status.name}, {tokens})"
 
 
-#: The id of a beam is the id of its search, this, and a number.
+#: Separator in the id of a beam: the id of the search, this separator, and a number.
 BEAM_SEPARATOR = "#"
 
 
@@ -201,7 +203,7 @@ class BeamGroup:
     config: BeamConfig
     finished: FinishedBeams[BeamOutput]
     live: list[Beam] = field(default_factory=list)
-    #: Beams so far, which is also the number of the next one.
+    #: Number of beams created so far. The next beam gets this number.
     num_started: int = 0
     #: After a preemption: free blocks required before the search is resumed.
     num_blocks_wanted: int = 0

@@ -1,15 +1,15 @@
 """Scheduler: continuous batching, chunked prefill, preemption, sample groups, beam search.
 
-`schedule()` builds the next step. It asks its collaborators for decisions in a fixed order, and
-`RequestLifecycle` applies them. `update_from_output()` applies the results of a step and returns
-outputs for clients. No collaborator calls the scheduler.
+`schedule()` builds the next step. The scheduler asks its collaborators for decisions in a fixed
+order, and `RequestLifecycle` applies these decisions. `update_from_output()` applies the results of
+a step and returns outputs for clients. No collaborator calls the scheduler.
 
 Several steps may be in flight. `schedule()` counts tokens as computed as soon as they are
 scheduled. Workers run steps and return results in the order of scheduling. Therefore a step may use
 blocks that an earlier step in flight frees.
 
 A request is in one step at a time, except with asynchronous scheduling. Then a request may be
-scheduled before the scheduler has its last token, because the worker has this token.
+scheduled before the scheduler has the request's last token, because the worker has this token.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ class Scheduler:
             preempted = self._apply(step, self._planner.plan(step))
             moved |= preempted
             # Running requests need the memory that a preemption frees. A request admitted in the
-            # same step would take it, and a load could write to a block before it is swapped out.
+            # same step would take the memory. A load could write to a block that is still to be
+            # swapped out.
             if not preempted:
                 moved |= self._schedule_others(step)
         return self._finish_step(step, moved)
@@ -123,8 +124,8 @@ class Scheduler:
             )
         resumed = self._apply(step, self._preemptor.resume())
         if resumed:
-            # A search whose beams reported while it was swapped advances now. It may free blocks
-            # that this step swaps in. Another swap-in or a load must not write to them too.
+            # A search whose beams returned while the search was swapped advances now. It may free
+            # blocks that this step swaps in. No other swap-in or load may write to these blocks.
             for request in self.state.running.values():
                 self._lifecycle.settle(self._results.advance_beams(request))
         elif unpaused and not self.state.swapped:
@@ -185,7 +186,7 @@ class Scheduler:
         return found
 
     def _finish_step(self, step: StepBuilder, moved: bool) -> SchedulerOutput:
-        """Complete a step with KV transfers, offload copies and removed requests, and return it."""
+        """Complete and return a step: add KV transfers, offload copies and removed requests."""
         for entry in step.ranges:
             if entry.request.kv_transfer is not None and entry.request.produces:
                 self.state.handoff.save(entry.request, entry.end)
@@ -341,7 +342,7 @@ class Scheduler:
         self.pause_state = state
 
     def preempt_all(self) -> None:
-        """Free the blocks of all running, swapped and loaded requests. Their KV is recomputed.
+        """Free the blocks of all running, swapped and loaded requests, to compute the KV again.
 
         PRODUCE requests keep their blocks, because a peer may read them.
         """

@@ -41,7 +41,7 @@ class SchedulerState:
                 the missing blocks.
             send_token_ids: send sampled tokens to the workers with the next step. Pipeline stages
                 need this, because only the last stage samples.
-            structured_output: compiles grammars. If None, requests that need one are refused.
+            structured_output: compiles grammars. If None, requests that need grammars are refused.
 
         Raises:
             ValueError: `max_model_len` tokens do not fit in the KV cache.

@@ -75,7 +75,7 @@ class StepBuilder:
         return num_blocks <= self._kv.num_free_blocks
 
     def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
-        """Allocate blocks for the request's positions up to `end`, and make them writable.
+        """Allocate writable blocks for the request's positions up to `end`.
 
         The request keeps the blocks even if this step does not run the request.
 

@@ -52,7 +52,7 @@ class StepResults:
                 self.state.counters.prompt_tokens_computed += (
                     min(entry.end, request.num_prompt_tokens) - entry.start
                 )
-            if entry.num_preemptions == request.num_preemptions:  # else its KV has left `blocks`
+            if entry.num_preemptions == request.num_preemptions:  # else `blocks` has lost the KV
                 self.state.kv.cache_blocks(request, entry.end)
             if has_extras:
                 self.state.outputs.collect(
@@ -84,7 +84,7 @@ class StepResults:
             request.num_placeholders -= entry.samples
             if request.status is RequestStatus.FINISHED:
                 continue
-            self.state.worker.forget(request)  # it may lack the blocks that the step added
+            self.state.worker.forget(request)  # the worker may lack blocks that the step added
             # A request that has been preempted since may have no computed tokens left.
             request.num_computed_tokens = min(request.num_computed_tokens, entry.start)
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:

@@ -80,7 +80,7 @@ class InputBatch:
         self._inputs: list[SamplingInput | None] = [None] * max_num_seqs
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
-        #: The last result of `rows`: the same requests decode step after step.
+        #: Arguments and result of the last call of `rows`. The requests often stay the same.
         self._last_rows: tuple[list[str], Int64Array] = ([], np.zeros(0, dtype=np.int64))
         self._one_query_each = np.arange(max_num_seqs + 1, dtype=np.int32)
 

@@ -315,8 +315,8 @@ class ModelRunner:
 
         Raises:
             GroupBrokenError: an expert group broke. All tensor ranks raise the error, even if the
-                group of only one rank broke. There is nothing to sample. Steps of another
-                generation may follow.
+                group of only one rank broke. There is nothing to sample. Steps may follow when
+                another set of ranks is committed.
         """
         model, kv = self._ready()
         batch, pipeline = self._input_batch, self.parallel.pipeline
@@ -522,7 +522,7 @@ class ModelRunner:
     @property
     def _block_size(self) -> BlockSize:
         own = self.kv_cache_layout(1)
-        # More than the model's where ranks hold copies of a head.
+        # More heads than the model has if several ranks hold copies of a head.
         heads = own.num_kv_heads * self.parallel.tensor.size
         per_head_and_layer = own.block_nbytes // (own.num_kv_heads * own.num_layers)
         return BlockSize(

@@ -242,11 +242,11 @@ class Worker:
     # Generations of an expert-parallel group: see worker.experts.generations
 
     def prepare_generation(self, generation: Generation, current: Generation | None = None) -> None:
-        """Start to prepare a generation in the background, while the current generation serves.
+        """Start to prepare a generation (ranks and expert placement) in the background.
 
         Args:
             generation: the generation to prepare.
-            current: the generation that serves now. It is only logged.
+            current: the generation in which steps run now. Only logged.
         """
         logger.info(
             "preparing generation %d (%s) beside %s",
@@ -260,7 +260,9 @@ class Worker:
         return self._expert_generations.preparation()
 
     def commit_generation(self, nonce: str) -> None:
-        """Make the prepared generation the current generation. Call this between two steps.
+        """Make the prepared generation (ranks and expert placement) the current generation.
+
+        Call this between two steps.
 
         Raises:
             ValueError: no generation with this nonce is prepared.
@@ -268,7 +270,7 @@ class Worker:
         self._expert_generations.commit(nonce)
 
     def drop_generation(self, nonce: str) -> None:
-        """Drop the prepared generation if it has this nonce."""
+        """Drop the prepared generation (ranks and expert placement) if it has this nonce."""
         self._expert_generations.drop(nonce)
 
     def leave_generation(self) -> None:
@@ -283,7 +285,8 @@ class Worker:
         The step then raises GroupBrokenError. This method can be called from any thread.
 
         Args:
-            nonce: do nothing if the current generation has another nonce. Empty matches any.
+            nonce: nonce of the generation to interrupt. Do nothing if another generation is
+                current. Empty: interrupt any generation.
         """
         if self._generations is not None:
             self._generations.interrupt(nonce)
@@ -380,8 +383,8 @@ class Worker:
 
         timeout_s = self.config.parallel.collective_timeout_s
         tensor = self.parallel.tensor
-        # A tensor rank with a silent expert group must give up before the other tensor ranks, which
-        # wait for it.
+        # A tensor rank whose expert group does not respond must time out before the other tensor
+        # ranks, which wait for this rank.
         step_timeout_s = timeout_s / 2 if tensor.size > 1 else timeout_s
         secret = store_secret(ServiceKey.load(self.config.service_key_file))
         return Generations(

@@ -145,8 +145,8 @@ def advance(
     for rank, (loss, parent, token_id) in enumerate(ranked):
         stops = token_id in config.stop_token_ids
         if stops or at_limit:
-            # Lower ranks only serve to find `width` live beams. Ending them would favour short
-            # hypotheses.
+            # Continuations of lower rank may only become live beams. As finished hypotheses, they
+            # would favour short hypotheses.
             if rank < config.width:
                 reason = FinishReason.STOP if stops else FinishReason.LENGTH
                 finished.append(

@@ -56,10 +56,10 @@ class BeamSearches:
         group.live = [_new_beam(root, group, root.token_ids)]
 
     def count_blocks_wanted(self, root: Request) -> None:
-        """Record how many free blocks a search that is being preempted needs before it restarts.
+        """Record how many free blocks a preempted search needs to restart.
 
-        The number is the blocks that the search holds now, plus one per beam. With fewer blocks,
-        the search would be preempted at the same point again.
+        These are as many blocks as the search holds now, plus one per beam. With fewer blocks, the
+        search would be preempted at the same point again. Call this before the blocks are freed.
         """
         group = _group(root)
         own = {block.block_id for beam in group.live for block in beam.blocks}

@@ -38,7 +38,7 @@ class SampleGroups:
         self._groups[group_id] = group
 
     def leave(self, request: Request) -> None:
-        """Remove a request that has ended from its group."""
+        """Remove an ended request from its group."""
         group = request.group
         assert group is not None
         del group.members[request.request_id]

@@ -13,12 +13,12 @@ blocks from a peer.
     a step returns               update: continue loaded requests, free the blocks of ended sends
     a request ends               release: free the blocks now or after the transfer
 
-While a peer may read a block or a transfer may write it, the block is not freed, even if its
-request has ended. The block is freed only after the worker has reported the end of the transfer
-(`finished_sending`, `load_results`).
+A block that a transfer may read or write is not freed, even if the request has ended. The block is
+freed only after the worker has reported the end of the transfer (`finished_sending`,
+`load_results`).
 
 PRODUCE requests are never preempted, because a peer may read their published blocks. A PRODUCE
-request samples at most one token and gets all its blocks at admission. Thus it never waits for
+request samples at most one token and gets all blocks at admission. Thus the request never waits for
 memory while it holds blocks.
 """
 
@@ -63,7 +63,7 @@ class _Load:
 
 
 class KVHandoff:
-    """The KV transfers of one scheduler. Without a connector there are none."""
+    """The KV transfers of one scheduler. Empty without a KV connector."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv
@@ -94,7 +94,7 @@ class KVHandoff:
     # Producer
 
     def offer(self, request: Request) -> None:
-        """Offer the blocks of a new PRODUCE request to its consumer, so that it can subscribe."""
+        """Offer the blocks of a new PRODUCE request, so that the consumer can subscribe."""
         transfer = _transfer(request)
         self._sends[transfer.transfer_id] = _Send(request)
         self._metadata.offers[transfer.transfer_id] = transfer.peer_instance_id
@@ -181,7 +181,7 @@ class KVHandoff:
     # Both
 
     def release(self, request: Request, *, aborted: bool) -> None:
-        """Free the blocks of a finished request, now or when its transfer ends."""
+        """Free the blocks of a finished request, now or when the request's transfer ends."""
         if request.kv_transfer is not None:
             transfer_id = request.kv_transfer.transfer_id
             send = self._sends.get(transfer_id)

@@ -1,4 +1,4 @@
-"""Decides when a CONSUME request, whose prompt a peer computes, can continue here.
+"""Decides when a CONSUME request can continue. A peer computes the prompt of such a request.
 
 Two events must happen, in any order: the block load ends, and the gateway's PREFILL_RESULT arrives.
 This engine computes missing blocks itself, unless `load_failure_policy` is to fail the request.
@@ -99,7 +99,7 @@ class RemotePrefill:
             0, request.num_arrival_tokens - max(num_verified, num_cached)
         )
         request.token_ids.extend(prefill.token_ids)
-        # Without a first token, the last known one is computed here for its logits.
+        # Without a first token from the peer, the last token runs here for its logits.
         request.num_computed_tokens = min(num_verified, request.num_tokens - 1)
         if request.num_computed_tokens < num_cached:  # the last token's KV is in a shared block
             self.state.kv.free(request)

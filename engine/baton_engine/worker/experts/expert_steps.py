@@ -21,7 +21,11 @@ class ExpertSteps:
         self._device = device
 
     def run_dummy_batch(self, kv_cache: Tensor, wave_tokens: tuple[int, ...]) -> None:
-        """Run the sparse layers with a dummy batch, because only other ranks have tokens.
+        """Run the sparse layers with a dummy batch, in a step where only other ranks have tokens.
+
+        Args:
+            kv_cache: KV cache of this rank.
+            wave_tokens: number of tokens of each rank in this step.
 
         Raises:
             GroupBrokenError: an expert group broke; see `check_expert_groups`.
@@ -33,7 +37,7 @@ class ExpertSteps:
         self.check_expert_groups(context)
 
     def check_has_experts(self) -> None:
-        """Check that a generation has been committed, so that sparse layers have experts.
+        """Check that the sparse layers have experts, as they do once a generation is committed.
 
         Raises:
             RuntimeError: no generation has been committed.

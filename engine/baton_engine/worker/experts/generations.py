@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 #: Niceness of threads that prepare a generation, so that serving steps have priority.
 NICENESS = 10
-#: Time after which a silent member's experts are read from the checkpoint.
+#: Time after which the experts of a member that does not respond are read from the checkpoint.
 PEER_TIMEOUT_S = 30.0
 CPU = torch.device("cpu")
 
@@ -67,7 +67,10 @@ class ExpertWorker:
 
 
 class Generations:
-    """The current generation, in which steps run, and the next generation in preparation."""
+    """The current generation, in which steps run, and the next generation in preparation.
+
+    A generation is a fixed set of ranks with a placement of experts on these ranks.
+    """
 
     def __init__(self, worker: ExpertWorker) -> None:
         self._worker = worker
@@ -78,8 +81,8 @@ class Generations:
     def prepare(self, generation: Generation) -> None:
         """Start to prepare a generation in the background.
 
-        Any other prepared generation is dropped. If `generation` is already prepared or current,
-        do nothing.
+        If `generation` is already in preparation or current, do nothing. Otherwise, drop any other
+        generation that is in preparation or prepared.
 
         Raises:
             ValueError: this engine is not a member of `generation`.
@@ -141,7 +144,8 @@ class Generations:
         This method can be called from any thread.
 
         Args:
-            nonce: do nothing if the current generation has another nonce. Empty matches any.
+            nonce: nonce of the generation to interrupt. Do nothing if another generation is
+                current. Empty: interrupt any generation.
         """
         current = self._current
         if current is not None and nonce in ("", current.generation.nonce):
@@ -189,7 +193,7 @@ class _LocalGeneration:
         self._worker = worker
         #: None after the preparation.
         self._before = before
-        #: Guards the attributes below: the thread adds to them, `abort` and `close` end them.
+        #: Guards the attributes below, which several threads use.
         self._lock = threading.Lock()
         self._status = Preparation(generation.nonce, PreparationState.PREPARING)
         self._groups: list[Group] = []
@@ -239,7 +243,7 @@ class _LocalGeneration:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             if self._worker.store.device.type == "cuda":
-                # A new thread begins with the first device.
+                # The current device of a new thread is the first device.
                 torch.cuda.set_device(self._worker.store.device)
             self._prepare()
             status = Preparation(self.generation.nonce, PreparationState.PREPARED)
@@ -368,6 +372,7 @@ class _LocalGeneration:
         else:
             gate_up, down = stack_experts([self.experts[key] for key in keys], device)
             if isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-                # Views of the stacked copies replace the experts, so that memory has them once.
+                # Views of the stacked copies replace the experts, so that memory holds only one
+                # copy.
                 self.experts.update(zip(keys, map(Expert, gate_up, down), strict=True))
         return ExpertShard(group, placement, self._worker.store.num_experts, gate_up, down, device)

@@ -1,4 +1,4 @@
-"""The state of a generation that a worker is preparing.
+"""The state of a generation (ranks and expert placement) that a worker is preparing.
 
 This module does not import torch, because engine cores import it.
 """

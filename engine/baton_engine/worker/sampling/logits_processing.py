@@ -184,7 +184,7 @@ def _mask_bad_words(logits: Tensor, inputs: Sequence[SamplingInput]) -> None:
     for row, item in enumerate(inputs):
         if words := item.params.bad_words_token_ids:
             longest = max(len(word) for word in words) - 1
-            # No more ids than this can matter.
+            # Only this many ids at the end can match a word.
             recent = (
                 [*item.prompt_token_ids[-longest:], *item.generated_token_ids[-longest:]]
                 if longest
