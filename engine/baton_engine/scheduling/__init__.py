@@ -1,4 +1,4 @@
-"""Scheduling: decides which requests run in the next step. No torch.
+"""Scheduling: decides which requests run in the next step. Does not import torch.
 
 scheduler        `schedule()` builds a step from the decisions of the other modules
 decisions        the decisions that the other modules return

@@ -1,4 +1,4 @@
-"""State of the scheduler: all requests, their queues, and other state that its modules share."""
+"""State that the modules of the scheduler share: requests, queues, KV cache, limits, counters."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class StepResults:
             if (token_id is not None) != entry.samples:
                 raise RuntimeError(
                     f"{request!r}: step {step_id} sampled {token_id}; "
-                    "it samples iff all known tokens are computed"
+                    "a request samples if and only if all its tokens are computed"
                 )
             if entry.start < request.num_prompt_tokens:
                 self.state.counters.prompt_tokens_computed += (

@@ -49,13 +49,13 @@ def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> tor
         return stored
     if instructions := native_instructions(stored):
         logger.info(
-            "dtype %s, as in the checkpoint; this CPU multiplies in it natively (%s)",
+            "dtype %s, as in the checkpoint; this CPU has native products in this dtype (%s)",
             checkpoint,
             instructions,
         )
         return stored
     logger.info(
-        "dtype float32, because this CPU does not multiply natively in the checkpoint's %s",
+        "dtype float32, because this CPU has no native products in the checkpoint's dtype, %s",
         checkpoint,
     )
     return torch.float32

@@ -252,7 +252,7 @@ class Worker:
             "preparing generation %d (%s) beside %s",
             generation.number,
             generation.operation_id or "no operation",
-            f"generation {current.number}" if current is not None else "none",
+            f"generation {current.number}" if current is not None else "no generation",
         )
         self._expert_generations.prepare(generation)
 
@@ -342,7 +342,7 @@ class Worker:
             self.connector.save(step.connector)
 
     def _mark_queued_work(self) -> None:
-        """Make later block copies wait for the work that is queued on the device now."""
+        """Make later copies of the KV connector wait for the work queued on the device now."""
         if self._peer_memory is not None:
             self._peer_memory.mark()
 

@@ -100,7 +100,7 @@ class KVHandoff:
         self._metadata.offers[transfer.transfer_id] = transfer.peer_instance_id
 
     def save(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the blocks of a PRODUCE request that a step completes.
+        """Publish the blocks that a step completes for a PRODUCE request.
 
         Args:
             num_computed_tokens: number of the request's tokens that have KV after the step,

@@ -45,7 +45,7 @@ class RemotePrefill:
         self._remember(request_id, None)
 
     def add_result(self, request: Request, result: PrefillResult) -> Finished | Queued | None:
-        """Record the result of the request's prefill stage. Return the decision that follows."""
+        """Record the result of the request's prefill stage. Return the next decision, if any."""
         if (
             request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
             or request.prefill_result is not None

@@ -99,7 +99,7 @@ class ExpertStore:
         return [part for weight in expert for part in _parts_of(weight)]
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:
-        """Return empty tensors to receive what `to_parts` of another rank returned."""
+        """Return empty tensors that can receive the result of `to_parts` on another rank."""
         shapes = [
             weight.shape
             for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))
@@ -116,7 +116,7 @@ class ExpertStore:
         ]
 
     def from_parts(self, parts: list[Tensor]) -> Expert:
-        """Build an expert from the tensors that `to_parts` of another rank returned."""
+        """Build an expert from tensors that `to_parts` has returned on another rank."""
         if self._form is ExpertForm.INT8:
             values_and_scales = zip(parts[::2], parts[1::2], strict=True)
             return Expert(*(Int8Weight.from_parts(*parts) for parts in values_and_scales))

@@ -305,7 +305,7 @@ class _LocalGeneration:
         except (GroupBrokenError, TimeoutError) as error:
             self._check_open()
             logger.warning(
-                "ranks cannot exchange experts, so they are read from the checkpoint: %s", error
+                "ranks cannot exchange experts, so experts are read from the checkpoint: %s", error
             )
             return
         exchange_experts(
