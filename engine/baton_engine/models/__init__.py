@@ -1,18 +1,18 @@
-"""Models: Hugging Face checkpoints as torch modules over `baton_kernels`.
+"""Torch modules that run Hugging Face checkpoints with the operations of `baton_kernels`.
 
 architectures/        one file per architecture
-factory.py            builds a model and loads its weights
-registry.py           architecture name -> model class
-fused_layers.py       the layers of a dense model as one compiled operation
-layers.py             layers that the architectures share, up to `CausalLM`
-sparse_moe.py         mixture of experts as a layer
-expert_parallel.py    exchange of tokens with the experts of other ranks
+factory.py            builds a model and loads the weights
+registry.py           the model class of each architecture name
+fused_layers.py       all layers of a dense model as one compiled operation
+layers.py             layers that the architectures share, and their base class `CausalLM`
+sparse_moe.py         the mixture-of-experts layer
+expert_parallel.py    exchange of tokens with the ranks that hold their experts
 projections.py        linear layers over tensor ranks
-operators.py          attention, sums and experts as operators of a traced graph
-forward_context.py    the step's data for attention
+operators.py          attention, all-reduce and experts as operators of a traced graph
+forward_context.py    data of one step that attention reads
 rope.py               rotary frequencies and their scalings
-loader.py             safetensors files: headers, checks, copies into parameters
-sharding.py           the part of a model, and of each tensor, that one rank holds
-checkpoint_config.py  config.json as a struct; torch-free
-errors.py             why a checkpoint cannot be served
+loader.py             reads and checks safetensors files, and fills parameters
+sharding.py           the layers, heads and tensor slices that one rank holds
+checkpoint_config.py  config.json as a struct, without torch
+errors.py             errors for checkpoints that cannot be served
 """

@@ -1,7 +1,7 @@
-"""config.json of a Hugging Face checkpoint, parsed and checked. Torch-free.
+"""Parses and checks config.json of a Hugging Face checkpoint, without torch.
 
-Supports files of transformers 4, with `rope_theta` and `rope_scaling`, and of transformers 5, with
-`rope_parameters`.
+Both formats are supported: transformers 4 (`rope_theta` and `rope_scaling`) and transformers 5
+(`rope_parameters`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Json = dict[str, Any]  # not validated yet
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama 3.1: low frequencies divided by `factor`."""
+    """RoPE scaling of Llama 3.1, which divides low frequencies by `factor`."""
 
     factor: float
     low_freq_factor: float
@@ -33,14 +33,14 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRopeScaling:
-    """Position interpolation: all frequencies divided by `factor`."""
+    """RoPE scaling by position interpolation, which divides all frequencies by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class YarnRopeScaling:
-    """YaRN: high frequencies are kept, low ones divided by `factor`, and attention is scaled."""
+    """RoPE scaling of YaRN, which divides low frequencies by `factor` and scales attention."""
 
     factor: float
     original_max_position_embeddings: int
@@ -55,7 +55,7 @@ RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """The fields that models use, named as in config.json where not noted."""
+    """Fields of config.json that models use. A comment gives the original name if it differs."""
 
     architecture: str
     vocab_size: int
@@ -72,10 +72,10 @@ class CheckpointConfig:
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
-    sliding_window: int | None  # tokens a token attends to, itself included; None: no limit
-    windowed_layers: frozenset[int]  # layers with a window, in architectures where some have none
-    eos_token_ids: tuple[int, ...]  # of generation_config.json if it exists
-    dtype: str  # of the weights; torch's name without its prefix
+    sliding_window: int | None  # tokens that a token attends to, including itself; None: no limit
+    windowed_layers: frozenset[int]  # layers with a window in Qwen2 and Qwen3; unused by others
+    eos_token_ids: tuple[int, ...]  # from generation_config.json, else from config.json
+    dtype: str  # dtype of the weights, such as "bfloat16"
     num_experts: int  # 0: a dense model
     num_experts_per_tok: int
     moe_intermediate_size: int
@@ -87,8 +87,9 @@ def load_checkpoint_config(path: Path) -> CheckpointConfig:
     """Parse config.json and generation_config.json in `path`.
 
     Raises:
-        ModelNotFound: The folder does not exist.
-        ModelInvalid: A file is missing or malformed, or needs a feature that Baton lacks.
+        ModelNotFound: `path` is not an existing folder.
+        ModelInvalid: config.json is missing, a file is malformed, or the model needs a feature
+            that Baton lacks.
     """
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
@@ -202,10 +203,13 @@ def _check_supported(config: Json) -> None:
 
 
 def _parse_window(config: Json) -> int | None:
-    """Return the sliding window, if any.
+    """Return the sliding window in tokens, or None if attention has no window.
 
-    Qwen's configs contain a window even if use_sliding_window is false. For Qwen and Mistral,
-    transformers has a default window; here the field is required instead.
+    Qwen configs contain a window that applies only if `use_sliding_window` is true.
+
+    Raises:
+        KeyError: `sliding_window` is missing from a config that must have it: Mistral, or Qwen with
+            `use_sliding_window`.
     """
     model_type = str(config.get("model_type"))
     if model_type.startswith("qwen") and not config.get("use_sliding_window"):
@@ -216,9 +220,9 @@ def _parse_window(config: Json) -> int | None:
 
 
 def _parse_windowed_layers(config: Json, num_layers: int) -> frozenset[int]:
-    """Return the layers with a sliding window.
+    """Return the indices of the layers with a sliding window.
 
-    They come from `layer_types` (transformers 5) or `max_window_layers` (transformers 4).
+    `layer_types` (transformers 5) takes precedence over `max_window_layers` (transformers 4).
     """
     layer_types = config.get("layer_types")
     if layer_types is None:
@@ -231,7 +235,7 @@ def _parse_windowed_layers(config: Json, num_layers: int) -> frozenset[int]:
 
 
 def _parse_moe_intermediate_size(config: Json, intermediate_size: int) -> int:
-    """Return the experts' intermediate size. Mixtral has one size, because no layer is dense."""
+    """Return `moe_intermediate_size`, or `intermediate_size` for configs without it (Mixtral)."""
     return (
         _positive(config, "moe_intermediate_size")
         if "moe_intermediate_size" in config
@@ -240,10 +244,9 @@ def _parse_moe_intermediate_size(config: Json, intermediate_size: int) -> int:
 
 
 def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
-    """Return theta and scaling.
+    """Return (rope_theta, scaling). The scaling is None for rope type "default".
 
-    They come from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
-    (transformers 4).
+    `rope_parameters` (transformers 5) overrides `rope_theta` and `rope_scaling` (transformers 4).
     """
     fields = ("rope_theta", "partial_rotary_factor")
     parameters: Json = {name: config[name] for name in fields if config.get(name) is not None}
@@ -283,9 +286,10 @@ def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, Rope
 
 
 def _yarn_attention_factor(parameters: Json, factor: float) -> float:
-    """Return the given factor, or the default of Peng et al. 2023, section 3.4.
+    """Return YaRN's attention factor, by which cosines and sines are multiplied.
 
-    mscale and mscale_all_dim are DeepSeek's variant of the default.
+    The config's `attention_factor` is used if set. Otherwise the factor is computed by DeepSeek's
+    formula if `mscale` and `mscale_all_dim` are set, else by Peng et al. 2023, section 3.4.
     """
 
     def sharpening(mscale: float) -> float:

@@ -1,6 +1,6 @@
-"""Errors of a configuration or checkpoint that cannot be served.
+"""Errors for a configuration or checkpoint that cannot be served.
 
-The process that raises one exits with code 78 and logs `FATAL <reason>: <message>`.
+A process that raises such an error logs `FATAL <reason>: <message>` and exits with code 78.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ __all__ = ["ConfigurationError", "ModelInvalid", "ModelNotFound"]
 
 
 class ModelNotFound(ConfigurationError):  # noqa: N818 - the name is the reason shown to users
-    """The model's folder does not exist."""
+    """The model's path is not an existing folder."""
 
     def __init__(self, message: str) -> None:
         super().__init__("ModelNotFound", message)
 
 
 class ModelInvalid(ConfigurationError):  # noqa: N818 - the name is the reason shown to users
-    """The folder's content cannot be loaded. The message names the file and the tensor, if any."""
+    """The checkpoint is incomplete, malformed or not supported."""
 
     def __init__(self, message: str) -> None:
         super().__init__("ModelInvalid", message)

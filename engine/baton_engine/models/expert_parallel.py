@@ -1,18 +1,21 @@
-"""A sparse layer of an expert-parallel group: tokens are sent to the ranks of their experts.
+"""Runs a sparse layer in an expert-parallel group, whose ranks each hold some of the experts.
 
-    route      (token, choice) -> slot of a rank: a copy of the expert on this rank if there is one,
-               else the copies take turns
-    dispatch   one row per token and target rank
-    experts    run on the rows; weighted outputs are summed over the slots of a rank
-    combine    sums are sent back and added per token in the order of the ranks
+A slot is the place of one expert on a rank. An expert may have copies on several ranks.
 
-Every rank calls `ExpertShard.mix` for the same layers in the same order, even without tokens. There
-are two layouts, chosen from the numbers of tokens, which all ranks know:
+    route      Choose a rank and a slot for each expert of a token. Use a copy on this rank if one
+               exists. Otherwise alternate between the copies.
+    dispatch   Send one row per token to each rank that runs experts for the token.
+    experts    Run each rank's experts on the received rows, and sum the weighted outputs per row.
+    combine    Send the sums back, and add the sums of each token in rank order.
 
-    masked       Each rank sends every rank as many rows as the largest batch has tokens. Rows for
-                 other ranks are masked. One exchange each way, without a wait for the device. For
-                 decode.
-    contiguous   Ranks first exchange the numbers of rows, then only the rows needed. For prefill.
+Every rank calls `ExpertShard.mix` for the same layers in the same order, even without tokens. All
+ranks know each rank's number of tokens, and choose the same layout from these numbers:
+
+    masked       Each rank sends every rank as many rows as the largest batch has tokens. Rows that
+                 the receiver does not need are masked. The host does not wait for the device. Used
+                 for decode.
+    contiguous   Ranks first exchange the numbers of rows, then only the needed rows. Used for
+                 prefill.
 """
 
 from __future__ import annotations
@@ -27,21 +30,21 @@ from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_kernels.moe import ExpertWeights, run_experts
 
-#: Most rows that a rank sends in the masked layout. With more, padding costs more than exchanging
-#: the numbers of rows.
+#: Maximum number of rows that a rank sends in the masked layout. Above this number, padding costs
+#: more than an exchange of the numbers of rows.
 MASKED_ROWS = 256
-ALIGNMENT = 8  # bytes, the size of the largest numbers that rows are viewed as
+ALIGNMENT = 8  # bytes; each row is padded to a multiple of this size
 ELSEWHERE = -1  # slot of an expert on another rank
 
 LayerPlacement = Sequence[Sequence[int]]  # [rank][slot]: the expert in the slot
 
 
 class ExpertShard:
-    """One layer's experts on this rank in one generation, and the exchange with other ranks.
+    """This rank's experts of one sparse layer, in one generation of the expert-parallel group.
 
     Attributes:
-        tokens: int64 [num_experts]: how often this rank's own tokens chose each expert.
-        slots: The expert in each slot of this rank.
+        tokens: Number of times that this rank's tokens chose each expert, int64 [num_experts].
+        slots: Expert id in each slot of this rank.
     """
 
     def __init__(
@@ -56,11 +59,12 @@ class ExpertShard:
         """Create the shard.
 
         Args:
-            group: Ranks of `placement`.
-            placement: The experts of all ranks.
+            group: The ranks that share the layer's experts.
+            placement: Expert id in each slot of each rank, as `placement[rank][slot]`.
             num_experts: Number of experts of the layer.
-            gate_up: Weights of this rank's slots, see `baton_kernels.moe.run_experts`.
-            down: Likewise.
+            gate_up: Gate and up projections of this rank's slots, as for
+                `baton_kernels.moe.run_experts`.
+            down: Down projections of this rank's slots, as for `run_experts`.
             device: Device of the weights and of the tokens.
 
         Raises:
@@ -76,13 +80,14 @@ class ExpertShard:
     def mix(
         self, x: Tensor, weights: Tensor, expert_ids: Tensor, wave_tokens: Sequence[int]
     ) -> Tensor:
-        """Return the weighted sum of each token's experts on all ranks. Collective.
+        """Return the weighted sum of each token's expert outputs. All ranks must call this method.
 
         Args:
             x: This rank's tokens, of shape [num_tokens, hidden]; num_tokens may be 0.
-            weights: Of shape [num_tokens, top_k], see `baton_kernels.moe.route_top_k`.
-            expert_ids: Likewise.
-            wave_tokens: Number of tokens of each rank. Not used in a group of one rank.
+            weights: Routing weights of shape [num_tokens, top_k], from
+                `baton_kernels.moe.route_top_k`.
+            expert_ids: Chosen experts of shape [num_tokens, top_k], from `route_top_k`.
+            wave_tokens: Each rank's number of tokens in this step. Unused in a group of one rank.
 
         Returns:
             A tensor of the same shape as x.
@@ -115,7 +120,10 @@ class ExpertShard:
     def _mix_masked(
         self, x: Tensor, weights: Tensor, ranks: Tensor, slots: Tensor, most: int
     ) -> Tensor:
-        """Exchange `most` rows with every rank. Row t is token t."""
+        """Return the result of `mix` in the masked layout, with `most` rows sent to every rank.
+
+        Row t holds token t.
+        """
         (num_tokens, hidden), size = x.shape, self.group.size
         format_ = _RowFormat(slots.shape[1], hidden, x.dtype)
         there = ranks == torch.arange(size, device=self._device).view(size, 1, 1)
@@ -153,7 +161,7 @@ class ExpertShard:
         return total.to(x.dtype)
 
     def _run(self, format_: _RowFormat, rows: Tensor) -> Tensor:
-        """Run this rank's experts on received rows. Return their sums, [len(rows), hidden]."""
+        """Run this rank's experts on received rows. Return each row's sum, [len(rows), hidden]."""
         slots, weights, x = format_.read(rows)
         if not len(x):
             return x
@@ -161,20 +169,23 @@ class ExpertShard:
 
 
 def uses_masked_layout(wave_tokens: Sequence[int]) -> bool:
-    """Return whether a step uses the masked layout, from the number of tokens of each rank."""
+    """Return whether a step in which rank r has `wave_tokens[r]` tokens uses the masked layout."""
     return max(wave_tokens) * len(wave_tokens) <= MASKED_ROWS
 
 
 class _Copies(NamedTuple):
-    """The copies of each expert that one rank may use."""
+    """The copies of each expert to which one rank sends tokens."""
 
-    ranks: Tensor  # int64 [num_experts, max copies]
-    slots: Tensor  # int64 [num_experts, max copies]: slots of these ranks
+    ranks: Tensor  # int64 [num_experts, max copies]: rank of the copy
+    slots: Tensor  # int64 [num_experts, max copies]: slot of the copy on that rank
     numbers: Tensor  # int64 [num_experts]: number of valid copies
-    first: int  # the copy that takes the first token
+    first: int  # copy for the first token, modulo the number of copies
 
     def choose(self, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (ranks, slots) shaped like `expert_ids`. An expert's copies take turns."""
+        """Return the ranks and slots of the copies to use, each in the shape of `expert_ids`.
+
+        Entries of the same expert alternate between the copies of the expert.
+        """
         if self.ranks.shape[1] == 1:
             return self.ranks[expert_ids, 0], self.slots[expert_ids, 0]
         experts = expert_ids.flatten()
@@ -185,7 +196,7 @@ class _Copies(NamedTuple):
 
 
 def _turns(experts: Tensor, num_experts: int) -> Tensor:
-    """Return, for each entry, the number of equal entries before it."""
+    """Return, for each entry of `experts`, the number of equal entries before that entry."""
     order = experts.argsort(stable=True)
     in_order = experts[order]
     numbers = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
@@ -218,7 +229,7 @@ def _copies_seen_from(
 
 
 class _RowFormat:
-    """The bytes of a token in transit: slots (int32), weights (float32), hidden state."""
+    """Byte layout of a row sent between ranks: slots (int32), weights (float32), hidden state."""
 
     def __init__(self, top_k: int, hidden: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -226,13 +237,13 @@ class _RowFormat:
         self.nbytes = -(-self._ends[-1] // ALIGNMENT) * ALIGNMENT
 
     def write(self, rows: Tensor, slots: Tensor, weights: Tensor, x: Tensor) -> None:
-        """Write tokens into rows.
+        """Write tokens into the first rows, and slots into all rows.
 
         Args:
-            rows: uint8 [..., number of rows, nbytes].
-            slots: Slots of all rows, [..., number of rows, top_k].
-            weights: Weights of the first rows, [tokens, top_k].
-            x: Hidden states of the first rows, [tokens, hidden].
+            rows: uint8 [..., num_rows, nbytes].
+            slots: Slots of all rows, [..., num_rows, top_k].
+            weights: Routing weights of the tokens, [num_tokens, top_k].
+            x: Hidden states of the tokens, [num_tokens, hidden].
         """
         weights_start, hidden_start, end = self._ends
         rows[..., :weights_start].view(torch.int32).copy_(slots)
@@ -240,7 +251,7 @@ class _RowFormat:
         rows[..., : len(x), hidden_start:end].view(self.dtype).copy_(x)
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (slots as int64, weights, x) of rows [n, nbytes]."""
+        """Return (slots, weights, hidden states) of rows [num_rows, nbytes]. Slots are int64."""
         weights_start, hidden_start, end = self._ends
         slots = rows[:, :weights_start].view(torch.int32).long()
         weights = rows[:, weights_start:hidden_start].view(torch.float32).to(self.dtype)

@@ -1,4 +1,4 @@
-"""Builds this rank's part of a model and loads its weights."""
+"""Builds one rank's part of a model and loads the weights of that part."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def load_model(
     expert_parallel: bool = False,
     show_progress: bool = False,
 ) -> CausalLM:
-    """Build this rank's part of a model and load its weights from safetensors files.
+    """Build this rank's part of a model and load the weights of that part.
 
-    Every rank checks the names and shapes of the whole checkpoint, but reads only its own slices.
+    Every rank checks the names and shapes of all tensors, but reads only the slices that it holds.
 
     Args:
-        path: Folder of the checkpoint.
-        config: The checkpoint's config.json.
+        path: Folder of the checkpoint, with safetensors files.
+        config: The checkpoint's parsed config.json.
         dtype: Data type of the weights in memory.
         device: Device of the weights.
         parallel: This rank's groups.
-        expert_parallel: Leave sparse layers without experts; they get a shard later, see
-            `SparseMoE`.
-        show_progress: Show a progress bar of the bytes read on stderr.
+        expert_parallel: Whether to leave sparse layers without experts. Each layer needs an
+            `ExpertShard` later.
+        show_progress: Whether to show a progress bar of the bytes read on stderr.
 
     Raises:
         ModelInvalid: The architecture is unknown, or a tensor is missing, unexpected, truncated or

@@ -1,8 +1,8 @@
-"""The step's data for attention: block tables, slots and sequence boundaries.
+"""Data of one step that attention reads: block tables, KV slots and sequence boundaries.
 
-The runner sets the context around a forward, and `operators` reads it. It is not an argument,
-because it would have to pass through every layer and every traced graph. Each thread has its own
-context, because a process may run several engines.
+The model runner sets a `ForwardContext` around a forward, and `operators.py` reads the context.
+Layers and traced graphs therefore need no argument for this data. Each thread has its own context,
+because one process may run several engines.
 """
 
 from __future__ import annotations
@@ -23,44 +23,51 @@ from baton_kernels.kv_write.torch_cpu import Slots
 
 
 class LayerPlan(NamedTuple):
-    """Plans of `baton_kernels`, shared by the layers with the same window."""
+    """Plans of a step's KV write and attention, for all layers with the same attention window."""
 
-    write: Slots | None  #: None if the device's kernels need none.
+    write: Slots | None  #: None if the KV write needs no plan on this device.
     attention: AttentionPlan
 
 
-#: (index of the piece, the piece, its arguments) -> its result. Arguments are tensors and sizes.
+#: Runs one piece of a compiled model: (index of the piece, the piece, arguments) -> result.
+#: Arguments are tensors and sizes.
 RunPiece = Callable[[int, Callable[..., Any], tuple[Any, ...]], Any]
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """One step: `num_tokens` tokens of `num_seqs` sequences. Tensors are on the model's device."""
+    """Data that attention reads in a step with `num_tokens` tokens of `num_seqs` sequences.
 
-    #: int64 [num_tokens]: block id * block_size + offset of the token's KV. -1: not written.
+    All tensors are on the model's device.
+    """
+
+    #: int64 [num_tokens]: place of the token's KV, as block id * block_size + offset in the block.
+    #: -1: the KV is not written.
     slot_mapping: Tensor
     block_tables: Tensor  # int32 [num_seqs, max_blocks_per_seq]
     cu_seqlens_q: Tensor  # int32 [num_seqs + 1]
     seq_lens: Tensor  # int32 [num_seqs], including this step's tokens
-    #: Of this rank: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
+    #: This rank's cache: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
     kv_cache: Tensor
     max_seqlen_q: int | None = None  # most tokens of one sequence in this step; None: unknown
-    #: If not None, each sparse layer appends its experts: int [num_tokens, experts per token].
+    #: If not None, each sparse layer appends the chosen experts: int [num_tokens, top_k].
     routed_experts: list[Tensor] | None = None
-    #: With expert parallelism: tokens of each rank in this step. Empty: the rank runs it alone.
+    #: With expert parallelism: each rank's number of tokens in this step. Empty: a step of this
+    #: rank alone.
     wave_tokens: tuple[int, ...] = ()
     #: Set when the expert group breaks. The results of this step are then invalid.
     broken: GroupBrokenError | None = None
-    tensor_group: Group | None = None  # group of a compiled graph's all-reduces
-    #: Called when the last layer has written its KV. A captured graph does not call it.
+    tensor_group: Group | None = None  # group for the all-reduces of a compiled graph
+    #: Callback after the last layer's KV write. A captured graph does not call this function.
     kv_written: Callable[[], None] | None = None
-    #: Runs the pieces of a compiled model, for example as captured graphs. None: they are called.
+    #: Runs a piece of a compiled model, for example as a captured graph. None: pieces are called
+    #: directly.
     run_piece: RunPiece | None = None
     _plans: dict[int | None, LayerPlan] = field(default_factory=dict, init=False, repr=False)
     _layers: tuple[Tensor, ...] | None = field(default=None, init=False, repr=False)
 
     def layer_cache(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of this rank's layer with index `layer`.
+        """Return the cached keys and values of layer number `layer` on this rank.
 
         Returns:
             Two tensors of shape [num_blocks, num_kv_heads, block_size, head_dim].
@@ -71,10 +78,10 @@ class ForwardContext:
         return keys, values
 
     def plan(self, query: Tensor, window: int | None) -> LayerPlan:
-        """Return the plan for attention layers with this window. The first of them makes it.
+        """Return the step's plan for layers with this window. The first call makes the plan.
 
         Args:
-            query: The layer's, of shape [num_tokens, num_heads, head_dim].
+            query: Queries of the calling layer, of shape [num_tokens, num_heads, head_dim].
             window: See `baton_kernels.attention.AttentionPlan`.
         """
         plan = self._plans.get(window)
@@ -97,7 +104,7 @@ class ForwardContext:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """One step's input to the model, on its device."""
+    """Input of the model for one step. All tensors are on the model's device."""
 
     input_ids: Tensor  # int64 [num_tokens]
     positions: Tensor  # int64 [num_tokens]
@@ -109,7 +116,7 @@ _thread = threading.local()
 
 @contextmanager
 def forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
-    """Set the context of this thread's forwards."""
+    """Set this thread's context within a `with` block, then restore the previous context."""
     before = getattr(_thread, "context", None)
     _thread.context = context
     try:

@@ -1,4 +1,4 @@
-"""The layers of a dense model with packed or int8 weights, as one compiled operation."""
+"""Joins the layers of a dense model with packed or int8 weights into one compiled operation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from baton_kernels.linear import Int8Weight, PackedWeight
 
 
 def fuse_layers(model: CausalLM) -> DecoderLayers | None:
-    """Return all layers of the model as one operation.
+    """Return one compiled operation that runs all layers of the model.
 
     Returns:
-        None if a layer is sparse, tensor ranks share it, or its products are not compiled.
+        The operation. None if a layer is sparse, if the model is split over tensor ranks, or if
+        the C++ operations cannot read a layer's weights.
     """
     layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
     weights = [each for layer in layers if (each := _weights_of(layer)) is not None]
@@ -45,7 +46,7 @@ def _weights_of(layer: DecoderLayer) -> LayerWeights | None:
 
 
 def _compiled(layer: ColumnParallelLinear | RowParallelLinear) -> Projection | None:
-    """Return the layer if its product is compiled."""
+    """Return the layer's weight and bias, or None if the C++ operations cannot read the weight."""
     weight: object = layer.weight
     if isinstance(weight, PackedWeight | Int8Weight) and weight.is_compiled:
         return Projection(weight, layer.bias)

@@ -1,12 +1,13 @@
 """Layers that the architectures share.
 
-A step's tensors are flat, [num_tokens, ...]: its sequences follow one another.
+Tensors of a step have the shape [num_tokens, ...]: the tokens of all sequences are concatenated.
 
-With tensor parallelism a layer holds its rank's slice. Projections to heads or to an MLP's
+With tensor parallelism, each rank holds a slice of every layer. Projections to heads or to an MLP's
 intermediate size are column-parallel. Projections back to the hidden size are row-parallel and end
 with an all-reduce.
 
-`weight_targets(prefix)` of a layer names the slices of the checkpoint's tensors that fill it.
+A layer's `weight_targets(prefix)` returns the slices of checkpoint tensors to load into its
+parameters.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (norm of the sum, the sum) of residual and x; without a residual the sum is x."""
+        """Return (norm of s, s), where s is x + residual, or x if residual is None."""
         return (
             (self(x), x) if residual is None else add_rms_norm(x, residual, self.weight, self.eps)
         )
@@ -60,10 +61,10 @@ class RMSNorm(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding whose weight may also be the output projection. Ranks split the vocabulary.
+    """Embedding or output projection, or both, with the vocabulary split over the tensor ranks.
 
-    Every rank has the same number of rows. Rows past the vocabulary are padding: they are never
-    read, and `logits` removes their columns.
+    Every rank has the same number of rows. Rows past the end of the vocabulary are padding, and
+    `logits` removes their columns.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: Group) -> None:
@@ -71,7 +72,7 @@ class VocabParallelEmbedding(nn.Module):
         self.part, num_rows = split_vocabulary(vocab_size, group)
         self.group = group
         self.weight = parameter(num_rows, hidden_size)
-        #: Packed or quantized copy for the output projection; it cannot serve as an embedding.
+        #: Packed or quantized copy of the weight for `logits`. `forward` cannot read such a copy.
         self.packed_weight: PackedWeight | Int8Weight | None = None
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -83,7 +84,10 @@ class VocabParallelEmbedding(nn.Module):
         return all_reduce(found.masked_fill(elsewhere[:, None], 0), self.group)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [rows, vocab_size] of [rows, hidden_size], equal on all ranks."""
+        """Return float32 logits [rows, vocab_size] of hidden states [rows, hidden_size].
+
+        The result is the same on all ranks.
+        """
         weight = self.weight if self.packed_weight is None else self.packed_weight
         return self.group.all_gather(linear(hidden, weight), dim=-1)[:, : self.part.total].float()
 
@@ -105,7 +109,7 @@ class Attention(nn.Module):
         qkv_bias: Whether the projections of q, k and v have a bias.
         o_bias: Whether the output projection has a bias.
         qk_norm: Whether each head of q and k is normalized before the rotary embedding (Qwen3).
-        window: Number of tokens that a token attends to, itself included. None: all before it.
+        window: Number of tokens that a token attends to, including itself. None: no limit.
     """
 
     def __init__(
@@ -159,7 +163,7 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), with gate and up in one matrix product."""
+    """Gated MLP: down(silu(gate(x)) * up(x)). One matrix product computes gate and up."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, group: Group, *, bias: bool = False
@@ -183,7 +187,8 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Pre-norm transformer layer: attention, then an MLP, each added to the residual.
 
-    The addition is fused with the norm that follows it, which may be the next layer's.
+    Each addition is fused with the next norm. The MLP's output is therefore added in the next layer
+    or in the model's final norm.
     """
 
     def __init__(
@@ -203,7 +208,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, angles: RotaryAngles
     ) -> tuple[Tensor, Tensor]:
-        """Return the next (x, residual), whose sum is the hidden state.
+        """Return (x, residual) for the next layer. Their sum is this layer's hidden state.
 
         Args:
             x: Output of the previous layer.
@@ -225,10 +230,10 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Embedding, decoder layers, final norm and output projection.
+    """Base class of models: embedding, decoder layers, final norm and output projection.
 
     Architectures implement `make_layer`. A pipeline stage has consecutive layers. The first stage
-    has the embedding, the last one the final norm and the output projection.
+    also has the embedding. The last stage also has the final norm and the output projection.
     """
 
     def __init__(self, config: CheckpointConfig, parallel: ParallelContext = ALONE) -> None:
@@ -253,15 +258,17 @@ class CausalLM(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if last else None
         self.lm_head = VocabParallelEmbedding(*vocabulary) if last and not tied else None
-        #: All layers as one compiled operation, see `fused_layers`. None: they run one by one.
+        #: All layers as one compiled operation, see `fused_layers.py`. None: layers run one by one.
         self.fused_layers: DecoderLayers | None = None
 
     def make_layer(self, config: CheckpointConfig, layer: int, group: Group) -> DecoderLayer:
-        """Return this rank's part of decoder layer `layer` of the whole model."""
+        """Return this rank's part of a decoder layer. `layer` is its index in the whole model."""
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Run this stage's layers and write the tokens' KV, within a `forward_context`.
+        """Run this pipeline stage on a step's tokens, and write their KV into the cache.
+
+        Call this method within a `forward_context`.
 
         Args:
             input_ids: int64 of shape [num_tokens].
@@ -298,7 +305,7 @@ class CausalLM(nn.Module):
 
     @cached_property
     def sparse_layers(self) -> list[tuple[str, SparseMoE]]:
-        """(name in the checkpoint, layer) of each sparse layer, in order."""
+        """This rank's sparse layers in order, each as (name in the checkpoint, layer)."""
         layers = []
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
@@ -307,17 +314,17 @@ class CausalLM(nn.Module):
         return layers
 
     def run_dummy_batch(self) -> None:
-        """Run a step in which only other ranks have tokens for this rank's experts.
+        """Run the sparse layers in a step in which only other ranks have tokens.
 
-        Call it within a `forward_context`.
+        Call this method within a `forward_context`.
         """
         for _, layer in self.sparse_layers:
             layer.run_dummy_batch()
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [rows, vocab_size] of [rows, hidden_size]; on the last stage only.
+        """Return float32 logits [rows, vocab_size] of hidden states [rows, hidden_size].
 
-        The result is the same on every tensor rank.
+        Only the last pipeline stage has logits. The result is the same on every tensor rank.
         """
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None, "only the last stage has an output projection"
@@ -338,5 +345,5 @@ class CausalLM(nn.Module):
         return targets
 
     def ignored_weights(self) -> list[str]:
-        """Return tensors that a checkpoint may contain although the model does not use them."""
+        """Return the names of tensors that a checkpoint may contain but the model does not use."""
         return ["lm_head.weight"] if self.config.tie_word_embeddings else []

@@ -1,7 +1,7 @@
-"""Loads safetensors checkpoints into a model's parameters, after a check of all names and shapes.
+"""Checks the tensors of a safetensors checkpoint, and loads them into a model's parameters.
 
-A model's `weight_targets` name the parameter and slice of each tensor. Fused parameters (QKV, gate
-and up, stacked experts) and models split over ranks therefore need no code here.
+A model's `weight_targets` give the slice to read of each tensor, and the parameter to fill. So this
+file needs no code for fused parameters (QKV, gate and up, stacked experts) or split models.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ IDENTITY_PAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor, from a file's header."""
+    """Location, dtype and shape of one tensor in a safetensors file."""
 
     file: Path
     dtype: str  # name in safetensors, such as BF16
     shape: tuple[int, ...]
-    offset: int  # of the first byte in the file
+    offset: int  # position of the tensor's first byte in the file
 
     @property
     def item_bytes(self) -> int:
@@ -48,7 +48,9 @@ class TensorEntry:
 
 
 def read_tensor_index(path: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of the checkpoint in folder `path`, from the headers of its files.
+    """Return a `TensorEntry` for each tensor name of the checkpoint in folder `path`.
+
+    Only the headers of the files are read.
 
     Raises:
         ModelInvalid: A file or tensor, named in the message, is missing, truncated or malformed.
@@ -72,10 +74,11 @@ def read_tensor_index(path: Path) -> dict[str, TensorEntry]:
 
 
 def identity_files(path: Path) -> dict[str, bytes]:
-    """Return data that identifies a checkpoint, without reading all of its weights.
+    """Return bytes that identify the checkpoint in folder `path`, by file name.
 
-    It consists of config.json, the index, and each file's header and IDENTITY_PAGES pages, spread
-    evenly over the file. The pages tell checkpoints of the same shape apart.
+    config.json and the index are returned whole. A weight file is represented by its header and
+    IDENTITY_PAGES pages, spread evenly over the file. The pages distinguish checkpoints with equal
+    shapes.
 
     Raises:
         ModelInvalid: A file is missing or has no header.
@@ -96,17 +99,19 @@ def load_weights(
     ignored: Iterable[str],
     show_progress: bool,
 ) -> int:
-    """Check the checkpoint in `path` and copy the slices of `targets`, converting the dtype.
+    """Check the checkpoint in `path`, then copy slices of its tensors into parameters.
+
+    Values are converted to the dtype of the parameter.
 
     Args:
         path: Folder of the checkpoint.
-        targets: The slice of each tensor to read and the parameter that it fills.
-        expected: Shapes of all tensors of the whole model. The checkpoint must have all of them.
-        ignored: Tensors that the checkpoint may have in addition.
-        show_progress: Show a progress bar of the bytes read on stderr.
+        targets: Slice to read of each tensor, and parameter to fill, by tensor name.
+        expected: Shape of each tensor that the checkpoint must contain, by name.
+        ignored: Names of tensors that the checkpoint may contain in addition.
+        show_progress: Whether to show a progress bar of the bytes read on stderr.
 
     Returns:
-        Bytes read.
+        The number of bytes read.
 
     Raises:
         ModelInvalid: A tensor, named in the message with its file, is missing, unexpected or
@@ -123,15 +128,17 @@ def read_slices(
     *,
     show_progress: bool = False,
 ) -> int:
-    """Copy the slices of `targets`, converting the dtype. Nothing else is read.
+    """Copy slices of a checkpoint's tensors into parameters. Only these slices are read.
+
+    Values are converted to the dtype of the parameter.
 
     Args:
         entries: All tensors of a checkpoint whose names and shapes were checked.
-        targets: The slice of each tensor to read and the parameter that it fills.
-        show_progress: Show a progress bar of the bytes read on stderr.
+        targets: Slice to read of each tensor, and parameter to fill, by tensor name.
+        show_progress: Whether to show a progress bar of the bytes read on stderr.
 
     Returns:
-        Bytes read.
+        The number of bytes read.
 
     Raises:
         ModelInvalid: A tensor, named in the message with its file, cannot be read.
@@ -159,10 +166,10 @@ def read_slices(
 
 
 def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightTarget]) -> None:
-    """Read the slices into the page cache before `read_slices`.
+    """Read the slices of `targets` into the operating system's page cache.
 
-    safetensors holds the GIL while it waits for the disk. This function does not, so other threads
-    of the process continue.
+    Call this function before `read_slices`, which holds the GIL while it waits for the disk. This
+    function releases the GIL, so that other threads continue.
 
     Raises:
         ModelInvalid: A file cannot be read.
@@ -171,7 +178,7 @@ def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightT
     for name, target in targets.items():
         entry = entries[name]
         row_bytes = math.prod(entry.shape[1:]) * entry.item_bytes
-        # A slice in another dimension than rows has parts in every row.
+        # A slice of a later dimension has a part in every row, so all rows are read.
         rows = target.index[0] if target.dim == 0 else slice(0, entry.shape[0])
         at, end = (entry.offset + row * row_bytes for row in (rows.start, rows.stop))
         try:

@@ -1,7 +1,7 @@
-"""Operators that use more than their arguments: attention, all-reduce, mixtures of experts.
+"""Operators that read the forward context: attention, all-reduce and mixture of experts.
 
-In eager code they are functions. In a graph traced by torch.compile they are opaque custom
-operators of the namespace `baton`. Their use of the forward context is not part of the graph.
+In eager code, the operators are plain functions. In a graph traced by torch.compile, each is an
+opaque custom operator of the namespace `baton`, so the graph does not contain the context.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton_kernels.moe import ExpertWeights, route_top_k, run_experts
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
-    """Write the KV of the step's tokens into the cache, then attend to their sequences.
+    """Write k and v into the KV cache, then compute attention over the step's sequences.
 
     Args:
         q: Queries of shape [num_tokens, num_heads, head_dim].
@@ -33,10 +33,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: in
         window: See `baton_kernels.attention.AttentionPlan`.
 
     Returns:
-        The attention's result, of the same shape as q.
+        The attention outputs, of the same shape as q.
     """
     if torch.compiler.is_compiling():
-        # Allocated by the previous piece, so that its address is the same in every graph replay.
+        # The previous piece allocates `out`, so its address is the same in every graph replay.
         out = torch.empty_like(q)
         torch.ops.baton.attend(q, k, v, out, layer, scale, window)
         return out
@@ -44,7 +44,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: in
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
-    """Sum x over the tensor ranks, in place."""
+    """Sum x over the tensor ranks in place, and return x."""
     if group.size > 1 and torch.compiler.is_compiling():
         torch.ops.baton.all_reduce(x)
         return x
@@ -59,9 +59,10 @@ def mix_experts(
     top_k: int,
     renormalize: bool,
 ) -> Tensor:
-    """Route each token to its experts and sum their outputs; see `baton_kernels.moe`.
+    """Choose experts for each token, and return the weighted sums of the experts' outputs.
 
-    The chosen experts are recorded in the context's `routed_experts`, except in a compiled graph.
+    See `baton_kernels.moe` for the arguments. Outside compiled graphs, the chosen experts are
+    appended to `ForwardContext.routed_experts`.
     """
     if torch.compiler.is_compiling():
         experts = [
@@ -76,18 +77,18 @@ def mix_experts(
 def mix_parallel_experts(
     x: Tensor, router_logits: Tensor, shard: ExpertShard | None, top_k: int, renormalize: bool
 ) -> Tensor:
-    """Run `mix_experts` over an expert-parallel group. Collective; not for compiled graphs.
+    """Return the result of `mix_experts`, with experts on all ranks of an expert-parallel group.
 
-    Without a shard, as during warm-up, the result is zeros. If the group breaks, the forward sets
-    `ForwardContext.broken` and continues with zeros, so that collectives of other groups still
-    match.
+    All ranks must call this operator, and compiled graphs cannot contain it. Without a shard, as
+    during warm-up, the result is zeros. If the group breaks, `ForwardContext.broken` is set and the
+    result is zeros. The forward continues, so that collectives of other groups still match.
     """
     weights, expert_ids = _route(router_logits, top_k, renormalize)
     return torch.zeros_like(x) if shard is None else exchange_tokens(shard, x, weights, expert_ids)
 
 
 def exchange_tokens(shard: ExpertShard, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-    """Return the result of `ExpertShard.mix` for this step, or zeros if its group is broken."""
+    """Return the result of `ExpertShard.mix` for this step, or zeros if the group is broken."""
     context = current_context()
     if context.broken is None:
         try:
@@ -126,7 +127,10 @@ def _attend(
 def _attend_to_real_tokens(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, layer: int, scale: float, window: int | None
 ) -> None:
-    """Run `attend` in a traced graph. The last tokens may be padding and are skipped."""
+    """Write the result of `attend` into `out`. Traced graphs call this function.
+
+    Tokens past the end of the context's `slot_mapping` are padding and are skipped.
+    """
     num_tokens = len(current_context().slot_mapping)
     _attend(q[:num_tokens], k[:num_tokens], v[:num_tokens], layer, scale, window, out[:num_tokens])
 
@@ -184,5 +188,5 @@ _define(
     _like_first,
 )
 
-#: Operators at which a traced graph is cut -> the function that runs there, without a dispatcher.
+#: Operators at which a traced graph is cut, each with the function to call there directly.
 SPLITTING = {torch.ops.baton.attend.default: _attend_to_real_tokens}

@@ -16,7 +16,7 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x W^T with the whole W on every rank."""
+    """Replicated linear layer: y = x W^T with the whole W on every rank."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -30,14 +30,14 @@ class Linear(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b for this rank's part of the outputs, split by output.
+    """Column-parallel linear layer: y = x W^T + b for this rank's part of the outputs.
 
-    Several linear layers of the checkpoint are fused; their outputs follow one another in y.
+    The weight fuses one or more linear layers of the checkpoint. y concatenates their outputs.
 
     Args:
-        in_features: Length of the inputs.
-        parts: This rank's rows of W, by the name of the checkpoint's layer.
-        bias: Whether the layers have a bias.
+        in_features: Number of inputs.
+        parts: This rank's rows of each fused layer, by the layer's name in the checkpoint.
+        bias: Whether the fused layers have biases.
     """
 
     def __init__(self, in_features: int, parts: dict[str, Part], bias: bool) -> None:
@@ -68,7 +68,10 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b split by input: x is this rank's part, and the ranks' products are summed."""
+    """Row-parallel linear layer: y = x W^T + b, where each rank has a part of the inputs x.
+
+    An all-reduce sums the ranks' products.
+    """
 
     def __init__(self, part: Part, out_features: int, bias: bool, group: Group) -> None:
         super().__init__()

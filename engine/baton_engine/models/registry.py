@@ -1,4 +1,4 @@
-"""The model classes by the architecture's name in config.json."""
+"""Registry of the model classes, by architecture name in config.json."""
 
 from __future__ import annotations
 

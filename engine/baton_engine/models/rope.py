@@ -1,6 +1,7 @@
-"""Rotary position embedding: the scaled frequencies and a step's angles.
+"""Rotary position embedding: scaled frequencies, and the angles of a step's tokens.
 
-Scalings: none; linear (Chen et al. 2023); llama3 (of Llama 3.1); YaRN (Peng et al. 2023).
+The supported scalings are linear (Chen et al. 2023), llama3 (Llama 3.1) and YaRN (Peng et al.
+2023).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from baton_kernels.rope import rotary_angles
 
 
 class RotaryAngles(NamedTuple):
-    """A step's angles, shared by all layers: float32 [num_tokens, head_dim / 2] each.
+    """Cosines and sines of a step's rotary angles, each float32 [num_tokens, head_dim / 2].
 
     See `baton_kernels.rope.rotary_angles`.
     """
@@ -31,7 +32,7 @@ class RotaryAngles(NamedTuple):
 
 
 class RotaryEmbedding(nn.Module):
-    """Positions -> angles. Frequencies are float32 because other dtypes are not precise enough."""
+    """Computes the rotary angles of positions, with float32 frequencies in any model dtype."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         super().__init__()
@@ -42,7 +43,7 @@ class RotaryEmbedding(nn.Module):
         self.scale = scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0
 
     def move_to(self, device: torch.device) -> None:
-        """Move the frequencies to a device, because a graph cannot contain a copy from the host."""
+        """Move the frequencies to `device`. A captured graph cannot copy them from the host."""
         self.inv_freq = self.inv_freq.to(device)
 
     def forward(self, positions: Tensor) -> RotaryAngles:
@@ -51,7 +52,7 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(config: CheckpointConfig) -> Tensor:
-    """Return the radians per position of each pair of dimensions: float32 [head_dim / 2]."""
+    """Return the scaled rotary frequencies in radians per position: float32 [head_dim / 2]."""
     exponents = (
         torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
     )
@@ -62,8 +63,8 @@ def inverse_frequencies(config: CheckpointConfig) -> Tensor:
         case LinearRopeScaling(factor=factor):
             return inv_freq / factor
         case Llama3RopeScaling() as scaling:
-            # Frequencies with many full turns within the original length are kept, those with few
-            # are divided by the factor, those between are interpolated.
+            # Frequencies with many full turns within the original length are kept. Frequencies with
+            # few turns are divided by the factor. Frequencies between are interpolated.
             turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)
             keep = (turns - scaling.low_freq_factor) / (
                 scaling.high_freq_factor - scaling.low_freq_factor
@@ -76,10 +77,10 @@ def inverse_frequencies(config: CheckpointConfig) -> Tensor:
 
 
 def _yarn_ramp(scaling: YarnRopeScaling, theta: float, head_dim: int) -> Tensor:
-    """Return YaRN's ramp over the pairs of dimensions, linear between its ends.
+    """Return how far YaRN scales each frequency, from 0 (kept) to 1 (divided): [head_dim / 2].
 
-    It is 0 for pairs with at least beta_fast turns within the original length, and 1 for pairs with
-    at most beta_slow.
+    Frequencies with at least beta_fast turns within the original length are kept. Frequencies with
+    at most beta_slow turns are divided by the factor. The ramp between them is linear.
     """
 
     def pair_that_turns(times: float) -> float:

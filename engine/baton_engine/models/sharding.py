@@ -1,6 +1,7 @@
-"""How a model is split: pipeline stages hold consecutive layers, tensor ranks parts of each layer.
+"""Splits a model over pipeline stages and tensor ranks.
 
-`shard` computes the share of one rank. `Part` and `WeightTarget` describe slices of the
+A pipeline stage holds consecutive layers. A tensor rank holds a part of each of these layers.
+`shard` computes the layers and heads of one rank. `Part` and `WeightTarget` describe slices of the
 checkpoint's tensors.
 """
 
@@ -19,7 +20,7 @@ ALONE = ParallelContext()  # one worker with the whole model
 
 
 class Part(NamedTuple):
-    """Rows (or columns) [start, start + length) of the checkpoint's `total`."""
+    """A rank's part of a dimension: indices [start, start + length) of `total` indices."""
 
     total: int
     start: int
@@ -28,16 +29,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """A slice of a checkpoint's tensor and the parameter that it fills."""
+    """A slice of a tensor in the checkpoint, and the parameter to fill with the slice."""
 
-    parameter: Tensor  # a parameter or a view of one, with the size of the slice
+    parameter: Tensor  # parameter or view of a parameter, of the slice's shape
     shape: tuple[int, ...]  # shape of the whole tensor in the checkpoint
-    dim: int = 0  # dimension of the slice
-    start: int = 0  # begin of the slice in that dimension
+    dim: int = 0  # dimension along which the tensor is sliced
+    start: int = 0  # first index of the slice in dimension `dim`
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Index of the slice in the checkpoint's tensor."""
+        """Index that selects the slice from the whole tensor."""
         return (slice(None),) * self.dim + (
             slice(self.start, self.start + self.parameter.shape[self.dim]),
         )
@@ -48,7 +49,7 @@ WeightTargets = dict[str, WeightTarget]  # by the tensor's name in the checkpoin
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The share of one rank. Its KV cache has these layers and KV heads."""
+    """Layers and heads of one rank. The rank's KV cache has the same layers and KV heads."""
 
     first_layer: int
     num_layers: int
@@ -57,11 +58,11 @@ class ModelShard:
 
 
 def shard(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> ModelShard:
-    """Return the share of one rank.
+    """Return the layers and heads of one rank.
 
     Raises:
-        ConfigurationError: A size of the model, named in the message, is not divisible by the
-            tensor or pipeline size.
+        ConfigurationError: The model cannot be split into this many tensor ranks or pipeline
+            stages. The message names the size that does not fit.
     """
     tensor_size, stages = parallel.tensor.size, parallel.pipeline.size
     must_divide = {"num_attention_heads": config.num_heads}
@@ -92,16 +93,16 @@ def shard(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> ModelS
 
 
 def first_layer_of(stage: int, stages: int, num_layers: int) -> int:
-    """Return the first layer of a pipeline stage.
+    """Return the index of a pipeline stage's first layer.
 
-    Layers are split evenly. The remainder goes to early stages, because the last stage also
-    computes the output projection.
+    Stages differ by at most one layer. The last stage, which also computes the output projection,
+    never has more layers than another stage.
     """
     return -(-num_layers * stage // stages)
 
 
 def split(total: int, group: Group) -> Part:
-    """Return this rank's equal share of `total`, a multiple of the group's size (see `shard`)."""
+    """Return this rank's equal part of `total`, which must be a multiple of the group's size."""
     length = total // group.size
     return Part(total, group.rank * length, length)
 
@@ -109,15 +110,14 @@ def split(total: int, group: Group) -> Part:
 def split_kv_heads(num_kv_heads: int, group: Group) -> Part:
     """Return this rank's KV heads.
 
-    With more ranks than heads, neighbouring ranks hold copies of the KV head that their query heads
-    use.
+    If there are more ranks than KV heads, several consecutive ranks have the same KV head.
     """
     length = max(1, num_kv_heads // group.size)
     return Part(num_kv_heads, group.rank * num_kv_heads // group.size, length)
 
 
 def split_vocabulary(vocab_size: int, group: Group) -> tuple[Part, int]:
-    """Return this rank's rows of the vocabulary, and the number of rows per rank with padding."""
+    """Return this rank's rows of the vocabulary, and every rank's number of rows with padding."""
     padded = -(-vocab_size // group.size)
     start = min(group.rank * padded, vocab_size)
     return Part(vocab_size, start, min(padded, vocab_size - start)), padded

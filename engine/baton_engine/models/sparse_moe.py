@@ -1,4 +1,4 @@
-"""Mixture of experts as a layer: with all experts, or expert-parallel."""
+"""Mixture-of-experts layer, with all experts on this rank or expert-parallel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton_engine.models.sharding import WeightTarget, WeightTargets, split
 
 
 class ExpertNames(NamedTuple):
-    """The checkpoint's names of an expert's three projections."""
+    """Names of an expert's three projections in the checkpoint."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -36,13 +36,13 @@ class SparseMoE(nn.Module):
     """Mixture of experts: a router chooses `num_experts_per_tok` gated MLPs per token.
 
     Every tensor rank has the whole router and a slice of each expert. After `leave_out_experts` the
-    layer is expert-parallel: it has the experts of `shard`, which may be replaced between steps.
+    layer is expert-parallel: it runs the experts of `shard`, which may be replaced between steps.
 
     Args:
         config: The checkpoint's configuration.
         group: Tensor ranks.
-        renormalize: Whether the weights of the chosen experts sum to 1.
-        names: The checkpoint's names of an expert's projections.
+        renormalize: Whether the routing weights of a token's chosen experts are scaled to sum to 1.
+        names: Names of an expert's projections in the checkpoint.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SparseMoE(nn.Module):
         self.part, self.group = split(config.moe_intermediate_size, group), group
         self.gate = Linear(config.hidden_size, config.num_experts)
         hidden_size, length, num_experts = config.hidden_size, self.part.length, config.num_experts
-        # All experts in one allocation, as GPU kernels expect; separate after `separate_experts`.
+        # All experts share one allocation, as GPU kernels expect. `separate_experts` splits it.
         self.gate_up: nn.Parameter | nn.ModuleList = parameter(num_experts, 2 * length, hidden_size)
         self.down: nn.Parameter | nn.ModuleList = parameter(num_experts, hidden_size, length)
         self.is_expert_parallel = False
@@ -72,7 +72,7 @@ class SparseMoE(nn.Module):
         return all_reduce(y, self.group)
 
     def run_dummy_batch(self) -> None:
-        """Run other ranks' tokens through this rank's experts, in a step without own tokens."""
+        """Run this rank's experts on other ranks' tokens, in a step without tokens of this rank."""
         if self.shard is not None:
             router = self.gate.weight
             device = self.shard.tokens.device
@@ -81,21 +81,29 @@ class SparseMoE(nn.Module):
             exchange_tokens(self.shard, weights.new_empty((0, router.shape[1])), weights, ids)
 
     def leave_out_experts(self) -> None:
-        """Make the layer expert-parallel. Call it before memory is allocated for the experts."""
+        """Remove the expert parameters, so that the layer runs the experts of `shard` instead.
+
+        Call this method before memory for the parameters is allocated.
+        """
         del self.gate_up, self.down
         self.is_expert_parallel = True
 
     def new_expert(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Allocate this tensor rank's slice of one expert: (gate and up rows, down projection)."""
+        """Allocate uninitialized weights for this tensor rank's slice of one expert.
+
+        Returns:
+            Gate and up projections [2 * length, hidden_size], and down projection [hidden_size,
+            length]. length is this rank's part of the experts' intermediate size.
+        """
         hidden_size, length = self.gate.weight.shape[1], self.part.length
         gate_up = torch.empty((2 * length, hidden_size), dtype=dtype, device=device)
         return gate_up, torch.empty((hidden_size, length), dtype=dtype, device=device)
 
     def separate_experts(self, prepare: Callable[[Tensor], nn.Module]) -> None:
-        """Replace the stacked weights by prepared weights of single experts, for CPU kernels.
+        """Replace the stacked weights with one module per expert, made by `prepare`.
 
-        Weights cannot be loaded into the model afterwards. One projection's weights are in memory
-        twice during the call.
+        CPU kernels need this form. Afterwards, the checkpoint can no longer be loaded into the
+        model. During the call, memory holds one projection's weights twice.
         """
         for name in ("gate_up", "down"):
             prepared = [prepare(weight) for weight in getattr(self, name)]
@@ -112,7 +120,7 @@ class SparseMoE(nn.Module):
     def expert_targets(
         self, prefix: str, expert: int, gate_up: Tensor, down: Tensor
     ) -> WeightTargets:
-        """Return the targets of one expert's weights; for the tensors see `new_expert`."""
+        """Return the targets of one expert's weights. `new_expert` gives the tensors' shapes."""
         total, start, length = self.part
         hidden_size = down.shape[0]
         name = f"{prefix}.experts.{expert}"

@@ -1,1 +1,1 @@
-"""One file per architecture. `factory` imports all of them, so a new model is a new file."""
+"""Model architectures, one file each. `factory.py` imports every file in this folder."""
