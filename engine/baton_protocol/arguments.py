@@ -1,6 +1,6 @@
 """Types of command-line arguments for argparse.
 
-A wrong value ends the command with status 2 and a line that names the flag.
+For an invalid value, argparse prints a line that names the flag, and exits with status 2.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MAX_PORT = 65535
 
 
 def port(text: str) -> int:
-    """Parse a TCP port; 0 stands for any free one."""
+    """Parse a TCP port. 0 means any free port."""
     try:
         value = int(text)
     except ValueError:
@@ -31,7 +31,7 @@ def positive(text: str) -> float:
 
 
 def not_negative(text: str) -> float:
-    """Parse a finite number, 0 or more."""
+    """Parse a finite number that is 0 or more."""
     value = _finite(text)
     if value is None or value < 0:
         raise argparse.ArgumentTypeError(f"must be a number, 0 or more, got {text}")
@@ -39,7 +39,7 @@ def not_negative(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """Parse an integer, 1 or more."""
+    """Parse an integer that is 1 or more."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer, 1 or more, got {text}")
     return int(text)

@@ -1,8 +1,8 @@
-"""The asyncio client of one engine instance, used by the gateway and the offline API.
+"""The gateway's asyncio client of one engine instance.
 
-A client has one DEALER socket, which never reconnects. When the connection ends, the instance is
-dead, and every request in flight ends with `EngineDeadError`. A restarted pod is another instance
-and needs another client.
+A client has one DEALER socket, which never reconnects. When the connection ends, the client treats
+the instance as dead, and every request in flight ends with `EngineDeadError`. A restarted pod is
+another instance and needs another client.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ class UtilityError(Exception):
 
 
 class EngineClient:
-    """A client of one engine instance.
+    """Client of one engine instance.
 
-    It is not thread-safe: all calls come from the event loop that called `connect`.
+    The client is not thread-safe. All calls must come from the event loop that called `connect`.
 
     Args:
         host: host of the engine's ROUTER.
         port: port of the engine's ROUTER.
         client_id: name of this client in the engine's log.
-        service_key: the key of the engine's service; None if it has none.
+        service_key: key of the engine's service; None if the service has no key.
         on_kv_events: called with each batch of changes of the engine's prefix cache. None: the
             client does not subscribe. The first batch may have any sequence number. A later gap in
-            the numbers means that batches were lost.
+            the sequence numbers means that batches were lost.
         on_available: called whenever `accepts_requests` may have become true.
     """
 
@@ -89,11 +89,11 @@ class EngineClient:
         on_available: Callable[[], None] | None = None,
     ) -> None:
         self.address = f"tcp://{host}:{port}"
-        #: The latest READY. An engine of an elastic group repeats it when its rank or the group's
-        #: size changes.
+        #: The latest READY. An engine of an expert-parallel group sends READY again when its rank
+        #: or the size of the group changes.
         self.ready: Ready | None = None
-        #: Changes each time the engine becomes ready, to a number unique in this process. Requests
-        #: that the engine refused may be sent again then.
+        #: Changes to a number unique in this process each time the engine becomes ready. Requests
+        #: that the engine refused may then be sent again.
         self.readiness = 0
         self.dead_reason: str | None = None
         self._client_id = client_id
@@ -109,7 +109,7 @@ class EngineClient:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._socket: zmq.asyncio.Socket | None = None
-        #: The next message, until it is handled.
+        #: The next message, until that message is handled.
         self._arriving: asyncio.Future[list[bytes]] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._encoder = msgspec.msgpack.Encoder()
@@ -130,7 +130,7 @@ class EngineClient:
 
     @property
     def init(self) -> Init:
-        """The engine's latest INIT. Its compatibility hash is empty until the model is loaded."""
+        """The engine's latest INIT. `compatibility_hash` is empty until the model is loaded."""
         if self._latest_init is None:
             raise RuntimeError("EngineClient.connect() has not succeeded yet")
         return self._latest_init
@@ -141,33 +141,33 @@ class EngineClient:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests of this client in flight."""
+        """Number of this client's requests in flight."""
         return len(self._streams)
 
     @property
     def status(self) -> Pong | None:
-        """The engine's last PONG."""
+        """The engine's latest PONG, or None before the first one."""
         return self._heartbeat.status
 
     @property
     def num_requests(self) -> int:
-        """Estimate of the requests at the engine, including other clients' requests."""
+        """Estimated number of requests at the engine, including requests of other clients."""
         return self._heartbeat.num_requests(self.num_unfinished)
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether the engine is ready, not draining, and not suspect."""
+        """Whether the engine is ready, alive, not draining and not `Heartbeat.is_suspect`."""
         if self.ready is None or self.dead_reason is not None:
             return False
         return not (self._heartbeat.is_draining or self._heartbeat.is_suspect)
 
     async def connect(self, timeout_s: float) -> Init:
-        """Send HELLO and wait for INIT.
+        """Connect to the engine: send HELLO and return the engine's INIT.
 
         Raises:
-            HandshakeFailedError: the two sides have different service keys.
-            EngineDeadError: nothing listens there, or it has another protocol version.
-            TimeoutError: no answer.
+            HandshakeFailedError: the handshake failed, usually because the service keys differ.
+            EngineDeadError: the connection failed, or the engine has another protocol version.
+            TimeoutError: no INIT arrived within `timeout_s`.
         """
         loop = asyncio.get_running_loop()
         self._init = loop.create_future()
@@ -177,7 +177,8 @@ class EngineClient:
         # Sending never blocks. The heartbeat detects a peer that does not read.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        # In effect never. With -1, ZMQ would drop received messages when the connection ends.
+        # So long that ZMQ never reconnects. With -1, ZMQ would drop received messages when the
+        # connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, 2**31 - 1)
         if self._service_key is not None:
             self._service_key.protect_client(socket)
@@ -194,7 +195,7 @@ class EngineClient:
         hello = Hello(PROTOCOL_VERSION, self._client_id, self._wants_kv_events)
         self._send(EngineCoreRequestType.HELLO, hello, instance_id="")
         try:
-            # Not wait_for: before Python 3.12 it loses a cancellation that meets a result.
+            # Before Python 3.12, wait_for loses a cancellation that arrives with the result.
             async with asyncio.timeout(timeout_s):
                 init = await asyncio.shield(self._init)
         except TimeoutError:
@@ -211,11 +212,11 @@ class EngineClient:
         return init
 
     async def wait_ready(self, timeout_s: float) -> Ready:
-        """Wait for the engine's first READY.
+        """Wait until the engine has sent READY, and return the latest READY.
 
         Raises:
-            EngineDeadError: the engine went away.
-            TimeoutError: it is still not ready.
+            EngineDeadError: the engine is dead.
+            TimeoutError: no READY arrived within `timeout_s`.
         """
         waits = [
             asyncio.ensure_future(self._ready_event.wait()),
@@ -233,10 +234,10 @@ class EngineClient:
         return self.ready
 
     def add(self, request: EngineCoreRequest) -> RequestStream:
-        """Send ADD.
+        """Send a request to the engine, and return an iterator over the request's outputs.
 
         Raises:
-            EngineDeadError: the engine is gone.
+            EngineDeadError: the engine is dead.
             ValueError: a request with this id is in flight.
         """
         if self.dead_reason is not None:
@@ -251,9 +252,9 @@ class EngineClient:
         return stream
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Send ABORT. Streams end with finish_reason ABORT once the engine confirms it.
+        """Ask the engine to abort requests. Unknown ids are ignored.
 
-        Unknown ids are ignored.
+        The stream of an aborted request ends with finish_reason ABORT when the engine confirms.
         """
         ids = [request_id for request_id in request_ids if request_id in self._streams]
         if ids and self.dead_reason is None:
@@ -264,17 +265,17 @@ class EngineClient:
             self._send(EngineCoreRequestType.PREFILL_RESULT, result)
 
     async def call(self, method: str, *args: object, timeout_s: float | None = 10.0) -> Any:
-        """Call a utility method and return its msgpack value.
+        """Call a utility method in the engine and return the method's result.
 
         Args:
-            method: name, one of the engine's allow-list.
-            args: positional arguments. Trailing ones may be left out if the method has defaults.
+            method: name of a method in the engine's allow-list.
+            args: positional arguments. Trailing arguments with defaults may be omitted.
             timeout_s: None: no limit. `pause` and `sleep` wait for the running requests.
 
         Raises:
             UtilityError: the method failed.
-            EngineDeadError: the engine went away.
-            TimeoutError: no answer in time.
+            EngineDeadError: the engine is dead.
+            TimeoutError: no answer arrived within `timeout_s`.
         """
         if self.dead_reason is not None:
             raise EngineDeadError(self.dead_reason)
@@ -293,13 +294,13 @@ class EngineClient:
             self._calls.pop(call_id, None)
 
     async def wait_dead(self) -> str:
-        """Wait until the engine is gone or the client was closed, and return the reason."""
+        """Wait until the engine is dead or this client is closed, and return the reason."""
         await self._dead_event.wait()
         assert self.dead_reason is not None
         return self.dead_reason
 
     async def close(self) -> None:
-        """End the connection and all requests in flight, with EngineDeadError. Idempotent."""
+        """Close the connection, and end all requests in flight with EngineDeadError. Idempotent."""
         self._die("the client closed the connection")
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         self._tasks = []
@@ -384,15 +385,15 @@ class EngineClient:
             await asyncio.sleep(heartbeat.interval_s)
             heartbeat.end_interval(loop.time() - began)
             if heartbeat.is_dead(loading=self.ready is None):
-                self._die(f"{self.address}: no sign of life for {heartbeat.silence_s:.1f} s")
+                self._die(f"{self.address}: no message for {heartbeat.silence_s:.1f} s")
                 return
 
     def _on_init(self, init: Init) -> None:
         assert self._init is not None
         if init.protocol_version != PROTOCOL_VERSION:
             self._die(
-                f"{self.address} speaks protocol {init.protocol_version}, "
-                f"this client {PROTOCOL_VERSION}"
+                f"{self.address} has protocol version {init.protocol_version}, "
+                f"this client has version {PROTOCOL_VERSION}"
             )
         else:
             self._latest_init = init
@@ -465,7 +466,7 @@ class EngineClient:
         error = kind(reason)
         if self._init is not None and not self._init.done():
             self._init.set_exception(error)
-            # connect() may have been cancelled: asyncio would warn of an exception never retrieved.
+            # If connect() was cancelled, asyncio would warn of an exception never retrieved.
             self._init.exception()
         streams, self._streams = self._streams, {}
         for stream in streams.values():

@@ -1,8 +1,8 @@
 """Configuration of one engine and of one gateway, as structs.
 
-The operator writes them as JSON into a ConfigMap. `baton-engine --config FILE` and `baton-gateway
---config FILE` read them, and command-line flags override single fields. Defaults are declared here
-only.
+The operator writes these structs as JSON into a ConfigMap. `baton-engine --config FILE` and
+`baton-gateway --config FILE` read this JSON, and command-line flags override single fields. All
+defaults are declared in this file.
 """
 
 # Without `from __future__ import annotations`: lambdas in annotations need this module's names.
@@ -48,9 +48,9 @@ class ModelConfig(_Config, frozen=True):
     served_name: Annotated[
         str, Option("name clients use; default: the folder's name", flag="--served-model-name")
     ] = ""
-    #: auto is the checkpoint's type, or float32 on a CPU without native multiplication in it.
+    #: auto is the checkpoint's dtype, or float32 on a CPU without native products in that dtype.
     dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
-    #: int8 rounds weights to eight bits, with a scale per output. None keeps the checkpoint's.
+    #: int8 rounds weights to eight bits, with a scale per output. None does not quantize weights.
     quantization: Annotated[
         str | None,
         Option(
@@ -104,7 +104,7 @@ class SchedulerConfig(_Config, frozen=True):
     max_num_seqs: Annotated[int, Option("running requests", at_least(1))] = 64
     #: Further requests are refused as OVERLOADED.
     max_queue: Annotated[int, Option("waiting requests", at_least(1))] = 4096
-    #: priority runs lower values first, then earlier arrivals. fcfs looks at the arrival alone.
+    #: priority runs lower values first, then earlier arrivals. fcfs orders by arrival only.
     policy: Annotated[str, choice("priority", "fcfs", flag="--scheduling-policy")] = "priority"
     #: If false, a prompt runs in one step, so it must fit the budget.
     enable_chunked_prefill: Annotated[bool, Option("run long prompts in several steps")] = True
@@ -143,15 +143,15 @@ class ParallelConfig(_Config, frozen=True):
     rank_name: Annotated[str, Option("name of this rank in topologies; $POD_NAME if not given")] = (
         ""
     )
-    #: They balance the load, and replace experts of a rank that dies.
+    #: The copies balance the load, and replace experts of a rank that dies.
     num_redundant_experts: Annotated[
         int, Option("additional copies of experts in each layer of the group", at_least(0))
     ] = 0
-    #: It must exceed the time by which ranks drift apart in a step.
+    #: The timeout must exceed the time by which ranks drift apart in a step.
     collective_timeout_s: Annotated[
         float, Option("seconds that a worker waits for another one", _SECONDS)
     ] = 120.0
-    #: It must exceed the duration of the longest step.
+    #: The timeout must exceed the duration of the longest step.
     step_timeout_s: Annotated[
         float, Option("seconds after which a silent worker counts as dead", _SECONDS)
     ] = 300.0
@@ -164,7 +164,7 @@ class ParallelConfig(_Config, frozen=True):
 class CompilationConfig(_Config, frozen=True):
     """How the model runs: compiled by torch, replayed as CUDA graphs, both, or neither."""
 
-    #: It overrides the other fields.
+    #: This field overrides the other fields.
     enforce_eager: Annotated[bool, Option("neither torch.compile nor CUDA graphs")] = False
     #: eager traces the model and cuts it at attention, but does not compile it. auto is inductor on
     #: a GPU, and none on a CPU.
@@ -196,7 +196,7 @@ class CompilationConfig(_Config, frozen=True):
 
 
 class ObservabilityConfig(_Config, frozen=True):
-    #: The line says what ran, and how long it took.
+    #: The line has the contents and the duration of the step.
     log_iterations: Annotated[bool, Option("one log line per step")] = False
     count_nans_in_logits: Annotated[bool, Option("report NaNs per output")] = False
     #: Without a folder, requests for a profile are refused.
@@ -210,7 +210,7 @@ class KVTransferConfig(_Config, frozen=True):
     transport: Annotated[
         str, choice("ucx", "tcp", "shm", "auto", "nixl", flag="--kv-transport")
     ] = "ucx"
-    #: It has an effect with the transports ucx and auto.
+    #: Used with the transports ucx and auto.
     rdma: Annotated[
         bool,
         Option("refuse to start without an RDMA device and a UCX with verbs", flag="--kv-rdma"),
@@ -227,7 +227,7 @@ class KVTransferConfig(_Config, frozen=True):
     lease_s: Annotated[
         float, Option("seconds that a producer waits for its consumer", _SECONDS, "--kv-lease-s")
     ] = 30.0
-    #: How this engine's loads get their blocks.
+    #: How blocks reach this engine.
     mode: Annotated[
         str,
         choice(
@@ -277,18 +277,18 @@ class EngineConfig(_Config, frozen=True):
 
 
 class DiscoveryConfig(_Config, frozen=True):
-    """Where the gateway finds its engines: exactly one of file and service."""
+    """How the gateway discovers engines. Exactly one of `file` and `service` must be set."""
 
-    #: `EngineEndpoints`. The gateway reads the file again when it changes.
+    #: The file contains `EngineEndpoints`. The gateway reads a changed file again.
     file: Annotated[str, Option("JSON file of engine endpoints", flag="--discovery-file")] = ""
     namespace: Annotated[
         str, Option("namespace of the LLMService", flag="--discovery-namespace")
     ] = ""
-    #: Its pods have the label serving.baton.dev/service=<service>.
+    #: The service's pods have the label serving.baton.dev/service=<service>.
     service: Annotated[
         str, Option("name of the LLMService whose pods to watch", flag="--discovery-service")
     ] = ""
-    #: In seconds. A lost watch event has no effect for longer.
+    #: In seconds. The re-list repairs the effect of a lost watch event.
     resync_s: Annotated[
         float, Option("full re-list of pods at this interval", flag="--discovery-resync-s")
     ] = 30.0
@@ -297,20 +297,20 @@ class DiscoveryConfig(_Config, frozen=True):
 class AccessConfig(_Config, frozen=True):
     """The clients that the gateway admits, and the limits of their requests."""
 
-    #: The name of a file is the name of its client. The gateway reads the folder again when it
-    #: changes. Empty: no API keys.
+    #: The name of a file is the name of a client. The gateway reads a changed folder again. Empty:
+    #: no API keys.
     api_keys_dir: Annotated[
         str, Option("folder with one file per client that contains its API key")
     ] = ""
-    #: Read again when they change. Empty: HTTP.
+    #: Changed files are read again. Empty: HTTP.
     tls_dir: Annotated[str, Option("folder with tls.crt and tls.key: serve HTTPS")] = ""
-    #: Above it: 429 with Retry-After. None: no limit per key.
+    #: Further requests get 429 with Retry-After. None: no limit per key.
     max_concurrent_per_client: Annotated[
         int | None, Option("sequences of one API key at once", _POSITIVE)
     ] = None
     #: None: the model's limit.
     max_prompt_tokens: Annotated[int | None, Option("longer prompts are refused", _POSITIVE)] = None
-    #: Also the limit of requests that set none. None: the model's limit.
+    #: Also the limit of requests that set no limit. None: the model's limit.
     max_completion_tokens: Annotated[
         int | None, Option("requests for more tokens are refused, answers end there", _POSITIVE)
     ] = None
@@ -325,13 +325,13 @@ class GatewayConfig(_Config, frozen=True):
     max_concurrent_requests: Annotated[
         int, Option("sequences served at once; more get 429", _POSITIVE)
     ] = 1024
-    #: The decode engine prefills them itself.
+    #: The decode engine computes such prompts itself.
     prefill_threshold_tokens: Annotated[int, Option("shorter prompts skip the prefill engines")] = 0
     #: Seconds between PINGs. An engine silent for two intervals gets no new requests.
     heartbeat_interval_s: Annotated[
         float, Option("interval of heartbeats to engines", _POSITIVE)
     ] = 0.5
-    #: Its requests continue on another engine.
+    #: Requests of a dead engine continue on another engine.
     heartbeat_timeout_s: Annotated[
         float, Option("an engine that sends nothing for this long counts as dead")
     ] = 3.0
@@ -343,7 +343,8 @@ class GatewayConfig(_Config, frozen=True):
     resume_wait_s: Annotated[
         float, Option("requests whose engine was lost wait this long for another", _NOT_NEGATIVE)
     ] = 30.0
-    #: Then they get 503 with Retry-After. 0: the service is never scaled to zero, see queue_wait_s.
+    #: After this time, requests get 503 with Retry-After. 0: the service is never scaled to zero,
+    #: see queue_wait_s.
     hold_s: Annotated[
         float,
         Option(
@@ -358,12 +359,12 @@ class GatewayConfig(_Config, frozen=True):
     request_timeout_s: Annotated[
         float, Option("a request that takes longer fails; held time does not count", _POSITIVE)
     ] = 600.0
-    #: Engines with a key refuse a gateway without it. Empty: none.
+    #: Engines with a key refuse a gateway without the key. Empty: no key.
     service_key_file: Annotated[str, Option("file with the engines' key")] = ""
     drain_timeout_s: Annotated[
         float, Option("running requests may take this long to end after SIGTERM", _NOT_NEGATIVE)
     ] = 30.0
-    #: Load balancers notice the shutdown late.
+    #: Load balancers notice a shutdown late, and still send requests after SIGTERM.
     drain_quiet_s: Annotated[
         float,
         Option("serve after SIGTERM until no request has arrived for this long", _NOT_NEGATIVE),
@@ -371,7 +372,7 @@ class GatewayConfig(_Config, frozen=True):
 
 
 class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine pod as discovery sees it."""
+    """Name, role and address of one engine pod."""
 
     name: str
     #: prefill or decode.
@@ -383,21 +384,21 @@ class EngineEndpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineEndpoints(msgspec.Struct, kw_only=True):
-    """Content of the discovery file."""
+    """Content of the gateway's discovery file."""
 
     engines: list[EngineEndpoint]
 
 
 def pod_ip() -> str:
-    """Return the only address that this process may bind: $POD_IP, else loopback."""
+    """Return the address that this process binds: $POD_IP, or loopback if $POD_IP is not set."""
     return os.environ.get("POD_IP") or "127.0.0.1"
 
 
 def container_path(path: str) -> Path:
-    """Return the host's path of a path in the pod.
+    """Translate a path inside the pod to a path that this process can open.
 
-    In a container they are the same. A pod that is a plain process has its volumes under
-    $POCKETKUBE_POD_ROOT.
+    In a container, the path stays the same. In the local cluster, a pod is a plain process whose
+    volumes are under $POCKETKUBE_POD_ROOT.
     """
     root = os.environ.get("POCKETKUBE_POD_ROOT")
     if root:
@@ -410,16 +411,17 @@ def container_path(path: str) -> Path:
 def compatibility_hash(
     model_files: dict[str, bytes], dtype: str, layout: str, quantization: str | None = None
 ) -> str:
-    """Return a hash that is equal on pods with the same model, dtype and KV layout.
+    """Return a hash that is equal on engines with the same model, dtype and KV layout.
 
-    Such pods may exchange KV blocks and continue each other's requests. The hash leaves out
-    numbers like the block size: pods compare these one by one, so that a refusal names both values.
+    Engines with equal hashes may exchange KV blocks and continue each other's requests. Numbers
+    such as the block size are not part of the hash. Engines compare these numbers one by one, so
+    that an error names both values.
 
     Args:
         model_files: small files that identify the checkpoint (config.json, weight index), by name.
         dtype: dtype of weights and KV cache.
         layout: name of the KV layout.
-        quantization: quantization of weights: KV computed with rounded weights differs.
+        quantization: quantization of weights, which changes the computed KV. None: not quantized.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"baton-compat")
     for name in sorted(model_files):

@@ -1,4 +1,4 @@
-"""The end of a process whose configuration cannot work: a FATAL line and exit code 78."""
+"""Reports a configuration that cannot work, by a FATAL line and exit code 78."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sys
 
 
 class ConfigurationError(Exception):
-    """A configuration that cannot work. A retry without a change fails again.
+    """The configuration cannot work. A retry without a change fails again.
 
     Args:
-        reason: one CamelCase word, used as a condition's reason.
+        reason: CamelCase word, used as the reason of a Kubernetes condition.
         message: what is wrong and what to do.
     """
 
@@ -21,9 +21,9 @@ class ConfigurationError(Exception):
 
 
 def report_fatal(reason: str, message: object) -> int:
-    """Print `FATAL <reason>: <message>` as one line. Return the exit code, 78.
+    """Print `FATAL <reason>: <message>` as one line on stderr, and return the exit code 78.
 
-    It has to be the last line on stderr: the operator reads it from the pod's status.
+    Print nothing after this line, because the operator reads the last line from the pod's status.
     """
     print(f"FATAL {reason}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     return os.EX_CONFIG

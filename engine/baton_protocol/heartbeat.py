@@ -1,25 +1,25 @@
-"""Heartbeats with one engine: the length of its silence, and the load that it reported."""
+"""Heartbeats of a client: whether an engine is alive, and the load that the engine reported."""
 
 from __future__ import annotations
 
 from baton_protocol.messages import Ping, Pong
 
 HEARTBEAT_INTERVAL_S = 0.5
-#: Silence after which an engine counts as dead. The connection of a killed process ends at once,
-#: so this detects a process that is stopped or stalled.
+#: Time without a message after which an engine counts as dead. A killed process loses its
+#: connection at once, so this timeout detects a process that is stopped or stalled.
 HEARTBEAT_TIMEOUT_S = 3.0
 #: Factor of the timeout while an engine loads its model. Imports and weight loading hold the GIL
 #: for seconds.
 LOADING_FACTOR = 5
-#: Intervals of silence after which an engine is suspect.
+#: Intervals without a message after which an engine is suspect and gets no new requests.
 SUSPECT_AFTER_INTERVALS = 2
 
 
 class Heartbeat:
-    """A count of the engine's silence, in intervals that begin with a PING.
+    """Measures how long an engine has sent no message, in intervals that begin with a PING.
 
-    A long interval counts as no more than two. The rest is time in which this process did not run,
-    because it was stopped or short of CPU.
+    A longer interval than planned counts for at most twice `interval_s`. During the rest of the
+    interval, this process itself was stopped or short of CPU.
     """
 
     def __init__(self, interval_s: float, timeout_s: float) -> None:
@@ -34,10 +34,10 @@ class Heartbeat:
         self._own_at_status = 0
 
     def begin_interval(self, num_unfinished: int) -> Ping:
-        """Begin an interval and return its PING.
+        """Begin an interval and return the PING to send.
 
         Args:
-            num_unfinished: requests of this client in flight.
+            num_unfinished: number of this client's requests in flight.
         """
         self._has_received = False
         self._sequence += 1
@@ -45,7 +45,7 @@ class Heartbeat:
         return Ping(self._sequence)
 
     def end_interval(self, elapsed_s: float) -> None:
-        """End the interval, which lasted `elapsed_s` seconds."""
+        """End the interval after `elapsed_s` seconds, and update `silence_s`."""
         if not self._has_received:
             self.silence_s += min(max(elapsed_s, self.interval_s), 2 * self.interval_s)
 
@@ -67,16 +67,20 @@ class Heartbeat:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the engine has been silent for too long to get new requests."""
+        """Whether the engine has sent no message for too long to get new requests."""
         return self.silence_s >= SUSPECT_AFTER_INTERVALS * self.interval_s
 
     def is_dead(self, *, loading: bool) -> bool:
         return self.silence_s >= self._timeout_s * (LOADING_FACTOR if loading else 1)
 
     def num_requests(self, num_unfinished: int) -> int:
-        """Return an estimate of the number of requests at the engine.
+        """Return an estimate of the number of requests at the engine, of all clients.
 
-        The last PONG's number plus the change of `num_unfinished` (own requests) since its PING.
+        The estimate is the number in the last PONG, plus the change in this client's own requests
+        since the PING before that PONG.
+
+        Args:
+            num_unfinished: number of this client's requests in flight.
         """
         if self.status is None:
             return num_unfinished

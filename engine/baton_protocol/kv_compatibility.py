@@ -1,8 +1,8 @@
-"""The values that two engines must share to exchange KV blocks: part of `GET /health`.
+"""Values that must be equal on two engines that exchange KV blocks, as shown by `GET /health`.
 
 The handshake of a transfer compares the same values (`baton_kv_transfer.side_channel`,
-`config.compatibility_hash`). `GET /health` shows them before the first transfer, and without the
-service key.
+`config.compatibility_hash`). `GET /health` shows the values before the first transfer, and needs
+no service key.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import msgspec
 
 
 class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
-    """Values that are equal on engines that can exchange blocks.
+    """Values that must be equal on engines that exchange KV blocks.
 
-    Numbers of blocks and of tensor-parallel ranks may differ.
+    The number of blocks and the tensor-parallel size may differ.
     """
 
     #: Version of the side channel.
@@ -22,12 +22,12 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint: str
     #: Dtype of weights and KV cache.
     dtype: str
-    #: Quantization of weights; `none` if they are exact.
+    #: Quantization of weights; `none` without quantization.
     quantization: str
     layout: str
     block_size: int
     num_layers: int
-    #: The model's, over all ranks.
+    #: Number of KV heads of the whole model, over all ranks.
     num_kv_heads: int
     head_dim: int
     #: Configured transport, such as `ucx`.
@@ -35,7 +35,10 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def differences(ours: KVCompatibility, theirs: KVCompatibility, here: str, there: str) -> str:
-    """Return texts such as `block_size is 16 at HERE and 32 at THERE`; empty if all are equal."""
+    """Return a text that lists the fields with different values; empty if all values are equal.
+
+    Each entry is like `block_size is 16 at HERE and 32 at THERE`.
+    """
     pairs = (
         (field, getattr(ours, field), getattr(theirs, field))
         for field in KVCompatibility.__struct_fields__

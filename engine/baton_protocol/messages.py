@@ -10,17 +10,17 @@ frame a message has three frames, in both directions:
     client                               engine
     HELLO           Hello             ->
                                       <- INIT       Init                 also while the model loads
-                                      <- INIT       Init                 with the hash, before READY
+                                      <- INIT       Init                 with the model's hash
                                       <- READY      Ready                requests are accepted
     ADD             EngineCoreRequest ->
                                       <- OUTPUTS    EngineCoreOutputs
     ABORT           list[str]         ->                                 request ids
-    PREFILL_RESULT  PrefillResult     ->                                 to the decode side
+    PREFILL_RESULT  PrefillResult     ->                                 to the decode engine
     UTILITY         UtilityRequest    ->
                                       <- OUTPUTS    EngineCoreOutputs(utility_output=...)
     PING            Ping              ->
                                       <- PONG       Pong                 from the I/O thread
-                                      <- REFUSED    Refused              version, instance or form
+                                      <- REFUSED    Refused              version, instance or format
                                       <- DEAD       Dead                 the engine loop failed
                                       <- KV_EVENTS  KVEventBatch         to subscribers
 
@@ -69,7 +69,7 @@ class EngineCoreResponseType(bytes, enum.Enum):
 
 
 class FinishReason(enum.IntEnum):
-    """Why a request ended. Integers, because one travels with every finished output."""
+    """Why a request ended."""
 
     #: A stop token was sampled (EOS or one of stop_token_ids).
     STOP = 0
@@ -87,16 +87,16 @@ class FinishReason(enum.IntEnum):
 
 
 class ErrorCode(enum.IntEnum):
-    """Kind of a failure. Clients decide by it whether to try another pod."""
+    """Kind of a failure, by which clients decide whether to try another pod."""
 
-    #: The request itself is wrong: no pod will take it. If a field of SamplingParams is wrong, the
-    #: error begins with its name, from which clients find the field of their own request.
+    #: The request is invalid on every pod. For an invalid field of SamplingParams, the error begins
+    #: with the field's name. Clients map this name to the field of their own request.
     INVALID = 0
-    #: This pod takes no new requests; send it elsewhere.
+    #: This pod takes no new requests. Send the request to another pod.
     DRAINING = 1
-    #: The queue is full; retry later or elsewhere.
+    #: The queue is full. Retry later, or on another pod.
     OVERLOADED = 2
-    #: The step failed; another pod may succeed.
+    #: The step failed. Another pod may succeed.
     INTERNAL = 3
     #: KV blocks could not be fetched, and load_failure_policy is fail.
     KV_LOAD = 4
@@ -106,7 +106,7 @@ class ErrorCode(enum.IntEnum):
 
 
 class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Base of all wire structs: arrays, untracked by the GC.
+    """Base of all wire structs, which are encoded as arrays and not tracked by the GC.
 
     New fields go last and have a default.
     """
@@ -121,14 +121,14 @@ class Hello(_Wire):
 
 class Init(_Wire):
     protocol_version: int
-    #: Drawn at process start. A restarted pod is a new instance.
+    #: Random id, drawn at process start. A restarted pod is a new instance.
     instance_id: str
     #: Equal on engines that may exchange KV blocks and continue each other's requests. Empty while
     #: the model is loaded.
     compatibility_hash: str
-    #: Topology generation (elastic groups).
+    #: Topology generation of an expert-parallel group.
     generation: int = 0
-    #: Configured transport of KV blocks, which engines that exchange them share.
+    #: Configured transport of KV blocks. Engines that exchange blocks have the same transport.
     kv_transport: str = ""
 
 
@@ -163,14 +163,14 @@ class Dead(_Wire):
 
 
 class KVSide(enum.IntEnum):
-    #: Prefill here, keep the blocks for the peer.
+    #: Compute the prompt, and keep the blocks for the peer.
     PRODUCE = 0
     #: Fetch the prompt's blocks from the peer, then decode.
     CONSUME = 1
 
 
 class KVTransferParams(_Wire):
-    """The KV hand-off of one request. Each engine receives one that names the other engine."""
+    """One engine's part in the KV hand-off of a request. The peer is the other engine."""
 
     side: KVSide
     #: The same on both sides, unique per attempt.
@@ -184,19 +184,19 @@ class KVTransferParams(_Wire):
 
 
 class EngineCoreRequest(_Wire):
-    """One sequence to continue, with all data that a pod needs to take it over from another pod."""
+    """Request to generate one sequence, or to continue a sequence that another pod began."""
 
     request_id: str
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
-    #: Tokens already generated elsewhere. They count as output: penalties, min_tokens and noise
-    #: positions replay from them.
+    #: Tokens that another pod already generated. They count as output for penalties, min_tokens and
+    #: the positions of the sampling noise.
     generated_token_ids: list[int] = []
-    #: Which of the n samples of one client request this is; part of the noise key.
+    #: Index of this sample among the n samples of a client's request. Part of the noise key.
     sample_index: int = 0
-    #: Wall clock of the gateway, seconds; orders requests, never compared with a local clock.
+    #: Wall clock of the client, in seconds. Only orders requests; compare it with no local clock.
     arrival_time: float = 0.0
-    #: Lower runs first, then arrival.
+    #: Lower values run first, then earlier arrivals.
     priority: int = 0
     #: Requests with different salts share no prefix-cache block.
     cache_salt: str = ""
@@ -204,23 +204,23 @@ class EngineCoreRequest(_Wire):
     data_parallel_rank: int | None = None
     #: W3C trace context of the caller. No component sets or reads it. It is reserved for tracing.
     trace_headers: dict[str, str] | None = None
-    #: Samples of one prompt have the same group id. The engine computes the prompt once. They share
-    #: its blocks (copy-on-write) and are swapped together. They have equal prompts, no generated
-    #: tokens and no kv_transfer. Empty: no group.
+    #: Samples of one prompt have the same group id. The engine computes the prompt once. Samples
+    #: share the prompt's blocks (copy-on-write) and are swapped together. Samples of a group have
+    #: equal prompts, no generated tokens and no kv_transfer. Empty: no group.
     group_id: str = ""
 
 
 class PrefillResult(_Wire):
-    """How the prefill stage of a request ended.
+    """Result of a request's prefill stage.
 
-    The gateway sends it to the decode side, once per CONSUME request.
+    The gateway sends one PREFILL_RESULT to the decode engine for each CONSUME request.
     """
 
     request_id: str
-    #: Sampled by the prefill side, already sent to the client. Empty: the decode side samples from
-    #: position 0 itself.
+    #: Tokens that the prefill engine sampled and the client already has. Empty: the decode engine
+    #: samples from position 0.
     token_ids: list[int] = []
-    #: Non-empty: the prefill side failed, and the decode side computes the missing blocks.
+    #: Non-empty: the prefill engine failed, and the decode engine computes the missing blocks.
     error: str = ""
 
 
@@ -251,7 +251,7 @@ class BeamOutput(_Wire):
 
     token_ids: list[int]
     cumulative_logprob: float
-    #: cumulative_logprob / number of tokens ** length_penalty: what beams are ordered by.
+    #: cumulative_logprob / number of tokens ** length_penalty. Beams are ordered by this score.
     score: float
     finish_reason: FinishReason
     stop_token_id: int | None = None
@@ -265,7 +265,7 @@ class EngineCoreEventType(enum.IntEnum):
 
 
 class EngineCoreEvent(_Wire):
-    """Something that happened to a request inside the engine."""
+    """A change of a request's scheduling state inside the engine."""
 
     type: EngineCoreEventType
     #: `time.monotonic()` of the engine process, in seconds. Compare it within one process only.
@@ -275,8 +275,8 @@ class EngineCoreEvent(_Wire):
 class EngineCoreOutput(_Wire):
     request_id: str
     new_token_ids: list[int]
-    #: Index of the first of new_token_ids in the generated sequence, generated_token_ids included.
-    #: It reveals gaps and repeats.
+    #: Index of new_token_ids[0] in the generated sequence, including generated_token_ids. Clients
+    #: detect gaps and repeats by this index.
     token_offset: int = 0
     finish_reason: FinishReason | None = None
     #: The stop token that ended the request, if any: the last of new_token_ids.
@@ -303,7 +303,7 @@ class EngineCoreOutput(_Wire):
 
 class UtilityRequest(_Wire):
     call_id: int
-    #: One of the engine's allow-list.
+    #: Name of a method in the engine's allow-list.
     method: str
     #: msgpack values, converted to the method's annotated types.
     args: list[Any] = []
@@ -322,16 +322,16 @@ class EngineCoreOutputs(_Wire):
 
 
 class BlocksStored(_Wire, tag="stored"):
-    """Consecutive blocks of one sequence became findable in the prefix cache."""
+    """Consecutive blocks of one sequence were added to the prefix cache."""
 
     block_hashes: list[bytes]
-    #: Hash of the block before the first; the root hash if there is none.
+    #: Hash of the block before these blocks, or the root hash at the start of the sequence.
     parent_hash: bytes
     block_size: int
 
 
 class BlocksRemoved(_Wire, tag="removed"):
-    """Blocks were evicted."""
+    """Blocks were evicted from the prefix cache."""
 
     block_hashes: list[bytes]
 

@@ -1,4 +1,4 @@
-"""Options: fields of a configuration, whose annotations declare their flags and bounds."""
+"""Flags and bounds of configuration fields, declared in the annotations of the fields."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import msgspec
 
 
 class Bound(NamedTuple):
-    """The values that a field may have."""
+    """Condition on the value of a field, with the text for error messages."""
 
     text: str  #: Completes the sentence "FIELD must".
     allows: Callable[[Any], bool]
 
 
 class Option(NamedTuple):
-    """Annotation of a field."""
+    """Annotation of a configuration field: help, bound and command-line flag."""
 
     help: str
     bound: Bound | None = None
@@ -27,7 +27,7 @@ class Option(NamedTuple):
     type: Any = str
 
     def problem(self, config: msgspec.Struct) -> str | None:
-        """Return how the field's value is out of bounds; None if it is not."""
+        """Return an error text if the field's value in `config` is out of bounds, else None."""
         value = attrgetter(self.path)(config)
         if value is None or self.bound is None or self.bound.allows(value):
             return None
@@ -35,7 +35,7 @@ class Option(NamedTuple):
 
 
 def options(config: type[msgspec.Struct], section: str = "") -> Iterator[Option]:
-    """Return the options of a configuration and of its sections, in their order."""
+    """Yield the option of each field of a configuration, including fields of nested sections."""
     for field in msgspec.structs.fields(config):
         path = section + field.name
         if isinstance(field.type, type):
@@ -48,7 +48,7 @@ def options(config: type[msgspec.Struct], section: str = "") -> Iterator[Option]
 
 
 def add_flags(parser: argparse.ArgumentParser, declared: Iterable[Option]) -> None:
-    """Add a flag for each option. It sets the attribute with the name of the option's path."""
+    """Add a flag for each option. argparse stores the value under the option's path."""
     for option in declared:
         how: dict[str, Any] = (
             {"action": argparse.BooleanOptionalAction}
@@ -59,7 +59,7 @@ def add_flags(parser: argparse.ArgumentParser, declared: Iterable[Option]) -> No
 
 
 def set_field(content: dict[str, Any], path: str, value: Any) -> None:
-    """Set a field of a configuration that is not converted yet, such as `cache.block_size`."""
+    """Set a field, such as `cache.block_size`, in the nested dicts of a configuration."""
     *sections, name = path.split(".")
     for section in sections:
         content = content.setdefault(section, {})
@@ -71,13 +71,13 @@ def at_least(low: int) -> Bound:
 
 
 def choice(*values: str, help: str = "", flag: str = "") -> Option:
-    """Return an option with these values, which are its help if there is no other."""
+    """Return an option that allows only these values. The default help text lists the values."""
     text = f"{', '.join(values[:-1])} or {values[-1]}"
     return Option(help or text, Bound(f"be {text}", values.__contains__), flag)
 
 
 def _sizes(text: str) -> list[int]:
-    """Parse numbers that are separated by commas."""
+    """Parse integers that are separated by commas."""
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:

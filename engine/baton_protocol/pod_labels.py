@@ -1,4 +1,4 @@
-"""Labels and annotations of pods that more than one component reads (docs/internals/pods.md)."""
+"""Pod labels and annotations that more than one component reads (docs/internals/pods.md)."""
 
 from __future__ import annotations
 

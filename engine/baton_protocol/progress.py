@@ -1,4 +1,4 @@
-"""The body of `GET /health` on a pod's http port: progress, KV compatibility and KV bytes."""
+"""Body of the `GET /health` response: load progress, KV compatibility and moved KV bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 class LoadProgress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Bytes of the model that were fetched or loaded."""
+    """Progress of a model's download or loading, in bytes."""
 
     done_bytes: int
     #: 0: not known yet.
@@ -29,7 +29,7 @@ class LoadProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Body of `GET /health`."""
+    """Body of the `GET /health` response on a pod's HTTP port."""
 
     #: One CamelCase word; Fetching and Loading come before serving.
     reason: str
@@ -37,7 +37,7 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     progress: LoadProgress | None = None
     #: Set by a serving engine with a KV role.
     kv: KVCompatibility | None = None
-    #: Bytes of KV that an engine sent and received, by transport and lane: `ucx tcp/lo`.
+    #: Bytes of KV that an engine sent and received, by transport and UCX lane: `ucx tcp/lo`.
     kv_bytes: dict[str, int] = {}
     #: Error of the last failed attempt; empty once an attempt makes progress.
     error: str = ""

@@ -1,4 +1,4 @@
-"""The outputs of one request, as a stream."""
+"""Async iterator over the outputs of one request."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from baton_protocol.messages import EngineCoreOutput
 
 
 class EngineDeadError(Exception):
-    """The engine instance is gone, or never answered. The text is the reason."""
+    """The engine instance is dead or never answered. The text is the reason."""
 
 
 class HandshakeFailedError(EngineDeadError):
-    """The server refused this client in the handshake.
+    """The handshake with the engine failed, usually because the service keys differ.
 
-    A single failure is no proof of a wrong key: the server may have ended at that moment.
+    A single failure does not prove a wrong key, because the engine may have ended at that moment.
     """
 
 
 class RequestStream:
-    """An async iterator over the outputs of one request. It ends after the finished output."""
+    """Async iterator over the outputs of one request, which ends after the finished output."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -34,7 +34,7 @@ class RequestStream:
         """Return the next output.
 
         Raises:
-            EngineDeadError: the engine went away before the request finished.
+            EngineDeadError: the engine died before the request finished.
         """
         if self._finished:
             raise StopAsyncIteration

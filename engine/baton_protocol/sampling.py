@@ -9,25 +9,25 @@ import msgspec
 
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 64
-#: Maximum length of a list of token ids, and of logit_bias: the size of a large vocabulary.
+#: Maximum length of a list of token ids and of logit_bias, which is the size of a large vocabulary.
 MAX_TOKEN_IDS = 2**18
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 256
 MAX_PATTERN_SIZE = 256
 MAX_PATTERN_COUNT = 1024
-#: Characters of a structured output's specification.
+#: Maximum length of a structured output's specification, in characters.
 MAX_SPEC_LENGTH = 2**17
 
 
 class _Params(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Base of all parameters. New fields go last and have a default."""
+    """Base of the parameter structs. New fields go last and have a default."""
 
 
 class RepetitionDetection(_Params):
-    """A condition that ends a request: the last tokens repeat one pattern `min_count` times."""
+    """Ends a request whose last tokens repeat one pattern `min_count` times."""
 
-    #: Longest pattern looked for, in tokens.
+    #: Length of the longest pattern to detect, in tokens.
     max_pattern_size: int
     min_pattern_size: int = 1
     min_count: int = 2
@@ -36,7 +36,7 @@ class RepetitionDetection(_Params):
         """Validate the parameters.
 
         Raises:
-            ValueError: names the field and its bound.
+            ValueError: a value is out of bounds. The message names the field and the bound.
         """
         _bound("repetition_detection.max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN_SIZE)
         if not 1 <= self.min_pattern_size <= self.max_pattern_size:
@@ -60,16 +60,18 @@ class StructuredOutputKind(enum.StrEnum):
 
 
 class StructuredOutput(_Params):
-    """The form that the output text must have."""
+    """A format that the output text must follow."""
 
     kind: StructuredOutputKind
     spec: str = ""
 
     def validate(self) -> None:
-        """Validate kind and size. The specification itself is checked when it is compiled.
+        """Validate the length of `spec`, and the list of a CHOICE.
+
+        Schemas, regular expressions and grammars are checked later, when they are compiled.
 
         Raises:
-            ValueError: names the field and its bound.
+            ValueError: a value is out of bounds. The message names the field and the bound.
         """
         if self.kind is StructuredOutputKind.JSON_OBJECT:
             if self.spec:
@@ -107,27 +109,27 @@ class SamplingParams(_Params):
     top_p: float = 1.0
     #: 0 or -1: all.
     top_k: int = 0
-    #: Tokens less likely than min_p times the most likely one are left out.
+    #: Tokens less likely than min_p times the most likely token are left out.
     min_p: float = 0.0
-    #: Keys the noise. The gateway draws one when the client gives none, so that any pod can
-    #: continue the request.
+    #: Key of the sampling noise. If the client gives no seed, the gateway draws one, so that any
+    #: pod can continue the request.
     seed: int = 0
-    #: Generated tokens in all, including generated_token_ids. None: up to max_model_len.
+    #: Maximum number of generated tokens, including generated_token_ids. None: up to max_model_len.
     max_tokens: int | None = None
-    #: EOS and stop tokens are not sampled before this many tokens.
+    #: EOS and stop tokens are not sampled before this number of tokens.
     min_tokens: int = 0
-    #: In addition to the model's EOS.
+    #: Tokens that end the output, in addition to the model's EOS.
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
-    #: How many of the most likely tokens to report per position; 0: only the sampled one; None:
-    #: nothing.
+    #: Number of most likely tokens to report per position. 0: only the sampled token. None: no
+    #: logprobs.
     logprobs: int | None = None
-    #: The same for the prompt's tokens, from the second on. Such a request reads no prefix cache:
-    #: every position is needed.
+    #: Like logprobs, for the prompt's tokens from the second on. Such a request does not read the
+    #: prefix cache, because every position must be computed.
     prompt_logprobs: int | None = None
     #: Only these tokens are sampled.
     allowed_token_ids: list[int] | None = None
@@ -138,10 +140,10 @@ class SamplingParams(_Params):
     structured_output: StructuredOutput | None = None
     #: Above 0: beam search with this many beams instead of sampling, and one output at the end.
     beam_width: int = 0
-    #: Beam search: exponent of the length that cumulative log-probabilities are divided by.
+    #: Beam search: cumulative log-probabilities are divided by length ** length_penalty.
     length_penalty: float = 1.0
-    #: Beam search: end with the first `beam_width` finished beams, also if a running one could
-    #: still beat them.
+    #: Beam search: end with the first `beam_width` finished beams, even if a running beam could
+    #: reach a higher score.
     early_stopping: bool = False
     return_routed_experts: bool = False
 
@@ -149,7 +151,7 @@ class SamplingParams(_Params):
         """Validate the parameters.
 
         Raises:
-            ValueError: names the field and its bound.
+            ValueError: a value is out of bounds. The message names the field and the bound.
         """
         _bound("temperature", self.temperature, 0.0, 1e6)
         if not 0.0 < self.top_p <= 1.0:
@@ -179,7 +181,7 @@ class SamplingParams(_Params):
         self._validate_beam_search()
 
     def _validate_token_ids(self) -> None:
-        """Check the lists of tokens and the numbers of logprobs. Raises ValueError."""
+        """Validate the token lists, logit_bias and the numbers of logprobs. Raises ValueError."""
         _bound_size("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _bound_size("logit_bias", self.logit_bias or (), MAX_TOKEN_IDS)
         for token_id, bias in (self.logit_bias or {}).items():
@@ -204,7 +206,7 @@ class SamplingParams(_Params):
                 )
 
     def _validate_beam_search(self) -> None:
-        """Check the options of beam search. Raises ValueError."""
+        """Validate the options of beam search. Raises ValueError."""
         _bound("beam_width", self.beam_width, 0, MAX_BEAM_WIDTH)
         _bound("length_penalty", self.length_penalty, -10.0, 10.0)
         for name in ("repetition_detection", "return_routed_experts", "structured_output"):

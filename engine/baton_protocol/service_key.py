@@ -1,15 +1,15 @@
-"""The key that all processes of one service share, and the secrets derived from it.
+"""The key that all processes of one service share, and the secrets derived from this key.
 
-The operator draws 32 random bytes per service and mounts them into the service's pods. No process
-sends the key itself:
+The operator generates a key of 32 random bytes per service, and mounts the key into the service's
+pods. No process sends the key itself. Processes use derived secrets:
 
     ZMQ sockets        CURVE, with one derived key pair for servers and one for clients
     HTTP admin         `Authorization: Bearer <derived>` on every request that changes something
     KV handshake,      HMAC proofs over nonces, with a secret derived for this purpose
     store of ranks
 
-A secret is HMAC-SHA256(key, "baton/" + purpose), so one secret reveals no other. Without a key
-every client is accepted. If only one of two sides has a key, they refuse each other.
+A secret is HMAC-SHA256(key, "baton/" + purpose), so one secret reveals no other secret. A server
+without a key accepts every client without a key. Connections fail if only one process has a key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from baton_protocol.config import container_path
 from baton_protocol.zap import require_client_key
 
 MIN_KEY_BYTES = 16
-#: Events of a socket's monitor, on both sides, if their keys differ. Nothing else reports it.
+#: Socket monitor events of a client and a server whose keys differ. Only these events report it.
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -55,16 +55,16 @@ class ServiceKey:
 
     @classmethod
     def load(cls, file: str) -> ServiceKey | None:
-        """Load the key from a file, without white space around it.
+        """Load the key from a file. White space around the key is removed.
 
         Args:
-            file: path as the pod sees it; empty: none.
+            file: path inside the pod; empty: no key.
 
         Returns:
-            None if no file is named.
+            The key, or None if `file` is empty.
 
         Raises:
-            ServiceKeyError: the file cannot be read or holds no key, or ZeroMQ has no CURVE.
+            ServiceKeyError: the file cannot be read, the key is too short, or ZeroMQ has no CURVE.
         """
         if not file:
             return None
@@ -86,12 +86,12 @@ class ServiceKey:
         return "ServiceKey(...)"  # never in a log
 
     def secret(self, purpose: str) -> bytes:
-        """Return the secret of a purpose, 32 bytes."""
+        """Return the 32-byte secret that is derived for a purpose, such as `http`."""
         return hmac.digest(self._key, b"baton/" + purpose.encode(), hashlib.sha256)
 
     @property
     def bearer(self) -> str:
-        """The Authorization header's value for HTTP admin requests."""
+        """Value of the Authorization header for HTTP admin requests."""
         return f"Bearer {self.secret('http').hex()}"
 
     def admits(self, authorization: str | None) -> bool:
@@ -104,7 +104,7 @@ class ServiceKey:
         """Encrypt a server's socket and admit only clients with the key. Call before `bind`."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._curve_keys("server")
-        # One domain per key: a process may have several.
+        # One domain per key, because a process may have several keys.
         domain = f"baton-{self.secret('zap').hex()[:16]}"
         require_client_key(socket, domain, z85.decode(self._curve_keys("client")[0]))
 
@@ -114,34 +114,34 @@ class ServiceKey:
         socket.curve_publickey, socket.curve_secretkey = self._curve_keys("client")
 
     def _curve_keys(self, side: str) -> tuple[bytes, bytes]:
-        """Return the public and the private key, in Z85.
+        """Return the (public, private) key pair of "server" or "client", in Z85.
 
-        Any 32 bytes are a private key of Curve25519.
+        The private key is a derived secret, because any 32 bytes are valid for Curve25519.
         """
         private = z85.encode(self.secret(f"curve/{side}"))
         return zmq.curve_public(private), private
 
 
 def why_handshake_failed(event: Mapping[str, Any], ours: ServiceKey | None) -> str:
-    """Return a client's message about a failed handshake, to follow the server's name.
+    """Return why a client's handshake failed, as a text to append to the server's name.
 
     Args:
-        event: one of HANDSHAKE_FAILED, as zmq.utils.monitor parses it.
-        ours: the client's key.
+        event: parsed monitor event of a type in HANDSHAKE_FAILED.
+        ours: the client's key, or None.
     """
     kind, mismatch = event["event"], event["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
     # The server closed the connection without a reason.
     if kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         why = (
-            "wants a service key (none is set here)"
+            "requires a service key (none is set here)"
             if ours is None
             else "does not accept our service key, or has none"
         )
         return f"closed the connection in the handshake: it {why}, or has just ended"
     if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and not mismatch:
-        return f"does not speak our protocol (error {event['value']:#x})"
+        return f"uses another protocol (error {event['value']:#x})"
     if ours is None:
-        return "wants a service key, and none is set here: see service_key_file"
+        return "requires a service key, and none is set here: see service_key_file"
     return (
         "does not accept our service key, or has none: "
         "service_key_file must hold the same one everywhere"
@@ -149,9 +149,9 @@ def why_handshake_failed(event: Mapping[str, Any], ours: ServiceKey | None) -> s
 
 
 def watch_handshakes(socket: zmq.Socket[Any]) -> zmq.Socket[bytes]:
-    """Return a socket that gets a message per client that was refused; see `count_refused`.
+    """Return a socket that receives one message per refused client, for `count_refused`.
 
-    Its queue has no limit, because a full one would block ZeroMQ's I/O thread.
+    The queue of the socket has no limit, because a full queue would block ZeroMQ's I/O thread.
     """
     address = f"inproc://handshakes-{socket.fileno()}"
     socket.monitor(address, HANDSHAKE_FAILED)
@@ -163,7 +163,7 @@ def watch_handshakes(socket: zmq.Socket[Any]) -> zmq.Socket[bytes]:
 
 
 def count_refused(handshakes: zmq.Socket[bytes]) -> int:
-    """Return the number of clients refused since the last call."""
+    """Return the number of clients refused since the last call with this monitor socket."""
     count = 0
     try:
         while True:

@@ -2,18 +2,20 @@
 
     rank                             coordinator
     Status          ->                            every STATUS_INTERVAL_S, and when it changes
-                    <-               Directive    the answer to each, and when it changes
+                    <-               Directive    in answer to each Status, and when it changes
 
-Both are whole states, never events, so the next message repairs a lost one. A restarted
-coordinator recovers its state from the ranks' statuses. A rank acts on a directive by its own
-state:
+Each message contains the whole state of its sender, so the next message replaces a lost message. A
+restarted coordinator recovers its state from the ranks' statuses. A rank follows each Directive:
 
-    target None              drop a prepared generation that is not committed
-    target, commit False     prepare it beside the serving one; report Status.prepared or .failure
-    target, commit True      commit it: members of a living generation at one step that they agree
-                             on (`elastic.rank.waves`), new members at once; all at once if `urgent`
+    target None              Drop a prepared generation that is not committed.
+    target, commit False     Prepare the target beside the serving generation. Report the result in
+                             Status.prepared or Status.failure.
+    target, commit True      Commit the target. Members of a generation that serves commit at a step
+                             that they agree on (`elastic.rank.waves`). New members commit at once,
+                             and so do all members of an `urgent` target.
 
-Between ranks only StartWave travels. The module also declares the HTTP resource `/topology`.
+Ranks send each other only StartWave. This module also declares the structs of the HTTP resource
+`/topology`.
 """
 
 from __future__ import annotations
@@ -28,43 +30,44 @@ COORDINATOR_HTTP_PORT = 8001
 
 
 class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
-    """Options shared by all wire structs; new fields go last, with a default."""
+    """Base of all wire structs. New fields go last and have a default."""
 
 
 class Member(_Wire, frozen=True):
-    """One rank's process. A restarted pod is another member of the same name."""
+    """The process of one rank. A restarted pod is another member with the same name."""
 
-    #: The pod's name. Topology requests use it.
+    #: Name of the pod, as used in topology requests.
     name: str
     instance_id: str
     host: str
     engine_port: int
-    #: Where StartWave goes: a ROUTER of the rank's link.
+    #: Port of the rank's ROUTER that receives StartWave.
     link_port: int
-    #: The rank's own rendezvous store.
+    #: Port of the rank's own rendezvous store.
     store_port: int
 
 
-#: [sparse layer][rank][slot]: the expert in the slot. Every rank has equally many slots; every
-#: expert has one or more.
+#: [sparse layer][rank][slot]: id of the expert in the slot. All ranks have the same number of
+#: slots, and every expert has at least one slot.
 Placement = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 class Generation(_Wire, frozen=True):
-    """A topology: the ranks and the experts that each holds. It never changes."""
+    """One immutable topology: the ranks of the group, and the experts of each rank."""
 
-    #: From 1. Messages that name an older one are refused.
+    #: Counts from 1. Messages that name an older generation are refused.
     number: int
-    #: Two attempts at one number are two generations: process groups are named after both.
+    #: Distinguishes two attempts with the same number. Process groups are named after number and
+    #: nonce.
     nonce: str
     #: In rank order.
     members: tuple[Member, ...]
     placement: Placement
-    #: Address of the rendezvous store of this generation's process groups. A member runs it.
+    #: Address of the rendezvous store of this generation's process groups, which a member runs.
     store_host: str
     store_port: int
     operation_id: str = ""
-    #: The previous generation is broken, so its members commit this one at once.
+    #: The previous generation is broken, so its members commit this generation at once.
     urgent: bool = False
 
     @property
@@ -84,45 +87,43 @@ class RankPhase(enum.StrEnum):
     #: Loaded, without a generation, so it serves no requests.
     STANDBY = "standby"
     SERVING = "serving"
-    #: Its generation lost a member. It keeps its requests and waits for the next generation.
+    #: The generation lost a member. The rank keeps its requests and waits for the next generation.
     BROKEN = "broken"
 
 
 class Activity(enum.StrEnum):
-    """The activity of a rank's loop, as its link reports it, also while the loop is stalled."""
+    """Activity of a rank's engine loop. The rank reports the activity of a stalled loop too."""
 
-    #: Outside steps.
+    #: The loop is outside steps.
     RESTS = "rests"
-    #: In the exchange of votes before a step.
+    #: The loop is in the exchange of votes before a step.
     WAITS = "waits"
-    #: In a step. The ranks exchange tokens in it.
+    #: The loop is in a step, in which the ranks exchange tokens.
     RUNS = "runs"
 
 
 class ExpertLoads(_Wire, frozen=True):
-    """Tokens of this rank's own requests per expert, since the generation began.
+    """Numbers of this rank's tokens that chose each expert since the generation began."""
 
-    Indexed by [sparse layer][expert].
-    """
-
+    #: Indexed by [sparse layer][expert].
     tokens: tuple[tuple[int, ...], ...]
 
 
 class Status(_Wire, frozen=True):
-    """The state of a rank, for the coordinator."""
+    """State of a rank, as sent to the coordinator."""
 
     member: Member
     phase: RankPhase
     #: Experts of each sparse layer; known once loaded.
     num_experts: int = 0
     num_sparse_layers: int = 0
-    #: The rank's configuration: least number of slots beyond one per expert.
+    #: Configured minimum number of slots in each layer of the group beyond one per expert.
     num_redundant_experts: int = 0
-    #: The generation that it serves in, or that broke.
+    #: The generation in which the rank serves, or which broke.
     generation: Generation | None = None
-    #: Nonce of the prepared generation, until it is committed.
+    #: Nonce of the prepared generation, until that generation is committed.
     prepared: str = ""
-    #: Nonce of the generation whose commit it received.
+    #: Nonce of the generation whose commit the rank received.
     commit_seen: str = ""
     #: Nonce of the generation that could not be prepared.
     failed: str = ""
@@ -133,29 +134,29 @@ class Status(_Wire, frozen=True):
     num_running: int = 0
     num_waiting: int = 0
     loads: ExpertLoads | None = None
-    #: It is shutting down, refuses new requests and needs a generation without it.
+    #: The rank is shutting down. It refuses new requests and needs a generation without this rank.
     leaving: bool = False
-    #: The generation whose commit was received, until this rank has committed it.
+    #: The generation whose commit was received, until this rank has committed that generation.
     committed: Generation | None = None
-    #: Number of exchanges of votes that it began, in all generations.
+    #: Number of exchanges of votes that the rank began, in all generations.
     step: int = 0
-    #: Activity in that step. The coordinator detects a stalled loop by step and activity that do
-    #: not change.
+    #: Activity in that step. A loop is stalled if neither step nor activity changes.
     activity: Activity = Activity.RESTS
 
 
 class Directive(_Wire, frozen=True):
     target: Generation | None = None
     commit: bool = False
-    #: The group continues or ends without this instance. It returns its requests and becomes
-    #: STANDBY.
+    #: The group continues or ends without this instance. The instance returns its requests and
+    #: becomes STANDBY.
     dismissed: bool = False
 
 
 class StartWave(_Wire, frozen=True):
-    """Sent by a rank that gets work outside a wave, to wake the others.
+    """Message of a rank that gets work outside a wave, to start a wave on the other ranks.
 
-    It is repeated until the wave's first exchange, and harmless when late or lost.
+    The rank repeats the message until the wave's first exchange. A late or lost message does no
+    harm.
     """
 
     generation: int
@@ -169,12 +170,12 @@ class StartWave(_Wire, frozen=True):
 class TopologyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of PUT /topology: the requested topology.
 
-    A repeated operation id changes nothing. A new one supersedes an operation that has not
+    A repeated operation id changes nothing. A new id supersedes an operation that has not
     committed.
     """
 
     operation_id: str
-    #: Names of pods, in no order.
+    #: Names of pods, in any order.
     members: list[str]
 
 
@@ -199,7 +200,7 @@ class OperationStatus(msgspec.Struct, kw_only=True, omit_defaults=True):
     #: form, scale, recover or rebalance.
     kind: str
     phase: OperationPhase
-    #: Number of the generation that it leads to; 0: not known yet.
+    #: Number of the generation to which the operation leads; 0: not known yet.
     generation: int
     reason: str = ""
     #: Seconds spent in each phase, including the current phase so far.

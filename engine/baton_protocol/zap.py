@@ -1,8 +1,8 @@
-"""Admission of clients that use CURVE: ZAP, https://rfc.zeromq.org/spec/27.
+"""Authenticates ZMQ clients by their CURVE key, with ZAP (https://rfc.zeromq.org/spec/27).
 
-A context has one handler for all its sockets, in a thread that ends with the context. A server's
-socket names a domain, and a domain has one client key. Clients with another key are refused. With
-`ZAP_ENFORCE_DOMAIN`, all clients are refused if no handler answers.
+A ZMQ context has one ZAP handler for all its sockets. The handler's thread ends with the context.
+Each server socket names a domain, and each domain admits one client key. With
+`ZAP_ENFORCE_DOMAIN`, ZMQ refuses all clients if no handler answers.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ _VERSION = b"1.0"
 
 
 class _Handler:
-    """The handler of one context. It answers until the context is terminated."""
+    """ZAP handler of one ZMQ context, which answers until the context is terminated."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
-        """Start the thread.
+        """Bind the ZAP endpoint of the context, and start the thread that answers.
 
         Raises:
-            zmq.ZMQError: the context has another handler.
+            zmq.ZMQError: the context already has a handler.
         """
         self._client_keys: dict[bytes, bytes] = {}
         self._context = context
-        # A shadow, because the context may be asyncio's, and its destroy() closes all its sockets.
+        # A shadow context, because the original may be asyncio's, whose destroy() closes all of its
+        # sockets.
         self._socket: zmq.Socket[bytes] = zmq.Context.shadow(context).socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
         try:
@@ -54,7 +55,7 @@ class _Handler:
             self._socket.close()
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
-        """Return the reply to a request.
+        """Return the reply to a ZAP request: status 200 for the domain's client key, else 400.
 
         Args:
             request: version, request id, domain, address, routing id, mechanism, credentials.
@@ -71,16 +72,18 @@ class _Handler:
         return [_VERSION, request[1], status, text, b"", b""]
 
 
-#: By the context's address, because several Python objects may share one context.
+#: Handlers by the context's address, because several Python objects may share one context.
 _handlers: dict[int, _Handler] = {}
 _lock = threading.Lock()
 
 
 def require_client_key(socket: zmq.Socket[Any], domain: str, client_key: bytes) -> None:
-    """Admit only clients with this public key (32 bytes). Call it before `bind`.
+    """Make a server socket admit only clients with this 32-byte public key.
+
+    Call this function before `bind`.
 
     Raises:
-        zmq.ZMQError: the context has a ZAP handler that is not ours.
+        zmq.ZMQError: the context already has a ZAP handler of other code.
     """
     context = socket.context
     socket.zap_domain = domain.encode()
@@ -93,7 +96,7 @@ def require_client_key(socket: zmq.Socket[Any], domain: str, client_key: bytes) 
 
 
 def _forget_handlers() -> None:
-    """Forget the parent's handlers and lock in a forked child, which has none of its threads."""
+    """Reset handlers and lock in a forked child, which lacks the threads of the parent."""
     global _handlers, _lock
     _handlers, _lock = {}, threading.Lock()
 
