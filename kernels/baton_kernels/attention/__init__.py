@@ -11,20 +11,21 @@ Options, each off by default:
     soft cap (Gemma Team 2024)             score = cap * tanh(score / cap)
     fp8 caches                             K[g, t] = key_scale[g] * cached key, V likewise
 
-The soft cap and the scales have no caller yet; Gemma models and fp8 KV caches will need them.
+No model uses the soft cap or the scales yet. They are for Gemma models and fp8 KV caches.
 
-One call serves prefill chunks and decode steps together (varlen). Sequence s owns the query rows
-`cu_seqlens_q[s] : cu_seqlens_q[s + 1]`, the last ones of its `seq_lens[s]` tokens. Slots of its
-last block past `seq_lens[s]` may hold stale bytes or NaN, which never affect the result.
+One call serves prefill chunks and decode steps together (varlen). The queries of sequence s are the
+rows `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`. These queries are the last of the sequence's
+`seq_lens[s]` tokens. Slots past the sequence's end may hold stale bytes or NaN, which never affect
+the result.
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
     bytes       keys and values of each sequence, queries, results and block ids
     operations  4 * head_dim per head and pair of a query and a visible key
 
-Plan and run: a step calls `plan_attention` once, on the host. The plan decides all that its layers
-share: the implementation, the launch configuration, the split of long sequences and the workspace.
-Each layer then calls `paged_attention` with its query, its cache and the plan.
+A step calls `plan_attention` once, on the host. The plan has what all layers of the step share: the
+implementation, the launch configuration, the split of long sequences and the workspace. Each layer
+then calls `paged_attention` with the plan and the layer's query and cache.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ if TYPE_CHECKING:
 
 #: triton: on a GPU, and in tests in Triton's interpreter.
 #: cpp: on a CPU with compiled operations.
-#: torch: on a CPU without them. It supports neither soft caps nor fp8 caches.
-#: reference: on a CPU, for options that the others do not support.
+#: torch: on a CPU without compiled operations, and without soft cap and fp8 caches.
+#: reference: on a CPU, for options that the other implementations do not support.
 Implementation = Literal["triton", "cpp", "torch", "reference"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """What all layers of a step share. Made by `plan_attention`."""
+    """Attention data that all layers of a step share, made by `plan_attention`."""
 
     implementation: Implementation
     query_shape: torch.Size  #: [num_tokens, num_heads, head_dim].
@@ -59,8 +60,8 @@ class AttentionPlan:
     block_tables: Tensor
     cu_seqlens_q: Tensor  #: int32 [num_seqs + 1]: prefix sum of query lengths.
     seq_lens: Tensor  #: int32 [num_seqs]: tokens of each sequence, including its queries.
-    window: int | None  #: Tokens that a query sees, including its own. None: all.
-    soft_cap: float | None  #: Bound of the scores.
+    window: int | None  #: Tokens that a query attends to, including its own. None: no limit.
+    soft_cap: float | None  #: Bound of the scores. None: no bound.
     launch: Launch | None  #: Only for triton: grids, constants and workspace.
     gather: GatherPlan | None  #: Only for torch: rows to gather, masks and scratch memory.
 
@@ -76,10 +77,11 @@ def plan_attention(
     soft_cap: float | None = None,
     implementation: Implementation | None = None,
 ) -> AttentionPlan:
-    """Prepare the attention of a step, once for all layers. Other arguments as in `AttentionPlan`.
+    """Prepare the attention of a step, once for all layers.
 
-    For a GPU this reads shapes and host values only, so it does not wait for the device. A plan
-    that is made during a CUDA graph's capture has its workspace in the graph's memory.
+    For a GPU, the function reads only shapes and host values, and does not wait for the device. The
+    workspace of a plan that is made during a CUDA graph's capture is in the graph's memory.
+    `AttentionPlan` describes the arguments that are not listed here.
 
     Args:
         query: the query of any layer. All layers have the same shape and dtype.
@@ -88,8 +90,8 @@ def plan_attention(
         max_seqlen_q: upper bound of a sequence's queries. None: unknown. With few queries per
             sequence (decode), a GPU splits long sequences.
         soft_cap: positive.
-        implementation: None chooses it by device, dtype and options. Tests name the one that they
-            compare.
+        implementation: None: chosen by device, dtype and options. Tests name the implementation
+            that they compare.
 
     Raises:
         ValueError: the options contradict each other, or the implementation does not support the
@@ -129,26 +131,27 @@ def paged_attention(
     value_scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Run a layer's causal attention with grouped query heads, as planned.
+    """Compute a layer's causal attention with grouped query heads.
 
-    On a GPU the call does not wait for the device. Its launches depend only on the plan, so a CUDA
-    graph can capture them and replay them with other lengths and block tables.
+    On a GPU, the call does not wait for the device. The launches depend only on the plan, so a
+    captured CUDA graph can be replayed with other lengths and block tables.
 
     Args:
         query: tensor of shape [num_tokens, num_heads, head_dim].
         key_cache: tensor of shape [num_blocks, num_kv_heads, block_size, head_dim], in query's
             dtype or float8_e4m3fn. The last stride is 1. On a CPU the tokens of a block and head
-            are contiguous, and the other strides are multiples of their size.
+            are contiguous, and the other strides are multiples of block_size * head_dim.
         value_cache: like key_cache, with the same strides.
         plan: result of `plan_attention` for this step.
         scale: positive factor of the scores, usually head_dim ** -0.5.
         key_scale: positive float32 of shape [num_kv_heads]. Required for fp8 caches, else None.
         value_scale: like key_scale.
-        out: receives the result. Shape and dtype of query, last stride 1.
+        out: tensor for the result, of query's shape and dtype, with last stride 1. None: a new
+            tensor.
 
     Returns:
-        Tensor of shape [num_tokens, num_heads, head_dim] in query's dtype. A sequence of length 0
-        gets zeros.
+        Tensor of shape [num_tokens, num_heads, head_dim] in query's dtype. Queries of a sequence of
+        length 0 get zeros.
 
     Raises:
         ValueError: the arguments contradict each other or the plan, or the implementation does not
@@ -204,7 +207,7 @@ def _choose(key_cache: Tensor, soft_cap: float | None) -> Implementation:
 def _check_step(
     query: Tensor, key_cache: Tensor, window: int | None, soft_cap: float | None
 ) -> None:
-    """Raise ValueError for a step that no implementation supports. Reads no tensor's values."""
+    """Raise ValueError for a step that no implementation supports. No tensor's values are read."""
     if key_cache.dtype not in (query.dtype, torch.float8_e4m3fn):
         raise ValueError(
             f"queries of {query.dtype} need caches of the same dtype or float8_e4m3fn, "
@@ -228,7 +231,7 @@ def _check_layer(
     key_scale: Tensor | None,
     value_scale: Tensor | None,
 ) -> None:
-    """Raise ValueError for a layer that does not fit the plan. Reads no tensor's values."""
+    """Raise ValueError for a layer that does not fit the plan. No tensor's values are read."""
     if query.shape != plan.query_shape:
         raise ValueError(
             f"the step is planned for queries of shape {list(plan.query_shape)}, "

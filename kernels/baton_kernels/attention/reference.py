@@ -1,4 +1,4 @@
-"""Paged attention as in its formula: one sequence and query at a time, in float64. For tests."""
+"""Paged attention for tests, as in the formula: one sequence and query at a time, in float64."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def paged_attention_reference(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> Tensor:
-    """Compute `baton_kernels.attention.paged_attention`, with the same arguments and result.
+    """Implement `baton_kernels.attention.paged_attention` in torch, without `out`.
 
-    Works on every device. It reads lengths on the host.
+    The function works on every device, and reads lengths on the host.
     """
     num_kv_heads, block_size = key_cache.shape[1:3]
     window, soft_cap = plan.window, plan.soft_cap
@@ -30,7 +30,7 @@ def paged_attention_reference(
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     for seq, seq_len in enumerate(plan.seq_lens.tolist()):
         first, end = plan.cu_seqlens_q[seq : seq + 2].tolist()
-        # No query sees a token before `oldest`.
+        # No query attends to a token before `oldest`.
         oldest = 0 if window is None else max(0, seq_len - (end - first) - window + 1)
         positions = torch.arange(oldest, seq_len, device=query.device)
         blocks, slots = (

@@ -1,22 +1,23 @@
-"""Split-KV: a few long sequences occupy the whole GPU (Flash-Decoding, Dao et al. 2023).
+"""Divides long sequences into segments, so that few sequences occupy the whole GPU (split-KV).
 
-The key tiles of a sequence are divided among segments. Each segment is a program per KV head, and a
-second launch joins their results (`split_kv_triton`). The host decides from shapes whether to
-split, and sets a target number of segments. The device divides the sequences by their lengths:
+The method is Flash-Decoding (Dao et al. 2023). The key tiles of a sequence are divided among
+segments. Each segment is one program per KV head. A second launch joins the results of the segments
+(`split_kv_triton`). The host decides from shapes whether to split, and sets a target number of
+segments. The device divides the sequences by their lengths:
 
     tiles_per_segment = max(MIN_TILES, ceil(tiles of all sequences / target_segments))
-    segments of a sequence = max(1, round(tiles / tiles_per_segment))
+    segments of a sequence = max(1, round(tiles of the sequence / tiles_per_segment))
 
-The sum over the sequences is at most target_segments + num_seqs. This bounds the grid without
-reading lengths back from the device.
+A batch has at most target_segments + num_seqs segments. This number bounds the grid, so the host
+does not read lengths from the device.
 """
 
 from __future__ import annotations
 
-#: Upper bound of (query heads of a KV head * queries of a sequence) for one query block per
-#: sequence. Only such sequences may be split.
+#: Rows (query heads of a KV head * queries of a sequence) that always fit into one query block.
+#: Sequences are split only if the queries of each sequence fit into one block.
 FEW_ROWS = 64
-#: From this many (sequences * KV heads) per SM on, no sequence is split: the GPU is busy.
+#: Sequences are not split if (sequences * KV heads) per SM reach this number: the GPU is busy.
 ENOUGH_PROGRAMS_PER_SM = 4
 MIN_TILES = 4  #: Lower bound of a segment's KV tiles, unless the sequence has fewer.
 SCAN = 128  #: Sequences that a program reads at once to find its segment.
@@ -36,14 +37,14 @@ def fits_one_block(max_seqlen_q: int | None, group: int) -> bool:
 def target_segments(
     num_seqs: int, num_kv_heads: int, max_tiles: int, num_sms: int, programs_per_sm: int
 ) -> int:
-    """Return the target number of segments of a batch, or 0 if no sequence is to be split.
+    """Return the target number of segments of a batch, or 0 for a batch without splits.
 
     Args:
-        num_seqs: sequences of the batch. The queries of each fit into one block.
+        num_seqs: sequences of the batch. The queries of each sequence fit into one block.
         num_kv_heads: KV heads, each of which has its own programs.
         max_tiles: KV tiles of the longest sequence that the block tables can hold.
         num_sms: streaming multiprocessors of the GPU.
-        programs_per_sm: programs that each of them should run.
+        programs_per_sm: programs that each multiprocessor should run.
     """
     is_busy = num_seqs * num_kv_heads >= ENOUGH_PROGRAMS_PER_SM * num_sms
     is_short = 2 * max_tiles < 3 * MIN_TILES  # even the longest sequence would be one segment

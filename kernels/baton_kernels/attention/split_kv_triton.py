@@ -1,6 +1,6 @@
-"""Split-KV in Triton: a program finds its segment, and a second launch joins the segments.
+"""Split-KV in Triton: each program finds a segment, and a second launch joins the segments.
 
-The number of segments of each sequence is defined in `split_kv`.
+`split_kv` defines the number of segments of each sequence.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from baton_kernels.kernel_arguments import Heads
 
 
 class Batch(NamedTuple):
-    """The sequences of a step."""
+    """Number and lengths of a step's sequences."""
 
     cu_seqlens_q_ptr: tl.tensor  #: int32 [num_seqs + 1].
     seq_lens_ptr: tl.tensor  #: int32 [num_seqs].
@@ -23,16 +23,17 @@ class Batch(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """The results of segments, which `join_segments_kernel` joins.
+    """Results of segments, which `join_segments_kernel` joins.
 
-    The kernel writes only `segments_ptr` for a sequence of one segment.
+    An item is one segment of the batch. For a sequence with one segment, only `segments_ptr` is
+    written, because the attention kernel writes the final result.
     """
 
     #: float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum.
     out_ptr: Tensor
     sum_ptr: Tensor  #: float32 [items, num_kv_heads, BLOCK_M].
     max_ptr: Tensor  #: float32, like the sums: base-2 logarithm of the weights' divisor.
-    segments_ptr: Tensor  #: int32 [num_seqs, 2]: first item and segments of each sequence.
+    segments_ptr: Tensor  #: int32 [num_seqs, 2]: first item and number of items of each sequence.
 
 
 @triton.jit
@@ -42,7 +43,7 @@ def _segments_of(tiles, tiles_per_segment):
 
 @triton.jit
 def _count_tiles(seqs, in_batch, batch: Batch, KV_TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Count the tiles with keys that a sequence's queries see; 0 outside of the batch."""
+    """Count the key tiles that each sequence's queries attend to; 0 outside of the batch."""
     seq_len = tl.load(batch.seq_lens_ptr + seqs, mask=in_batch, other=0)
     tiles = (seq_len + KV_TILE - 1) // KV_TILE
     if WINDOW > 0:
@@ -62,11 +63,11 @@ def find_segment(
     WINDOW: tl.constexpr,
     SCAN: tl.constexpr,  # sequences read at once
 ):
-    """Find segment `item` of the batch, counted sequence by sequence.
+    """Find segment number `item` of the batch, counted sequence by sequence.
 
     Returns:
-        (sequence, index within the sequence, segments of the sequence). The sequence is num_seqs if
-        there is no such segment.
+        (sequence, index of the segment in the sequence, number of segments of the sequence). The
+        sequence is num_seqs if the batch has no segment `item`.
     """
     lanes = tl.arange(0, SCAN)
     all_tiles = 0
@@ -105,9 +106,9 @@ def join_segments_kernel(
     BLOCK_M: tl.constexpr,
     SEGMENT_TILE: tl.constexpr,  # segments joined at once
 ):
-    """Join the segments of one (query head, sequence, query of the sequence) per program.
+    """Join the results of segments. Each program joins one query head of one query.
 
-    For a sequence of one segment, the attention kernel has already written the result.
+    For a sequence with one segment, the attention kernel has already written the result.
     """
     head = tl.program_id(0)
     seq = tl.program_id(1)
@@ -139,7 +140,7 @@ def join_segments_kernel(
             other=0.0,
         )
         new_max = tl.maximum(running_max, tl.max(maxima, axis=0))
-        # -inf: the query has seen no key yet.
+        # -inf: the query has attended to no key yet.
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
         rescale = tl.math.exp2(running_max - base)
         weights = tl.math.exp2(maxima - base)

@@ -1,10 +1,9 @@
 """Paged attention on a CPU without compiled operations: gather blocks, then call torch's SDPA.
 
-The keys of one block and head are contiguous, and so are its values. Each cache is therefore a
-matrix with a row per block and head, and whole rows are gathered by index. Sequences with one query
-(decode) share a call if they have the same number of blocks. Each prefill chunk is a call of its
-own. The rows and masks are the same for all layers of a step; `GatherPlan` computes them
-once.
+The keys of one block and head are contiguous, and so are the values. Each cache is therefore a
+matrix with one row per block and head, and whole rows are gathered by index. Sequences with one
+query (decode) share a call if they have the same number of blocks. Each prefill chunk has its own
+call. `GatherPlan` computes rows and masks once for all layers of a step.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-#: Upper bound of the keys that a group of decodes gathers, so that they stay in the CPU's cache. A
-#: single sequence may exceed it.
+#: Maximum size of the keys that a group of decode sequences gathers, so that the keys stay in the
+#: CPU's cache. A single sequence may exceed this limit.
 GROUP_BYTES = 1 << 20
 
 
 def paged_attention_cpu(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, plan: GatherPlan, scale: float
 ) -> Tensor:
-    """Compute `baton_kernels.attention.paged_attention` from a `GatherPlan`.
+    """Implement `baton_kernels.attention.paged_attention` with a `GatherPlan`.
 
     Raises:
         ValueError: the caches' strides differ from the plan's.
@@ -52,7 +51,7 @@ def _attend(
     group: _Group,
     scale: float,
 ) -> Tensor:
-    """Compute the attention of the group's queries [n, num_heads, head_dim]."""
+    """Return the attention outputs of a group's queries, of shape [n, num_heads, head_dim]."""
     head_dim = query.shape[2]
     gathered = (group.num_seqs, plan.num_kv_heads, -1, head_dim)
     key, value = (
@@ -66,7 +65,7 @@ def _attend(
         for tensor in (key, value):
             tensor.view(-1, head_dim).index_fill_(0, group.invisible, 0)
     key, value = key[:, :, group.slots], value[:, :, group.slots]
-    if group.is_decode:  # the query heads of one KV head take the place of its queries
+    if group.is_decode:  # SDPA gets the query heads of one KV head as its queries
         by_kv_head = query.reshape(group.num_seqs, plan.num_kv_heads, -1, head_dim)
         attended = scaled_dot_product_attention(
             by_kv_head, key, value, attn_mask=group.mask, scale=scale
@@ -86,17 +85,17 @@ def _attend(
 
 @dataclass(slots=True)
 class _Group:
-    """The queries of one SDPA call: a chunk, or decodes with the same number of blocks."""
+    """The queries of one SDPA call: a prefill chunk, or decodes with equal numbers of blocks."""
 
     queries: slice | Tensor | None  #: Indices into the batch's queries; None for all.
     num_seqs: int
     is_decode: bool
     rows: Tensor  #: int64 [num_seqs * num_kv_heads * blocks per sequence]: rows of the caches.
     slots: slice  #: The visible part of each sequence's gathered slots.
-    #: int64: slots that some sequences do not see, as indices into [num_seqs * num_kv_heads *
-    #: slots] of the gathered rows.
+    #: int64: gathered slots that their sequence does not attend to, as indices into [num_seqs *
+    #: num_kv_heads * slots].
     invisible: Tensor | None = None
-    #: Added to the scores. None: a decode sees all slots, a chunk is causal from its first slot.
+    #: Added to the scores. None: a decode attends to all slots, and a chunk is causal from slot 0.
     mask: Tensor | None = None
 
 
@@ -104,15 +103,15 @@ class _Decode(NamedTuple):
     """A sequence with one query."""
 
     seq: int
-    query: int  #: Row of its query.
-    first: int  #: Position of the first token it sees.
-    end: int  #: Tokens of the sequence.
+    query: int  #: Row of the query.
+    first: int  #: Position of the first token that the query attends to.
+    end: int  #: Number of tokens of the sequence.
 
 
 class GatherPlan:
-    """Rows to gather and masks, shared by all layers of a step.
+    """Cache rows to gather, and attention masks, for all layers of a step.
 
-    Arguments as in `baton_kernels.attention.plan_attention`.
+    Arguments are those of `baton_kernels.attention.plan_attention`.
 
     Raises:
         ValueError: the tokens of a block and head are not contiguous in the cache.
@@ -150,9 +149,9 @@ class GatherPlan:
         self._scratch = torch.empty((2, most, row), dtype=key_cache.dtype)
 
     def scratch(self, group: _Group) -> tuple[Tensor, Tensor]:
-        """Return scratch memory for the group's keys and values.
+        """Return scratch memory for the gathered keys and values of a group.
 
-        All groups share it, because new memory costs more than the copies.
+        All groups share this memory, because new memory costs more than the copies.
         """
         keys, values = self._scratch[:, : len(group.rows)].unbind()
         return keys, values
@@ -223,7 +222,7 @@ class GatherPlan:
     def _chunk(
         self, queries: slice, table: Tensor, first: int, end: int, window: int | None
     ) -> _Group:
-        """Make the group of a prefill chunk, whose first query sees the positions [first, ...]."""
+        """Return the group of a prefill chunk. No query attends to positions before `first`."""
         num_queries = queries.stop - queries.start
         start = first % self.block_size
         rows = self._rows(table[None, self._blocks(first, end)])

@@ -1,14 +1,15 @@
 """Paged attention in Triton: one program per (query block, KV head), online softmax over KV tiles.
 
-After FlashAttention-2 (Dao 2023). The M dimension of `tl.dot` holds the query heads of one KV head
-times a few query tokens, so decode (one token) and prefill share the code. If each sequence has few
-queries (decode), the program id selects the sequence, or a segment of one (see `split_kv`).
-Otherwise the program finds its sequence by binary search in `cu_seqlens_q`. The grid's bound
-`num_tokens // BLOCK_Q + num_seqs` needs only shapes, so the host never waits for the device. The
-last query blocks of a sequence see most keys and start first.
+After FlashAttention-2 (Dao 2023). The rows of `tl.dot` are the query heads of one KV head, for a
+few query tokens. So decode (one token) and prefill share the code. If each sequence has few
+queries (decode), the program id selects a sequence, or a segment of a sequence (see `split_kv`).
+Otherwise each program finds its sequence by binary search in `cu_seqlens_q`. The size of the grid,
+`num_tokens // BLOCK_Q + num_seqs`, needs only shapes, so the host never waits for the device. The
+last query blocks of a sequence attend to the most keys, so they start first.
 
-A tile of keys is not tied to a block: each token is looked up in the block table. The block ids of
-the next tile are loaded while this one is computed. Scores are in base 2, for the hardware's exp2.
+Key tiles need not match KV blocks, because each token is looked up in the block table. The block
+ids of the next tile are loaded during the computation of a tile. Scores are in base 2, for the
+hardware's exp2.
 """
 
 from __future__ import annotations
@@ -72,20 +73,22 @@ PREFILL_CANDIDATES: list[Configuration] = [
 
 
 def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -> str:
-    """Return the class a launch is tuned for, such as "decode/rows=16/head_dim=128/bfloat16".
+    """Return the shape class under which a launch's tuned configuration is stored.
+
+    An example is "decode/rows=16/head_dim=128/bfloat16".
 
     Args:
-        decode: sequences have few queries, or their queries fit into one block.
-        rows: lower bound of a query block's rows. They compete with tiles for shared memory.
+        decode: whether each sequence's queries fit into one block, or are few on average.
+        rows: minimum number of rows of a query block. Rows and key tiles compete for shared memory.
     """
     kind = f"decode/rows={rows}" if decode else "prefill"
     return f"{kind}/head_dim={head_dim}/{str(kv_dtype).removeprefix('torch.')}"
 
 
 def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) -> Configuration:
-    """Return the configuration for devices without measurements.
+    """Return the launch configuration for devices without measurements.
 
-    A tile has up to 32 KiB of keys and values, and two or three tiles are in flight.
+    A tile has up to about 32 KiB of keys and values.
     """
     tile = min(64, max(16, 16384 // (triton.next_power_of_2(head_dim) * kv_dtype.itemsize)))
     if decode:
@@ -97,7 +100,7 @@ def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) ->
             "num_warps": 4,
             "num_stages": stages,
         }
-    if kv_dtype.itemsize == 4:  # no tensor cores: products live in registers
+    if kv_dtype.itemsize == 4:  # without tensor cores, products are in registers
         return {
             "BLOCK_M": 64,
             "KV_TILE": min(tile, 32),
@@ -164,7 +167,7 @@ def _paged_attention_kernel(
     elif ONE_BLOCK:
         seq = item
     else:
-        # Sequence s owns the query blocks from cu_seqlens_q[s] // BLOCK_Q + s on. Find the last s
+        # Sequence s has the query blocks from cu_seqlens_q[s] // BLOCK_Q + s on. Find the last s
         # that begins at or before this block.
         q_block = tl.num_programs(0) // NUM_KV_HEADS - 1 - item
         left = 0
@@ -201,14 +204,14 @@ def _paged_attention_kernel(
     last_visible = seq_len - q_len + q_index  # [BLOCK_M] position of each query
     if caches.key_scale_ptr is not None:
         scale *= tl.load(caches.key_scale_ptr + kv_head)
-    # `unit` converts scores to base 2. With a soft cap, the cap's own factor does.
+    # `unit` converts scores to base 2. With a soft cap, the factor of the cap converts them.
     unit = scale * LOG2E
     if soft_cap is not None:
         unit = 1.0
 
     kv_end = tl.minimum(seq_len, first_position + BLOCK_Q)
     kv_start = 0
-    if WINDOW > 0:  # no query sees an earlier token
+    if WINDOW > 0:  # no query attends to an earlier token
         kv_start = tl.maximum(0, first_position - WINDOW + 1)
     first_tile = kv_start // KV_TILE
     end_tile = (kv_end + KV_TILE - 1) // KV_TILE
@@ -224,7 +227,7 @@ def _paged_attention_kernel(
 
     running_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
-    if ONE_BLOCK:  # warps share the rows: a sum per tile would synchronize them each time
+    if ONE_BLOCK:  # warps share the rows, so a sum per tile would synchronize the warps each time
         running_sum = tl.zeros([BLOCK_M, KV_TILE], dtype=tl.float32)
     else:
         running_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -265,8 +268,8 @@ def _paged_attention_kernel(
             scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(running_max, tl.max(scores, axis=1))
-        # A query may see no key of its first tiles: its window begins later, or its segment lies
-        # behind its position.
+        # A query may attend to no key of the first tiles: the window begins later, or the segment
+        # lies past the query's position.
         base = tl.where(new_max == float("-inf"), 0.0, new_max) * unit
         rescale = tl.math.exp2(running_max * unit - base)
         weights = tl.math.exp2(scores * unit - base[:, None])
@@ -314,7 +317,7 @@ class Launch(NamedTuple):
     max_queries: int  #: Upper bound of a sequence's queries if one block has all of them, else 1.
     shared: dict[str, int]  #: Constants of both kernels.
     constants: dict[str, int]  #: Other constants of the attention kernel.
-    partials: Partials | None  #: Workspace, which the layers use in turn. None: nothing is split.
+    partials: Partials | None  #: Workspace that the layers use in turn. None: nothing is split.
 
 
 def plan_launch(
@@ -325,9 +328,9 @@ def plan_launch(
     window: int | None,
     max_seqlen_q: int | None,
 ) -> Launch:
-    """Choose blocks, segments and constants, and allocate the workspace.
+    """Return the grids, constants and workspace of a step's attention launches.
 
-    Reads shapes, dtypes and host values only. Arguments as in
+    The function reads only shapes, dtypes and host values. Arguments are those of
     `baton_kernels.attention.plan_attention`.
     """
     num_tokens, num_heads, head_dim = query.shape
@@ -385,7 +388,7 @@ def plan_launch(
 def _empty_partials(
     rows: tuple[int, int, int], head_dim: int, num_seqs: int, device: torch.device
 ) -> Partials:
-    """Allocate the results of segments. `rows`: items, KV heads, rows of a query block."""
+    """Allocate memory for the results of segments. `rows` is (items, KV heads, BLOCK_M)."""
     sums, maxima = torch.empty((2, *rows), dtype=torch.float32, device=device).unbind()
     return Partials(
         torch.empty((*rows, head_dim), dtype=torch.float32, device=device),
@@ -405,7 +408,7 @@ def paged_attention_triton(
     value_scale: Tensor | None,
     out: Tensor | None,
 ) -> Tensor:
-    """Compute `baton_kernels.attention.paged_attention`, with the same arguments and result.
+    """Implement `baton_kernels.attention.paged_attention` in Triton.
 
     Raises:
         ValueError: the kernel does not support the strides.
