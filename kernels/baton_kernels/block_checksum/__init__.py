@@ -1,4 +1,6 @@
-"""Word sums of KV blocks, with which the KV connector verifies the blocks of a transfer.
+"""Word sums of KV blocks, by which the KV connector verifies transferred blocks.
+
+A run is a contiguous range of memory. Its word sum is:
 
     x_i   the run's i-th 64-bit little-endian word
     y_i = x_i XOR (x_i >> 32)
@@ -6,7 +8,7 @@
     u(k) = mix(k + 0x9E3779B97F4A7C15) OR 1       mix is splitmix64's finalizer
     sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64      in any order
 
-All implementations return the same bits: C++, Triton, torch, and the connector's numpy version.
+All implementations return the same bits: C++, Triton, torch, and numpy in the KV connector.
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
@@ -25,15 +27,15 @@ from baton_kernels.block_checksum.reference import WORD_BYTES, sum_runs_referenc
 
 
 def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) -> NDArray[np.uint64]:
-    """Compute the word sums of n runs of host memory. Releases the GIL.
+    """Compute the word sum of each of n runs of host memory. The C++ version releases the GIL.
 
     Args:
-        addresses: int64 [n]; any alignment.
+        addresses: address of each run, int64 [n], with any alignment.
         nbytes: bytes of each run, a multiple of 8.
         num_threads: one by default, because the model computes at the same time.
 
     Returns:
-        uint64 [n].
+        The sums, uint64 [n].
 
     Raises:
         ValueError: addresses is not one-dimensional, or nbytes or num_threads is out of range.
@@ -56,13 +58,13 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) ->
 def block_sums(
     kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int, num_threads: int = 1
 ) -> Tensor:
-    """Compute the word sums of a range of heads of each block, on the device of the cache.
+    """Compute the word sum of a range of heads in each given block, on the cache's device.
 
     On a GPU the call does not wait for the device.
 
     Args:
         kv_cache: tensor of shape [num_blocks, heads, ...], contiguous.
-        block_ids: int64 [n], in host memory.
+        block_ids: ids of the blocks, int64 [n], in host memory.
         first_head: first head of the range, an index into the heads of this cache.
         num_heads: heads of the range, at least 1.
         num_threads: used on a CPU only.

@@ -22,7 +22,10 @@ CANDIDATES: list[Configuration] = [
 
 
 def shape_class() -> str:
-    """Return the class a launch is tuned for. Blocks are long, so one class serves all."""
+    """Return the shape class under which a launch's tuned configuration is stored.
+
+    Blocks are long, so all launches share one class.
+    """
     return "any"
 
 
@@ -59,7 +62,7 @@ def block_sums_triton(
     first_head: int,
     num_heads: int,
 ) -> Tensor:
-    """Compute `baton_kernels.block_checksum.block_sums`, which has checked the arguments."""
+    """Implement `baton_kernels.block_checksum.block_sums`, which has checked the arguments."""
     if len(block_ids) == 0:
         return torch.empty(0, dtype=torch.int64, device=kv_cache.device)
     words = kv_cache.flatten(1).view(torch.uint8).view(torch.int64)  # [num_blocks, words_per_block]
@@ -91,5 +94,5 @@ def block_sums_triton(
 
 @functools.lru_cache(maxsize=8)
 def _weights(num_words: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return both factors on the device: [PERIOD] and [periods of a run]."""
+    """Return both factors of the weights on the device: [PERIOD] and [periods of a run]."""
     return factors(0, PERIOD).to(device), factors(OUTER_OFFSET, -(-num_words // PERIOD)).to(device)
