@@ -2,8 +2,8 @@
 
     target[t] = source[s]      for each pair (s, t)
 
-Pairs take effect in their order. The caches are of shape [num_blocks, ...] and contiguous: a block
-is one run of bytes that holds all heads and layers.
+Pairs take effect in order. Caches have the shape [num_blocks, ...] and are contiguous, so a block
+is one run of bytes with all heads and layers.
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
@@ -19,11 +19,11 @@ from torch import Tensor
 
 
 def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
-    """Copy blocks within one cache, on its device. On a GPU the call does not wait for the device.
+    """Copy blocks within one cache. On a GPU, the call does not wait for the device.
 
     Args:
         kv_cache: tensor of shape [num_blocks, ...], contiguous.
-        pairs: int64 (source block, target block), of shape [n, 2], in host memory.
+        pairs: (source block, target block) pairs, int64 of shape [n, 2], in host memory.
 
     Raises:
         ValueError: the cache is not contiguous, or the pairs are not int64 [n, 2] in host memory.
@@ -42,16 +42,16 @@ def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
 def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy blocks from one cache to another, between host and device or on the host.
 
-    With a GPU the copies are queued on its current stream. The host cache must be in pinned memory,
-    and may be read after that stream was synchronized. The GPU's copy engine copies blocks that are
-    consecutive in both caches, which occupies no SM. One kernel launch copies scattered blocks,
-    because the copy engine would need a call for each.
+    With a GPU, copies are queued on the current stream. The host cache must be in pinned memory,
+    and may be read after the stream was synchronized. If the blocks are consecutive in both caches,
+    the GPU's copy engine copies the blocks, which occupies no SM. Otherwise one kernel launch
+    copies the blocks, because the copy engine would need a call per run of blocks.
 
     Args:
         source: tensor of shape [num_blocks, ...], contiguous.
         target: like source; the number of blocks may differ.
-        pairs: int64 (block of source, block of target), of shape [n, 2], in host memory. Targets
-            are distinct.
+        pairs: (block of source, block of target) pairs, int64 of shape [n, 2], in host memory.
+            Targets are distinct.
 
     Raises:
         ValueError: a cache is not contiguous, the blocks differ in shape or dtype, the pairs are
@@ -102,7 +102,7 @@ def _check_pairs(pairs: Tensor) -> None:
 
 
 def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
-    """Cut the pairs into runs within which their order has no effect. Usually there is one run."""
+    """Split the pairs into runs of pairs whose order has no effect. Usually there is one run."""
     start = 0
     sources: set[int] = set()
     targets: set[int] = set()
@@ -118,7 +118,7 @@ def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
 
 
 def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
-    """Group the pairs, in their order. A block that a group writes occurs in no other group."""
+    """Group the pairs into chains, in order. A block that a chain writes is in no other chain."""
     listed: list[tuple[int, int]] = [(source, target) for source, target in pairs.tolist()]
     parent = {target: target for _, target in listed}  # a forest over written blocks
 
@@ -137,7 +137,7 @@ def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
 
 
 def _adjacent_runs(pairs: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (first source, first target, length) of runs that are consecutive in both caches."""
+    """Yield (first source, first target, length) of each run of blocks adjacent in both caches."""
     first_source = first_target = length = 0
     for source, target in pairs.tolist():
         if length and (source, target) == (first_source + length, first_target + length):

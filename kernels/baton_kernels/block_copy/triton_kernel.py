@@ -1,10 +1,10 @@
 """Block copies in Triton: all pairs in one launch, within one cache or between two.
 
-Pairs that touch a block which another pair writes form a chain. One program copies one tile of
-every pair of a chain, in their order. Tiles are independent, and so are chains. Usually a chain is
-one pair.
+Two pairs are in the same chain if one of them writes a block that the other reads or writes. One
+program copies one tile of every pair of a chain, in order. Tiles are independent of each other, and
+so are chains. Usually a chain is one pair.
 
-A kernel addresses a cache in pinned host memory by its pointer (unified virtual addressing).
+The kernel accesses a cache in pinned host memory by address (unified virtual addressing).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
-#: tile: words of up to eight bytes.
+#: tile: number of words per tile. A word has up to eight bytes.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "num_warps": num_warps}
     for tile in (512, 1024, 2048, 4096)
@@ -25,7 +25,10 @@ CANDIDATES: list[Configuration] = [
 
 
 def shape_class() -> str:
-    """Return the class a launch is tuned for. Blocks are long, so one class serves all."""
+    """Return the shape class under which a launch's tuned configuration is stored.
+
+    Blocks are long, so all launches share one class.
+    """
     return "any"
 
 
@@ -56,7 +59,7 @@ def copy_blocks_triton(
     target: Tensor,
     chains: list[list[tuple[int, int]]],
 ) -> None:
-    """Copy in one launch, without waiting for the device.
+    """Copy blocks in one launch, without waiting for the device.
 
     Args:
         source: tensor of shape [num_blocks, ...], contiguous, on the device or in pinned host
@@ -88,7 +91,7 @@ def copy_blocks_triton(
 
 
 def _words(*caches: Tensor) -> list[Tensor]:
-    """View the caches as integers [num_blocks, words_per_block], of the widest type that fits."""
+    """View the caches as [num_blocks, words_per_block] of the widest integer type that fits."""
     for dtype in (torch.int64, torch.int32, torch.int16):
         size = dtype.itemsize
         if all(cache[0].nbytes % size == 0 and cache.data_ptr() % size == 0 for cache in caches):
