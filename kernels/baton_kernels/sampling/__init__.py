@@ -1,16 +1,17 @@
-"""Choice of tokens: the most likely one, or a sample of the tokens that filters keep.
+"""Choice of tokens: the most likely token, or a random draw from the tokens that filters keep.
 
     token = argmax over the kept t of (logits[t] / temperature + noise[t])           Gumbel-max
 
-This is a sample of the softmax over the kept tokens. The noise is a hash of (key, t) (noise.py), so
-there is no generator state. The filters apply in this order, each to the tokens that the previous
-one kept: min_p, top_k, top_p (the smallest set of best tokens that reaches it). Among ties the
-lower ids stay. The most likely token always stays.
+The result is a sample of the softmax over the kept tokens. The noise is a hash of (key, t)
+(noise.py), so there is no generator state. The filters are min_p, top_k and top_p, in this order.
+Each filter applies to the tokens that the previous filter kept. top_p keeps the smallest set of
+most likely tokens whose probabilities reach top_p. Among ties, lower ids are kept. The most likely
+token is always kept.
 
-No implementation sorts a whole row: C++ (../cpu/source/sampling.h), torch (torch_cpu.py), Triton
-(triton_kernel.py). Their random bits are the same. They compare logits in float32, sum
-probabilities in fixed point (exact in any order), and compute scores in float64. Their tokens can
-differ only if two scores, or a sum and top_p, agree up to the last bits of exp and log.
+The implementations are C++ (../cpu/source/sampling.h), torch (torch_cpu.py) and Triton
+(triton_kernel.py). None of them sorts a whole row. All use the same random bits, compare logits in
+float32, sum probabilities in fixed point (exact in any order), and compute scores in float64. Their
+tokens can differ only if two scores, or a sum and top_p, agree up to the last bits of exp and log.
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
@@ -38,10 +39,10 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
     On a GPU the call does not wait for the device. The logits are not changed.
 
     Args:
-        logits: float32 of shape [rows, vocab_size]. Masked tokens have -inf. All others are finite,
-            and each row has at least one finite logit.
-        params: one per row.
-        keys: one per row, from `noise.noise_key`.
+        logits: float32 of shape [rows, vocab_size]. Masked tokens have -inf. Other logits are
+            finite, and each row has at least one finite logit.
+        params: sampling parameters of each row.
+        keys: noise key of each row, from `noise.noise_key`.
 
     Returns:
         Token ids, int64 of shape [rows].
@@ -64,15 +65,15 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
 
 
 def greedy(logits: Tensor) -> list[int] | None:
-    """Return the most likely token of each row, the lowest id among ties.
+    """Return the most likely token of each row; among ties, the lowest id.
 
-    Reads the result from the device once and waits for it.
+    The host waits for the device once, to read the result.
 
     Args:
         logits: float32 of shape [rows, vocab_size].
 
     Returns:
-        None if a row has a NaN or +inf, or only -inf.
+        The token ids, or None if a row has a NaN or +inf, or only -inf.
     """
     if logits.is_cuda:
         from baton_kernels.sampling.triton_greedy import greedy_triton

@@ -1,9 +1,9 @@
 """The sampler's noise: a hash of (seed, position, sample index, token id), without generator state.
 
-SplitMix64 (Steele, Lea and Flood 2014) serves as a counter-based generator. `noise_key` chains the
-mixer over seed, position and sample index. Token t gets the 64 bits mix(key + (t + 1) * GAMMA),
-which are the same on every device. The upper 52 bits become u in (0, 1), and the noise is
--log(-log(u)) in float64: standard Gumbel.
+The hash is SplitMix64 (Steele, Lea and Flood 2014), used as a counter-based generator. `noise_key`
+chains the mixer over seed, position and sample index. Token t gets the 64 bits
+mix(key + (t + 1) * GAMMA), which are the same on every device. The upper 52 bits give u in (0, 1).
+The noise is -log(-log(u)) in float64, which has the standard Gumbel distribution.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _MASK64 = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
-_MANTISSA_BITS = 52  # one less than float64 has, so that u + 1/2 ulp stays below 1
+_MANTISSA_BITS = 52  # one bit less than float64 has, so that u stays below 1
 
 
 def noise_key(seed: int, position: int, sample_index: int) -> int:
-    """Return the 64 bits that select the noise of one sampled position."""
+    """Return the 64-bit key of the noise for one position of one sample."""
     return _mix(_mix(_mix(seed) + position) + sample_index)
 
 
@@ -38,9 +38,9 @@ def gumbel_noise(keys: Sequence[int], vocab_size: int, device: torch.device) -> 
 
 
 def noise_mantissa(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the 52 random bits per (key, token id) as int64 in [0, 2**52).
+    """Return 52 random bits per (key, token id), as int64 in [0, 2**52).
 
-    The arguments are broadcast. The noise is monotonic in these bits.
+    The arguments are broadcast. Larger results give larger noise, because `gumbel` is monotonic.
     """
     bits = keys + (token_ids + 1) * signed(GAMMA)
     shifted = torch.empty_like(bits)
@@ -55,15 +55,16 @@ def noise_mantissa(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def gumbel(mantissa: Tensor) -> Tensor:
-    """Convert the 52 bits to float64 noise."""
+    """Convert the 52 bits of `noise_mantissa` to standard Gumbel noise in float64."""
     uniform = (mantissa.double() + 0.5) * 2.0**-_MANTISSA_BITS
     return -torch.log(-torch.log(uniform))
 
 
 def least_mantissa(noise: Tensor) -> Tensor:
-    """Invert `gumbel`: return the least mantissa (int64) whose noise is at least `noise` (float64).
+    """Return the smallest mantissa (int64) for which `gumbel` is at least `noise` (float64).
 
-    Rounding can make it slightly too low, never too high, so callers compare the noise itself.
+    Rounding can make the result slightly too low, but never too high. Callers must therefore
+    compare the noise itself.
     """
     fraction_above = -torch.expm1(-torch.exp(-noise))
     count = (fraction_above * (1 + 1e-9) * 2.0**_MANTISSA_BITS).ceil() + 2
@@ -71,7 +72,7 @@ def least_mantissa(noise: Tensor) -> Tensor:
 
 
 def _mix(value: int) -> int:
-    """Apply a SplitMix64 step to a Python integer. The tensor form is in noise_mantissa."""
+    """Apply a SplitMix64 step to a Python integer. `noise_mantissa` does the same for tensors."""
     value = (value + GAMMA) & _MASK64
     value = ((value ^ (value >> 30)) * MIX_1) & _MASK64
     value = ((value ^ (value >> 27)) * MIX_2) & _MASK64

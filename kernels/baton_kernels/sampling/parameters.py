@@ -1,15 +1,16 @@
-"""The sampling parameters of a row."""
+"""Sampling parameters of one row of logits."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-#: Lower temperatures count as this one, to avoid overflow. The most likely token wins in any case.
+#: Lower temperatures are raised to this value, to avoid overflow. With this value, the most likely
+#: token wins unless other logits are almost equal.
 MIN_TEMPERATURE = 1e-5
 
 
 class DrawParams(Protocol):
-    """The parameters of one row."""
+    """Sampling parameters of one row of logits."""
 
     @property
     def temperature(self) -> float:
@@ -17,12 +18,12 @@ class DrawParams(Protocol):
 
     @property
     def top_k(self) -> int:
-        """Number of best tokens to keep. Keeps all if <= 0 or >= the vocabulary's size."""
+        """Number of most likely tokens to keep. Values <= 0 or >= vocab_size keep all tokens."""
 
     @property
     def top_p(self) -> float:
-        """Probability mass to keep: the smallest set of best tokens that reaches it. 1: all."""
+        """Probability that the kept set of most likely tokens must reach. 1 keeps all tokens."""
 
     @property
     def min_p(self) -> float:
-        """Lower bound of a kept token's probability, relative to the best token's. 0: all."""
+        """Minimum ratio of a kept token's probability to the highest one. 0 keeps all tokens."""

@@ -1,4 +1,4 @@
-"""The filters and the draw with a full sort, row by row, for tests."""
+"""Draws with a full sort, row by row, for tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
 def draw_tokens_reference(
     logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]
 ) -> Tensor:
-    """Compute `baton_kernels.sampling.draw_tokens`, with the same arguments and result."""
+    """Implement `baton_kernels.sampling.draw_tokens` in torch."""
     vocab_size = logits.shape[-1]
     winners = []
     for row, p, key in zip(logits, params, keys, strict=True):

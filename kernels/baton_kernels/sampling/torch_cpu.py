@@ -1,10 +1,12 @@
-"""The draw in torch. Only a few candidates of the vocabulary are computed in float64.
+"""Draws tokens in torch. Only a few candidates per row are computed in float64.
 
-Candidates are the tokens that reach a bound which every kept token reaches: the k-th largest
-maximum of the vocabulary's blocks. Rows without a filter take two rounds. The best of about 64
-likely candidates determines the noise that any other token needs to win. Few tokens have it, and
-the second round compares those. Probabilities are summed in fixed point, which is exact in any
-order, so a row's result does not depend on its batch.
+Candidates are the tokens whose logits reach a bound, the k-th largest maximum of the vocabulary's
+blocks. Every token that a filter keeps reaches this bound. Rows without a filter take two rounds.
+The first round compares about 64 likely candidates. The best score determines how much noise
+another token needs to win. The second round compares the few tokens with so much noise.
+
+Probabilities are summed in fixed point, which is exact in any order. So the result of a row does
+not depend on the other rows of the batch.
 """
 
 from __future__ import annotations
@@ -27,14 +29,14 @@ from baton_kernels.sampling.vocabulary_blocks import (
 
 #: Numbers of candidates to try, in this order. If top_p needs more, all tokens are candidates.
 FEW, MANY = 64, 1024
-#: Fixed point of probabilities relative to the most likely token's. The sum of 2**20 tokens is
-#: exact in float64.
+#: Fixed-point scale of probabilities, which are relative to the most likely token's. The sum of
+#: 2**20 tokens is exact in float64.
 _UNIT = 2.0**32
 _LOWEST = torch.finfo(torch.float32).min
 
 
 def draw_tokens_cpu(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]) -> Tensor:
-    """Compute `baton_kernels.sampling.draw_tokens`, with the same arguments and result."""
+    """Implement `baton_kernels.sampling.draw_tokens` in torch."""
     drawn = [
         _sample_chunk(logits[rows], params[rows], keys_tensor(keys[rows], logits.device))
         for rows in row_chunks(logits)
@@ -44,7 +46,7 @@ def draw_tokens_cpu(logits: Tensor, params: Sequence[DrawParams], keys: Sequence
 
 @dataclass(slots=True)
 class _Rows:
-    """Parameters of each row, in columns of shape [rows, 1]; float64 unless noted."""
+    """Parameters of the rows, each a column of shape [rows, 1]; float64 unless noted."""
 
     keys: Tensor  #: int64.
     temperature: Tensor
@@ -107,7 +109,7 @@ def _sample_chunk(logits: Tensor, params: Sequence[DrawParams], keys: Tensor) ->
 
 
 def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Tensor, Tensor]:
-    """Choose the winner among each row's candidates, after the filters.
+    """Apply the filters to each row's candidates, and choose the token with the highest score.
 
     Args:
         logits: float32 of shape [rows, vocab_size].
@@ -115,7 +117,7 @@ def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Te
         rows: parameters of each row.
 
     Returns:
-        Winner and score, [rows, 1] each. The score is -inf for a row without candidates.
+        Chosen token ids and their scores, [rows, 1] each. A row without candidates has score -inf.
     """
     token_ids, present = _compact(candidates, len(logits))
     scaled = (logits.gather(-1, token_ids).double() / rows.temperature).masked_fill_(
@@ -141,7 +143,7 @@ def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Te
 
 
 def _min_p_bound(rows: _Rows) -> Tensor:
-    """Return a logit that every token kept by min_p reaches; [rows, 1] float32."""
+    """Return, for each row, a lower bound of the logits that min_p keeps: float32 [rows, 1]."""
     least = (rows.best + rows.log_min_p) * rows.temperature
     # More than the rounding to float32.
     slack = 1e-6 * (least.abs() + (rows.best * rows.temperature).abs())
@@ -151,11 +153,10 @@ def _min_p_bound(rows: _Rows) -> Tensor:
 def _top_p_bound(
     logits: Tensor, rows: _Rows, sorted_maxima: Tensor, floor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Bound the logits of the tokens that top_p keeps.
+    """Return, for each row, a lower bound of the logits that top_p keeps.
 
     Returns:
-        A logit that every kept token reaches, and the sum of the probabilities that min_p keeps;
-        [rows, 1] each.
+        The lower bound, and the sum of the probabilities that min_p keeps; [rows, 1] each.
     """
     scaled = logits.double().div_(rows.temperature)
     if bool((rows.log_min_p > -math.inf).any()):
@@ -174,19 +175,19 @@ def _top_p_bound(
 
 
 def _fixed_point(scaled: Tensor, best: Tensor) -> Tensor:
-    """Return probabilities relative to the best token's, as multiples of 2**-32 in float64."""
+    """Return probabilities relative to the best token's in units of 2**-32, rounded to integers."""
     return (scaled - best).exp_().mul_(_UNIT).round_()
 
 
 def _compact(places: Sequence[Tensor], num_rows: int) -> tuple[Tensor, Tensor]:
-    """Arrange column indices by row.
+    """Convert a list of (row, column) entries to a padded matrix of each row's columns.
 
     Args:
-        places: row and column indices, ordered by row.
+        places: row indices and column indices of the entries, ordered by row.
         num_rows: number of rows.
 
     Returns:
-        Columns [num_rows, largest count of a row], and a mask of the filled ones.
+        Column indices [num_rows, largest count of a row], and a mask of the valid indices.
     """
     rows, columns = places
     counts = torch.bincount(rows, minlength=num_rows)

@@ -1,4 +1,4 @@
-"""The most likely tokens in Triton, in one launch: programs update a row's best by atomic max."""
+"""The most likely tokens in Triton, in one launch. Programs update a row's best by atomic max."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _greedy_kernel(
 
 
 def greedy_triton(logits: Tensor) -> list[int] | None:
-    """Compute `baton_kernels.sampling.greedy`, with the same argument and result."""
+    """Implement `baton_kernels.sampling.greedy` in Triton."""
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
         return []

@@ -1,6 +1,6 @@
-"""The draw in Triton, for any parameters, without waiting for the device.
+"""Draws tokens in Triton, for any parameters, without waiting for the device.
 
-The launches of a batch; only the last two if no row has a filter:
+A batch has four launches, or only the last two if no row has a filter:
 
     block maxima    maxima of 64 tokens each                    programs: rows x vocabulary tiles
     bounds          a lower bound of the logits that the        programs: rows
@@ -8,18 +8,19 @@ The launches of a batch; only the last two if no row has a filter:
     collect         gathers the tokens that reach the bound     programs: rows x vocabulary tiles
                     and sums probabilities. Without top_k and
                     top_p: finds the best score of each tile
-    draw            finds the filters' exact thresholds among   programs: rows
-                    the gathered tokens, and the winner
+    draw            finds the exact thresholds of the filters   programs: rows
+                    among the gathered tokens, and the token
+                    with the best score
 
-A filter's threshold is a place in the order of the tokens: the logit's bits as an ordered integer,
-then the bits of the id, lower ids first. There are no ties. The search does not sort: one pass
-counts the tokens (or sums the probabilities) that reach each of 16 places, which divides the search
-range by 17. If too few or too many tokens were gathered (flat distributions, large k), the passes
-read the whole row, with the same result.
+A place is an integer that orders tokens by logit, and tokens of equal logits by id, so there are no
+ties. A filter keeps the tokens whose places reach a threshold. The threshold is found without
+sorting. Each pass counts the tokens (or sums the probabilities) that reach each of 16 places, which
+divides the search range by 17. If too few or too many tokens were gathered (flat distributions,
+large k), the passes read the whole row, with the same result.
 
 The launches share one tensor `state`, int64 of shape [rows, width]. A row has a header of
-_FIRST_SLOT numbers, then slots. The slots hold the block maxima. Then collect replaces them by the
-gathered tokens, or by the score and the winner of each tile.
+_FIRST_SLOT numbers, followed by slots. At first, the slots contain block maxima. `collect` replaces
+the maxima by the gathered tokens, or by the score and token of each tile's winner.
 """
 
 from __future__ import annotations
@@ -54,12 +55,12 @@ from baton_kernels.sampling.triton_search import (
 )
 
 BLOCK = 64  #: Tokens per block maximum.
-PIVOTS = 16  #: Places that one pass over a row counts.
-#: Rows with top_p but without top_k use this share of the block maxima, the largest ones. They
-#: gather the tokens that reach the lowest of these. That is 5% of the vocabulary if the logits have
-#: a normal distribution. Peaked rows gather fewer.
+PIVOTS = 16  #: Places with which one pass compares the tokens of a row.
+#: Share of the block maxima that must reach the bound, in rows with top_p but without top_k. Tokens
+#: that reach the bound are gathered. They are 5% of the vocabulary if logits have a normal
+#: distribution, and fewer in peaked rows.
 TOP_P_BLOCKS = 31 / 32
-CAPACITY = 16384  #: Gathered tokens per row.
+CAPACITY = 16384  #: Maximum number of gathered tokens per row.
 
 #: tile and num_warps for programs that read a part of a row; row_tile and row_warps for programs
 #: that read a whole row.
@@ -73,7 +74,7 @@ DEFAULT: Configuration = {"tile": 1024, "num_warps": 4, "row_tile": 1024, "row_w
 
 
 def shape_class(num_rows: int, vocab_size: int) -> str:
-    """Return the class a launch is tuned for."""
+    """Return the shape class under which the tuned configuration of a batch is stored."""
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
@@ -88,9 +89,9 @@ _FIRST_SLOT = tl.constexpr(16)  # a multiple of 16 keeps the rows aligned
 
 
 class _Params(NamedTuple):
-    """Parameters of a row."""
+    """Sampling parameters of a row, in the order of `_upload`."""
 
-    rank: tl.tensor  #: int64: block maxima that reach the bound; vocab_size: no bound.
+    rank: tl.tensor  #: int64: number of block maxima that reach the bound; vocab_size: no bound.
     noise_key: tl.tensor  #: int64.
     top_k: tl.tensor  #: int64; vocab_size: no top_k.
     temperature: tl.tensor  #: float64.
@@ -313,7 +314,7 @@ def draw_tokens_triton(
     params: Sequence[DrawParams],
     keys: Sequence[int],
 ) -> Tensor:
-    """Compute `baton_kernels.sampling.draw_tokens`. A NaN counts as -inf.
+    """Implement `baton_kernels.sampling.draw_tokens` in Triton. A NaN counts as -inf.
 
     Raises:
         ValueError: the vocabulary has 2**24 tokens or more.
@@ -354,7 +355,7 @@ def draw_tokens_triton(
 def _upload(
     params: Sequence[DrawParams], keys: Sequence[int], vocab_size: int, device: torch.device
 ) -> Tensor:
-    """Upload the rows' parameters in one transfer, as int64 of shape [rows, 6]; see `_Params`."""
+    """Upload the parameters of all rows in one transfer: int64 [rows, 6], read as `_Params`."""
     top_p_rank = math.ceil(triton.cdiv(vocab_size, BLOCK) * TOP_P_BLOCKS)
     top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
     host = torch.empty(len(params), 6, dtype=torch.int64, pin_memory=device.type == "cuda")

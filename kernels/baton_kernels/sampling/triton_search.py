@@ -1,4 +1,7 @@
-"""Device functions of the draw: noise, probabilities, token order, and search in that order."""
+"""Triton functions for the draw: noise, probabilities, places of tokens, and search by place.
+
+A place is an int64 that orders tokens by logit, and tokens of equal logits by id (`order_place`).
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ _LAST_ID = tl.constexpr(0xFFFFFF)
 LOWEST = tl.constexpr(-2139095040 << 24)  #: Place that every token with a finite logit reaches.
 MASKED = tl.constexpr(-2139095041 << 24)  #: Place with a logit of -inf.
 _UNIT = tl.constexpr(2.0**32)  # fixed point of probabilities relative to the best token's
-# Adding and subtracting it rounds to an integer, half to even.
+# Adding and subtracting this number rounds to an integer, half to even.
 _TO_INTEGER = tl.constexpr(2.0**52)
 
 
 class Tokens(NamedTuple):
-    """What a search reads of a row: all tokens, the gathered ones, or the block maxima."""
+    """Tokens of a row that a search reads: all tokens, the gathered tokens, or the block maxima."""
 
     row_ptr: tl.tensor  #: float32 [vocab_size]: logits of the row.
     gathered_ptr: tl.tensor  #: int64 [gathered]: places of gathered tokens, or of block maxima.
-    in_row: tl.tensor  #: Tokens to read from the row; 0 if it reads the gathered ones.
-    gathered: tl.tensor  #: Gathered tokens to read; 0 if it reads the row.
+    in_row: tl.tensor  #: Number of tokens to read from the row; 0 with gathered tokens.
+    gathered: tl.tensor  #: Number of gathered tokens to read; 0 with tokens from the row.
     temperature: tl.tensor
     best: tl.tensor  #: float64: largest logit / temperature.
     least: tl.tensor  #: float64: lower bound of the logit / temperature that min_p keeps.
@@ -40,19 +43,22 @@ def order_key(x):
 
 @triton.jit
 def order_place(key, token):
-    """Return an int64 that orders tokens by logit, then by descending id. Ids have 24 bits."""
+    """Return the place of a token: an int64 that orders by logit, then by descending id.
+
+    Ids have 24 bits.
+    """
     return (key.to(tl.int64) << 24 | _LAST_ID) - token
 
 
 @triton.jit
 def lowest_of_key(place):
-    """Return the lowest place with the logit of this one."""
+    """Return the lowest place with the same logit as `place`."""
     return place & ~_LAST_ID
 
 
 @triton.jit
 def highest_of_key(place):
-    """Return the highest place with the logit of this one."""
+    """Return the highest place with the same logit as `place`."""
     return place | _LAST_ID
 
 
@@ -71,7 +77,7 @@ def logit_of(place):
 
 @triton.jit
 def gumbel_of(noise_key, token_id):
-    """Return float64 noise; see noise.py."""
+    """Return the Gumbel noise of a token in float64, as `noise.gumbel_noise` does."""
     bits = (
         noise_key.to(tl.uint64, bitcast=True) + (token_id.to(tl.int64) + 1).to(tl.uint64) * _GAMMA
     )
@@ -84,13 +90,13 @@ def gumbel_of(noise_key, token_id):
 
 @triton.jit
 def relative_weight(scaled, best):
-    """Return the probability relative to the best token's, in fixed point: integers in float64."""
+    """Return the probability relative to the best token's in units of 2**-32, as an integer."""
     return (tl.exp(scaled - best) * _UNIT + _TO_INTEGER) - _TO_INTEGER
 
 
 @triton.jit
 def load_places(tokens: Tokens, start, TILE: tl.constexpr):
-    """Load the places of a tile of tokens, with MASKED past the end."""
+    """Return the places of a tile of tokens, with MASKED past the end."""
     index = start + tl.arange(0, TILE)
     in_row = index < tokens.in_row
     x = tl.load(tokens.row_ptr + index, mask=in_row, other=float("-inf"))
@@ -100,7 +106,7 @@ def load_places(tokens: Tokens, start, TILE: tl.constexpr):
 
 @triton.jit
 def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
-    """Return the probability (or 1 without WEIGH) of tokens that min_p keeps, and 0 for others."""
+    """Return each token's probability, or 1 without WEIGH; 0 for tokens that min_p removes."""
     x = logit_of(place)
     scaled = x.to(tl.float64) / tokens.temperature
     amount = tl.full(place.shape, 1.0, tl.float64)
@@ -111,7 +117,7 @@ def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
 
 @triton.jit
 def reaching(tokens: Tokens, threshold, WEIGH: tl.constexpr, TILE: tl.constexpr):
-    """Return the number of tokens that reach the threshold, or the sum of their probabilities."""
+    """Return the number of tokens that reach the threshold, or with WEIGH their probability sum."""
     result = tl.zeros([], tl.float64)
     for start in range(0, tokens.in_row + tokens.gathered, TILE):
         place = load_places(tokens, start, TILE)
@@ -131,15 +137,15 @@ def search(
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Find the fewest best tokens whose total amount is at least `wanted`.
+    """Find the smallest set of best tokens whose total amount is at least `wanted`.
 
-    The amount is a number of tokens, or with WEIGH a sum of probabilities. The search ends when no
-    token can be left out. So it divides the range of logits first, and the range of ids only if
-    the cut lies between equal logits.
+    The amount is the number of tokens, or with WEIGH the sum of probabilities. The search divides
+    the range of logits first. The range of ids is divided only if the set ends between tokens of
+    equal logits.
 
     Returns:
-        A place that these tokens reach, and no other token with a positive amount. If all tokens
-        together have less than `wanted`, it is `left`.
+        A place that the tokens of the set reach, and no other token with a positive amount. The
+        place is `left` if all tokens together have less than `wanted`.
     """
     while (left < right) & (amount - amount_of(tokens, left, WEIGH) >= wanted):
         step = (right - left) // (PIVOTS + 1)

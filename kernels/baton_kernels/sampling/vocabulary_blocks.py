@@ -1,7 +1,7 @@
-"""Search for the few best tokens of many rows without sorting, by the maxima of vocabulary blocks.
+"""Finds the best tokens of each row without sorting, by the maxima of vocabulary blocks.
 
-At least k tokens reach the k-th largest block maximum. Blocks with a smaller maximum hold none of
-them.
+At least k tokens reach the k-th largest block maximum. No token of a block with a smaller maximum
+reaches this maximum.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZE = 64
-CPU_CHUNK = 2**18  #: Logits computed at a time on a CPU, to stay in its cache.
+CPU_CHUNK = 2**18  #: Logits computed at a time on a CPU, to stay in the CPU's cache.
 GPU_CHUNK = 2**24  #: Logits computed at a time on a GPU, to bound memory: 128 MiB per float64 copy.
 
 _LOWEST = torch.finfo(torch.float32).min
 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of the rows, to be computed one after the other."""
+    """Return slices of rows that are small enough to be computed at once, as an iterator."""
     chunk = max((CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1], 1)
     return (slice(start, start + chunk) for start in range(0, len(logits), chunk))
 
 
 def block_maxima(logits: Tensor) -> Tensor:
-    """Return maxima [rows, ceil(vocab_size / BLOCK_SIZE)]. The last block may be shorter."""
+    """Return each block's largest logit, [rows, ceil(vocab_size / BLOCK_SIZE)].
+
+    The last block may be shorter.
+    """
     whole = logits.shape[-1] // BLOCK_SIZE * BLOCK_SIZE
     maxima = logits[:, :whole].unflatten(-1, (-1, BLOCK_SIZE)).amax(dim=-1)
     if whole < logits.shape[-1]:
@@ -34,9 +37,9 @@ def block_maxima(logits: Tensor) -> Tensor:
 
 
 def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit and its token id, the lowest among ties; [rows] each.
+    """Return each row's largest logit and the token id of that logit, [rows] each.
 
-    A NaN in a row makes its logit NaN.
+    The token id is the lowest among ties. A NaN in a row makes the returned logit NaN.
     """
     best, block = block_maxima(logits).max(dim=-1, keepdim=True)
     token_ids = _tokens_of(block, logits.shape[-1])
@@ -45,9 +48,10 @@ def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rank_bound(sorted_maxima: Tensor, rank: Tensor) -> Tensor:
-    """Return a finite logit that at least `rank` tokens reach, as high as the blocks allow.
+    """Return, for each row, a finite lower bound of the logits of the `rank` most likely tokens.
 
-    No masked (-inf) token reaches it.
+    The bound is the `rank`-th largest block maximum. With fewer than `rank` blocks, the bound is
+    the lowest float32. Masked (-inf) tokens do not reach the bound.
 
     Args:
         sorted_maxima: block maxima, descending, float32 of shape [rows, blocks].
@@ -74,7 +78,10 @@ def tokens_at_least(logits: Tensor, maxima: Tensor, bound: Tensor) -> tuple[Tens
 
 
 def _tokens_of(blocks: Tensor, vocab_size: int) -> Tensor:
-    """Return the ids of blocks [n, 1] as [n, BLOCK_SIZE]. Past the end the last id repeats."""
+    """Return the token ids of blocks [n, 1], as [n, BLOCK_SIZE].
+
+    Past the end of the vocabulary, the last id repeats.
+    """
     return (blocks * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=blocks.device)).clamp_max(
         vocab_size - 1
     )
