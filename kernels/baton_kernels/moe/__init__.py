@@ -1,12 +1,12 @@
-"""Mixture of experts: top-k routing, and the experts' gated MLPs on the tokens routed to them.
+"""Mixture of experts: top-k routing, and each expert's gated MLP on the tokens of that expert.
 
     probs = softmax(router logits)              in float32
     ids, weights = top k of probs               optionally renormalized to sum 1
     y[t, k] = down[e] @ (silu(gate[e] @ x[t]) * (up[e] @ x[t]))        e = ids[t, k]
     out[t] = sum over k of weights[t, k] * y[t, k]
 
-An id outside [0, num_experts), such as -1, is an expert of another rank. It contributes zeros,
-whatever its weight.
+An id outside [0, num_experts), such as -1, means an expert of another rank. Such an expert
+contributes zeros, whatever the weight.
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
@@ -25,15 +25,15 @@ __all__ = ["ExpertWeights", "route_top_k", "run_experts"]
 
 
 def route_top_k(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Choose the experts of each token, on the device of the logits.
+    """Return the routing weights and the experts of each token, on the device of the logits.
 
     The choice among equal probabilities depends on the device. A NaN logit makes the token's
     weights NaN.
 
     Args:
         router_logits: tensor of shape [num_tokens, num_experts], at most 512 experts on a GPU.
-        top_k: at most 16 on a GPU.
-        renormalize: scale the weights of a token to sum 1.
+        top_k: number of experts per token; at most 16 on a GPU.
+        renormalize: whether to scale the weights of a token to the sum 1.
 
     Returns:
         Weights (dtype of the logits) and expert ids (int64), each of shape [num_tokens, top_k].
@@ -48,16 +48,16 @@ def route_top_k(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[T
 def run_experts(
     x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, expert_ids: Tensor
 ) -> Tensor:
-    """Compute the weighted sum of each token's experts, on the device of `x`.
+    """Compute the weighted sum of expert outputs for each token, on the device of `x`.
 
-    Weights of experts without tokens are not read.
+    Matrices of experts without tokens are not read.
 
     Args:
         x: tensor of shape [num_tokens, hidden].
         gate_up: gate rows, then up rows of each expert: [num_experts, 2 * intermediate, hidden]. On
-            a CPU it may be a sequence of packed or int8 weights; see `linear`.
-        down: tensor of shape [num_experts, hidden, intermediate], or a sequence.
-        weights: tensor of shape [num_tokens, top_k].
+            a CPU, also a sequence with one packed or int8 weight per expert; see `linear`.
+        down: tensor of shape [num_experts, hidden, intermediate]. On a CPU, also a sequence.
+        weights: routing weights of shape [num_tokens, top_k].
         expert_ids: int64 of shape [num_tokens, top_k].
 
     Returns:

@@ -4,9 +4,9 @@
     rows[pair] = weight[pair] * down[e] @ activated[pair]
     out[token] = sum of the token's rows                     in float32, in the order of its choices
 
-A tile multiplies BLOCK_M pairs of one expert by BLOCK_N rows of its weights. With few rows per
-expert the product is transposed (SWAP): Hopper's wgmma needs an operand of at least 64 rows, which
-the weights have and the few tokens do not.
+A pair is (token, choice). A tile multiplies BLOCK_M pairs of one expert by BLOCK_N rows of the
+expert's weights. With few pairs per expert the product is transposed (SWAP), because Hopper's wgmma
+needs an operand of at least 64 rows. The weights have enough rows, and the few pairs do not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from baton_kernels.moe.routing_triton import align_pairs
 
 @triton.jit
 def _tile_of_program(program, num_tiles, TILES_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """Map a program to its tile. GROUP_M adjacent programs share a tile of weights in the L2."""
+    """Return (row tile, weight tile) of a program.
+
+    GROUP_M adjacent programs share a weight tile, which stays in the L2 cache.
+    """
     group = program // (GROUP_M * TILES_N)
     within = program % (GROUP_M * TILES_N)
     group_m = tl.minimum(num_tiles - group * GROUP_M, GROUP_M)
@@ -84,7 +87,7 @@ def _gate_up_kernel(
     row_mask = pair < num_pairs
     x_ptrs = x_ptr + (pair // TOP_K).to(tl.int64) * HIDDEN
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Columns past the end read the last one again and are not stored.
+    # Columns past the end read the last column again and are not stored.
     weight_row = tl.minimum(column, INTERMEDIATE - 1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile_m).to(tl.int64)
     gate_ptrs = gate_up_ptr + expert * (2 * INTERMEDIATE * HIDDEN) + weight_row * HIDDEN
@@ -198,9 +201,9 @@ def run_experts_gemm(
     expert_ids: Tensor,
     config: Configuration,
 ) -> None:
-    """Compute `baton_kernels.moe.triton_kernel.run_experts_triton` by grouped GEMMs.
+    """Write the result of `run_experts_triton` into `out`, by grouped GEMMs.
 
-    The arguments are contiguous and have at least one token.
+    The arguments must be contiguous and have at least one token.
     """
     num_pairs, top_k = expert_ids.numel(), expert_ids.shape[1]
     num_experts, hidden, intermediate = down.shape

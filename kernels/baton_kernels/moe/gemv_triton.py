@@ -3,9 +3,9 @@
     activated[pair] = silu(gate[e] @ x[token]) * (up[e] @ x[token])    per (pair, BLOCK_N columns)
     out[token] = sum of weight * down[e] @ activated[pair]             per (token, BLOCK_N columns)
 
-Each pair (token, choice) reads its expert's weights. Products are computed in float32 without
-tensor cores, because reading the weights for one row takes longer than the products. Partial sums
-are joined at the end, so that an iteration of the loop needs no exchange between threads.
+Each pair (token, choice) reads the weights of one expert. Products are computed in float32 without
+tensor cores, because reading the weights for one row takes longer than the products. Threads join
+their partial sums only after the loop, so that an iteration needs no exchange between threads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _gate_up_row_kernel(
     if (expert < 0) | (expert >= NUM_EXPERTS):
         return
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Columns past the end read the last one again and are not stored.
+    # Columns past the end read the last column again and are not stored.
     weight_row = tl.minimum(column, INTERMEDIATE - 1).to(tl.int64)
     gate_ptrs = gate_up_ptr + expert * (2 * INTERMEDIATE * HIDDEN) + weight_row * HIDDEN
     up_ptrs = gate_ptrs + INTERMEDIATE * HIDDEN
@@ -107,9 +107,9 @@ def run_experts_gemv(
     expert_ids: Tensor,
     config: Configuration,
 ) -> None:
-    """Compute `baton_kernels.moe.triton_kernel.run_experts_triton` by GEMVs.
+    """Write the result of `run_experts_triton` into `out`, by GEMVs.
 
-    The arguments are contiguous and have at least one token.
+    The arguments must be contiguous and have at least one token.
     """
     num_tokens, top_k = expert_ids.shape
     num_experts, hidden, intermediate = down.shape

@@ -1,4 +1,4 @@
-"""Routing and experts in plain torch, one expert after the other, in float32. For tests."""
+"""Routing and experts in torch, in float32. CPUs use the routing. The experts are for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 def route_top_k_reference(
     router_logits: Tensor, top_k: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute `baton_kernels.moe.route_top_k`, with the same arguments and result."""
+    """Implement `baton_kernels.moe.route_top_k` in torch."""
     probs = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
     weights, expert_ids = probs.topk(top_k, dim=-1)
     if renormalize:
@@ -27,7 +27,10 @@ def run_experts_reference(
     weights: Tensor,
     expert_ids: Tensor,
 ) -> Tensor:
-    """Compute `baton_kernels.moe.run_experts`, with plain weights only."""
+    """Implement `baton_kernels.moe.run_experts` in torch, one expert after the other.
+
+    Weights must be plain tensors, not packed or int8.
+    """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, (gate_up_rows, down_rows) in enumerate(zip(gate_up, down, strict=True)):
         token, choice = torch.nonzero(expert_ids == expert, as_tuple=True)

@@ -1,9 +1,9 @@
 """Routing in Triton: the experts of each token, and the rows of each tile of the grouped GEMMs.
 
 Alignment gives every expert whole tiles of BLOCK_M rows. A row is a pair (token, choice) with the
-index token * top_k + choice. Padding fills the last tile of an expert. The number of tiles is known
-on the device only: buffers and grids have the worst-case size of the shapes, and programs past the
-end return at once. Pairs of an expert keep their order, so repeating a step gives the same bits.
+index token * top_k + choice. Padding fills the last tile of an expert. The host does not know the
+number of tiles. So buffers and grids have the worst-case size, and programs past the end return at
+once. Pairs of an expert keep their order, so a repeated step gives the same bits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _route_kernel(
         mask=token_mask[:, None] & expert_mask[None, :],
         other=float("-inf"),
     ).to(tl.float32)
-    # A row past the end is all -inf: 0 as its maximum avoids a NaN.
+    # A row past the end is all -inf. The maximum 0 avoids a NaN there.
     largest = tl.where(token_mask, tl.max(logits, axis=1), 0.0)
     shares = tl.exp(logits - largest[:, None])
     total = tl.sum(shares, axis=1)
@@ -75,14 +75,14 @@ def _route_kernel(
 
 
 def routing_shape_class(num_experts: int, top_k: int) -> str:
-    """Return the class a launch is tuned for."""
+    """Return the shape class under which a routing launch's tuned configuration is stored."""
     return f"routing/experts={num_experts}/top_k={top_k}"
 
 
 def route_top_k_triton(
     router_logits: Tensor, top_k: int, renormalize: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute `baton_kernels.moe.route_top_k`. Among equal probabilities the lowest ids win."""
+    """Implement `baton_kernels.moe.route_top_k` in Triton. Lower ids win among equal logits."""
     num_tokens, num_experts = router_logits.shape
     if router_logits.stride(1) != 1:
         router_logits = router_logits.contiguous()
@@ -110,7 +110,7 @@ def route_top_k_triton(
 
 
 class AlignedPairs(NamedTuple):
-    """The rows of each tile of the grouped GEMMs, `BLOCK_M` rows per tile."""
+    """The pairs and the expert of each tile of the grouped GEMMs, with `BLOCK_M` rows per tile."""
 
     #: int32 [max_tiles * BLOCK_M]: pairs grouped by expert, num_pairs for padding. Undefined past
     #: `num_padded`.
@@ -171,13 +171,13 @@ def _place_kernel(
 
 
 def max_num_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the number of tiles that any routing of the pairs needs in the worst case."""
+    """Return the maximum number of tiles that a routing of the pairs can need."""
     with_pairs = min(num_pairs, num_experts)
     return (num_pairs + with_pairs * (block_m - 1)) // block_m
 
 
 def align_pairs(expert_ids: Tensor, num_experts: int, block_m: int) -> AlignedPairs:
-    """Group pairs by expert. Pairs with ids outside [0, num_experts) are in no tile.
+    """Group pairs by expert into tiles. Pairs with ids outside [0, num_experts) are in no tile.
 
     Args:
         expert_ids: int64 of shape [num_tokens, top_k], contiguous, not empty.
@@ -190,7 +190,7 @@ def align_pairs(expert_ids: Tensor, num_experts: int, block_m: int) -> AlignedPa
     sorted_pairs = torch.empty(max_tiles * block_m, dtype=torch.int32, device=device)
     tile_experts = torch.empty(max_tiles, dtype=torch.int32, device=device)
     num_padded = torch.empty(1, dtype=torch.int32, device=device)
-    # Only two chunk sizes, because each is compiled when a step first needs it.
+    # Only two chunk sizes, because each size is compiled when a step first needs it.
     chunk, num_warps = (1024, 4) if num_pairs <= 1024 else (4096, 8)
     _count_kernel[(num_experts,)](counts, expert_ids, num_pairs, CHUNK=chunk, num_warps=num_warps)
     _place_kernel[(num_experts,)](

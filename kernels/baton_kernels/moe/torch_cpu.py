@@ -1,6 +1,7 @@
-"""Experts on a CPU, one after the other. Each reads its weights once for all rows routed to it.
+"""Experts on a CPU, one after the other.
 
-Rows of several tokens are sorted by expert. A single token needs no sorting.
+The weights of an expert are read once for all rows routed to the expert. With several tokens, rows
+are sorted by expert. A single token needs no sorting.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ ExpertWeights = Tensor | Sequence[Weight] | nn.ModuleList
 def run_experts_cpu(
     x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, expert_ids: Tensor
 ) -> Tensor:
-    """Compute `baton_kernels.moe.run_experts`, with the same arguments and result."""
+    """Implement `baton_kernels.moe.run_experts` in torch."""
     if expert_ids.shape[0] == 1:
         return _run_one_token(x, gate_up, down, weights, expert_ids)
     num_tokens, top_k = expert_ids.shape
@@ -55,7 +56,7 @@ def _run_expert(rows: Tensor, gate_up: Any, down: Any) -> Tensor:
 def _run_one_token(
     x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, expert_ids: Tensor
 ) -> Tensor:
-    """Run the experts of one token, which are distinct."""
+    """Return the result of `run_experts_cpu` for a single token, whose experts are distinct."""
     ids: list[int] = expert_ids[0].tolist()
     here = [choice for choice, expert in enumerate(ids) if 0 <= expert < len(gate_up)]
     if not here:

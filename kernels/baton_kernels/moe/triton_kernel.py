@@ -1,4 +1,4 @@
-"""Experts in Triton: the choice between grouped GEMMs and, for a few tokens, GEMVs.
+"""Experts in Triton: GEMVs for a few tokens, and grouped GEMMs for more tokens.
 
 Constants of a launch:
 
@@ -29,7 +29,7 @@ __all__ = [
     "shape_class",
 ]
 
-GEMV_TOKENS = 8  #: The default configuration uses GEMVs up to this many tokens.
+GEMV_TOKENS = 8  #: The default configuration uses GEMVs up to this number of tokens.
 
 
 def _gemv(block_n: int, block_k: int, num_warps: int) -> Configuration:
@@ -112,9 +112,9 @@ CANDIDATES: list[Configuration] = [
 def default_configuration(
     num_tokens: int, num_experts: int, top_k: int, dtype: torch.dtype
 ) -> Configuration:
-    """Return the configuration for devices without measurements.
+    """Return the launch configuration for devices without measurements.
 
-    A tile has about as many rows as an expert has on average.
+    The number of rows per tile is close to the average number of rows per expert.
     """
     halves = dtype.itemsize // 2  # float32 needs twice the memory
     rows_per_expert = num_tokens * top_k / num_experts
@@ -137,7 +137,10 @@ def shape_class(
     intermediate: int,
     dtype: torch.dtype,
 ) -> str:
-    """Return the class a launch is tuned for. Tokens are rounded up to powers of two <= 8192."""
+    """Return the shape class under which a launch's tuned configuration is stored.
+
+    The number of tokens is rounded up to a power of two, at most 8192.
+    """
     tokens = min(8192, triton.next_power_of_2(num_tokens))
     model = f"experts={num_experts}/top_k={top_k}/hidden={hidden}/intermediate={intermediate}"
     return f"{model}/{str(dtype).removeprefix('torch.')}/tokens={tokens}"
@@ -150,7 +153,7 @@ def run_experts_triton(
     weights: Tensor,
     expert_ids: Tensor,
 ) -> Tensor:
-    """Compute `baton_kernels.moe.run_experts`, with the same arguments and result.
+    """Implement `baton_kernels.moe.run_experts` in Triton.
 
     Raises:
         ValueError: the experts' weights are not contiguous, or shapes do not match.
