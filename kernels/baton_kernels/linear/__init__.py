@@ -1,10 +1,10 @@
 """Linear layers: y = x W^T + b, summed in float32.
 
-On a CPU a weight may be packed or quantized to int8. torch's own `linear` passes float32 to MKL,
-which takes slower paths on processors of other vendors. The engine's benchmark prints the rates of
-plain and of packed weights.
+On a CPU a weight may be packed or quantized to int8. For plain float32 weights, torch calls MKL,
+which takes slower paths on processors that are not Intel's. The engine's benchmark prints the rates
+of plain and of packed weights.
 
-    packed      weights in the order of a faster product
+    packed      weights reordered for a faster product
     int8        weights in int8 with a scale per output
 """
 
@@ -27,7 +27,7 @@ Weight = Tensor | PackedWeight | Int8Weight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Compute y = x W^T + b.
+    """Return y = x W^T + b.
 
     Args:
         x: tensor of shape [..., in_features].

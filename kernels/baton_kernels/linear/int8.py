@@ -1,8 +1,8 @@
 """Weights in int8: w[o, i] ~ values[o, i] * scales[o].
 
-They need a quarter of the memory of float32. The compiled product also rounds x to int8, with a
-scale for each 32 inputs of a row (`source/int8_linear.h`). That changes the product less than
-rounding w does. Sums are in int32 within these 32 inputs and in float32 over them.
+Int8 weights need a quarter of the memory of float32 weights. The C++ operation also rounds x to
+int8, with a scale for each group of 32 inputs of a row (`source/int8_linear.h`). Rounding x changes
+the product less than rounding w. Sums are in int32 within a group, and in float32 over the groups.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch.nn import functional
 
 from baton_kernels import cpu
 
-#: Elements of a weight that are widened at a time, where nothing is compiled.
+#: Number of a weight's elements that are processed in float32 at a time.
 TILE_NUMEL = 1 << 20
 
 
 class Int8Weight(nn.Module):
-    """A weight in symmetric int8 with a scale per output feature, which only `linear` can read.
+    """A weight in symmetric int8 with a scale per output. Only `linear` can read such a weight.
 
     Attributes:
         shape: (out_features, in_features).
-        data: The values, in [-127, 127]. With compiled operations they are in their order, else
-            int8 of the weight's shape.
+        data: The values in [-127, 127]. With compiled operations, the values are packed for these
+            operations. Otherwise they are int8 of shape `shape`.
         scales: float32 of shape [out_features].
     """
 
@@ -43,7 +43,7 @@ class Int8Weight(nn.Module):
 
     @classmethod
     def from_parts(cls, values: Tensor, scales: Tensor) -> Int8Weight:
-        """Return the weight that `parts` took apart."""
+        """Create a weight from the result of `parts`."""
         weight = cls.__new__(cls)
         weight._set(values, scales)
         return weight
@@ -59,11 +59,11 @@ class Int8Weight(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the product is the compiled one."""
+        """Whether the values are packed for the C++ operations."""
         return self.data.dim() > 2
 
     def parts(self) -> tuple[Tensor, Tensor]:
-        """Return the values, int8 of the weight's shape, and the scales."""
+        """Return (values, scales). The values are int8 of shape `shape`."""
         if not self.is_compiled:
             return self.data, self.scales
         num_panels, num_steps, panel, step = self.data.shape
@@ -75,7 +75,7 @@ class Int8Weight(nn.Module):
 
 
 def int8_linear(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-    """Compute `baton_kernels.linear.linear`, with the same arguments and result."""
+    """Implement `baton_kernels.linear.linear` for an int8 weight."""
     y: Tensor
     if weight.is_compiled:
         assert cpu.OPS is not None

@@ -1,8 +1,8 @@
-"""Weights reordered once, after loading, so that products read them fast.
+"""Weights that are reordered once after loading, for faster products.
 
-The compiled product reads a weight in the order of its addresses (`source/linear.h`). oneDNN's
-product replaces it where the processor has tiles of bfloat16 products (AMX), which the compiled one
-does not use, and where nothing is compiled.
+The C++ operation reads a packed weight sequentially (`source/linear.h`). oneDNN is used instead if
+the processor has AMX tiles for bfloat16, which the C++ operation does not use. oneDNN is also used
+if the C++ operations are not compiled.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from baton_kernels import cpu
 
 Implementation = Literal["cpp", "onednn"]
-#: Number of rows of x that oneDNN chooses the order for. Unless this is 1, other numbers run at the
-#: same speed.
+#: Number of rows of x for which oneDNN chooses the order of a weight. Unless this number is 1,
+#: products with other numbers of rows run at the same speed.
 TYPICAL_ROWS = 64
 
 
 def native_instructions(dtype: torch.dtype) -> str:
-    """Return the CPU's instructions for products in a 16-bit dtype.
+    """Return the CPU's instruction set for products in a 16-bit dtype, such as `amx_bf16`.
 
     Returns:
-        An empty string if the CPU converts to float32 first.
+        The name, or an empty string if the CPU converts to float32 first.
     """
     known = {
         torch.bfloat16: ("amx_bf16", "avx512_bf16", "bf16"),  # the last is Arm's
@@ -35,7 +35,7 @@ def native_instructions(dtype: torch.dtype) -> str:
 
 
 def packing(dtype: torch.dtype, device: torch.device) -> Implementation | None:
-    """Return the faster implementation for packed weights, or None if they cannot be packed."""
+    """Return the faster implementation for packed weights; None if weights cannot be packed."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return None
     has_tiles = dtype is torch.bfloat16 and native_instructions(dtype) == "amx_bf16"
@@ -48,24 +48,24 @@ def packing(dtype: torch.dtype, device: torch.device) -> Implementation | None:
 
 
 class PackedWeight(nn.Module):
-    """A copy of a weight in the order of one implementation, which only `linear` can read.
+    """A copy of a weight, reordered for one implementation. Only `linear` can read the copy.
 
     Attributes:
         shape: (out_features, in_features).
-        dtype: The weight's.
-        data: The copy. For cpp it has the shape [out_features / panel, in_features / step, panel,
-            step], padded with zeros. A panel is a number of outputs that depends on the instruction
-            set. A step is one input in float32, and two in bfloat16.
+        dtype: Dtype of the weight.
+        data: The reordered copy. For cpp, the shape is [out_features / panel, in_features / step,
+            panel, step], padded with zeros. A panel is a number of outputs that depends on the
+            instruction set. A step is one input in float32, and two in bfloat16.
     """
 
     data: Tensor
 
     def __init__(self, weight: Tensor, implementation: Implementation | None = None) -> None:
-        """Copy a weight.
+        """Create a reordered copy of a weight.
 
         Args:
             weight: tensor of shape [out_features, in_features].
-            implementation: None means the result of `packing`, which must not be None.
+            implementation: None: the result of `packing`, which must not be None.
         """
         super().__init__()
         self.shape, self.dtype = weight.shape, weight.dtype
@@ -78,11 +78,11 @@ class PackedWeight(nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the product is the compiled one, not oneDNN's."""
+        """Whether the copy is for the C++ operations, and not for oneDNN."""
         return not self.data.is_mkldnn
 
     def unpack(self) -> Tensor:
-        """Return the weight of shape [out_features, in_features], with the same bits."""
+        """Return the original weight of shape [out_features, in_features], with the same bits."""
         if not self.is_compiled:
             return self.data.to_dense()
         num_panels, num_steps, panel, step = self.data.shape
@@ -91,7 +91,7 @@ class PackedWeight(nn.Module):
 
 
 def packed_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
-    """Compute `baton_kernels.linear.linear`, with the same arguments and result."""
+    """Implement `baton_kernels.linear.linear` for a packed weight."""
     y: Tensor
     if weight.is_compiled:
         assert cpu.OPS is not None
