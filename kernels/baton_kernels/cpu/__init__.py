@@ -1,12 +1,12 @@
 """C++ operations for CPUs (`source/`), loaded as torch.ops.baton_cpu.*.
 
-`make install` compiles them with `python -m baton_kernels.cpu.build`. OPS is None if they were not
-compiled or if the processor lacks their instructions. Dispatchers then call the torch versions.
-BATON_CPU_KERNELS=torch forces this, and BATON_CPU_KERNELS=avx2 selects the kernels of an older
-processor.
+`make install` compiles the operations with `python -m baton_kernels.cpu.build`. OPS is None if they
+were not compiled, or if the processor lacks the instructions. The torch versions run then.
+BATON_CPU_KERNELS=torch always selects the torch versions. BATON_CPU_KERNELS=avx2 selects the
+operations for processors without AVX-512.
 
-    libraries   the compiled files, one per instruction set
-    build       the compilation
+    libraries   paths of the compiled files, one per instruction set
+    build       compiles the operations
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ops:
 
 
 def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the processor's flags as Linux names them, or an empty set if they are unknown."""
+    """Return the processor's flags, by their Linux names; an empty set if the flags are unknown."""
     try:
         with cpuinfo.open() as lines:
             for line in lines:
@@ -69,7 +69,7 @@ def choose(flags: frozenset[str], wanted: str) -> tuple[InstructionSet | None, s
         wanted: value of BATON_CPU_KERNELS: "torch", an instruction set's name, or "" for the best.
 
     Returns:
-        The instruction set and its name, or None and the reason.
+        (instruction set, name), or (None, reason) if the torch versions must run.
     """
     if wanted == "torch":
         return None, "BATON_CPU_KERNELS=torch"
@@ -104,7 +104,7 @@ def _load() -> tuple[Ops | None, str]:
 
 
 def _register_fakes() -> None:
-    """Register the results' shapes for torch.compile."""
+    """Register functions that return the shapes of the operations' results, for torch.compile."""
 
     def fake(name: str) -> Callable[[Op], Op]:
         return torch.library.register_fake(f"baton_cpu::{name}")
@@ -149,13 +149,13 @@ def _register_fakes() -> None:
         return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
-#: The compiled operations, or None if torch versions are used; and a description for the log.
+#: The compiled operations, or None if the torch versions run, and a description for the log.
 OPS, DESCRIPTION = _load()
 
 
 def ops_for(x: Tensor) -> Ops | None:
-    """Return the compiled operations if they support x.
+    """Return the compiled operations if they support x, else None.
 
-    Returns None under torch.compile, which fuses the torch versions with their neighbours.
+    The result is None under torch.compile, which fuses the torch versions with other operations.
     """
     return OPS if x.is_cpu and x.dtype in DTYPES and not torch.compiler.is_compiling() else None

@@ -1,9 +1,9 @@
-"""The compilation of the C++ operations: `python -m baton_kernels.cpu.build`.
+"""Compiles the C++ operations: `python -m baton_kernels.cpu.build`.
 
-Run it in the environment that will use them. It needs GCC with C++20 (`$CXX`, else `c++` or `g++`)
-and torch's headers. It writes a file per instruction set to `built/`, for any processor; the right
-one is chosen at load time. File names contain the torch version and a hash of the sources. Run it
-again after a change of either.
+Run this command in the Python environment that will use the operations. The command needs GCC with
+C++20 (`$CXX`, else `c++` or `g++`) and torch's headers. It writes one file per instruction set to
+`built/`. The file for the processor is chosen at load time. File names contain the torch version
+and a hash of the sources. Run the command again after a change of torch or the sources.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ from baton_kernels.cpu.libraries import (
     library_file,
 )
 
-#: Compiles with OpenMP but does not link it: torch has loaded its copy, and a second one would have
-#: threads of its own. torch's copy is GCC's, which Clang's code does not call.
+#: Compiles with OpenMP, but links no OpenMP library. torch has already loaded one, and a second
+#: library would have its own threads. torch's library is GCC's, so Clang's code cannot call it.
 OPENMP = "-fopenmp"
 
 
 def compiler() -> str | None:
-    """Return the command of the C++ compiler, or None."""
+    """Return the command of the C++ compiler, or None if no compiler is found."""
     candidates = (os.environ.get("CXX"), "c++", "g++")
     return next((command for command in candidates if command and shutil.which(command)), None)
 
 
 def build(instruction_set: InstructionSet, command: str) -> Path:
-    """Compile if necessary, and remove older files for the same torch version.
+    """Return the compiled file for an instruction set, and compile the file if it does not exist.
+
+    A compilation removes older files for the same instruction set and torch version.
 
     Raises:
         RuntimeError: the compiler failed. The message contains its output.
@@ -82,7 +84,10 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Compile for all instruction sets. Exits with 0 on failure: torch versions replace them."""
+    """Compile for all instruction sets, and return exit code 0, even if a compilation fails.
+
+    The torch versions replace operations that are not compiled.
+    """
     wanted = instruction_sets()
     command = compiler()
     if not wanted or command is None:

@@ -1,4 +1,4 @@
-"""The files of compiled operations, one per instruction set, torch version and sources' hash."""
+"""Paths of compiled operations, one file per instruction set, torch version and source hash."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 
 
 def instruction_sets(machine: str = platform.machine()) -> tuple[InstructionSet, ...]:
-    """Return the supported instruction sets of a machine, best first. May be empty."""
+    """Return the instruction sets to compile for a machine type, best first. May be empty."""
     if machine in ("x86_64", "AMD64"):
         v4_bf16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
         return (
@@ -41,7 +41,10 @@ def instruction_sets(machine: str = platform.machine()) -> tuple[InstructionSet,
 
 
 def library_file(instruction_set: InstructionSet) -> Path:
-    """Return the file's path for this process's torch and sources. The file may not exist."""
+    """Return the path of the compiled file for this torch and these sources.
+
+    The file may not exist.
+    """
     key = hashlib.sha256(repr((FLAGS, instruction_set.flags)).encode())
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         key.update(source.name.encode() + b"\0" + source.read_bytes())

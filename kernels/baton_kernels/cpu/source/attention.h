@@ -1,9 +1,10 @@
 // Paged attention that reads keys and values in place.
 //
 // The query heads of one KV head, for one or more queries of a sequence, are the rows of a small
-// matrix. It is multiplied with the keys of a tile of tokens, then with their values, with the
-// online softmax of Milakov and Gimelshein 2018 in float32. If keys are read once, part of the next
-// tile is prefetched during the computation, and a pass of plain reads loads the rest.
+// matrix. The matrix is multiplied by the keys of a tile of tokens. The softmax weights of the
+// products are multiplied by the values of the tile. The softmax is the online softmax of Milakov
+// and Gimelshein 2018, in float32. If keys are read only once, part of the next tile is prefetched
+// during the computation, and a pass of plain reads loads the rest.
 //
 // Each sequence is divided into tasks (KV head, ROWS rows, SPLIT tokens) independently of the
 // batch. Neither the number of threads nor the rest of the batch changes a bit of a result.
@@ -28,7 +29,7 @@ constexpr int64_t ROWS = 32;  // rows of a task
 // Tokens of a task, if one task has all rows of a sequence and KV head.
 constexpr int64_t SPLIT = 512;
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // key elements below which one thread does all work
-// Score of a token that a row does not see.
+// Score of a token that a row does not attend to.
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
 struct Problem {
@@ -48,10 +49,10 @@ struct Problem {
 // key positions [begin, end).
 struct Task {
     int64_t seq, kv_head, first_row, num_rows, begin, end;
-    int64_t partial;  // index of its first row in the partial results; -1: its result is complete
+    int64_t partial;  // first row of the task in the partial results; -1: the result is complete
 };
 
-// The parts of one result, in the order of their tokens.
+// The partial results to merge into one result, in the order of the tokens.
 struct Merge {
     Task task;
     int64_t num_parts;
@@ -59,7 +60,7 @@ struct Merge {
 
 inline int64_t num_queries(const Problem& p, int64_t seq) { return p.cu_seqlens_q[seq + 1] - p.cu_seqlens_q[seq]; }
 
-// Returns whether one task has all queries of a sequence, for each KV head and part.
+// Returns whether all queries of a sequence fit into one task, for each KV head and part.
 inline bool fits_one_task(const Problem& p, int64_t seq) { return num_queries(p, seq) * p.group_size() <= ROWS; }
 
 inline int64_t position_of(const Problem& p, const Task& task, int64_t row) {
@@ -138,7 +139,8 @@ struct Scratch {
     float largest[ROWS], total[ROWS];
 };
 
-// Applies the soft cap. Sets scores to -inf for tokens that a row does not see and for the padding.
+// Applies the soft cap. Sets scores to -inf for padding and for tokens that a row does not attend
+// to.
 inline void adjust_scores(const Problem& p, const Task& task, Scratch& scratch, const Tile& tile, int64_t padded_count) {
     for (int64_t row = 0; row < task.num_rows; ++row) {
         float* scores = scratch.scores + row * TILE;
@@ -152,8 +154,8 @@ inline void adjust_scores(const Problem& p, const Task& task, Scratch& scratch, 
     }
 }
 
-// Turns R rows of scores into weights exp(score - largest so far). `corrections` rescales the sums
-// of earlier tiles to the new maximum.
+// Replaces R rows of scores by weights exp(score - largest score so far). Writes `corrections`, by
+// which the sums of earlier tiles are rescaled to the new maximum.
 template <int64_t R>
 inline void softmax_rows(float* scores, int64_t vectors, float* all_largest, float* totals, float* corrections) {
     Floats most[R], total[R] = {};
@@ -162,7 +164,7 @@ inline void softmax_rows(float* scores, int64_t vectors, float* all_largest, flo
         for (int64_t r = 0; r < R; ++r) most[r] = maximum(most[r], load(scores + r * TILE + v * LANES));
     }
     const Floats previous = spread<R>(all_largest), largest = maximum(previous, fold<R>(most, MAXIMUM));
-    // Every weight of a row that has seen no key is exp(-inf - 0) = 0.
+    // Every weight of a row without a visible key so far is exp(-inf - 0) = 0.
     const Floats reference = largest == splat(HIDDEN) ? Floats{} : largest;
     for (int64_t v = 0; v < vectors; ++v) {
         for (int64_t r = 0; r < R; ++r) {
@@ -187,7 +189,7 @@ inline void softmax_tile(const Task& task, Scratch& scratch, int64_t vectors, fl
     for (; r < task.num_rows; ++r) rows.template operator()<1>(r);
 }
 
-// Finds the tile of a task that begins at a position.
+// Sets `tile` to the tile of a task that begins at position `begin`.
 inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t begin) {
     const int32_t* table = p.block_tables + task.seq * p.table_stride;
     // Offset of a block's first row in the cache.
@@ -202,9 +204,9 @@ inline void find_tile(Tile& tile, const Problem& p, const Task& task, int64_t be
     tile.find(begin, task.end, p.block_size, p.head_dim, offset_of);
 }
 
-// Runs one task. Calls `take_next` once, before the last tile; it returns the thread's next task or
-// null. READ_ONCE: no other task reads the same keys, so the next tile is prefetched, including the
-// first tile of the next task.
+// Runs one task. `take_next` returns the thread's next task or null, and is called once, before the
+// last tile. READ_ONCE: no other task reads the same keys, so the next tile is prefetched,
+// including the first tile of the next task.
 template <bool READ_ONCE, typename T, typename TakeNext>
 void attend(
     const Problem& p, const Task& task, Scratch& scratch, T* out, const T* query, const T* keys, const T* values,
@@ -224,7 +226,7 @@ void attend(
     }
     std::fill(scratch.sums, scratch.sums + task.num_rows * dim, 0.0f);
 
-    // Every row sees all tokens between these positions.
+    // Every row attends to all tokens between these positions.
     const int64_t all_visible_begin = first_visible(p, position_of(p, task, task.num_rows - 1));
     const int64_t all_visible_end = position_of(p, task, 0) + 1;
     float corrections[ROWS];
@@ -234,7 +236,7 @@ void attend(
     const bool in_place = p.head_dim == dim && (std::is_same_v<T, float> || task.num_rows <= 4);
     const auto rows_of = [](const T* cache, const Tile& tile) { return Rows<T>{cache, tile.offsets, tile.count}; };
     using NextInPlace = std::conditional_t<READ_ONCE, Next<T, 0>, NoNext<T>>;  // bypasses L2
-    // Into L2: L1 has the copy.
+    // Prefetches into L2, because L1 has the copy.
     using NextToCopy = std::conditional_t<READ_ONCE, Next<T, 2>, NoNext<T>>;
     const auto with_rows = [&](const Rows<T>& rows, const Rows<T>& next, const auto& use) {
         if (in_place) {
@@ -292,7 +294,7 @@ void attend(
     }
 }
 
-// Rescales the parts of a result to the largest score of all, and adds them.
+// Rescales the partial results to the largest score of all, and adds them.
 template <typename T>
 void merge(const Problem& p, const Merge& merge, T* out, const float* partials) {
     const int64_t group_size = p.group_size(), dim = p.padded_dim();
@@ -350,7 +352,7 @@ void paged_attention(const Problem& p, T* out, const T* query, const T* keys, co
         const int64_t task = num_taken++;
         return task < num_tasks ? &work.tasks[task] : nullptr;
     };
-    // No thread takes one of the last tasks ahead: another thread may become free first.
+    // The last tasks are not taken ahead, because another thread may become free first.
     const auto take_ahead = [&] { return num_taken + num_threads < num_tasks ? take() : nullptr; };
     const auto run_tasks = [&](int64_t, int64_t) {
         Scratch scratch(p);

@@ -1,5 +1,5 @@
-// A tile of tokens: the offsets of its keys and values, and the two products of attention on it
-// (scores of query rows, weighted sums of values).
+// A tile of tokens: the offsets of the keys and values, and the two products of attention (scores
+// of query rows, weighted sums of values).
 #pragma once
 
 #include "vector.h"
@@ -9,14 +9,16 @@ namespace baton {
 constexpr int64_t STRIP = 16, STRIPS = 4;
 constexpr int64_t TILE = STRIP * STRIPS;  // maximum number of tokens
 
-// The tokens of one tile. With 128 floats per token, their keys take 32 KiB. A whole tile is read
-// in strips, one token of each in turn: hardware prefetchers follow several streams best.
+// The tokens of one tile. With 128 floats per token, the keys take 32 KiB. A whole tile is read in
+// strips, one token of each strip in turn, because hardware prefetchers follow several streams
+// best.
 struct Tile {
     int64_t begin, end, count;  // positions
     int64_t offsets[TILE];      // of the tokens' rows in the cache, in reading order
 
-    // Sets the tile from a position to the end of its tile or `limit`. `offset_of(i)` is the offset
-    // of the first row of the sequence's block i. The block's other rows follow.
+    // Sets the tile to the tokens from a position to the next multiple of TILE, or to `limit`.
+    // `offset_of(i)` is the offset of the first row of the sequence's block i. The other rows of
+    // the block follow.
     template <typename OffsetOf>
     void find(int64_t from, int64_t limit, int64_t block_size, int64_t head_dim, const OffsetOf& offset_of) {
         begin = from;
@@ -55,8 +57,7 @@ struct Rows {
     int64_t count;
 };
 
-// Reads rows (except a remainder) to bring them into the CPU's cache, without the stalls of
-// computing.
+// Reads rows (except a remainder) into the CPU's cache, so that the computation does not stall.
 template <typename Stored>
 inline void touch(const Rows<Stored>& rows, int64_t dim) {
     Ints seen[2] = {};
@@ -84,12 +85,12 @@ inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t 
 
 // The next rows, to be prefetched. LOCALITY as in __builtin_prefetch().
 //
-// While sixteen rows are computed for R rows of queries, SHARE of the next rows are prefetched: one
-// byte per two products, about the rate of memory. For floats and four rows of queries this is half
-// of the rows. More prefetches would stall the computation. (Each group of four query rows
-// prefetches the same rows; only the first group has an effect.)
+// While sixteen rows are computed for R query rows, SHARE of the next rows are prefetched. This is
+// one byte per two products, about the rate of memory. For floats and four query rows, SHARE is
+// half of the sixteen rows. More prefetches would stall the computation. Each group of four query
+// rows prefetches the same rows, so only the first group has an effect.
 //
-// Functions that only prefetch are inlined, because a compiler removes calls to them.
+// Functions that only prefetch are inlined, because the compiler would remove calls to them.
 template <typename Stored, int LOCALITY>
 class Next {
 public:
@@ -124,12 +125,12 @@ public:
         const char *from = nullptr, *end = nullptr;
     };
 
-    // Returns a cursor behind the share of the tile's first num_rows rows.
+    // Returns a cursor that begins after the share of the tile's first num_rows rows.
     template <int64_t R>
     Cursor after(int64_t num_rows) const { return Cursor(*this, num_rows * SHARE<R> / 16); }
 
-    // Prefetches the first (0) or second (1) four rows outside of the share of four query rows.
-    // Two-byte types have none. This keeps memory busy between reading and computing.
+    // Prefetches the first (0) or second (1) four rows outside of the share of four query rows, to
+    // keep memory busy between reading and computing. Two-byte types have no such rows.
     [[gnu::always_inline]] void prefetch_four(int64_t which) const {
         const int64_t first = TILE * SHARE<4> / 16 + which * 4;
         for (int64_t row = first; row < std::min(first + 4, rows.count); ++row) {
@@ -243,7 +244,7 @@ inline void add_rows(
     for (; d < dim; d += LANES) add<R, 1>(sums, corrections, weights, values, next, d, dim);
 }
 
-// The same for all rows, which are `dim` apart in sums and TILE apart in weights.
+// Calls add() for all rows, which are `dim` apart in sums and TILE apart in weights.
 template <typename Stored, typename ToPrefetch>
 inline void add_tile(
     float* sums, const float* corrections, const float* weights, int64_t num_rows, const Rows<Stored>& values,

@@ -14,7 +14,7 @@
 namespace baton {
 
 constexpr int64_t CHECKSUM_PERIOD = 8192;  // words
-// One page ahead: hardware prefetching stops at a page's end.
+// One page ahead, because hardware prefetching stops at the end of a page.
 constexpr int64_t PREFETCHED_WORDS = 512;
 
 inline uint64_t checksum_factor(uint64_t k) { return splitmix(k + SPLITMIX_GAMMA) | 1u; }
@@ -26,7 +26,7 @@ struct alignas(64) InnerFactors {
     }
 };
 
-// Sums folded words times factors. The words need no alignment.
+// Returns the sum of folded words times factors. The words need no alignment.
 inline uint64_t sum_words(const char* words, const uint64_t* factors, int64_t count) {
     uint64_t sum = 0;
     for (int64_t i = 0; i < count; ++i) {
@@ -37,8 +37,8 @@ inline uint64_t sum_words(const char* words, const uint64_t* factors, int64_t co
     return sum;
 }
 
-// The same for `count` words, a multiple of STEP. Four vectors of sums hide the latency of a
-// product.
+// sum_steps() is sum_words() for a multiple of STEP words. Four vectors of sums hide the latency of
+// a product.
 #if defined(__AVX512DQ__)
 constexpr int64_t STEP = 32;
 
@@ -60,8 +60,9 @@ inline uint64_t sum_steps(const char* words, const uint64_t* factors, int64_t co
 #elif defined(__AVX2__)
 constexpr int64_t STEP = 16;
 
-// AVX2 has no 64-bit product: the low 64 bits of (a 2^32 + b) (c 2^32 + d) are b d + (a d + b c)
-// 2^32. The two summands have separate sums, so that one shift at the end suffices.
+// AVX2 has no 64-bit product. The low 64 bits of (a 2^32 + b) (c 2^32 + d) are computed as
+// b d + (a d + b c) 2^32. The two summands have separate sums, so that one shift at the end
+// suffices.
 inline uint64_t sum_steps(const char* words, const uint64_t* factors, int64_t count) {
     __m256i low[4] = {}, cross[4] = {};
     for (int64_t i = 0; i < count; i += STEP) {

@@ -1,10 +1,11 @@
 // Linear layers over int8 weights: y = scale * (x values^T) + b, with a scale per output.
 //
-// x is rounded to int8, too: each GROUP of a row has a scale of its own. The products of a group are
-// exact in int32. They are summed in float32, in the order of the groups.
+// x is also rounded to int8, with a scale for each GROUP of inputs of a row. The sum of products of
+// a group is exact in int32. The groups are summed in float32, in order.
 //
-// Values are packed in panels as in linear.h, four inputs together, which a processor with VNNI
-// multiplies and adds in one instruction. That needs unsigned values, so it stores values + 128.
+// Values are packed in panels as in linear.h, with four inputs of an output together. VNNI
+// multiplies and adds four inputs in one instruction. The instruction needs unsigned values, so
+// values + 128 are stored for VNNI.
 #pragma once
 
 #include "linear.h"
@@ -48,7 +49,7 @@ inline Ints multiply_add(Ints sums, Words weights, Words inputs) {
 struct QuantizedRows {
     int8_t* values;    // [rows, groups * GROUP]
     float* scales;     // [rows, groups]
-    int32_t* offsets;  // [rows, groups]: what PACKED_OFFSET adds to the group's products, negated
+    int32_t* offsets;  // [rows, groups]: cancels what PACKED_OFFSET adds to the products of a group
     int64_t groups;
 
     QuantizedRows from(int64_t row) const {
@@ -80,7 +81,7 @@ void quantize_row(QuantizedRows to, const T* x, int64_t in_features) {
     }
 }
 
-// Computes `count` outputs, one panel, for ROWS rows.
+// Computes the `count` outputs of one panel for ROWS rows.
 template <int64_t ROWS, bool PREFETCH, typename T>
 void multiply_int8_tile(
     Matrix<T> y, QuantizedRows x, const Packed* panel, const float* scales, const T* bias, int64_t count

@@ -1,9 +1,10 @@
 // Linear layers y = x W^T + b over packed weights, with sums in float32.
 //
-// A weight is packed in panels of PANEL outputs, [in_features / STEP_INPUTS, PANEL, STEP_INPUTS]. A tile of the
-// product, some rows of x and one panel, stays in registers until its sums are complete. So a
-// product with few rows reads the weight once, in the order of its addresses, at the speed of the
-// memory. Missing outputs of the last panel and missing inputs of the last step are zeros.
+// A weight is packed in panels of PANEL outputs, each panel of the shape [in_features /
+// STEP_INPUTS, PANEL, STEP_INPUTS]. A tile of the product is some rows of x times one panel. The
+// sums of a tile stay in registers until they are complete. So a product with few rows reads the
+// weight once and sequentially, at the speed of memory. Missing outputs of the last panel and
+// missing inputs of the last step are zeros.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -14,21 +15,24 @@
 
 namespace baton {
 
-// Vectors of a panel and rows of a tile: their product, the sums, must fit the registers.
+// Vectors of a panel, and rows of a tile. A tile has PANEL_VECTORS * TILE_ROWS vectors of sums,
+// which must fit into the registers.
 constexpr int64_t PANEL_VECTORS = LANES == 16 ? 4 : 2;
 constexpr int64_t TILE_ROWS = 6;
 constexpr int64_t PANEL = PANEL_VECTORS * LANES;
-// Rows of a task. The tasks of a panel follow one another, so that it stays in a core's cache.
+// Rows of a task. The tasks of a panel follow one another, so that the panel stays in a core's
+// cache.
 constexpr int64_t BLOCK_ROWS = 16 * TILE_ROWS;
-// How far ahead of its use a weight is fetched from memory.
+// Distance between a weight that is used and the weight that is prefetched at the same time.
 constexpr int64_t PREFETCH_BYTES = 4096;
 constexpr int64_t WEIGHTS_PER_THREAD = 1 << 16;  // minimum work of a thread
 
-// Inputs that a packed weight keeps together. A processor multiplies pairs of 16-bit numbers.
+// Inputs of an output that are adjacent in a packed weight. Processors multiply pairs of 16-bit
+// numbers.
 template <typename T>
 constexpr int64_t STEP_INPUTS = 4 / sizeof(T);
 
-// The inputs of one step, of one row of x, in each lane.
+// Returns the inputs of one step of one row of x, repeated in each lane.
 inline Floats broadcast(const float* x, int64_t) { return splat(*x); }
 
 inline Words broadcast(const c10::BFloat16* x, int64_t count) {
@@ -51,7 +55,7 @@ inline Floats multiply_add(Floats sums, Words weights, Words inputs) {
 #endif
 }
 
-// A matrix of T in rows.
+// A row-major matrix of T.
 template <typename T>
 struct Matrix {
     T* data;
@@ -70,7 +74,7 @@ inline void store_lanes(T* to, Floats values, int64_t count) {
     }
 }
 
-// Computes `count` outputs, one panel, for ROWS rows.
+// Computes the `count` outputs of one panel for ROWS rows.
 template <int64_t ROWS, bool PREFETCH, typename T>
 void multiply_tile(Matrix<T> y, Matrix<const T> x, const T* panel, const T* bias, int64_t in_features, int64_t count) {
     using Step = decltype(broadcast(panel, 0));
@@ -143,8 +147,8 @@ void linear(
     });
 }
 
-// Asks for huge pages, before the first write: a product reads too many pages for the processor's
-// table of addresses.
+// Requests huge pages. Call this before the first write. A product reads more small pages than the
+// processor's TLB holds.
 inline void use_huge_pages(void* data, int64_t nbytes) {
     constexpr uintptr_t PAGE = 4096;
     const uintptr_t start = reinterpret_cast<uintptr_t>(data) / PAGE * PAGE;
@@ -152,8 +156,8 @@ inline void use_huge_pages(void* data, int64_t nbytes) {
     madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);  // may be refused
 }
 
-// Writes panels in which STEP inputs of an output follow one another. `value(output, input)` is the
-// weight, or zero outside of it.
+// Writes panels in which STEP inputs of an output are adjacent. `value(output, input)` returns the
+// weight, or zero for padding.
 template <int64_t STEP, typename Packed, typename Value>
 void pack_panels(Packed* panels, int64_t padded_inputs, int64_t out_features, Value value) {
     at::parallel_for(0, (out_features + PANEL - 1) / PANEL, 1, [&](int64_t begin, int64_t end) {

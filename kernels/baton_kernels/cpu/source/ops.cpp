@@ -1,6 +1,6 @@
-// The operators torch.ops.baton_cpu.*: they check shapes and pass pointers to the headers'
-// functions. Their fake (shape-only) implementations for torch.compile are in ../__init__.py. The
-// end of the file exports the function that is called without torch.
+// The operators torch.ops.baton_cpu.*, which check shapes and pass pointers to the functions of the
+// headers. Fake (shape-only) implementations for torch.compile are in ../__init__.py. The end of
+// this file exports the function that is called without torch.
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@
         AT_DISPATCH_CASE(at::kHalf, __VA_ARGS__)     \
     )
 
-// The same for the dtypes of packed weights.
+// DISPATCH for the dtypes of packed weights.
 #define DISPATCH_PACKED(type, name, ...)                                                         \
     AT_DISPATCH_SWITCH(                                                                          \
         type, name,                                                                              \
@@ -340,8 +340,8 @@ Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, c
     return y;
 }
 
-// A layer's entries in the list of weights. A projection has three: the packed weight, the scales if
-// it is int8, and the bias. Biases and the norms of heads may be missing.
+// Entries of a layer in the list of weights. A projection has three entries: the packed weight, the
+// scales (int8 only) and the bias. Biases and the norms of heads may be missing.
 enum LayerWeight : int64_t {
     INPUT_NORM = 0, QKV = 1, Q_NORM = 4, K_NORM = 5, O = 6, MLP_NORM = 9, GATE_UP = 10, DOWN = 13, NUM_WEIGHTS = 16
 };
@@ -479,8 +479,8 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("draw_tokens", baton::draw_tokens_op);
 }
 
-// The caller, ../../block_checksum/__init__.py, checks the arguments. Takes no tensors: for one
-// block torch's dispatcher takes longer than the sum.
+// The caller, ../../block_checksum/__init__.py, checks the arguments. The arguments are no tensors,
+// because torch's dispatcher takes longer than the sum of one block.
 extern "C" void baton_sum_runs(
     uint64_t* sums, const int64_t* addresses, int64_t num_runs, int64_t nbytes, int64_t num_threads
 ) {

@@ -1,8 +1,9 @@
 // Draws of tokens, with the filters and noise of ../../sampling/__init__.py and noise.py.
 //
-// A row is read once for the maxima of its blocks. Filters then read only blocks with tokens that
-// they may keep. Only tokens near the threshold of top_p are sorted. A token's noise has 52 random
-// bits; its score is computed only if these bits could make the best token of its block win.
+// A row is read once for the maxima of its blocks. Filters then read only blocks that may contain
+// tokens to keep. Only tokens near the threshold of top_p are sorted. A token's noise has 52 random
+// bits. The score of a token is computed only if the best token of the block would win with these
+// bits.
 #pragma once
 
 #include <algorithm>
@@ -18,15 +19,15 @@ namespace baton {
 
 constexpr int64_t VOCABULARY_BLOCK = 64;
 constexpr double NOTHING = -std::numeric_limits<double>::infinity();
-// Units of a probability, relative to the most likely token's.
+// Fixed-point scale of probabilities, which are relative to the most likely token's.
 constexpr double FIXED_POINT = 0x1p32;
-// At this distance below the best, exp(scaled - best) rounds to 0 units.
+// At this distance below the best token, exp(scaled - best) * FIXED_POINT rounds to 0.
 constexpr double WEIGHTLESS = 23.0;
-constexpr int64_t BUCKETS = 512;  // of the distance to the best
+constexpr int64_t BUCKETS = 512;  // buckets of the distance to the best token
 
 struct RowParams {
-    double temperature, top_p, min_p;  // top_p 1, min_p 0: none
-    int64_t top_k;                     // 0: none
+    double temperature, top_p, min_p;  // top_p 1, min_p 0: no filter
+    int64_t top_k;                     // 0: no filter
     uint64_t key;
 };
 
@@ -47,8 +48,8 @@ inline uint64_t noise_mantissa(uint64_t key, int64_t token) {
 
 inline double gumbel(uint64_t mantissa) { return -std::log(-std::log((static_cast<double>(mantissa) + 0.5) * 0x1p-52)); }
 
-// Returns a lower bound of the mantissas that give at least this noise. Rounding can make it
-// slightly too low, never too high.
+// Returns the smallest mantissa for which gumbel() is at least `noise`. Rounding can make the
+// result slightly too low, but never too high.
 inline uint64_t least_mantissa(double noise) {
     const double fraction_above = -std::expm1(-std::exp(-noise));
     const double count = std::ceil(fraction_above * (1 + 1e-9) * 0x1p52) + 2;
@@ -59,8 +60,8 @@ struct Winner {
     double score = NOTHING;
     int64_t token = 0;
 
-    // Considers tokens 0 to count - 1 of a group of at most a block's size. Without noise, none of
-    // them exceeds `best`.
+    // Updates the winner with `count` tokens, at most VOCABULARY_BLOCK. `best` is an upper bound of
+    // their scores without noise.
     template <typename TokenAt, typename ScaledAt>
     void consider(uint64_t key, double best, int64_t count, const TokenAt& token_at, const ScaledAt& scaled_at) {
         const uint64_t needed = least_mantissa(score - best);
@@ -137,7 +138,8 @@ private:
     int64_t best_block_ = 0;
 };
 
-// Keeps the smallest set of best tokens whose probabilities reach top_p of the total, at least one.
+// Keeps the smallest set of best tokens, at least one, whose probabilities reach top_p of the
+// total.
 inline void keep_top_p(std::vector<Candidate>& candidates, double best, double top_p) {
     // The distance of two infinities is 0.
     const auto distance = [best](const Candidate& c) { return c.scaled < best ? best - c.scaled : 0.0; };
@@ -154,8 +156,8 @@ inline void keep_top_p(std::vector<Candidate>& candidates, double best, double t
     int64_t crossing = 0;
     uint64_t ahead = 0;
     while (crossing < BUCKETS - 1 && static_cast<double>(ahead + sums[crossing]) < limit) ahead += sums[crossing++];
-    // Tokens nearer than the crossing bucket stay, tokens farther away go. Those in it are added in
-    // order.
+    // Tokens in buckets before the crossing bucket are kept, tokens in later buckets are removed.
+    // Tokens in the crossing bucket are added in order.
     const auto begin = candidates.begin();
     auto last = std::partition(begin, candidates.end(), [&](const Candidate& c) { return bucket_of(c) < crossing; });
     const auto end = std::partition(last, candidates.end(), [&](const Candidate& c) { return bucket_of(c) == crossing; });
@@ -164,7 +166,7 @@ inline void keep_top_p(std::vector<Candidate>& candidates, double best, double t
     candidates.erase(last, candidates.end());
 }
 
-// Draws one token of a row; token 0 if all are masked.
+// Draws one token of a row. Returns token 0 if all tokens are masked.
 inline int64_t draw_token(const float* logits, int64_t vocab_size, const RowParams& params) {
     const Vocabulary vocabulary(logits, vocab_size, params.temperature);
     const double best = vocabulary.best();

@@ -92,7 +92,7 @@ inline void store(T* to, Floats value, int64_t count) {
 }
 
 // Calls `body(offset, read, write)` for each vector of a row of `length` elements. read(pointer)
-// and write(pointer, value) do not access memory behind the row's end.
+// and write(pointer, value) do not access memory past the end of the row.
 template <typename Body>
 inline void for_each_vector(int64_t length, Body body) {
     int64_t offset = 0;
@@ -107,8 +107,8 @@ inline void for_each_vector(int64_t length, Body body) {
     }
 }
 
-// Rounds as if the value were stored as T and read again: consecutive bfloat16 operations round
-// each time.
+// Rounds as if the value were stored as T and read again, as between separate operations on tensors
+// of T.
 template <typename T>
 inline Floats rounded_to(Floats value) {
     if constexpr (std::is_same_v<T, float>) {
@@ -122,7 +122,8 @@ inline Floats rounded_to(Floats value) {
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
-// The lanes of a shuffle: lane(i) for each. Lanes of the second vector follow those of the first.
+// Returns the lanes of a shuffle, lane(i) for lane i. Lanes of the second vector follow those of
+// the first.
 template <typename Lane, std::size_t... I>
 inline Ints lanes(Lane lane, std::index_sequence<I...>) {
     return Ints{static_cast<int32_t>(lane(static_cast<int32_t>(I)))...};
@@ -133,8 +134,9 @@ inline Ints lanes(Lane lane) {
     return lanes(lane, std::make_index_sequence<LANES>());
 }
 
-// Reduces each of N vectors to one value: combines its upper with its lower half until one lane is
-// left. The result has N groups of lanes of the same length; group i holds the value of vectors[i].
+// Reduces each of N vectors to one value, by combining the upper half with the lower half until one
+// lane is left. The result has N groups of lanes of the same length. Group i has the value of
+// vectors[i].
 template <int64_t N, int32_t H = LANES / 2, typename Combine>
 inline Floats fold(const Floats* vectors, Combine combine) {
     if constexpr (H == 0) {
@@ -143,8 +145,8 @@ inline Floats fold(const Floats* vectors, Combine combine) {
         const Floats folded = combine(vectors[0], __builtin_shuffle(vectors[0], lanes([](int32_t l) { return l ^ H; })));
         return fold<1, H / 2>(&folded, combine);
     } else {
-        // In each 2 * H lanes, the lower H become the fold of vectors[i], the upper H of vectors[i
-        // + N / 2].
+        // In each 2 * H lanes, the lower H become the fold of vectors[i], and the upper H the fold
+        // of vectors[i + N / 2].
         Floats folded[N / 2];
         for (int64_t i = 0; i < N / 2; ++i) {
             const Floats a = vectors[i], b = vectors[i + N / 2];
@@ -177,7 +179,7 @@ inline void gather(float* values, Floats groups) {
     store(values, __builtin_shuffle(groups, lanes([](int32_t l) { return l % N * (LANES / N); })), N);
 }
 
-// The sum of each of N vectors, added in the order of sum().
+// Writes the sum of each of N vectors, added in the order of sum().
 template <int64_t N>
 inline void sum_each(float* to, const Floats* vectors) {
     if constexpr (N % LANES == 0) {
