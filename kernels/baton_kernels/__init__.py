@@ -1,24 +1,26 @@
-"""Tensor operations of the models: Triton on a GPU; on a CPU compiled C++ if present, else torch.
+"""Tensor operations of the models. GPUs run Triton. CPUs run C++ if it is compiled, else torch.
 
-Each operation has a folder:
+Each operation has a folder with these files:
 
     __init__.py       formula, shapes, counted cost, and the choice of the implementation
-    reference.py      the plain implementation that tests compare with
-    triton_kernel.py  imported when the first GPU tensor arrives
-    torch_cpu.py      torch on a CPU, where the reference is too slow
+    reference.py      the plain implementation with which tests compare the others
+    triton_kernel.py  the Triton implementation, imported when the first GPU tensor arrives
+    torch_cpu.py      a faster torch implementation for CPUs, if the reference is too slow
+
+The operations, and what they share:
 
     attention         paged attention over the KV cache, prefill and decode in one call
-    block_checksum    word sums of KV blocks, with which a transfer is verified
+    block_checksum    word sums of KV blocks, by which a transfer is verified
     block_copy        copies of whole KV blocks, on the device and between device and host
     kv_write          writes of new keys and values into their cache slots
-    sampling          the most likely token, or a draw from what top_k, top_p and min_p keep
-    norm              RMS normalisation, with or without a residual
+    sampling          the most likely token, or a random draw after min_p, top_k and top_p
+    norm              RMS normalization, with or without a residual
     rope              rotary position embedding
     activation        gated activations of MLPs
-    moe               routing to experts, and the experts
-    linear            linear layers with packed or int8 weights on a CPU
-    decoder_layers    all dense layers of a step in one call, on a CPU
+    moe               routing of tokens to experts, and the experts' MLPs
+    linear            linear layers, on a CPU with packed or int8 weights
+    decoder_layers    all layers of a dense model in one call, on a CPU
     configurations    launch configurations, measured per GPU
-    kernel_arguments  arguments that several launches pass: pointers and strides
+    kernel_arguments  pointers and strides that Triton kernels take as arguments
     cpu               the compiled C++ operations
 """

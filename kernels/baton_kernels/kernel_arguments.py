@@ -1,6 +1,6 @@
-"""Arguments of the Triton launches: pointers and strides, one named tuple per kind of tensor.
+"""Named tuples of pointers and strides, which Triton kernels take as arguments.
 
-Triton passes the fields as separate arguments, and compiles a kernel for their alignment.
+Triton passes each field as a separate argument, and compiles a kernel for the fields' alignment.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ Pointer = Any  #: A tensor on the host, a pointer in a kernel.
 
 
 class Heads(NamedTuple):
-    """A tensor [num_tokens, num_heads, head_dim] with last stride 1."""
+    """Pointer and strides of a tensor [num_tokens, num_heads, head_dim] with last stride 1."""
 
     ptr: Pointer
     stride_token: int
@@ -19,7 +19,10 @@ class Heads(NamedTuple):
 
 
 class Caches(NamedTuple):
-    """Both KV caches [num_blocks, num_kv_heads, block_size, head_dim], with last stride 1."""
+    """Pointers and strides of the key cache and the value cache.
+
+    Both have the shape [num_blocks, num_kv_heads, block_size, head_dim], and last stride 1.
+    """
 
     k_ptr: Pointer
     v_ptr: Pointer

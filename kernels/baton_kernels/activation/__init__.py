@@ -15,7 +15,7 @@ from baton_kernels.activation.reference import silu_and_mul_reference
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Compute silu(gate) * up, the product of SwiGLU (Shazeer 2020).
+    """Return silu(gate) * up, as in SwiGLU (Shazeer 2020).
 
     Args:
         gate_up: gate and up concatenated, of shape [..., 2 * dim].
@@ -23,7 +23,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     Returns:
         A tensor of shape [..., dim].
     """
-    # torch.compile fuses the reference with its neighbours.
+    # torch.compile fuses the reference with neighbouring operations.
     if gate_up.is_cuda and not torch.compiler.is_compiling():
         from baton_kernels.activation.triton_kernel import silu_and_mul_triton
 

@@ -7,6 +7,6 @@ from torch.nn.functional import silu
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
-    """Compute `baton_kernels.activation.silu_and_mul`, with the same arguments and result."""
+    """Implement `baton_kernels.activation.silu_and_mul` in torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up

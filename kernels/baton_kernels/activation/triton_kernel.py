@@ -1,4 +1,4 @@
-"""Gated activations in Triton: one program per (row, tile), in float32 with one rounding."""
+"""Gated activations in Triton. A program computes one tile of a row in float32 and rounds once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ CANDIDATES: list[Configuration] = [
 
 
 def shape_class(num_rows: int, dim: int) -> str:
-    """Return the class a launch is tuned for. Few rows need smaller tiles to occupy the GPU."""
+    """Return the shape class under which a launch's tuned configuration is stored.
+
+    Few rows need smaller tiles to occupy the GPU.
+    """
     return f"{'few' if num_rows <= 64 else 'many'}/dim={triton.next_power_of_2(dim)}"
 
 
@@ -43,7 +46,7 @@ def _silu_and_mul_kernel(
 
 
 def silu_and_mul_triton(gate_up: Tensor) -> Tensor:
-    """Compute `baton_kernels.activation.silu_and_mul`, with the same arguments and result."""
+    """Implement `baton_kernels.activation.silu_and_mul` in Triton."""
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     num_rows, dim = rows.shape[0], rows.shape[1] // 2

@@ -1,8 +1,9 @@
-"""Launch configurations of the Triton kernels per GPU, measured before serving, never during it.
+"""Launch configurations of the Triton kernels, measured per GPU. Nothing is measured while serving.
 
-`benchmarks/kernels/tune.py` writes `<device_key>.json` beside this file:
-{operation: {shape class: {name: integer}}}. The Triton file of an operation defines its shape
-classes and the default configuration for devices without measurements.
+`benchmarks/kernels/tune.py` writes one table per GPU, `<device_key>.json`, into this folder:
+{operation: {shape class: {name: integer}}}. A shape class is a set of launches that share one
+configuration. The Triton file of an operation defines the shape classes, and a default
+configuration for devices without measurements.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 def configuration(
     operation: str, shape_class: str, device: torch.device, default: Configuration
 ) -> Configuration:
-    """Return the measured configuration of this device and shape class, or `default`.
+    """Return the measured configuration for a device and shape class, or `default`.
 
     Args:
         operation: name of the kernel's folder, for example "attention".
-        shape_class: class the launch is tuned for, for example "few/dim=4096".
-        default: must have all constants of the launch. A measured configuration may have only
-            some; the others keep their value in `default`.
+        shape_class: shape class of the launch, for example "few/dim=4096".
+        device: device of the launch.
+        default: values of all constants of the launch. Constants that were not measured keep these
+            values.
     """
     answer = _answer.get()
     if answer is not None:
@@ -45,7 +47,7 @@ def configuration(
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[None]:
-    """Take this thread's configurations from `answer` instead of the table. For tuner and tests."""
+    """Make `configuration` return `answer(...)` within a `with` block, for the tuner and tests."""
     token = _answer.set(answer)
     try:
         yield
@@ -55,22 +57,24 @@ def answering(answer: Answer) -> Iterator[None]:
 
 @functools.cache
 def device_key(device: torch.device) -> str:
-    """Return the name of the device's table: "nvidia-h200", or "cpu" for interpreted kernels."""
+    """Return the name of a device's table, such as "nvidia-h200"; "cpu" in Triton's interpreter."""
     if device.type != "cuda":
         return device.type
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
 
 
 def read_table(file: Path) -> Table:
-    """Return the file's table. It is empty if the file does not exist."""
+    """Return the table in a file, or an empty table if the file does not exist."""
     return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | None]]) -> None:
-    """Replace the file's entries of the measured shape classes. Other entries stay.
+    """Write the configurations of measured shape classes into a table file. Other entries stay.
 
     Args:
-        measured: new entries. None removes an entry, because the kernel's default is the fastest.
+        file: the table file, which may not exist.
+        measured: {operation: {shape class: configuration}}. None removes an entry, because the
+            kernel's default is the fastest.
     """
     table = read_table(file)
     for operation, classes in measured.items():
@@ -84,7 +88,7 @@ def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | 
 
 
 def table_file(key: str) -> Path:
-    """Return the path of a device's table, which may not exist. `key` is from `device_key`."""
+    """Return the path of a device's table file, which may not exist. `key` is from `device_key`."""
     return Path(str(resources.files(__name__))) / f"{key}.json"
 
 

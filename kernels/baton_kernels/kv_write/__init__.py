@@ -2,8 +2,8 @@
 
     key_cache[slot // block_size, :, slot % block_size] = key[token]      slot = slot_mapping[token]
 
-and the same for values. A negative slot writes nothing (padding, warm-up). The scales have no
-caller yet; fp8 KV caches will need them.
+Values are stored in the same way. Tokens with a negative slot (padding, warm-up) are not stored. No
+caller uses the scales yet. They are for fp8 KV caches.
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
@@ -28,7 +28,7 @@ def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
         block_size: slots per block.
 
     Returns:
-        None for Triton and C++, which prepare nothing.
+        Block and offset of each slot, or None for Triton and C++, which need no plan.
     """
     return None if slot_mapping.is_cuda or cpu.OPS is not None else Slots(slot_mapping, block_size)
 
@@ -51,9 +51,9 @@ def write_kv(
         key_cache: tensor of shape [num_blocks, num_kv_heads, block_size, head_dim], last stride 1.
         value_cache: like key_cache, with the same strides.
         slot_mapping: int64 of shape [num_tokens]; slots >= 0 are distinct.
-        plan: result of `plan_write` for this slot mapping. None computes it here.
-        key_scale: float32 of shape [num_kv_heads]; None means 1. An fp8 cache stores keys divided
-            by it and saturated.
+        plan: result of `plan_write` for this slot mapping. None: computed here if needed.
+        key_scale: float32 of shape [num_kv_heads]; None means 1. An fp8 cache stores keys that are
+            divided by the scale and saturated.
         value_scale: the same for values. Give both scales or neither.
 
     Raises:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  #: Larger magnitudes saturate: there is no infinity.
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  #: Larger magnitudes saturate; fp8 has no infinity.
 
 
 def to_fp8(values: Tensor, scale: Tensor | None) -> Tensor:
-    """Divide values by the scale of their head and saturate to float8_e4m3fn. NaN stays NaN.
+    """Divide values by the scale of their head, and saturate to float8_e4m3fn. NaN stays NaN.
 
     Args:
         values: tensor of shape [num_tokens, num_kv_heads, head_dim].
@@ -28,7 +28,7 @@ def write_kv_reference(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
-    """Compute `baton_kernels.kv_write.write_kv`, with the same arguments."""
+    """Implement `baton_kernels.kv_write.write_kv` in torch, without `plan`."""
     if key_cache.dtype == torch.float8_e4m3fn:
         key, value = to_fp8(key, key_scale), to_fp8(value, value_scale)
     block_size = key_cache.shape[2]

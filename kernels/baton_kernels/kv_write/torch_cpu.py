@@ -1,4 +1,7 @@
-"""KV write on a CPU without compiled operations: indexed assignments, indices made per step."""
+"""KV write on a CPU without compiled operations, by indexed assignment.
+
+The indices are computed once per step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from torch import Tensor
 
 
 class Slots:
-    """A step's slots as block and offset. Arguments as in `baton_kernels.kv_write.plan_write`."""
+    """Block and offset of each slot of a step. Arguments are those of `plan_write`."""
 
     def __init__(self, slot_mapping: Tensor, block_size: int) -> None:
         written = slot_mapping >= 0
@@ -19,7 +22,7 @@ class Slots:
 def write_kv_cpu(
     key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Slots
 ) -> None:
-    """Compute `baton_kernels.kv_write.write_kv`, with the same arguments."""
+    """Implement `baton_kernels.kv_write.write_kv` in torch, with the step's `Slots`."""
     if slots.tokens is not None:
         key, value = key[slots.tokens], value[slots.tokens]
     key_cache[slots.block, :, slots.slot] = key.to(key_cache.dtype)

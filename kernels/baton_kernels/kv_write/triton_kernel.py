@@ -1,4 +1,4 @@
-"""KV write in Triton: one program per (token, few KV heads) copies, and scales for an fp8 cache."""
+"""KV write in Triton. A program copies a few KV heads of one token, scaled if the cache is fp8."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ CANDIDATES: list[Configuration] = [
 
 
 def shape_class(num_tokens: int, num_kv_heads: int, head_dim: int) -> str:
-    """Return the class a launch is tuned for."""
+    """Return the shape class under which a launch's tuned configuration is stored."""
     return f"{'few' if num_tokens <= 256 else 'many'}/kv_heads={num_kv_heads}/head_dim={head_dim}"
 
 
 @triton.jit
 def _to_fp8(values, scale_ptr, head, head_mask, dtype: tl.constexpr):
-    """Divide [HEADS, dims] by scale [HEADS] and saturate at 448, the format's largest number."""
+    """Divide values [HEADS, dims] by scales [HEADS], and saturate at 448, fp8's largest number."""
     scaled = values.to(tl.float32) / tl.load(scale_ptr + head, mask=head_mask, other=1.0)
     scaled = tl.minimum(scaled, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(scaled, -448.0, propagate_nan=tl.PropagateNan.ALL).to(dtype)
@@ -75,7 +75,7 @@ def write_kv_triton(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
-    """Compute `baton_kernels.kv_write.write_kv`, with the same arguments.
+    """Implement `baton_kernels.kv_write.write_kv` in Triton, without `plan`.
 
     Raises:
         ValueError: the kernel does not support the strides.

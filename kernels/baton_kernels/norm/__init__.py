@@ -1,6 +1,6 @@
-"""RMSNorm, with or without a residual: y = x / sqrt(mean(x^2) + eps) * weight.
+"""RMSNorm (Zhang and Sennrich 2019), with or without a residual.
 
-After Zhang and Sennrich 2019.
+    y = x / sqrt(mean(x^2) + eps) * weight
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
@@ -17,13 +17,14 @@ from baton_kernels.norm.reference import add_rms_norm_reference, rms_norm_refere
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalize the last dimension, with the mean in float32.
+    """Return the RMS norm of x over the last dimension. The mean is computed in float32.
 
     Args:
         x: tensor of shape [..., dim].
         weight: tensor of shape [dim].
+        eps: added to the mean square.
     """
-    # torch.compile fuses the reference with its neighbours.
+    # torch.compile fuses the reference with neighbouring operations.
     if x.is_cuda and not torch.compiler.is_compiling():
         from baton_kernels.norm.triton_kernel import rms_norm_triton
 
@@ -34,12 +35,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Add a layer's output to its residual and normalize the sum for the next layer.
+    """Add x to the residual, and normalize the sum.
 
     Args:
         x: tensor of shape [num_tokens, dim].
         residual: like x.
         weight: tensor of shape [dim].
+        eps: added to the mean square.
 
     Returns:
         rms_norm(residual + x) and residual + x, both like x.

@@ -7,13 +7,13 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `baton_kernels.norm.rms_norm`, with the same arguments and result."""
+    """Implement `baton_kernels.norm.rms_norm` in torch."""
     return torch_rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
 
 
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `baton_kernels.norm.add_rms_norm`, with the same arguments and result."""
+    """Implement `baton_kernels.norm.add_rms_norm` in torch."""
     total = residual + x
     return rms_norm_reference(total, weight, eps), total

@@ -1,4 +1,4 @@
-"""RMSNorm in Triton: one program per few rows, statistics in float32, with an optional residual."""
+"""RMSNorm in Triton, with an optional residual. A program normalizes a few rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
-#: Longer rows are read twice, in tiles of this many elements; shorter ones stay in registers.
+#: Longer rows are read twice, in tiles of this number of elements. Shorter rows stay in registers.
 MAX_TILE = 8192
 
 #: elements: elements per program. Short rows share a program.
@@ -21,7 +21,10 @@ CANDIDATES: list[Configuration] = [
 
 
 def shape_class(num_rows: int, dim: int) -> str:
-    """Return the class a launch is tuned for. Few rows need more warps each to occupy the GPU."""
+    """Return the shape class under which a launch's tuned configuration is stored.
+
+    Few rows need more warps each to occupy the GPU.
+    """
     return f"{'few' if num_rows <= 256 else 'many'}/dim={triton.next_power_of_2(dim)}"
 
 
@@ -72,7 +75,7 @@ def _rms_norm_kernel(
             mask = (row < num_rows) & (start + column < dim)
             weight = tl.load(weight_ptr + start + column, mask=start + column < dim, other=0.0)
             x = tl.load(x_ptr + row * stride_x_row + start + column, mask=mask, other=0.0)
-            if ADD:  # another thread's stored sum may not be visible yet: add again
+            if ADD:  # add again, because another thread's stored sum may not be visible yet
                 x += tl.load(
                     residual_ptr + row * stride_residual_row + start + column, mask=mask, other=0.0
                 )
@@ -81,7 +84,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute `baton_kernels.norm.rms_norm`, with the same arguments and result."""
+    """Implement `baton_kernels.norm.rms_norm` in Triton."""
     rows = x.reshape(-1, x.shape[-1])
     return _launch(rows, None, weight, eps)[0].view(x.shape)
 
@@ -89,7 +92,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `baton_kernels.norm.add_rms_norm`, with the same arguments and result."""
+    """Implement `baton_kernels.norm.add_rms_norm` in Triton."""
     return _launch(x, residual, weight, eps)
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021), with an optional norm of the heads before it.
+"""Rotary position embedding (Su et al. 2021), after an optional RMSNorm of each head.
 
 Dimension pair (i, i + head_dim / 2) of a head at position p is rotated by the angle
 p * inv_freq[i], as in Hugging Face checkpoints:
@@ -21,12 +21,12 @@ from baton_kernels.rope.reference import rotate_qk_reference
 
 
 def rotary_angles(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of a step's positions, once for all layers.
+    """Compute the cosines and sines of the rotary angles of a step's positions.
 
     Args:
         positions: integers of shape [num_tokens].
-        inv_freq: float32 of shape [head_dim / 2].
-        scale: factor of both: YaRN's attention factor (Peng et al. 2023, section 3.4).
+        inv_freq: rotary frequencies, float32 of shape [head_dim / 2].
+        scale: factor of cosines and sines: YaRN's attention factor (Peng et al. 2023, section 3.4).
 
     Returns:
         cos and sin, each float32 of shape [num_tokens, head_dim / 2].
@@ -46,7 +46,7 @@ def rotate_qk(
     k_weight: Tensor | None = None,
     eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Normalize (optional) and rotate the queries and keys of a QKV projection.
+    """Rotate the queries and keys of a QKV projection, after an optional RMSNorm of each head.
 
     Args:
         qkv: query heads, key heads and value heads of each token, of shape
@@ -63,7 +63,7 @@ def rotate_qk(
         Queries [num_tokens, num_heads, head_dim] and keys [num_tokens, num_kv_heads, head_dim],
         computed in float32 and rounded to qkv's dtype.
     """
-    # torch.compile fuses the reference with its neighbours.
+    # torch.compile fuses the reference with neighbouring operations.
     if qkv.is_cuda and not torch.compiler.is_compiling():
         from baton_kernels.rope.triton_kernel import rotate_qk_triton
 

@@ -25,7 +25,7 @@ def rotate_qk_reference(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `baton_kernels.rope.rotate_qk`, with the same arguments and result."""
+    """Implement `baton_kernels.rope.rotate_qk` in torch."""
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
     if q_weight is not None and k_weight is not None:

@@ -1,6 +1,6 @@
-"""Rotary embedding in Triton: one program per (token, few heads), with the norm before it.
+"""Rotary embedding in Triton, with the optional norm. A program rotates a few heads of one token.
 
-One launch reads the query and key heads of qkv in place and writes both results.
+One launch reads the query and key heads of qkv in place, and writes both results.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CANDIDATES: list[Configuration] = [
 
 
 def shape_class(num_tokens: int, head_dim: int) -> str:
-    """Return the class a launch is tuned for."""
+    """Return the shape class under which a launch's tuned configuration is stored."""
     return f"{'few' if num_tokens <= 256 else 'many'}/head_dim={head_dim}"
 
 
@@ -85,7 +85,7 @@ def rotate_qk_triton(
     k_weight: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `baton_kernels.rope.rotate_qk`, with the same arguments and result.
+    """Implement `baton_kernels.rope.rotate_qk` in Triton.
 
     Raises:
         ValueError: the kernel does not support the strides.
