@@ -156,7 +156,7 @@ class EngineClient:
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether the engine is ready, alive, not draining and not `Heartbeat.is_suspect`."""
+        """Whether the engine is ready, is not draining, and has recently sent a message."""
         if self.ready is None or self.dead_reason is not None:
             return False
         return not (self._heartbeat.is_draining or self._heartbeat.is_suspect)

@@ -45,12 +45,12 @@ class Heartbeat:
         return Ping(self._sequence)
 
     def end_interval(self, elapsed_s: float) -> None:
-        """End the interval after `elapsed_s` seconds, and update `silence_s`."""
+        """End the interval after `elapsed_s` seconds. Without a message, `silence_s` grows."""
         if not self._has_received:
             self.silence_s += min(max(elapsed_s, self.interval_s), 2 * self.interval_s)
 
     def record_message(self) -> bool:
-        """Record a message from the engine. Return whether the engine was suspect before."""
+        """Record a message from the engine. Return whether `is_suspect` was true before."""
         was_suspect = self.is_suspect
         self._has_received = True
         self.silence_s = 0.0
@@ -77,7 +77,7 @@ class Heartbeat:
         """Return an estimate of the number of requests at the engine, of all clients.
 
         The estimate is the number in the last PONG, plus the change in this client's own requests
-        since the PING before that PONG.
+        since the PING that the PONG answers.
 
         Args:
             num_unfinished: number of this client's requests in flight.

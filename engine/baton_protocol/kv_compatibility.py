@@ -37,7 +37,7 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
 def differences(ours: KVCompatibility, theirs: KVCompatibility, here: str, there: str) -> str:
     """Return a text that lists the fields with different values; empty if all values are equal.
 
-    Each entry is like `block_size is 16 at HERE and 32 at THERE`.
+    An entry reads `block_size is 16 at HERE and 32 at THERE`.
     """
     pairs = (
         (field, getattr(ours, field), getattr(theirs, field))

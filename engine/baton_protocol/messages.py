@@ -10,7 +10,7 @@ frame a message has three frames, in both directions:
     client                               engine
     HELLO           Hello             ->
                                       <- INIT       Init                 also while the model loads
-                                      <- INIT       Init                 with the model's hash
+                                      <- INIT       Init                 with the compatibility hash
                                       <- READY      Ready                requests are accepted
     ADD             EngineCoreRequest ->
                                       <- OUTPUTS    EngineCoreOutputs

@@ -20,7 +20,7 @@ class HandshakeFailedError(EngineDeadError):
 
 
 class RequestStream:
-    """Async iterator over the outputs of one request, which ends after the finished output."""
+    """Async iterator over the outputs of one request. The finished output is the last one."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id

@@ -10,9 +10,9 @@ restarted coordinator recovers its state from the ranks' statuses. A rank follow
     target None              Drop a prepared generation that is not committed.
     target, commit False     Prepare the target beside the serving generation. Report the result in
                              Status.prepared or Status.failure.
-    target, commit True      Commit the target. Members of a generation that serves commit at a step
-                             that they agree on (`elastic.rank.waves`). New members commit at once,
-                             and so do all members of an `urgent` target.
+    target, commit True      Commit the target. Members of the serving generation agree on a step
+                             for the commit (`elastic.rank.waves`). New members commit at once, and
+                             so do all members of an `urgent` target.
 
 Ranks send each other only StartWave. This module also declares the structs of the HTTP resource
 `/topology`.
@@ -103,7 +103,7 @@ class Activity(enum.StrEnum):
 
 
 class ExpertLoads(_Wire, frozen=True):
-    """Numbers of this rank's tokens that chose each expert since the generation began."""
+    """Numbers of this rank's tokens routed to each expert since the generation began."""
 
     #: Indexed by [sparse layer][expert].
     tokens: tuple[tuple[int, ...], ...]
@@ -153,10 +153,10 @@ class Directive(_Wire, frozen=True):
 
 
 class StartWave(_Wire, frozen=True):
-    """Message of a rank that gets work outside a wave, to start a wave on the other ranks.
+    """Message of a rank with new work, which starts a wave on the other ranks.
 
-    The rank repeats the message until the wave's first exchange. A late or lost message does no
-    harm.
+    In a wave, all ranks take every step together. The rank repeats the message until the first
+    exchange of votes in the wave. A late or lost message does no harm.
     """
 
     generation: int

@@ -4,9 +4,9 @@ architectures/        one file per architecture
 factory.py            builds a model and loads the weights
 registry.py           the model class of each architecture name
 fused_layers.py       all layers of a dense model as one compiled operation
-layers.py             layers that the architectures share, and their base class `CausalLM`
+layers.py             layers that the architectures share, and the base class `CausalLM`
 sparse_moe.py         the mixture-of-experts layer
-expert_parallel.py    exchange of tokens with the ranks that hold their experts
+expert_parallel.py    experts on several ranks, and the exchange of tokens
 projections.py        linear layers over tensor ranks
 operators.py          attention, all-reduce and experts as operators of a traced graph
 forward_context.py    data of one step that attention reads

@@ -235,7 +235,10 @@ def _parse_windowed_layers(config: Json, num_layers: int) -> frozenset[int]:
 
 
 def _parse_moe_intermediate_size(config: Json, intermediate_size: int) -> int:
-    """Return `moe_intermediate_size`, or `intermediate_size` for configs without it (Mixtral)."""
+    """Return the intermediate size of an expert.
+
+    Mixtral configs have no `moe_intermediate_size`, and use `intermediate_size` for experts.
+    """
     return (
         _positive(config, "moe_intermediate_size")
         if "moe_intermediate_size" in config

@@ -43,7 +43,7 @@ class ExpertShard:
     """This rank's experts of one sparse layer, in one generation of the expert-parallel group.
 
     Attributes:
-        tokens: Number of times that this rank's tokens chose each expert, int64 [num_experts].
+        tokens: Number of this rank's tokens routed to each expert so far, int64 [num_experts].
         slots: Expert id in each slot of this rank.
     """
 

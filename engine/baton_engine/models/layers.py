@@ -6,8 +6,8 @@ With tensor parallelism, each rank holds a slice of every layer. Projections to 
 intermediate size are column-parallel. Projections back to the hidden size are row-parallel and end
 with an all-reduce.
 
-A layer's `weight_targets(prefix)` returns the slices of checkpoint tensors to load into its
-parameters.
+A layer's `weight_targets(prefix)` returns the slices of checkpoint tensors that fill the parameters
+of the layer.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, angles: RotaryAngles
     ) -> tuple[Tensor, Tensor]:
-        """Return (x, residual) for the next layer. Their sum is this layer's hidden state.
+        """Return (x, residual) for the next layer. x + residual is this layer's hidden state.
 
         Args:
             x: Output of the previous layer.
@@ -266,7 +266,7 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Run this pipeline stage on a step's tokens, and write their KV into the cache.
+        """Run this pipeline stage on a step's tokens, and write the tokens' KV into the cache.
 
         Call this method within a `forward_context`.
 

@@ -1,7 +1,7 @@
-"""Operators that read the forward context: attention, all-reduce and mixture of experts.
+"""Operators that use the forward context or a group: attention, all-reduce, mixture of experts.
 
 In eager code, the operators are plain functions. In a graph traced by torch.compile, each is an
-opaque custom operator of the namespace `baton`, so the graph does not contain the context.
+opaque custom operator of the namespace `baton`, so the graph contains neither context nor group.
 """
 
 from __future__ import annotations

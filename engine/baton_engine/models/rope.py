@@ -80,7 +80,7 @@ def _yarn_ramp(scaling: YarnRopeScaling, theta: float, head_dim: int) -> Tensor:
     """Return how far YaRN scales each frequency, from 0 (kept) to 1 (divided): [head_dim / 2].
 
     Frequencies with at least beta_fast turns within the original length are kept. Frequencies with
-    at most beta_slow turns are divided by the factor. The ramp between them is linear.
+    at most beta_slow turns are divided by the factor. Between these limits, the result is linear.
     """
 
     def pair_that_turns(times: float) -> float:
