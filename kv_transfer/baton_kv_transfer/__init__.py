@@ -1,13 +1,13 @@
-"""KV blocks between the memories of engines. The engine imports this package, never the reverse.
+"""Transfer of KV blocks between engines. This package does not import the engine.
 
 connector            the interface between the engine and this package, and its data
-transfer_connector   the implementation: one thread runs both sides over one agent
-context              what both sides of a connector share
+transfer_connector   its implementation: one thread runs the consumer side and the producer side
+context              the state that both sides share
 side_channel         the messages between a consumer and a producer
 auth                 the proof of the service's token in the handshake
 consumer/            loads blocks from producers and verifies them
-producer/            publishes blocks to consumers, or writes them there
+producer/            publishes blocks to consumers, or writes blocks into their memory
 agent/               registered memory and one-sided transfers, with NIXL's vocabulary
-memory/              a worker's KV memory as peers see it, layouts and checksums
+memory/              a worker's KV memory as peers see it, its layout, and checksums of blocks
 transports/          UCX, TCP and shared memory
 """

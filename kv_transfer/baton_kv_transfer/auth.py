@@ -1,10 +1,11 @@
-"""The proof in the handshake that a peer has the token of the service, `ServiceKey.secret("kv")`.
+"""Compute and verify the handshake's proof that a peer has the service's token.
 
+    token = ServiceKey.secret("kv"), or empty without a service key
     proof = HMAC-SHA256(token, role, both nonces, both instance ids)
 
-Each side draws a nonce per handshake, so an old proof is useless. The role is part of the proof, so
-a side cannot return the proof that it received. Without a token the HMAC's key is empty: a side
-with a token and a side without one refuse each other.
+Each side draws a new nonce for each handshake, so a proof is valid only once. The role is part of
+the proof, so a side cannot send the other side's proof back. A side with a token and a side without
+a token refuse each other.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NONCE_BYTES = 32
 
 
 def derive_token(service_key: ServiceKey | None) -> bytes:
-    """Return the token that all engines of a service share."""
+    """Return the token that all engines of a service share; empty without a key."""
     return service_key.secret("kv") if service_key is not None else b""
 
 
@@ -38,13 +39,13 @@ def compute_proof(
     consumer_id: str,
     producer_id: str,
 ) -> bytes:
-    """Return the 32 bytes that show the other side that the side in `role` has the token.
+    """Return the proof (32 bytes) that the side with this `role` has the token.
 
     Args:
         token: see `derive_token`.
-        role: PRODUCER or CONSUMER, the side that sends the proof.
-        consumer_nonce: from HELLO.
-        producer_nonce: from WELCOME.
+        role: the side that sends the proof, PRODUCER or CONSUMER.
+        consumer_nonce: the nonce in HELLO.
+        producer_nonce: the nonce in WELCOME.
         consumer_id: instance id of the consumer's engine.
         producer_id: instance id of the producer's engine.
     """
@@ -62,5 +63,5 @@ def compute_proof(
 
 
 def verify_proof(ours: bytes, theirs: bytes) -> bool:
-    """Compare the peer's proof with the expected one in constant time."""
+    """Return whether the peer's proof equals the expected proof, in constant time."""
     return hmac.compare_digest(ours, theirs)

@@ -1,18 +1,18 @@
-"""The KV connector: how an engine hands the KV blocks of a request to another engine.
+"""The interface of the KV connector, which moves the KV blocks of a request between engines.
 
-The scheduler side decides what to transfer, without I/O and without torch. It describes the work in
-a `ConnectorMetadata`, which travels with the step to the worker side. The worker side owns the
-memory and a thread that moves bytes. It answers with a `ConnectorOutput`.
+The scheduler side decides what to transfer, without I/O and without torch. Each step carries these
+decisions to the worker side in a `ConnectorMetadata`. The worker side owns the memory and a thread
+that moves bytes. The worker side returns results in a `ConnectorOutput`.
 
-    producer   The request prefills. Each step that completes blocks carries a `BlockSave`, and the
-               worker publishes the blocks as soon as their KV is written. After the request the
-               blocks stay allocated until the worker reports `finished_sending`.
+    producer   This engine computes the prompt of the request. Each step that completes blocks
+               carries a `BlockSave`. The worker publishes the blocks as soon as their KV is
+               written. The blocks stay allocated until the worker reports `finished_sending`.
     consumer   The request waits in WAITING_FOR_REMOTE_KV with its blocks allocated. One
-               `LoadRequest` starts the transfer. The worker reports one `LoadResult`: all blocks
+               `LoadRequest` starts the load. The worker reports one `LoadResult`: all blocks
                arrived and were verified, or the load failed.
 
-On both sides a block that the transfer may read or write belongs to the transfer until the worker
-reports its end. Cancelling only shortens the wait for that report.
+On both sides, the scheduler frees the blocks of a transfer only after the worker has reported the
+end of the transfer. After a cancel, the scheduler still waits for this report.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from baton_protocol.block_hash import BlockHash
 class BlockSave:
     """Producer: the blocks that a step completes.
 
-    With `last` they include the partial block at the end of the prompt.
+    With `last`, the blocks include the partial block at the end of the prompt.
     """
 
     transfer_id: str
@@ -50,25 +50,26 @@ class BlockSave:
 
 @dataclass(slots=True)
 class LoadRequest:
-    """Consumer: fetch these blocks."""
+    """Consumer: a request to load blocks from a producer."""
 
     transfer_id: str
     remote_host: str
-    #: Port of the side channel of the producer's first worker, which names the other workers.
+    #: Port of the side channel of the producer's first worker. That worker names the other workers.
     remote_port: int
     peer_instance_id: str
     #: Index of block_ids[0] in the sequence. Earlier blocks were found in the local prefix cache.
     first_block_index: int
     block_ids: list[int]
-    #: Expected hash of each block. Compared with the hash that the producer publishes.
+    #: Expected hash of each block, compared with the hash that the producer publishes.
     block_hashes: list[BlockHash]
 
 
 @dataclass(slots=True)
 class LoadWait:
-    """Consumer: a load that has no memory yet.
+    """Consumer: a load whose blocks are not allocated here yet.
 
-    The producer is asked to keep its blocks until a LoadRequest follows, which may have no blocks.
+    The worker asks the producer to keep the blocks until a LoadRequest follows. That LoadRequest
+    may have no blocks.
     """
 
     remote_host: str
@@ -89,7 +90,7 @@ class ConnectorMetadata:
     #: Transfer ids that the scheduler cancelled. Each still ends in finished_sending or
     #: load_results.
     cancels: list[str] = field(default_factory=list)
-    #: Consumer: waiting loads by transfer id. A LoadRequest follows each.
+    #: Consumer: waiting loads by transfer id. Each is followed by a LoadRequest.
     waits: dict[str, LoadWait] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -98,10 +99,10 @@ class ConnectorMetadata:
 
 @dataclass(slots=True)
 class LoadResult:
-    """The end of a load."""
+    """The result of a load."""
 
-    #: Leading blocks that arrived and were verified. The content of the other blocks is undefined.
-    #: Nothing writes to any of them after the load has ended.
+    #: Number of leading blocks that arrived and were verified. The content of the other blocks is
+    #: undefined. Nothing writes to the load's blocks any more.
     num_valid_blocks: int
     #: Why blocks are missing; empty if none is.
     error: str = ""
@@ -109,10 +110,10 @@ class LoadResult:
 
 @dataclass(slots=True)
 class ConnectorOutput:
-    """What ended since the last call, from the worker side to the scheduler side."""
+    """Transfers and loads that ended since the last `get_finished`, for the scheduler side."""
 
-    #: Transfer ids whose blocks no consumer reads any more: fetched, cancelled, or the lease
-    #: expired.
+    #: Transfer ids whose blocks no consumer reads any more, because they were fetched or cancelled,
+    #: or the lease expired.
     finished_sending: set[str] = field(default_factory=set)
     #: By transfer id. Each LoadRequest has exactly one result.
     load_results: dict[str, LoadResult] = field(default_factory=dict)
@@ -122,9 +123,9 @@ class ConnectorOutput:
 
 
 class FailureReason(enum.StrEnum):
-    """Why a load failed; the label `reason` of the metrics.
+    """Reasons why a load fails: values of the metrics' label `reason`.
 
-    LoadResult.error has the text.
+    LoadResult.error has the full message.
     """
 
     #: This engine's scheduler cancelled the load.
@@ -148,7 +149,7 @@ class FailureReason(enum.StrEnum):
 
 
 class ConnectorStats(msgspec.Struct):
-    """Counters since start and some gauges, for the engine's metrics.
+    """Counters since start and gauges of one worker's connector, for the engine's metrics.
 
     `total` adds the counts of several workers.
     """
@@ -177,14 +178,14 @@ class ConnectorStats(msgspec.Struct):
     receive_seconds: float = 0.0
     #: Sum over pushes of the time between the first write and the last.
     send_seconds: float = 0.0
-    #: Gauge: requested but not posted yet, because the peer's window is full.
+    #: Gauge: bytes requested but not posted yet, because the peer's window is full.
     queued_bytes: int = 0
-    #: Gauge: posted.
+    #: Gauge: bytes of posted transfers that have not ended.
     inflight_bytes: int = 0
-    #: Bytes sent and received by transport and lane, such as `ucx tcp/lo`. Blocks that failed
-    #: verification count.
+    #: Bytes sent and received by transport and lane (mechanism and device), such as `ucx tcp/lo`.
+    #: Blocks that failed verification count.
     bytes_moved: dict[str, int] = {}
-    #: Why the connector cannot serve, so only a restart of the engine helps; empty while it works.
+    #: Why the connector cannot serve until the engine is restarted; empty while it works.
     failure: str = ""
 
     def count_failure(self, reason: FailureReason) -> None:
@@ -192,9 +193,9 @@ class ConnectorStats(msgspec.Struct):
 
     @staticmethod
     def total(parts: Sequence[ConnectorStats]) -> ConnectorStats:
-        """Return the sum over several workers.
+        """Return the sum of the counts of several workers.
 
-        A transfer counts once for each worker that had a part in it.
+        A transfer in which several workers take part counts once for each of them.
         """
         total = ConnectorStats()
         for part in parts:
@@ -211,7 +212,7 @@ class ConnectorStats(msgspec.Struct):
 
 
 class KVConnectorWorker(abc.ABC):
-    """Owner of the transfer agent and its thread.
+    """The worker side of the KV connector: owns the transfer agent and a thread.
 
     The engine's thread calls all methods. Only `register_kv_cache` and `shutdown` may block.
     """
@@ -221,46 +222,42 @@ class KVConnectorWorker(abc.ABC):
 
     @abc.abstractmethod
     def register_kv_cache(self, memory: SlotMemory, ranks: Sequence[RankAddress] = ()) -> None:
-        """Register the memory with the agent and start serving.
+        """Register the KV memory with the transfer agent and start the connector's thread.
 
         Args:
             memory: KV memory of this worker.
-            ranks: addresses of all workers of this engine in rank order; empty if this is the only
-                one.
+            ranks: addresses of all workers of this engine in rank order; empty for a single worker.
 
         Raises:
-            ValueError: memory is registered already, the workers' heads do not add up to the
+            ValueError: memory was registered before, the workers' heads do not add up to the
                 model's, or the transport does not move memory of this type here.
         """
 
     @abc.abstractmethod
     def start(self, metadata: ConnectorMetadata) -> None:
-        """Start offers, loads and cancels.
+        """Start the step's offers, waits, loads and cancels.
 
-        Called before the forward pass, and in steps without one.
+        The engine calls this before the forward pass, and in steps without a forward pass.
         """
 
     @abc.abstractmethod
     def save(self, metadata: ConnectorMetadata) -> None:
-        """Publish the blocks of the step.
+        """Publish the blocks that the step completed (`metadata.saves`).
 
-        Called after the forward pass, when the blocks are complete.
+        The engine calls this after the forward pass.
         """
 
     @abc.abstractmethod
     def get_finished(self) -> ConnectorOutput:
-        """Return what ended since the last call."""
+        """Return the transfers and loads that ended since the last call."""
 
     @abc.abstractmethod
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set a function to call when get_finished has something to return.
-
-        The transfer thread calls it.
-        """
+        """Set the function that the connector's thread calls when get_finished has new results."""
 
     @abc.abstractmethod
     def stats(self) -> ConnectorStats: ...
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """End the thread. Peers see the connection close."""
+        """End the connector's thread and close the connections to peers."""

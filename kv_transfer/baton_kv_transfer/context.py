@@ -1,4 +1,4 @@
-"""What the consumer and the producer side of a connector share: configuration, agent and memory."""
+"""The state that the consumer side and the producer side of a connector share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton_protocol.service_key import ServiceKey
 
 @dataclass(slots=True, eq=False)
 class ConnectorContext:
-    """The shared state of a worker's connector."""
+    """Configuration, agent, memory and counters of one worker's connector, used by both sides."""
 
     config: KVTransferConfig
     instance_id: str
@@ -34,7 +34,7 @@ class ConnectorContext:
     _local: dict[HeadRange, DlistHandle] = field(default_factory=dict)
 
     def local_slots(self, heads: HeadRange) -> DlistHandle:
-        """Return the descriptors of these heads in each slot of the memory."""
+        """Return the prepared descriptors of these heads: one for each slot of the memory."""
         if heads not in self._local:
             memory = self.memory
             rows = slot_rows(
@@ -48,11 +48,11 @@ class ConnectorContext:
         return self._local[heads]
 
     def renew(self) -> None:
-        """Drop the prepared descriptor lists after a fence. They are prepared again when needed."""
+        """Drop the prepared descriptor lists, which a fence made invalid."""
         self._local.clear()
 
     def describe_memory(self) -> MemoryDescription:
-        """Return the description of this worker's memory that a handshake sends."""
+        """Return the description of this worker's memory for DESCRIBE or DESCRIPTION."""
         memory = self.memory
         return MemoryDescription(
             self.agent.get_agent_metadata(),

@@ -1,4 +1,4 @@
-"""Messages between a consumer's worker (DEALER) and a producer's worker (ROUTER).
+"""Messages over ZMQ between a consumer's worker (DEALER) and a producer's worker (ROUTER).
 
 Each message is one msgpack frame.
 
@@ -11,20 +11,22 @@ Each message is one msgpack frame.
     SUBSCRIBE  heads, slots              ->              held until the transfer is offered
                                          <- PUBLISH      blocks of a step with their checksums
     HEARTBEAT  renews leases             ->
-                                         <- PENDING      transfers that still wait or are computed
+                                         <- PENDING      transfers with more blocks to publish
     RELEASE    ends the subscription     ->
-                                         <- RELEASED     push: every write arrived, none follows
+                                         <- RELEASED     push: all writes have ended, none follows
                                          <- CANCELLED    the producer ended the transfer
 
-With push, DESCRIBE carries the consumer's memory. PUBLISH is then the notification of the write
-that brought the blocks, and the last PUBLISH names all written blocks again. RELEASE means that all
-blocks were verified, that the load failed, or that a CANCELLED was received.
+With push, DESCRIBE describes the consumer's memory. Each write carries a PUBLISH of its blocks as a
+notification. The last PUBLISH is sent as a message and names all written blocks again. RELEASE
+means that all blocks were verified, that the load failed, or that a CANCELLED was received.
 
-A consumer's worker connects to every worker of the producer whose heads it needs. The scheduler
-names the first one, whose DESCRIPTION names the others. Memory is described only after hash and
-token matched. No message carries a point in time. SUBSCRIBE, PUBLISH, RELEASE, RELEASED and
-CANCELLED carry the generation of the load, a random number of the consumer. Messages of another
-generation are ignored. A CANCELLED with 0 ends every load of the transfer.
+A consumer's worker connects to each worker of the producer that has needed heads. The scheduler
+gives the address of the producer's first worker, whose DESCRIPTION lists the others. A side
+describes its memory only after hash and token matched. No message carries a point in time.
+
+SUBSCRIBE, PUBLISH, RELEASE, RELEASED and CANCELLED carry the generation of the load: a random
+number that the consumer draws. Messages of another generation are ignored. A CANCELLED with
+generation 0 ends every load of the transfer.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class MemoryDescription(msgspec.Struct, array_like=True, gc=False):
-    """The memory that a peer may read or write: slots of one KV block each, in a row."""
+    """The sender's memory that the receiver may read or write: contiguous slots of one KV block."""
 
-    #: What the peer's agent needs to reach the memory.
+    #: Metadata with which another agent can reach the memory.
     agent_metadata: bytes
     #: Address of slot 0 in the worker's process.
     base_address: int
@@ -151,7 +153,7 @@ class Publish(_Message):
 
 
 class Pending(_Message):
-    """The answer to HEARTBEAT while a transfer is pending."""
+    """The answer to HEARTBEAT: transfers of which more blocks will be published."""
 
     transfer_ids: list[str]
 
@@ -169,7 +171,7 @@ class Cancelled(_Message):
 
 
 class Refused(_Message):
-    """The end of a handshake: the consumer must not continue."""
+    """The producer's refusal of a handshake or message. The consumer must connect again."""
 
     reason: str
     #: Another instance has the address of the engine that the consumer expects.
@@ -191,28 +193,28 @@ def encode(message: ToProducer | ToConsumer) -> bytes:
 
 
 def decode_to_producer(frame: bytes) -> ToProducer:
-    """Decode a message to a producer.
+    """Return the message to a producer in this frame.
 
     Raises:
-        msgspec.DecodeError: the frame is anything else.
+        msgspec.DecodeError: the frame is not such a message.
     """
     return _decode(_to_producer, frame)
 
 
 def decode_to_consumer(frame: bytes) -> ToConsumer:
-    """Decode a message to a consumer.
+    """Return the message to a consumer in this frame.
 
     Raises:
-        msgspec.DecodeError: the frame is anything else.
+        msgspec.DecodeError: the frame is not such a message.
     """
     return _decode(_to_consumer, frame)
 
 
 def decode_notification(message: bytes) -> Publish:
-    """Decode the notification of a producer's write.
+    """Return the PUBLISH in the notification of a producer's write.
 
     Raises:
-        msgspec.DecodeError: the bytes are anything else.
+        msgspec.DecodeError: the bytes are not a PUBLISH.
     """
     return _decode(_notification, message)
 

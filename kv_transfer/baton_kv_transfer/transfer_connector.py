@@ -1,8 +1,8 @@
 """The worker side of the KV connector.
 
-One thread runs the consumer's and the producer's side over one agent. The engine's thread only
-queues commands and takes results, both under one short lock. The connector's thread sleeps until a
-socket, the agent, a command or a deadline wakes it.
+One thread runs the consumer side and the producer side over one agent. The thread sleeps until a
+socket, the agent, a command or a deadline wakes it. The engine's thread only queues commands and
+takes results.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_SLEEP_S = 1.0
 
 
 class TransferConnector(KVConnectorWorker):
-    """The connector of a worker over a transfer agent."""
+    """The connector of one worker: a thread that runs the worker's transfers over an agent."""
 
     def __init__(
         self,
@@ -54,21 +54,24 @@ class TransferConnector(KVConnectorWorker):
         rank: int = 0,
         service_key: ServiceKey | None = None,
     ) -> None:
-        """Bind the side channel if the role produces. Nothing is served before register_kv_cache.
+        """Create the agent and, for a producer, bind the side channel.
+
+        No peer is served before `register_kv_cache`.
 
         Args:
             config: the engine's kv_transfer section.
             instance_id: id of this engine process.
             compatibility_hash: hash of the settings that peers must share, see
                 `baton_protocol.config`.
-            host: the pod's own address. Rank 0 binds its side channel to config.port there (0: any
-                free port), the other ranks to any free port: see `port`.
+            host: the pod's own address, to which the side channel is bound. Rank 0 uses config.port
+                (0: any free port). Other ranks use any free port.
             rank: rank of this worker in its engine. The transfer agent is called
                 `<instance_id>/<rank>`.
-            service_key: peers without it are refused. None: peers with one are refused.
+            service_key: peers without this key are refused. None: peers with a key are refused.
 
         Raises:
-            ValueError: the role is none, the transport is unknown, or rdma lacks verbs or a device.
+            ValueError: the role is none, the transport is unknown or not installed, or config.rdma
+                is set and UCX lacks verbs or an RDMA device.
             OSError: the address of the side channel is in use or not of this machine.
             UCXError: UCX is missing or cannot start.
         """
@@ -197,7 +200,7 @@ class TransferConnector(KVConnectorWorker):
     def _count_bytes(self) -> dict[str, int]:
         """Return the bytes moved, by transport and lane.
 
-        NIXL does not report them. With NIXL, verified and written blocks are counted.
+        NIXL does not report bytes, so with NIXL the bytes of verified and written blocks count.
         """
         moved = self._agent.bytes_moved
         total = self._stats.bytes_sent + self._stats.bytes_received
@@ -222,10 +225,10 @@ class TransferConnector(KVConnectorWorker):
     def _check_blocks(
         self, transfer_id: str, block_ids: list[int], block_hashes: list[BlockHash]
     ) -> None:
-        """Check block ids before they become addresses.
+        """Check that each block id exists and has a hash.
 
         Raises:
-            ValueError: an id is out of range, or a hash is missing.
+            ValueError: an id is out of range, or there are more or fewer hashes than ids.
         """
         wrong = [block_id for block_id in block_ids if not 0 <= block_id < self._num_blocks]
         if wrong or len(block_ids) != len(block_hashes):
@@ -290,7 +293,7 @@ class TransferConnector(KVConnectorWorker):
             while self._commands:
                 command, metadata = self._commands[0]
                 command(metadata)
-                # Removed after it succeeded: _fail_from_now_on answers those that are left.
+                # Removed after success, so that _fail_from_now_on also answers a failed command.
                 self._commands.popleft()
             if self._producer is not None:
                 self._producer.advance(time.monotonic())
@@ -342,7 +345,7 @@ class TransferConnector(KVConnectorWorker):
             self._producer.transfers.save(save)
 
     def _fail_from_now_on(self, reason: str) -> None:
-        """Answer every request with a failure, after a defect in this thread."""
+        """Close the agent, then fail all current and later loads and transfers until shutdown."""
         self._agent.close()  # nothing writes to the engine's memory any more
         if self._consumer is not None:
             self._consumer.fail_all(reason)
