@@ -1,19 +1,19 @@
 """The checksum of a range of heads of a KV block, bound to the load and to the block's tokens.
 
-    x_i   the run's i-th 64-bit little-endian word
-    y_i = x_i XOR (x_i >> 32)                   a flip of the highest bit meets several weight bits
-    w_i = u(i mod 8192) * u(2^32 + i div 8192)  position weights, odd: any change of one word counts
+    x_i   i-th 64-bit little-endian word of the range
+    y_i = x_i XOR (x_i >> 32)                   each bit of x_i affects several bits of the sum
+    w_i = u(i mod 8192) * u(2^32 + i div 8192)  odd weights: a change of one word changes the sum
                                                 u(k) = mix(k + 0x9E3779B97F4A7C15) OR 1,
                                                 mix is splitmix64's finalizer
-    sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64    in any order, so a parallel reduction is equal
+    sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64    the order of the terms does not matter
 
     checksum = first 8 bytes, little-endian, of
                BLAKE2b(sum, generation, heads, transfer id; key = chain hash)
 
-With two factors the weights take 64 KiB for any block size, so they stay in a core's cache. The sum
-needs integer multiplication and addition only: numpy here, compiled code and GPU code in
-`baton_kernels.block_checksum`, with equal results. The checksum finds torn, stale and
-misplaced blocks. It does not protect against forged blocks.
+The table of the weights' first factors takes 64 KiB for any block size, so it stays in a core's
+cache. This module computes the sum with numpy. `baton_kernels.block_checksum` computes the same sum
+with compiled code and on GPUs. The checksum finds torn, stale and misplaced blocks. The checksum
+does not protect against forged blocks.
 """
 
 from __future__ import annotations
@@ -39,14 +39,11 @@ SumRuns = Callable[[NDArray[np.int64], int], NDArray[np.uint64]]
 
 
 def sum_runs(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
-    """Return the word sums of n runs of host memory.
+    """Return the word sum (`sum` in the module's formula) of each run of host memory: [n].
 
     Args:
-        addresses: int64 [n].
-        nbytes: size of each run, a multiple of 8.
-
-    Returns:
-        uint64 [n].
+        addresses: address of each run, [n].
+        nbytes: size of every run, a multiple of 8.
     """
     num_words = nbytes // WORD_BYTES
     inner, outer = (
@@ -71,12 +68,12 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int) -> NDArray[np.uint64]:
 def bind(
     word_sum: int, *, transfer_id: str, generation: int, chain_hash: BlockHash, heads: HeadRange
 ) -> int:
-    """Return the checksum that PUBLISH carries, bound to the block's tokens, load and heads.
+    """Return the checksum for PUBLISH: a word sum bound to the load, the heads and the tokens.
 
     Args:
         word_sum: see `sum_runs`.
-        transfer_id: id of the load.
-        generation: number of the load, drawn by the consumer: 0 to 2^64 - 1.
+        transfer_id: id of the transfer.
+        generation: random number of the load from the consumer, 0 to 2^64 - 1.
         chain_hash: hash of the tokens of the block and of all blocks before it.
         heads: heads of the model that the sum covers.
     """
@@ -94,7 +91,7 @@ def bind(
 
 @functools.lru_cache(maxsize=8)
 def _factors(start: int, count: int) -> NDArray[np.uint64]:
-    """Return u(k) for k in [start, start + count)."""
+    """Return the weight factors u(k) for k in [start, start + count)."""
     z = np.arange(start, start + count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

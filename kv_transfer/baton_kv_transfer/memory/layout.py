@@ -6,7 +6,7 @@ import msgspec
 
 
 class HeadRange(msgspec.Struct, frozen=True, array_like=True):
-    """Heads [first, first + count) of the model."""
+    """KV heads [first, first + count) of the model."""
 
     first: int
     count: int
@@ -16,13 +16,13 @@ class HeadRange(msgspec.Struct, frozen=True, array_like=True):
         return self.first + self.count
 
     def overlap(self, other: HeadRange) -> HeadRange:
-        """Return the heads in both ranges; count 0 if there are none."""
+        """Return the heads that are in both ranges; a range with count 0 if there are none."""
         first = max(self.first, other.first)
         return HeadRange(first, max(0, min(self.end, other.end) - first))
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Side channel address of one worker of an engine, and its heads."""
+    """Address of the side channel of one worker, and the KV heads of that worker."""
 
     host: str
     port: int
@@ -33,8 +33,8 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of one worker's KV memory.
 
     The memory is contiguous: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. A
-    range of heads of a block is one contiguous run, so workers of different tensor-parallel sizes
-    exchange ranges of heads.
+    range of heads of a block is one contiguous run. So engines with different tensor-parallel sizes
+    can exchange ranges of heads.
     """
 
     num_blocks: int
@@ -48,7 +48,7 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "NHL2BD"
     #: Index of this worker's first head in the model.
     first_kv_head: int = 0
-    #: Heads of the model, over all workers; 0: num_kv_heads.
+    #: Heads of the whole model; 0: the model has num_kv_heads.
     total_kv_heads: int = 0
 
     @property
@@ -71,7 +71,7 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def explain_layout_mismatch(ours: KVCacheLayout, theirs: KVCacheLayout) -> str:
-    """Return why blocks of the two layouts cannot be exchanged; empty if they can.
+    """Return why workers with these layouts cannot exchange blocks; empty if they can.
 
     The number of blocks and the heads per worker may differ.
     """

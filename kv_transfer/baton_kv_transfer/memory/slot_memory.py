@@ -1,10 +1,11 @@
-"""A worker's KV memory as its connector uses it: the slots in which peers find blocks.
+"""A worker's KV memory, divided into the slots that peers read and write.
 
-Peers reach *slots*: runs of `layout.block_nbytes` bytes from `base_address` on. In host memory
-the slot of a block is the block itself. The blocks of a GPU travel through slots in host memory.
+A *slot* holds one block: slot i is the `layout.block_nbytes` bytes from
+`base_address + i * layout.block_nbytes` on. If the KV is in host memory, slot i is block i itself.
+Blocks in GPU memory are copied through slots in host memory.
 
-    producer   expose(blocks) -> slots, which peers read until release(slots)
-    consumer   accept(blocks) -> slots, which transfers fill and `block_sums` verifies;
+    producer   expose(blocks) -> slots; peers read the slots until release(slots)
+    consumer   accept(blocks) -> slots; transfers fill the slots; block_sums(slots) to verify them;
                commit(slots, blocks); release(slots)
 
 The connector's thread calls all methods.
@@ -23,7 +24,7 @@ from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 
 
 class SlotMemory(abc.ABC):
-    """The KV memory of one worker as slots that peers reach."""
+    """The KV memory of one worker, as slots that peers read and write."""
 
     #: Layout of the blocks.
     layout: KVCacheLayout
@@ -36,27 +37,27 @@ class SlotMemory(abc.ABC):
 
     @abc.abstractmethod
     def expose(self, block_ids: Sequence[int]) -> list[int] | None:
-        """Return slots with the current content of the blocks; None if too few slots are free."""
+        """Return slots that hold the content of these blocks; None if too few slots are free."""
 
     @abc.abstractmethod
     def accept(self, block_ids: Sequence[int]) -> list[int] | None:
-        """Return slots for the new content of the blocks; None if too few are free."""
+        """Return slots to receive new content for these blocks; None if too few slots are free."""
 
     @abc.abstractmethod
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
-        """Copy the verified `heads` from slots of `accept` into the blocks, before returning."""
+        """Copy the verified `heads` of each slot into its block, and wait for the copy."""
 
     @abc.abstractmethod
     def release(self, slots: Sequence[int]) -> None:
-        """Free slots of `expose` or `accept`."""
+        """Free slots that `expose` or `accept` returned."""
 
     @abc.abstractmethod
     def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
-        """Return the word sums of these heads in each slot: [n]. See `checksum`.
+        """Return the word sum of these heads for each slot: [n]. See `checksum`.
 
         Args:
             slots: slots in use.
-            heads: heads of the model, all of which this worker has.
+            heads: a range of heads that this worker has.
         """
 
 
@@ -75,7 +76,7 @@ class HostMemory(SlotMemory):
             base_address: address of block 0. Block i begins at
                 base_address + i * layout.block_nbytes.
             layout: layout of the blocks.
-            sum_runs: computes checksums. The default uses numpy; a compiled function is faster.
+            sum_runs: computes word sums. The default uses numpy; a compiled function is faster.
 
         Raises:
             ValueError: the size of a head of a block is not a multiple of 8 bytes.
@@ -114,10 +115,10 @@ class HostMemory(SlotMemory):
 def slot_rows(
     base_address: int, num_slots: int, layout: KVCacheLayout, heads: HeadRange, *, device_id: int
 ) -> NDArray[np.int64]:
-    """Return the descriptors of these heads in each slot of a worker's memory.
+    """Return one descriptor of these heads for each slot of a worker's memory.
 
     Returns:
-        [num_slots, 3]; [0, 3] without heads.
+        [num_slots, 3] of (address, length, device id); [0, 3] without heads.
     """
     if heads.count == 0:
         return np.zeros((0, 3), dtype=np.int64)

@@ -1,7 +1,7 @@
-"""KV memory that peers cannot reach directly: its blocks travel through a few slots of host memory.
+"""KV memory that peers cannot reach directly: blocks are copied through slots of host memory.
 
-`expose` copies blocks into slots, and `commit` copies slots into blocks; see `slot_memory`.
-Only the engine knows where blocks are and how to copy them, so it provides both copies.
+`expose` copies blocks into slots, and `commit` copies slots into blocks; see `slot_memory`. The
+engine provides both copy functions, because only the engine knows where its blocks are.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from baton_kv_transfer.memory.slot_memory import HostMemory, SlotMemory
 
 logger = logging.getLogger(__name__)
 
-#: (block ids, slots): copies each block into its slot before it returns.
+#: A function of (block ids, slots) that copies each block into its slot before returning.
 CopyOut = Callable[[Sequence[int], Sequence[int]], None]
-#: (slots, block ids, heads of the model): copies these heads of each slot into its block before it
-#: returns. Other heads of the block do not change.
+#: A function of (slots, block ids, heads of the model) that copies these heads of each slot into
+#: its block before returning. Other heads of the block do not change.
 CopyIn = Callable[[Sequence[int], Sequence[int], HeadRange], None]
 
 
 class StagedMemory(SlotMemory):
-    """KV memory whose blocks are copied into and out of slots. A slot has one user at a time."""
+    """KV memory whose blocks are copied into and out of slots. A slot holds one block at a time."""
 
     def __init__(
         self,
@@ -39,16 +39,16 @@ class StagedMemory(SlotMemory):
         copy_in: CopyIn,
         sum_runs: checksum.SumRuns = checksum.sum_runs,
     ) -> None:
-        """Divide host memory of the caller into slots.
+        """Divide host memory that the caller owns into slots.
 
         Args:
-            base_address: address of slot 0 in host memory; slot i begins at base_address + i *
-                layout.block_nbytes.
-            num_slots: size of the host memory.
+            base_address: address of slot 0 in host memory. Slot i begins at
+                base_address + i * layout.block_nbytes.
+            num_slots: number of slots in the host memory.
             layout: layout of the blocks.
             copy_out: copies blocks into slots.
             copy_in: copies slots into blocks.
-            sum_runs: computes checksums of slots.
+            sum_runs: computes word sums of slots.
 
         Raises:
             ValueError: there is no slot, or the size of a head of a block is not a multiple of 8
@@ -65,9 +65,9 @@ class StagedMemory(SlotMemory):
         self.num_slots = num_slots
         self._copy_out = copy_out
         self._copy_in = copy_in
-        #: A heap. The lowest slots are taken first, because adjacent slots become one descriptor.
+        #: A heap. The lowest slots are taken first, because adjacent slots share a descriptor.
         self._free = list(range(num_slots))
-        #: By slot in use: the block that it was accepted for; None: it is exposed.
+        #: By slot in use: the block for which the slot was accepted; None: the slot is exposed.
         self._used: dict[int, int | None] = {}
         self._warned = False
 
@@ -93,7 +93,7 @@ class StagedMemory(SlotMemory):
         return slots
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
-        """See SlotMemory.
+        """Copy the heads into the blocks. See SlotMemory.
 
         Raises:
             ValueError: a slot was not accepted for its block.
@@ -105,10 +105,10 @@ class StagedMemory(SlotMemory):
             self._copy_in(slots, block_ids, heads)
 
     def release(self, slots: Sequence[int]) -> None:
-        """See SlotMemory.
+        """Free the slots. See SlotMemory.
 
         Raises:
-            ValueError: a slot is free or named twice; no slot is released then.
+            ValueError: a slot is free or named twice. Then no slot is freed.
         """
         self._check_used(slots)
         if len(set(slots)) != len(slots):
@@ -118,7 +118,7 @@ class StagedMemory(SlotMemory):
         self._give_back(slots)
 
     def block_sums(self, slots: Sequence[int], heads: HeadRange) -> NDArray[np.uint64]:
-        """See SlotMemory.
+        """Return the word sum of each slot. See SlotMemory.
 
         Raises:
             ValueError: a slot is free.
@@ -127,10 +127,9 @@ class StagedMemory(SlotMemory):
         return self._staging.block_sums(slots, heads)
 
     def _take(self, count: int) -> list[int] | None:
-        """Return free slots; None if fewer are free.
+        """Take and return `count` free slots; None if fewer are free.
 
-        Callers retry until a deadline, even if the memory has fewer slots in total. Hence the
-        warning.
+        Log a warning, once, if the memory has fewer slots in total, because no retry can succeed.
         """
         if count > self.num_slots and not self._warned:
             self._warned = True
