@@ -2,14 +2,15 @@
 
 Names and semantics are NIXL's:
 
-- A handle has one active post. It is posted again only after DONE or ERR.
-- Transfers have no order. The notification of a transfer arrives after all its descriptors.
-- Adding a peer's metadata does not connect. Removing a peer disconnects it and ends its transfers
+- A transfer handle has at most one active post. The handle can be posted again after DONE or ERR.
+- Transfers may end in any order. The notification of a transfer arrives after all its bytes.
+- Adding a peer does not connect to the peer. Removing a peer disconnects it and ends its transfers
   in ERR.
-- The agent's own name is a peer that always exists.
+- An agent is always a peer of itself, under its own name.
 - `make_prepped_xfer` merges rows that are adjacent on both sides; `initialize_xfer` does not.
 
-Every descriptor is checked: local ones against registered memory, a peer's against its metadata.
+Every descriptor is checked. A local descriptor must be inside registered memory. A descriptor of a
+peer must be inside the memory that the peer's metadata lists.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ INIT_AGENT = "NIXL_INIT_AGENT"
 
 
 class RegDescs:
-    """Memory that register_memory registered."""
+    """Memory regions that one call of register_memory registered."""
 
     def __init__(self, regions: list[Region]) -> None:
         self.regions = regions
 
 
 class DlistHandle:
-    """A checked descriptor list, local or of one peer."""
+    """A checked list of descriptors, either all local or all of one peer."""
 
     def __init__(self, agent: str, descs: XferDescs, known_peer: object) -> None:
         """Keep the checked descriptors.
@@ -52,8 +53,8 @@ class DlistHandle:
         Args:
             agent: name of the peer; empty for the local side.
             descs: the descriptors.
-            known_peer: stands for one version of the peer's metadata. New metadata gets another
-                object.
+            known_peer: an object that stands for one version of the peer's metadata. New metadata
+                gets another object.
         """
         self.agent, self.descs, self.known_peer = agent, descs, known_peer
         self.released = False
@@ -63,11 +64,11 @@ class XferHandle:
     """A transfer that can be posted."""
 
     def __init__(self, peer: str, known_peer: object, num_descs: int, notif: bytes) -> None:
-        """Keep what a post needs.
+        """Create a handle that was not posted yet.
 
         Args:
             peer: name of the peer.
-            known_peer: the same as in DlistHandle.
+            known_peer: see DlistHandle.
             num_descs: number of descriptors after merging.
             notif: notification for the peer; empty for none.
         """
@@ -83,15 +84,15 @@ class XferHandle:
 
     @property
     def error(self) -> str:
-        """Why the state is ERR."""
+        """Why the last post ended in ERR; empty if it did not."""
         return self.post.error if self.post else ""
 
 
 class Agent(abc.ABC):
-    """Moves bytes between registered memory here and at peers.
+    """Moves bytes between this process's registered memory and the registered memory of peers.
 
     Any thread may call the methods. Registering and deregistering memory, `fence` and `close` may
-    block. With NIXL, `add_remote_agent` blocks while it connects. Over shm, the calling thread
+    block. With NIXL, `add_remote_agent` blocks while it connects. Over shm, `transfer` itself
     copies a READ of up to 16 MiB. All other calls return at once.
     """
 
@@ -102,9 +103,9 @@ class Agent(abc.ABC):
 
     @property
     def num_refused(self) -> int:
-        """Descriptors of peers that this side refused, because they were outside registered memory.
+        """Number of descriptors in peers' requests that were outside registered memory.
 
-        0 with NIXL, whose library does not report them.
+        Such requests are refused. Always 0 with NIXL, which does not report them.
         """
         return 0
 
@@ -112,7 +113,7 @@ class Agent(abc.ABC):
     def failure(self) -> str:
         """Why peers cannot connect to this agent any more, and the remedy; empty if they can.
 
-        Empty with NIXL, whose library does not report it.
+        Always empty with NIXL, which does not report such failures.
         """
         return ""
 
@@ -120,25 +121,25 @@ class Agent(abc.ABC):
     def bytes_moved(self) -> dict[str, int] | None:
         """Bytes sent and received, by transport and lane, such as `ucx tcp/lo`. None with NIXL.
 
-        A copy between processes of one host counts at the side that receives, because it copies.
+        With shm, only the receiving side counts a copy, because only that side makes the copy.
         """
         return None
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set a function that is called after a transfer ended or a notification arrived.
+        """Set the function that is called after a transfer ended or a notification arrived.
 
-        Any thread may call it. For the exception see `waiting`. NIXL has no such function: its
-        users poll.
+        The function may be called by any thread. It is not called for events that a caller of
+        `waiting` finds itself. NIXL's own interface has no wakeup function.
         """
         self._wakeup = wakeup
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """Return a context in which the caller may sleep until the agent has an event.
 
-        In it, the caller takes over the work of the agent's thread, which need not wake up first.
-        The context gives a descriptor to poll beside the caller's own, or None. When it is
-        readable, leave the context and look for ended transfers and notifications. `wakeup` is not
-        called for events that are found while leaving. NIXL has no such function.
+        The context yields a file descriptor to poll together with the caller's own, or None. When
+        the descriptor is readable, leave the context and check for ended transfers and
+        notifications. On exit, the caller does the agent's pending work, so the agent's thread need
+        not wake up. NIXL's own interface has no such function.
         """
         return contextlib.nullcontext()
 
@@ -146,7 +147,7 @@ class Agent(abc.ABC):
     def register_memory(
         self, reg_list: Sequence[tuple[int, int, int, str]], mem_type: str = "DRAM"
     ) -> RegDescs:
-        """Make memory usable in transfers. It must stay allocated until deregister_memory.
+        """Register memory for transfers. The memory must stay allocated until deregister_memory.
 
         Args:
             reg_list: (address, length in bytes, device id, free text) of each region.
@@ -159,7 +160,9 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def deregister_memory(self, dereg_list: RegDescs) -> None:
-        """End peers' transfers of this memory. Transfers of this agent must have ended before.
+        """Deregister memory and end the peers' transfers that use it.
+
+        This agent's own transfers of the memory must have ended before.
 
         Raises:
             TransportError: the agent is closed, or its thread does not answer. Without an answer,
@@ -168,19 +171,19 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def get_agent_metadata(self) -> bytes:
-        """Return what a peer needs to reach the memory that is registered now."""
+        """Return the metadata with which a peer can reach the memory that is registered now."""
 
     @abc.abstractmethod
     def add_remote_agent(self, metadata: bytes) -> str:
         """Add a peer and return its name.
 
-        Equal metadata is added once. Newer metadata replaces the older: transfers made with the
-        older cannot be posted any more, and those in flight end in ERR.
+        Adding the same metadata again has no effect. Different metadata replaces the peer's earlier
+        metadata. Transfers made with the earlier metadata end in ERR, in flight or when posted.
 
         Raises:
             ValueError: the metadata is damaged, this agent's own, or of another version or
                 transport.
-            TransportError: the peer cannot be reached, if the transport connects at once.
+            TransportError: the transport connects at once (NIXL), and the peer cannot be reached.
         """
 
     @abc.abstractmethod
@@ -190,7 +193,7 @@ class Agent(abc.ABC):
     def get_xfer_descs(
         self, descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str = "DRAM"
     ) -> XferDescs:
-        """Return descriptors from (address, length, device id) rows.
+        """Return checked descriptors made from rows of (address, length, device id).
 
         Raises:
             ValueError: the shape is not [n, 3], there is no row, a length is below 1, or the memory
@@ -205,17 +208,17 @@ class Agent(abc.ABC):
         xfer_list: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
         mem_type: str = "DRAM",
     ) -> DlistHandle:
-        """Check descriptors once for use in many transfers.
+        """Return a checked list of descriptors for use in many transfers.
 
         Args:
-            agent_name: NIXL_INIT_AGENT or "" for the local side, else the name of a peer or of this
-                agent.
+            agent_name: NIXL_INIT_AGENT or "" for the local side; for the remote side, the name of a
+                peer or of this agent.
             xfer_list: rows as in get_xfer_descs.
             mem_type: DRAM or VRAM.
 
         Raises:
             KeyError: the peer is unknown.
-            ValueError: a descriptor is outside the memory that the side registered.
+            ValueError: a descriptor is outside the registered memory of that agent.
         """
 
     @abc.abstractmethod
@@ -228,7 +231,7 @@ class Agent(abc.ABC):
         remote_indices: Sequence[int] | NDArray[np.int64],
         notif_msg: bytes = b"",
     ) -> XferHandle:
-        """Return a transfer between rows of two prepared lists, pairwise.
+        """Return a transfer that pairs the selected rows of two prepared lists, in order.
 
         Rows that are adjacent on both sides are merged into one descriptor.
 
@@ -245,7 +248,7 @@ class Agent(abc.ABC):
         remote_agent: str,
         notif_msg: bytes = b"",
     ) -> XferHandle:
-        """Return a transfer between two descriptor lists, pairwise.
+        """Return a transfer that pairs the rows of two descriptor lists, in order.
 
         Raises:
             KeyError: the peer is unknown.
@@ -255,7 +258,7 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def transfer(self, handle: XferHandle, notif_msg: bytes = b"") -> str:
-        """Post a transfer and return DONE, PROC or ERR.
+        """Post a transfer and return its state: DONE, PROC (in progress) or ERR.
 
         Args:
             handle: the transfer.
@@ -267,9 +270,9 @@ class Agent(abc.ABC):
         """
 
     def check_xfer_state(self, handle: XferHandle) -> str:
-        """Return DONE, PROC or ERR of the last post.
+        """Return the state of the last post: DONE, PROC (in progress) or ERR.
 
-        After DONE and ERR local memory is not touched any more.
+        After DONE or ERR, the transfer does not touch local memory any more.
 
         Raises:
             ValueError: the transfer was never posted.
@@ -279,7 +282,7 @@ class Agent(abc.ABC):
         return handle.state.value
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
-        """Return the notifications since the last call, by sender."""
+        """Return the notifications that arrived since the last call, by sender."""
         notifs: dict[str, list[bytes]] = {}
         for _ in range(len(self._notifs)):
             sender, message = self._notifs.popleft()
@@ -288,7 +291,7 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
-        """Send a notification without a transfer. It has no order with transfers.
+        """Send a notification without a transfer. The notification is not ordered with transfers.
 
         Raises:
             KeyError: the peer is unknown.
@@ -296,11 +299,10 @@ class Agent(abc.ABC):
         """
 
     def release_xfer_handle(self, handle: XferHandle) -> None:
-        """Release a transfer without waiting.
+        """Release a transfer that is not active.
 
         Raises:
-            TransportError: the transfer is active and uses its memory. remove_remote_agent aborts
-                it.
+            TransportError: the transfer is active. Call remove_remote_agent to abort the transfer.
         """
         if handle.state is XferState.PROC:
             raise TransportError(
@@ -316,9 +318,9 @@ class Agent(abc.ABC):
     def fence(self) -> None:
         """Cut all peers off: no operation of a peer reaches registered memory afterwards.
 
-        Transfers in flight end in ERR and all peers are removed. The earlier metadata of this
-        agent is useless: peers need what get_agent_metadata returns now. Memory stays registered.
-        NIXL has no such function.
+        Transfers in flight end in ERR, and all peers are removed. Memory stays registered. Peers
+        need new metadata from get_agent_metadata to connect again. NIXL's own interface has no such
+        function.
 
         Raises:
             TransportError: the agent is closed, or its thread does not answer. Without an answer,
@@ -334,7 +336,7 @@ def check_post(handle: XferHandle) -> None:
     """Check that the handle may be posted now.
 
     Raises:
-        ValueError: it may not.
+        ValueError: the handle was released, or its last post is active.
     """
     if handle.released:
         raise ValueError("the transfer was released: make it again")
@@ -349,7 +351,7 @@ def pair(
     remote: DlistHandle,
     theirs: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors]:
-    """Return the selected rows of a local list and of a peer's list.
+    """Return the selected rows of a local list and of a peer's list, [n, 3] each.
 
     Raises:
         ValueError: as in make_prepped_xfer.

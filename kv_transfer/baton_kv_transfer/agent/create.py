@@ -1,4 +1,4 @@
-"""The factory of agents."""
+"""Creation of agents."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
     """Return the agent called `name` over `transport`.
 
     Args:
-        name: peers know the agent by this name.
-        transport: a value of kv_transfer.transport. UCX or NIXL is loaded here, when it is needed.
+        name: the name under which peers know the agent.
+        transport: a value of kv_transfer.transport. This call loads UCX or NIXL only if needed.
         host: address of this machine at which peers reach the agent. Empty: $POD_IP, or else
-            127.0.0.1. NIXL chooses its own.
+            127.0.0.1. NIXL ignores `host` and chooses an address.
 
     Raises:
         ValueError: the transport is unknown, or the packages that it needs are not installed.

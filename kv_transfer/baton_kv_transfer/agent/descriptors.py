@@ -1,4 +1,4 @@
-"""Lists of descriptors: shape checks, containment in registered memory, merging. Pure functions."""
+"""Pure functions that check and merge lists of descriptors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ def check_mem_type(mem_type: str) -> None:
 
 
 def check_regions(regions: Sequence[tuple[int, int, object, object]], owner: str) -> None:
-    """Raise ValueError unless each region, (address, length, ...), is a range of addresses."""
+    """Check that each region, (address, length, ...), is a valid and non-empty range of addresses.
+
+    Raises:
+        ValueError: a region is invalid or empty.
+    """
     for address, length, *_ in regions:
         if not 0 <= address < address + length < 2**63:
             raise ValueError(f"agent {owner} cannot have {length} bytes of memory at {address:#x}")
 
 
 def check_rows(descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str) -> XferDescs:
-    """Return the rows as descriptors.
+    """Return the rows as checked descriptors.
 
     Raises:
         ValueError: the shape is not [n, 3], there is no row, a length is below 1, or the memory
@@ -55,10 +59,10 @@ def check_rows(descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: st
 
 
 def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None:
-    """Check that the rows of the two sides can be moved pairwise.
+    """Check that each local row has a remote row of equal length.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: the operation is not READ or WRITE, there is no row, or the lengths differ.
     """
     if operation not in ("READ", "WRITE"):
         raise ValueError(f"operation must be READ or WRITE, got {operation!r}")
@@ -70,10 +74,10 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
 
 
 def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
-    """Return rows by index: [n, 3]. Indices count from the start.
+    """Return the rows with these indices: [n, 3].
 
     Raises:
-        ValueError: there is no such row.
+        ValueError: an index is negative or too large, or the indices are not a flat list.
     """
     if indices.ndim == 1 and not _any_negative(indices):
         try:  # contextlib.suppress and descs[indices] take twice as long for few rows
@@ -114,9 +118,10 @@ def run_starts(
     local_regions: NDArray[np.int64] | None = None,
     remote_regions: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
-    """Return the first rows of the runs that are adjacent on both sides.
+    """Return the index of the first row of each run: [runs].
 
-    A run stays within one region on each side for which regions are given.
+    A run is a sequence of rows that are adjacent on both sides. If the regions of a side are given,
+    a run stays within one region there.
     """
     lengths = local[:, 1]
     joins = (local[1:, 0] == local[:-1, 0] + lengths[:-1]) & (
@@ -130,9 +135,9 @@ def run_starts(
 
 
 def may_merge(local: Descriptors, remote: Descriptors) -> bool:
-    """Return whether `merge` may join rows.
+    """Return False if `merge` certainly cannot join any rows.
 
-    For few rows Python checks adjacency faster than arrays.
+    More than FEW_RUNS rows are not compared, and the result is True.
     """
     if len(local) > FEW_RUNS:
         return True
@@ -150,7 +155,7 @@ def merge(
     local_regions: NDArray[np.int64],
     remote_regions: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors]:
-    """Return the local and remote rows [runs, 3] with each run joined. See run_starts."""
+    """Return the local and the remote rows, [runs, 3], with each run joined. See `run_starts`."""
     starts = run_starts(local, remote, local_regions, remote_regions)
     lengths = local[:, 1]
     local, remote = local[starts], remote[starts]

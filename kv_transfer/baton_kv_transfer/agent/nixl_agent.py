@@ -4,19 +4,19 @@ Any NIXL program over UCX is a peer.
 
 What Baton adds around the library:
 
-- NIXL must be polled, and its own progress thread spins. A thread here polls with pauses: between
-  POLL_MIN_S and POLL_BUSY_S while transfers are in flight, up to POLL_IDLE_S while peers may send
-  or read. Before a peer is added or this agent's metadata is requested it does not poll.
-- NIXL 1.5.1 reports ERR at once for transfers to a removed peer, and releases a transfer in flight,
-  but bytes still arrive afterwards. So the removal of a peer waits until its transfers ended. If
-  they have not within REMOVE_GRACE_S, the library's agent is destroyed and created again. That ends
-  all transfers in flight. Handles, lists and other peers stay usable.
-- `fence` also destroys and re-creates the library's agent, and it removes all peers. Afterwards a
-  late write of a peer fails, because its connection is closed. UCX's shared memory needs no
-  connection: with CMA a peer writes by itself. So UCX's shared memory is off, unless UCX_TLS in the
-  environment overrides that. GPU memory of peers on the same host (cuda_ipc) is not covered.
-- Metadata carries a digest after NIXL's bytes, which NIXL ignores. NIXL itself accepts damaged
-  addresses and keys.
+- A thread polls NIXL and pauses between polls, because NIXL's own progress thread spins. Pauses
+  last up to POLL_BUSY_S while transfers are in flight, and otherwise up to POLL_IDLE_S. The thread
+  does not poll before a peer is added or this agent's metadata is requested.
+- NIXL 1.5.1 reports ERR at once for transfers with a removed peer, although bytes still arrive. So
+  NIXL removes a peer only after the peer's transfers have ended. If these last longer than
+  REMOVE_GRACE_S, NIXL's agent is destroyed and created again, which ends all transfers in flight.
+  Handles, lists and other peers stay usable.
+- `fence` also destroys NIXL's agent, creates it again, and removes all peers. Then a late write of
+  a peer fails, because the connection is closed. A peer that writes through UCX's shared memory
+  (CMA) needs no connection. So UCX's shared memory is off, unless UCX_TLS turns it on. `fence` does
+  not stop a peer on the same host that writes to GPU memory through cuda_ipc.
+- A digest follows NIXL's metadata, because NIXL accepts damaged addresses and keys. NIXL ignores
+  the digest.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ REMOVE_GRACE_S = 1.0
 
 
 class _Native:
-    """An object of the library. It is rebuilt on its next use after the agent was re-created."""
+    """An object of NIXL's library, built again on first use after NIXL's agent was re-created."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         self.build = build
@@ -78,7 +78,7 @@ class _Native:
     def drop(self) -> None:
         if self.value is None:
             return
-        # The library may refuse to release a transfer in flight. That one ends with the agent.
+        # The library may refuse to release a transfer in flight, which ends with NIXL's agent.
         with contextlib.suppress(Exception):
             self.value.release()
         # The wrapper would keep the library's agent alive, and log an error when it is collected.
@@ -87,9 +87,10 @@ class _Native:
 
 
 class _Peer:
-    """A peer by one version of its metadata.
+    """One version of a peer's metadata.
 
-    Handles keep a reference and so detect a replacement.
+    A handle keeps this object. The handle is valid while the agent has the same object for the
+    peer.
     """
 
     def __init__(self, metadata: bytes = b"") -> None:
@@ -131,7 +132,7 @@ class NixlAgent(Agent):
     """An agent of the NIXL library with a polling thread."""
 
     def __init__(self, name: str) -> None:
-        """Load the library and start the polling thread.
+        """Load NIXL and start the polling thread.
 
         Raises:
             ValueError: nixl-cu12 is not installed.
@@ -376,9 +377,9 @@ class NixlAgent(Agent):
     # The library's agent
 
     def _destroy(self, reason: str) -> None:
-        """Destroy the library's agent.
+        """Destroy NIXL's agent.
 
-        Transfers in flight end, and no peer reaches memory any more.
+        Transfers in flight end in ERR, and peers cannot reach the memory any more.
         """
         for native in list(self._natives):
             native.drop()
@@ -391,7 +392,7 @@ class NixlAgent(Agent):
         self._leaving.clear()
 
     def _restart(self, reason: str) -> None:
-        """Make a new agent of the library with the same memory and peers."""
+        """Replace NIXL's agent with a new one that has the same memory and peers."""
         self._destroy(reason)
         self._nixl = nixl = nixl_library.create(self._api, self.name)
         for registered in self._registered:
@@ -473,7 +474,7 @@ class NixlAgent(Agent):
         return bool(self._in_flight or self._leaving or self._peers or self._known_outside)
 
     def _poll(self) -> bool:
-        """Poll everything once and return whether anything happened."""
+        """Poll NIXL once; return whether a notification arrived or a transfer ended."""
         moved = self._take_notifs()
         for xfer in list(self._in_flight):
             moved |= self._collect(xfer)
@@ -497,7 +498,7 @@ class NixlAgent(Agent):
         return bool(news)
 
     def _collect(self, xfer: _Xfer) -> bool:
-        """Return whether the transfer ended."""
+        """Check a posted transfer and record its end; return whether the transfer has ended."""
         error = ""
         try:
             state = self._nixl.check_xfer_state(self._get(xfer.native))

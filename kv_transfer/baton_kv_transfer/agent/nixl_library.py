@@ -1,4 +1,4 @@
-"""NIXL's library: loading it, making its agent, and sealing its metadata with a digest."""
+"""Functions that load NIXL, create NIXL's agent, and add a digest to NIXL's metadata."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from typing import Any
 #: UCX's settings, unless the environment has others. NIXL accepts no list as a value.
 BACKEND_CONFIG = "TLS=^sm,KEEPALIVE_INTERVAL=2s"
 _NAME_TAG = b"nixlSerDes|Agent"
-#: The end of every entry of NIXL's bytes, and so of the last one.
+#: Every entry of NIXL's metadata ends with this byte.
 _END = b"|"
 _DIGEST_TAG = b"baton"
 _DIGEST_BYTES = 16
 
 
 def load() -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return the library and all its exception types, which have no common base."""
+    """Return NIXL's API module and the exception types of the library, which have no common base.
+
+    Raises:
+        ValueError: NIXL is not installed.
+    """
     raise_exceptions = logging.raiseExceptions
     try:
         from nixl_cu12 import _api, _bindings
@@ -42,7 +46,7 @@ def load() -> tuple[Any, tuple[type[Exception], ...]]:
 
 
 def create(api: Any, name: str) -> Any:
-    """Return an agent of the library with the UCX backend, to be polled."""
+    """Return a NIXL agent with the UCX backend and without a progress thread: callers must poll."""
     config = api.nixl_agent_config(
         enable_prog_thread=False,
         backends=[],
@@ -56,9 +60,9 @@ def create(api: Any, name: str) -> Any:
 
 @contextlib.contextmanager
 def _quiet_ucx() -> Iterator[None]:
-    """Set UCX's log level while NIXL loads it.
+    """Set UCX's log level to error while NIXL loads UCX, unless UCX_LOG_LEVEL is set.
 
-    By default UCX warns of every request that its worker ends.
+    At the default level, UCX logs a warning for every request that a UCX worker ends.
     """
     if "UCX_LOG_LEVEL" in os.environ:
         yield
@@ -71,15 +75,17 @@ def _quiet_ucx() -> Iterator[None]:
 
 
 def seal(packed: bytes) -> bytes:
-    """Return NIXL's bytes with their digest, which NIXL ignores."""
+    """Return NIXL's metadata followed by its digest. NIXL ignores the digest."""
     return packed + _DIGEST_TAG + _digest(packed)
 
 
 def unseal(metadata: bytes) -> tuple[bytes, str]:
-    """Return NIXL's bytes and the agent's name. Metadata of a plain NIXL program has no digest.
+    """Return NIXL's metadata without the digest, and the agent's name.
+
+    The digest is checked. Metadata without a digest is accepted: other NIXL programs add none.
 
     Raises:
-        ValueError: the metadata is damaged, or not NIXL's.
+        ValueError: the metadata is damaged, or not from NIXL.
     """
     packed = metadata
     tail = len(metadata) - len(_DIGEST_TAG) - _DIGEST_BYTES
@@ -106,7 +112,7 @@ def unseal(metadata: bytes) -> tuple[bytes, str]:
 
 
 def _digest(packed: bytes) -> bytes:
-    """Return the digest as hexadecimal text, which never ends with NIXL's `|`."""
+    """Return the digest as hexadecimal text, which cannot contain NIXL's delimiter `|`."""
     return (
         hashlib.blake2b(packed, digest_size=_DIGEST_BYTES // 2, person=b"baton-nixl")
         .hexdigest()

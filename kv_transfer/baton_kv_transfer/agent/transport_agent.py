@@ -1,6 +1,7 @@
 """An agent over Baton's transports.
 
-It keeps names, regions and handles. Each transfer uses the first transport that can move it.
+The agent keeps names, regions and handles. Each transfer uses the first transport that can move
+the bytes.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class AgentMetadata(msgspec.Struct, array_like=True):
 
 
 class _Peer:
-    """A peer by one version of its metadata.
+    """One version of a peer's metadata.
 
-    Handles keep a reference and so detect a replacement.
+    A handle keeps this object. The handle is valid while the agent has the same object for the
+    peer.
     """
 
     def __init__(self, regions: list[Region], digest: bytes = b"") -> None:
@@ -94,7 +96,7 @@ class TransportAgent(Agent):
         """Start the transports and their thread.
 
         Args:
-            name: peers know the agent by this name.
+            name: the name under which peers know the agent.
             transport: see create_agent.
             host: see create_agent.
 
@@ -351,7 +353,7 @@ class TransportAgent(Agent):
                 raise unknown_peer(name) from None
 
     def _add_own(self) -> None:
-        """Add this agent as a peer of itself, again whenever an address of it has changed."""
+        """Add this agent as a peer of itself, or update its address if the address has changed."""
         address = self._address()
         if self.name not in self._peers:
             self._peers[self.name] = _Peer(self._regions)
@@ -366,7 +368,7 @@ class TransportAgent(Agent):
         )
 
     def _add_peer(self, name: str, address: bytes) -> None:
-        """Add a peer to all transports that it has.
+        """Add a peer to each transport for which `address` has an entry.
 
         Raises:
             ValueError: the address is invalid.
@@ -382,7 +384,10 @@ class TransportAgent(Agent):
             ) from error
 
     def _begin(self, transfer: Transfer, mem_type: str) -> None:
-        """Begin a transfer on the first transport that moves this type of memory to the peer."""
+        """Begin a transfer on the first transport that reaches the peer with this type of memory.
+
+        Without such a transport, the transfer ends in ERR.
+        """
         if not any(
             mem_type in transport.mem_types and transport.begin(transfer)
             for transport in self._transports.values()
