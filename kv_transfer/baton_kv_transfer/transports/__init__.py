@@ -1,11 +1,11 @@
 """The transports of an agent.
 
-choose             the choice of transports by name
+choose             chooses transports by name
 transport          the interface of a transport
 transport_thread   the thread that all transports of an agent share
-work_loan          whether the thread does its work, or a user that waits
-mailbox            commands for that thread
-alarm              a timer as a descriptor, for that loan
+work_loan          lends the work of that thread to a user of the agent that waits
+mailbox            queues commands for that thread
+alarm              a timer with a file descriptor, for work_loan
 transfer           memory regions, transfers and errors
 iovec              packed lists of memory runs
 ucx/               UCX over TCP or RDMA, host or device memory; worker.py moves the bytes

@@ -1,4 +1,4 @@
-"""A timer as a descriptor to poll. `os.timerfd_create` needs Python 3.13."""
+"""A timer with a file descriptor. Python's own `os.timerfd_create` needs Python 3.13."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import time
 
 #: struct itimerspec: interval and first expiration, each in seconds and nanoseconds.
 _SPEC = struct.Struct("4l")
-#: Calls without the release of the GIL, which another thread might then take: they do not block.
+#: PyDLL keeps the GIL during a call. These calls do not block, so they need not release the GIL.
 _libc = c.PyDLL(None, use_errno=True)
 
 
 class Alarm:
-    """Rings some time after it was set, and until it is set again. Only one thread may wait."""
+    """A timer that stays expired until it is set again. Only one thread may wait for it."""
 
     def __init__(self) -> None:
-        """Create an alarm that never rings.
+        """Create an alarm that is off.
 
         Raises:
-            OSError: no descriptor is left.
+            OSError: the process has no free file descriptor.
         """
         self._fd = _libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_CLOEXEC)
         if self._fd < 0:
@@ -30,12 +30,12 @@ class Alarm:
         self._poller.register(self._fd, select.POLLIN)
 
     def set(self, delay_ns: int) -> None:
-        """Ring after `delay_ns`; with 0, never."""
+        """Make the alarm expire after `delay_ns`; 0 turns it off."""
         spec = _SPEC.pack(0, 0, *divmod(delay_ns, 10**9))
         _libc.timerfd_settime(self._fd, 0, spec, None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until it rings; return False after the timeout."""
+        """Wait until the alarm has expired; return False after the timeout."""
         return bool(self._poller.poll(timeout_s * 1000))
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ def _load_ucx() -> type[Transport]:
     return UCXTransport
 
 
-#: Returns the class of each transport. UCX is imported when it is first chosen. Tests add theirs.
+#: Functions that return each transport's class. UCX is imported on first use. Tests add entries.
 LOADERS: dict[str, Callable[[], type[Transport]]] = {
     "shm": lambda: SHMTransport,
     "tcp": lambda: TCPTransport,
@@ -25,7 +25,7 @@ LOADERS: dict[str, Callable[[], type[Transport]]] = {
 
 
 def choose_transports(kind: str) -> dict[str, type[Transport]]:
-    """Return the transports of an agent by name, in order of preference.
+    """Return the classes of the transports that `kind` selects, by name, in order of preference.
 
     Raises:
         ValueError: the kind is unknown.

@@ -1,8 +1,7 @@
-"""Runs of memory as packed struct iovecs: address and length of each run. Pure functions.
+"""Pure functions on runs of memory, packed as an array of struct iovec (address, length).
 
-Requests carry them in this form, and readv, writev and process_vm_readv take them as they are. A
-few runs are handled as Python integers: arrays are slower until there are many, and several times
-as slow in a process that has just woken up.
+Requests carry runs in this form, and readv, writev and process_vm_readv accept this form. Up to
+FEW_RUNS runs are handled as Python integers, because numpy arrays are slower for few runs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_TRANSFER_BYTES = 2**40
 
 
 def pack(rows: Descriptors) -> bytes:
-    """Return the iovec of rows [n, 2 or more]: address, length."""
+    """Return the iovec of rows of (address, length, ...), [n, 2 or more]."""
     return rows[:, :2].tobytes()
 
 
@@ -37,10 +36,11 @@ def pack_run(address: int, nbytes: int) -> bytes:
 
 
 def check(iovec: bytes) -> None:
-    """Check a request's iovec.
+    """Check the iovec of a request.
 
     Raises:
-        ValueError: it has no run, a part of a run, or more bytes than one transfer may move.
+        ValueError: the iovec is empty, ends within a run, or has more than MAX_TRANSFER_BYTES bytes
+            of memory.
     """
     if not iovec or len(iovec) % RUN_BYTES:
         raise ValueError(f"a request with {len(iovec)} bytes of runs of {RUN_BYTES} bytes")
@@ -53,9 +53,9 @@ def lengths_of(iovec: bytes | bytearray) -> memoryview:
 
 
 def total_bytes(iovec: bytes | bytearray) -> int:
-    """Return the sum of the lengths, exact up to 2^53.
+    """Return the sum of the lengths of all runs in bytes, exact up to 2^53.
 
-    Negative lengths give no useful sum: `count_outside` finds them.
+    The sum is meaningless if a length is negative. `count_outside` counts such runs.
     """
     if _are_few(iovec):
         return sum(lengths_of(iovec))
@@ -63,7 +63,7 @@ def total_bytes(iovec: bytes | bytearray) -> int:
 
 
 def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
-    """Return the number of bytes up to the end of each run."""
+    """Return for each run the sum of the lengths of this run and all earlier runs, in bytes."""
     if _are_few(iovec):
         return list(accumulate(lengths_of(iovec)))
     ends: Sequence[int] = np.cumsum(_as_array(iovec)[:, 1])  # type: ignore[assignment]
@@ -71,7 +71,7 @@ def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
 
 
 def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
-    """Return how many runs are not inside one of the regions. Safe for any numbers."""
+    """Return the number of runs that are not inside any region. Invalid runs also count."""
     if _are_few(iovec):
         outside = 0
         for address, length in _RUN.iter_unpack(iovec):
@@ -92,7 +92,7 @@ def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
 
 
 def split(iovec: bytes, max_bytes: int) -> bytes:
-    """Return the same bytes with runs longer than `max_bytes` cut into pieces."""
+    """Return an iovec of the same memory in which no run is longer than `max_bytes`."""
     if _are_few(iovec):
         runs = []
         for address, length in _RUN.iter_unpack(iovec):

@@ -1,4 +1,4 @@
-"""Commands of other threads for a progress thread, run in order, and their results."""
+"""A queue of commands that other threads send to one thread, which runs the commands in order."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _T = TypeVar("_T")
 
 class Mailbox:
     def __init__(self, signal: Callable[[], None]) -> None:
-        """Start empty.
+        """Create an empty mailbox.
 
         Args:
-            signal: wakes the thread. It is not called any more after `close` returned.
+            signal: wakes the thread. `signal` is not called after `close` has returned.
         """
         self._signal = signal
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class Mailbox:
         self.closed = False
 
     def submit(self, command: Callable[[], None]) -> None:
-        """Queue a command.
+        """Queue a command for the thread.
 
         Raises:
             TransportError: the mailbox is closed. The command will not run.
@@ -43,8 +43,8 @@ class Mailbox:
         """Run `function` on the thread; return its result or raise its exception.
 
         Raises:
-            TransportError: the mailbox is closed, or there is no answer within CALL_TIMEOUT_S. The
-                thread may still run `function` after the timeout.
+            TransportError: the mailbox is closed, or `function` does not end within CALL_TIMEOUT_S.
+                The thread may still run `function` after the timeout.
         """
         future: Future[_T] = Future()
 
@@ -63,12 +63,12 @@ class Mailbox:
             ) from None
 
     def run(self) -> None:
-        """Run what was submitted. Called by the thread."""
+        """Run all queued commands. Only the thread calls this."""
         while self._commands:
             self._commands.popleft()()
 
     def close(self) -> bool:
-        """Refuse further commands and wake the thread; return False if it was closed before."""
+        """Refuse further commands and wake the thread; return False if already closed."""
         with self._lock:
             if self.closed:
                 return False
@@ -77,9 +77,9 @@ class Mailbox:
             return True
 
     def finish(self) -> None:
-        """Run what is left.
+        """Refuse further commands and run the remaining ones. Only the thread calls this.
 
-        After it returns, `signal` is not called any more. Called by the thread.
+        After the return, `signal` is not called any more.
         """
         with self._lock:  # `close` has signalled
             self.closed = True

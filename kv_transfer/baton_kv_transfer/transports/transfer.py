@@ -1,4 +1,4 @@
-"""Memory regions, transfers and errors: what agents and transports share."""
+"""Memory regions, transfers and errors, which agents and transports share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MEM_TYPES = ("DRAM", "VRAM")
 
 
 class TransportError(RuntimeError):
-    """A call of a transport or agent failed. After a timeout, its work may still be done."""
+    """A call of a transport or an agent failed. After a timeout, the call may still take effect."""
 
 
 class CopyError(RuntimeError):
-    """Another process's memory could not be read. The text says why."""
+    """The memory of another process could not be read. The message gives the reason."""
 
 
 class XferState(enum.StrEnum):
@@ -48,11 +48,11 @@ class Post:
     def __init__(self) -> None:
         #: Set before the state becomes ERR.
         self.error = ""
-        #: Never PROC again after another value. From then on the local memory is not touched.
+        #: After DONE or ERR the state does not change, and the local memory is not touched.
         self.state = XferState.PROC
 
     def end(self, error: str = "") -> None:
-        """Set the final state. Only the first call counts.
+        """Set the final state: ERR if there is an error, else DONE. Only the first call counts.
 
         After the call, the transport must not touch the local memory for this post any more.
         """
@@ -72,14 +72,14 @@ class Transfer(Post):
         remote: Descriptors,
         notif: bytes,
     ) -> None:
-        """Describe what to move.
+        """Create a transfer in the state PROC.
 
         Args:
             op: READ or WRITE.
             peer: name of the peer.
-            local: [n, 3].
-            remote: [n, 3], rows as long as the local ones.
-            notif: sent when all rows were moved; empty for none.
+            local: rows of local memory, [n, 3].
+            remote: rows of the peer's memory with the same lengths, [n, 3].
+            notif: sent to the peer when all rows were moved; empty for none.
         """
         super().__init__()
         self.op, self.peer, self.notif = op, peer, notif

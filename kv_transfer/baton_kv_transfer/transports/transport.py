@@ -1,4 +1,4 @@
-"""The interface of a transport: a way to move bytes to peers.
+"""The interface of a transport, which moves bytes between an agent and its peers.
 
 An agent has one or more transports, which share a thread.
 """
@@ -15,7 +15,7 @@ from baton_kv_transfer.transports.transport_thread import TransportThread
 
 
 class TransportContext:
-    """What an agent gives each of its transports: the thread, the memory, and where events go."""
+    """What one transport gets from its agent: thread, registered memory, callbacks and counters."""
 
     def __init__(
         self,
@@ -25,12 +25,12 @@ class TransportContext:
         deliver: Callable[[str, bytes], None],
         wakeup: Callable[[], None],
     ) -> None:
-        """Start without memory.
+        """Create a context without registered memory.
 
         Args:
-            thread: not started yet.
+            thread: the agent's thread, not started yet.
             name: name of the agent.
-            host: address at which to listen and to be reached.
+            host: address at which the transport listens and peers reach it.
             deliver: called by the thread with (sender, notification).
             wakeup: called after a transfer ended.
         """
@@ -40,13 +40,13 @@ class TransportContext:
         self.num_refused = 0
         #: See Agent.failure.
         self.failure = ""
-        #: Bytes by lane: by the device or mechanism that moved them.
+        #: Bytes moved, by lane: the mechanism or device that moved the bytes.
         self.moved: Counter[str] = Counter()
 
     def refuse(self, iovec: bytes) -> str:
-        """Return why a peer's request is refused, or an empty string.
+        """Return why a peer's request is refused; empty if all its runs are in registered memory.
 
-        All its runs must be in registered memory.
+        Runs outside registered memory are added to `num_refused`.
         """
         outside = count_outside(iovec, self.regions)
         self.num_refused += outside
@@ -59,14 +59,15 @@ class TransportContext:
 
 
 class Transport(abc.ABC):
-    """A transport.
+    """One way to move bytes to and from peers.
 
-    The thread calls `forget_region`, `fence` and `end`; any thread calls the others.
+    Only the agent's thread calls `forget_region`, `fence` and `end`. Any thread may call the other
+    methods.
     """
 
-    #: Types of memory that it moves.
+    #: Types of memory that this transport moves.
     mem_types: tuple[str, ...] = ("DRAM",)
-    #: What a peer needs to connect, packed.
+    #: Packed data with which a peer can connect.
     address: bytes
 
     def __init__(self, context: TransportContext) -> None:
@@ -75,9 +76,9 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def forget_region(self, region: Region) -> None:
-        """Stop the use of a deregistered region.
+        """End the peers' operations on a deregistered region.
 
-        After this returns, no operation of a peer reaches it.
+        After the return, no operation of a peer reaches the region.
         """
 
     @abc.abstractmethod
@@ -96,7 +97,7 @@ class Transport(abc.ABC):
     def begin(self, transfer: Transfer) -> bool:
         """Begin a transfer; return False if the peer cannot be reached.
 
-        The transfer is unchanged then.
+        If the result is False, the transfer is unchanged.
         """
 
     @abc.abstractmethod
@@ -109,4 +110,4 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def end(self) -> None:
-        """Close everything. Called last, by the thread."""
+        """Close the transport. The agent's thread calls this last."""

@@ -1,7 +1,7 @@
-"""The work of the transports: sockets, commands, timers, and copies in turns of one batch.
+"""The thread that does the work of an agent's transports: sockets, commands, timers and copies.
 
-A thread does the work, except while a user of the agent waits in `waiting`: then the user does it
-(see `work_loan`).
+Copies take turns of one batch. While a user of the agent waits in `waiting`, that user does the
+work instead of the thread (see `work_loan`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_PARKED_S = 1.0
 
 
 class SteppedCopy(Protocol):
-    """A copy in steps of one batch."""
+    """A copy that is made in steps of one batch."""
 
     target: bytes
 
@@ -48,14 +48,14 @@ class SteppedCopy(Protocol):
 
 
 class Job:
-    """A copy that this process makes: a read of its own, or a write of a peer."""
+    """A copy that this process makes, for a read of its own or for a write of a peer."""
 
     def __init__(self, copy: SteppedCopy, finish: Callable[[str], None], owner: object) -> None:
         """Describe the copy.
 
         Args:
             copy: the copy.
-            finish: called with the error or "".
+            finish: called at the end, with the error or "".
             owner: the link or client that requested the copy.
         """
         self.copy = copy
@@ -66,7 +66,7 @@ class Job:
 class _Waiting:
     """The context that `waiting` returns.
 
-    It is not a generator, because generators are slower and each message needs it twice.
+    A class is faster here than a generator function.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class _Waiting:
 
 
 class TransportThread:
-    """The shared thread of an agent's transports.
+    """The thread that all transports of an agent share.
 
-    Any thread may call `mailbox`, `waiting`, `start` and `close`. The other methods are for the
-    handlers, in whichever thread does the work.
+    Any thread may use `mailbox`, `waiting`, `on_event`, `start` and `close`. After `start`, only
+    handlers may call the other methods. Handlers run in the thread that does the work.
     """
 
     def __init__(self, name: str) -> None:
@@ -125,13 +125,17 @@ class TransportThread:
         """Start the thread.
 
         Args:
-            at_end: called by the thread last, after `close` or a failure.
+            at_end: the last function that the thread calls, after `close` or a failure.
         """
         self._at_end = at_end
         self._thread.start()
 
     def progress_also(self, progress: Callable[[], bool]) -> None:
-        """Call `progress` in every turn. It returns whether it has more work without any event."""
+        """Call `progress` in every turn.
+
+        Args:
+            progress: returns whether it can do more work at once, without an event.
+        """
         self._progress = progress
 
     def close(self) -> None:
@@ -146,10 +150,10 @@ class TransportThread:
                 )
 
     def on_event(self) -> bool:
-        """Record an event for the users. A user that does the work stops, and handles it.
+        """Record an event for the users, so that a user that does the work leaves `waiting`.
 
         Returns:
-            Whether users must be woken. They need not if the only user found the event itself.
+            Whether to wake the users. False: the only user has found the event itself.
         """
         self._has_event = True
         me = threading.get_ident()
@@ -160,7 +164,7 @@ class TransportThread:
         return _Waiting(self._loan.borrow, self._leave, self._epoll)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
-        """Call `handler` when the descriptor is readable, and see `watch_writable`."""
+        """Call `handler` whenever the descriptor is readable. See also `watch_writable`."""
         if fd >= 0:
             self._epoll.register(fd, select.EPOLLIN)
             self._handlers[fd] = select.EPOLLIN, handler
@@ -177,7 +181,7 @@ class TransportThread:
             self._handlers[fd] = wanted, handler
 
     def unwatch(self, fd: int) -> None:
-        """Remove the handler of a descriptor, before it is closed."""
+        """Remove the handler of a descriptor. Call this before closing the descriptor."""
         if self._handlers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
 
@@ -199,7 +203,7 @@ class TransportThread:
         self._loan.leave()
 
     def _help(self) -> bool:
-        """Do remaining work as a leaving user. Return whether there is more."""
+        """Do the work as a user that leaves `waiting`. Return whether work is left."""
         more = True
         until = time.monotonic() + HELP_S
         self._has_event = False
@@ -235,7 +239,7 @@ class TransportThread:
         self._close()
 
     def _wait(self) -> None:
-        """Wait until there may be work that no user does."""
+        """Wait for events and timers until the thread holds the work (see `work_loan`)."""
         self._loan.rest()
         poller = select.poll()
         poller.register(self._epoll.fileno(), select.POLLIN)
@@ -261,7 +265,7 @@ class TransportThread:
     # The work
 
     def _turn(self) -> bool:
-        """Do what can be done at once; return whether there is more."""
+        """Do the work that can be done at once; return whether there is more."""
         self._worker = threading.get_ident()
         try:
             for fd, _ in self._epoll.poll(0):

@@ -1,19 +1,19 @@
-"""The loan of the transports' work: from their thread to a user of the agent that waits.
+"""Lends the work of the transports' thread to a user: another thread that waits for the agent.
 
-The user does the work, so that no other thread has to wake up before the user. `Holder` says who
-has the work:
+A waiting user does the work itself, so that no other thread has to wake up first. The `Holder` of
+the work has these states:
 
     holder    meaning                                                alarm
-    THREAD    the thread works, or wakes up to do so                 rings
-    NOBODY    nothing is left to do; the thread waits for events     rings
-    NOBODY    the last user may come back; the thread waits for it   rings within AWAY_NS
+    THREAD    the thread works, or wakes up to do so                 expired
+    NOBODY    no work is left; the thread waits for events           expired
+    NOBODY    a user has just left and may soon wait again           expires within AWAY_NS
     USER      a waiting user works                                   off
 
-    THREAD -> NOBODY    nothing is left to do
-    NOBODY -> USER      a user waits
-    USER   -> NOBODY    it left, and nothing is left to do
-    USER   -> THREAD    it left work; the alarm rings at once
-    NOBODY -> THREAD    the alarm; once it rings, also an event or a timer
+    THREAD -> NOBODY    no work is left
+    NOBODY -> USER      a user begins to wait
+    USER   -> NOBODY    the user leaves, and no work is left
+    USER   -> THREAD    the user leaves while work is left; the alarm expires at once
+    NOBODY -> THREAD    the alarm expires, or an event or a timer comes while it is expired
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AWAY_NS = 1_000_000
 
 
 class Holder(enum.Enum):
-    """The one that has the work."""
+    """Holders of the transports' work."""
 
     THREAD = enum.auto()
     NOBODY = enum.auto()
@@ -37,11 +37,11 @@ class Holder(enum.Enum):
 
 
 class WorkLoan:
-    """Says who does the work. The thread has it first."""
+    """The current holder of the transports' work. The first holder is the thread."""
 
     def __init__(self) -> None:
         self.holder = Holder.THREAD
-        #: Users that wait, with or without the work.
+        #: Number of waiting users, with or without the work.
         self.num_users = 0
         self.alarm = Alarm()
         self.alarm.set(1)
@@ -53,7 +53,7 @@ class WorkLoan:
         self._closed = False
 
     def borrow(self) -> bool:
-        """Let a user wait. Return whether it has the work now."""
+        """Add a waiting user. Return whether this user holds the work now."""
         with self._lock:
             self.num_users += 1
             if self.holder is not Holder.NOBODY or self._closed:
@@ -65,26 +65,31 @@ class WorkLoan:
         return True
 
     def give_back(self, more: bool) -> None:
-        """Take the work from the user that has it. `more`: some can be done at once."""
+        """Take the work back from the user that holds it.
+
+        Args:
+            more: work is left that can be done at once.
+        """
         with self._lock:
             self.holder = Holder.THREAD if more else Holder.NOBODY
             self.alarm.set(1 if more else AWAY_NS)
 
     def leave(self) -> None:
-        """End the wait of a user, which has no work any more."""
+        """Remove a waiting user that does not hold the work."""
         with self._lock:
             self.num_users -= 1
 
     def rest(self) -> None:
-        """Let users take the work of the thread, which now waits for events."""
+        """Let users take the work, because the thread is about to wait for events."""
         with self._lock:
             self.holder = Holder.NOBODY
             self._thread_polls = True
 
     def resume(self) -> bool:
-        """End the thread's wait for events. Return whether it has the work; else the alarm rings.
+        """End the thread's wait for events. Return whether the thread holds the work now.
 
-        After `close` it returns True in any case. Then a user may have the work, too.
+        If not, wait for the alarm and call again. After `close` the result is always True, even if
+        a user still holds the work.
         """
         with self._lock:
             self._thread_polls = False
@@ -93,12 +98,12 @@ class WorkLoan:
             return self.holder is Holder.THREAD or self._closed
 
     def close(self) -> None:
-        """Refuse further loans. The thread does not `rest` afterwards."""
+        """Lend no work to users any more. The thread must not call `rest` afterwards."""
         with self._lock:
             self._closed = True
 
     def await_user(self, timeout_s: float) -> bool:
-        """Wait, after `close`, until no user has the work. Return False after the timeout."""
+        """Wait until no user holds the work; return False after the timeout. Call `close` first."""
         with self._lock:
             lent = self.holder is Holder.USER
         return not lent or self.alarm.wait(timeout_s)
