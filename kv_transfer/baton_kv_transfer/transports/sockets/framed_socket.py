@@ -1,8 +1,8 @@
 """Messages and data over a stream socket, without blocking.
 
-Data are sent from rows of memory, and received into rows of memory. The data of a transfer are
-frames of the kind DATA with the transfer's number. The frames of several transfers take turns.
-Messages go before the next frame of data.
+Data are sent from rows of memory, and received into rows of memory. The data of a transfer travel
+in frames of the kind DATA, which carry the transfer's number. The frames of several transfers take
+turns. A message is sent before the next frame of data.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _STOPPED = -1
 class FramedSocket:
     """One end of a connection.
 
-    `receive` may run beside the other methods, which are for one thread at a time. All methods
-    raise ConnectionError or OSError once the connection is gone.
+    One thread may run `receive` while another thread runs one of the other methods. All methods
+    raise ConnectionError or OSError after the connection was lost.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class FramedSocket:
             max_payload_bytes: limit for messages of the other side.
             takes_data: the other side may send data. Data without an expected transfer are
                 discarded.
-            moved: data bytes sent and received are added to its "sockets".
+            moved: counter whose entry "sockets" grows by the data bytes sent and received.
         """
         end.setblocking(False)
         self._end = end
@@ -81,12 +81,12 @@ class FramedSocket:
 
     @property
     def has_outgoing(self) -> bool:
-        """Something waits until the other side reads: call `flush` when the socket is writable."""
+        """Whether bytes are left to send. If so, call `flush` when the socket is writable."""
         return bool(self._head or self._messages or self._sending or self._waiting)
 
     @property
     def transfers(self) -> dict[int, Rows]:
-        """The transfers with data under way, by number."""
+        """Rows of the transfers whose data are being sent or received, by number."""
         sending = dict([self._sending] if self._sending else [])
         sending.pop(_STOPPED, None)
         return {**self._expected, **self._waiting, **sending}
@@ -94,7 +94,7 @@ class FramedSocket:
     def is_sending_last_frame(self, number: int) -> bool:
         """Return whether the last frame of a transfer's data is being sent.
 
-        When it ends, the other side has all data that it expects.
+        After that frame, the other side has all data of the transfer.
         """
         return (
             self._sending is not None
@@ -103,7 +103,10 @@ class FramedSocket:
         )
 
     def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
-        """Send a message, followed by data with the same number."""
+        """Send a message, followed by the data in `rows` as frames with the same number.
+
+        `flush` sends the bytes that the socket does not accept now.
+        """
         message = _HEADER.pack(len(payload), kind, number) + payload
         if rows is None and not self.has_outgoing and len(message) <= _SEND_BYTES:
             sent = 0
@@ -121,17 +124,18 @@ class FramedSocket:
         self.flush()
 
     def expect(self, number: int, rows: Rows) -> None:
-        """Store data with this number in these rows.
+        """Store arriving data with this number in these rows.
 
-        When all arrived, `receive` yields a DATA frame.
+        `receive` yields a DATA frame when all rows are filled.
         """
         self._expected[number] = rows
 
     def stop(self, number: int) -> bool:
-        """Stop the use of a transfer's rows; return False if none were under way.
+        """Stop using the rows of a transfer; return False if no rows were in use.
 
-        Called by the thread that receives. A started frame is completed with zeros, because its
-        length was announced. If `is_sending_last_frame`, close the connection instead.
+        Only the thread that runs `receive` may call this. A frame that was sent in part is
+        completed with zeros. If `is_sending_last_frame`, close the connection instead: the other
+        side would mistake the zeros for data.
         """
         rows = self._expected.pop(number, None)
         if rows is not None and rows is self._target:
@@ -158,10 +162,10 @@ class FramedSocket:
             pass
 
     def receive(self) -> Iterator[tuple[int, int, bytes]]:
-        """Yield (kind, number, payload) of messages that have arrived.
+        """Yield (kind, number, payload) of each message that has arrived.
 
-        The kind DATA means that all rows of a transfer have arrived. If this returns before the
-        socket is empty, the socket stays readable.
+        The kind DATA means that all rows of a transfer are filled. The iteration may end before the
+        socket is empty. Then the socket stays readable.
 
         Raises:
             ConnectionError: the other side closed the connection, or sent something invalid.
@@ -212,9 +216,9 @@ class FramedSocket:
     # In
 
     def _receive_some(self) -> tuple[int, bool]:
-        """Return the received bytes, and whether there may be more.
+        """Read once from the socket. Return the number of bytes, and whether more may be readable.
 
-        Call when the buffer was consumed.
+        Call this only when the buffer was consumed.
         """
         if self._target is not None:
             received = self._target.receive(self.fileno())

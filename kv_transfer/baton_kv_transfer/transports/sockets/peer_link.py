@@ -1,4 +1,4 @@
-"""The client of one peer: requests, data and notifications, and the replies to them."""
+"""The client of one peer: sends requests, data and notifications, and receives the replies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class PeerLink(abc.ABC):
-    """A connection to one peer. The first post connects, and the first one after a loss reconnects.
+    """A connection to one peer, which `post` opens if needed.
 
     Any thread may call `post` and `withdraw`. The transports' thread calls the other methods.
     """
@@ -42,14 +42,14 @@ class PeerLink(abc.ABC):
         """Start a connection and send HELLO.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the connection cannot be started.
         """
 
     def withdraw(self) -> None:  # noqa: B027
-        """Prepare for `give_up`, at once and in any thread."""
+        """Revoke the peer's access to this process's memory. `give_up` follows."""
 
     def on_lost(self, reason: str) -> None:  # noqa: B027
-        """Handle the end of a connection."""
+        """Handle the loss of the connection."""
 
     def post(
         self,
@@ -60,14 +60,14 @@ class PeerLink(abc.ABC):
         outgoing: Rows | None = None,
         incoming: Rows | None = None,
     ) -> None:
-        """Send a message and its rows. What the socket does not take at once is sent later.
+        """Send a message and its rows. Bytes that the socket does not accept now are sent later.
 
         Args:
             kind: kind of the message.
             payload: payload of the message.
-            transfer: ends when it is answered, or when `incoming` is filled.
+            transfer: transfer that ends when the peer answers, or when `incoming` is filled.
             outgoing: rows whose bytes follow the message.
-            incoming: rows to fill with what the peer sends.
+            incoming: rows to fill with the bytes that the peer sends.
         """
         error = self._post(kind, payload, transfer, outgoing, incoming)
         if error and transfer is not None:
@@ -185,10 +185,10 @@ def encode_request(notif: bytes, iovec: bytes) -> bytes:
 
 
 def decode_request(request: bytes) -> tuple[bytes, bytes]:
-    """Return (notification, iovec).
+    """Return the (notification, iovec) of a READ or WRITE request.
 
     Raises:
-        ValueError: this is not a request, it has no runs, or it is too long for one transfer.
+        ValueError: the request is malformed, has no runs, or is too long for one transfer.
     """
     end = 4 + int.from_bytes(request[:4], "little")
     check(request[end:])

@@ -1,4 +1,4 @@
-"""The server for peers that connect: their authentication, and the dispatch of requests."""
+"""The server for peers that connect: authenticates peers and dispatches their requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _Client = TypeVar("_Client", bound=Client)
 
 
 class PeerServer(abc.ABC, Generic[_Client]):
-    """The peers that connected. The transports' thread calls all methods but the constructor."""
+    """The server of one transport, and its clients.
+
+    The transports' thread calls all methods except the constructor.
+    """
 
     #: What a peer needs to connect, packed.
     address: bytes
@@ -45,20 +48,20 @@ class PeerServer(abc.ABC, Generic[_Client]):
 
     @abc.abstractmethod
     def forget_region(self, region: Region) -> None:
-        """Stop the use of a deregistered region. See Transport."""
+        """End the clients' operations on a deregistered region. See Transport."""
 
     @abc.abstractmethod
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
-        """Return the name of a client from its first message.
+        """Check the first message of a client, and return the client's name.
 
         Raises:
-            ConnectionError: the message has no proof.
+            ConnectionError: the message does not prove that the client has this agent's metadata.
             CopyError: the client's memory cannot be read.
         """
 
     @abc.abstractmethod
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
-        """Handle a later message.
+        """Handle a message of a client whose HELLO was accepted.
 
         Raises:
             ConnectionError: the message is invalid.

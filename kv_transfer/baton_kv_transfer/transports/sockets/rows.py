@@ -1,7 +1,7 @@
-"""Rows of memory that travel through a socket, by readv and writev directly from and into the rows.
+"""Rows of memory that readv and writev move directly through a socket.
 
-A call may stop anywhere in a row; the next one continues there. Both sides of a transfer have rows
-of the same lengths in the same order, so both cut them into the same frames.
+A call may stop anywhere in a row, and the next call continues there. Both sides of a transfer have
+rows of the same lengths in the same order, so both cut their rows into the same frames.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 
 from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, split, total_bytes
 
-#: Largest frame: some tenths of a millisecond, then other transfers have their turn.
+#: Limit of a frame. A frame takes some tenths of a millisecond, then other transfers have a turn.
 FRAME_BYTES = 2**20
 _MAX_ROWS = 1024  # IOV_MAX
 
 
 class Rows:
-    """Rows of memory, moved in frames of whole rows. Rows longer than a frame count as several."""
+    """Rows of memory, moved in frames of whole rows. Rows longer than a frame are split."""
 
     def __init__(self, iovec: bytes) -> None:
-        """Start at the first row.
+        """Prepare to move the rows, from the first on.
 
         Args:
-            iovec: at least one run, none empty, together not more than iovec.MAX_TRANSFER_BYTES.
+            iovec: at least one run; no run is empty; at most iovec.MAX_TRANSFER_BYTES in total.
         """
         self.iovec = iovec
         self._nbytes = total_bytes(iovec)
@@ -45,7 +45,7 @@ class Rows:
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """Bytes up to the end of each row."""
+        """For each row, the sum of the lengths of this row and all earlier rows, in bytes."""
         return ends_of(self._rows)
 
     @property
@@ -54,7 +54,7 @@ class Rows:
 
     @property
     def in_last_frame(self) -> bool:
-        """The last frame has begun."""
+        """Whether the last frame has begun."""
         return self._frame_end == self._count
 
     @property
@@ -63,7 +63,7 @@ class Rows:
         return self._frame_bytes_end - self._moved
 
     def begin_frame(self) -> int:
-        """Begin the next frame with as many rows as fit; return its bytes."""
+        """Begin the next frame with as many rows as fit; return the frame's size in bytes."""
         if self._nbytes - self._moved <= FRAME_BYTES:
             self._frame_end, self._frame_bytes_end = self._count, self._nbytes
         else:
@@ -72,10 +72,10 @@ class Rows:
         return self.frame_missing
 
     def take_frame(self, nbytes: int) -> None:
-        """Begin a frame that the other side chose.
+        """Begin the next frame with the size that the other side announced.
 
         Raises:
-            ValueError: it does not end at the end of a row.
+            ValueError: the frame does not end at the end of a row.
         """
         end = self._moved + nbytes
         if end == self._nbytes:
@@ -88,10 +88,13 @@ class Rows:
         self._frame_bytes_end = end
 
     def receive(self, fd: int) -> int:
-        """Receive the available bytes of the current frame. Return how many; 0: the peer closed.
+        """Receive available bytes of the current frame into the rows.
+
+        Returns:
+            The number of bytes; 0 if the peer closed the connection.
 
         Raises:
-            OSError: BlockingIOError if nothing is there.
+            OSError: the call failed; BlockingIOError if no byte is available.
         """
         moved = self._call(
             _load("readv"), fd, self._next + 1, min(self._frame_end - self._next, _MAX_ROWS)
@@ -103,10 +106,10 @@ class Rows:
         """Send `head` and then rows of the current frame.
 
         Returns:
-            The bytes sent of the head and of the rows.
+            The number of bytes sent of the head, and of the rows.
 
         Raises:
-            OSError: as `receive`.
+            OSError: the call failed; BlockingIOError if the socket accepts no byte now.
         """
         count = min(self._frame_end - self._next, _MAX_ROWS - 1)
         if not head:
@@ -124,10 +127,10 @@ class Rows:
         return of_head, moved - of_head
 
     def put(self, source: int, nbytes: int) -> None:
-        """Store bytes of the current frame that were received elsewhere, at the address `source`.
+        """Copy bytes of the current frame into the rows, from a buffer that received the bytes.
 
         Args:
-            source: address of the bytes.
+            source: address of the bytes in the buffer.
             nbytes: not more than `frame_missing`.
         """
         self._moved += nbytes
@@ -162,9 +165,9 @@ class Rows:
 
 @functools.cache
 def _load(name: str) -> Any:
-    """Return readv or writev of the C library, called without the GIL.
+    """Return readv or writev of the C library. A call releases the GIL.
 
-    `Any`: ctypes functions have no useful type.
+    The return type is Any, because ctypes functions have no useful type.
     """
     function = c.CDLL(None, use_errno=True)[name]
     function.restype = c.c_ssize_t

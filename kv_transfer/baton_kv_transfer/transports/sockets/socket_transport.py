@@ -1,4 +1,4 @@
-"""The base of the transports over sockets."""
+"""The base class of the transports over sockets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Link = TypeVar("_Link", bound=PeerLink)
 
 
 class SocketTransport(Transport, Generic[_Link]):
-    """A link to each peer, and a server for the peers that connect."""
+    """A transport with a link to each added peer and a server for peers that connect."""
 
     _clients: PeerServer[Any]
 
