@@ -1,4 +1,4 @@
-"""The peers that connect over TCP to read or write memory here. Their requests are checked here."""
+"""The server of the transport `tcp`: checks and serves the READ and WRITE requests of peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton_kv_transfer.transports.transport import TransportContext
 
 
 class Address(msgspec.Struct, array_like=True, frozen=True):
-    """What a peer needs to connect."""
+    """Address and secret with which a peer can connect."""
 
     host: str
     port: int
@@ -29,7 +29,7 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 class Hello(msgspec.Struct, array_like=True):
     """First message of a connection."""
 
-    #: The peer's secret. It proves that the sender has the peer's metadata.
+    #: The receiver's secret, which proves that the sender has the receiver's metadata.
     secret: bytes
     name: str
 
@@ -37,7 +37,7 @@ class Hello(msgspec.Struct, array_like=True):
 HELLO_TIMEOUT_S = 5.0
 #: Limit of connections without HELLO. With more, the oldest is closed.
 MAX_UNAUTHENTICATED = 128
-#: A peer that the network does not reach for this time is lost.
+#: A connection is lost if the peer's host acknowledges nothing for this time.
 SILENT_S = 10
 _PROBE_S = 2
 #: Pause in accepting connections when the process has no free descriptor.
@@ -46,7 +46,7 @@ _SECRET_BYTES = 16
 
 
 def set_options(end: socket.socket) -> None:
-    """Set the options of either end of a connection."""
+    """Set the TCP options that both ends of a connection use."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)  # gives up after 3 s
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
@@ -67,7 +67,7 @@ class TCPServer(PeerServer[_Client]):
     """The server of the transport `tcp`."""
 
     def __init__(self, context: TransportContext) -> None:
-        """Listen at a free port.
+        """Listen on a free port.
 
         Raises:
             OSError: `context.host` is not an address of this machine.
@@ -103,7 +103,7 @@ class TCPServer(PeerServer[_Client]):
                 self._answer(client, number, "the memory was deregistered")
 
     def cut_off(self) -> None:
-        """Disconnect all clients and draw a new secret, so that earlier metadata is useless."""
+        """Disconnect all clients and draw a new secret, which makes earlier metadata invalid."""
         super().close()
         self._draw_secret()
 

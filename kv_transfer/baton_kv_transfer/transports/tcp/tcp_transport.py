@@ -1,13 +1,13 @@
-"""Transfers over TCP. Only the owner of registered memory reads it or writes to it.
+"""Transfers over TCP. Only the owner of registered memory reads and writes that memory.
 
-    READ    a request to the owner, which checks every row against its registered memory and sends
-            the bytes
-    WRITE   a request to the owner, and the bytes. The owner checks the rows, stores the bytes,
-            delivers the notification and answers.
+    READ    a request to the owner. The owner checks that every row is in its registered memory, and
+            sends the bytes.
+    WRITE   a request to the owner, followed by the bytes. The owner checks the rows, stores the
+            bytes, delivers the notification and answers.
 
-The side that requests connects, and its requests use that connection (`peer_link`, `tcp_server`).
-First it sends the secret from the peer's metadata. Bytes go directly from and into the rows
-(`rows`), in frames that take turns (`framed_socket`). Data without a transfer under way are
+The requesting side connects to the owner, and first sends the secret from the owner's metadata
+(`peer_link`, `tcp_server`). Bytes move directly between rows and socket (`rows`), in frames of
+several transfers that take turns (`framed_socket`). Data that belong to no running transfer are
 discarded.
 """
 
@@ -64,7 +64,7 @@ class TCPTransport(SocketTransport[_TCPLink]):
     _clients: TCPServer
 
     def __init__(self, context: TransportContext) -> None:
-        """Listen for peers.
+        """Create the server, which listens for peers.
 
         Raises:
             OSError: `context.host` is not an address of this machine.
