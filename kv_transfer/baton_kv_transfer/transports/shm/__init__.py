@@ -2,5 +2,5 @@
 
 shm_transport   transfers that this side started
 shm_server      the processes that connect, and their requests
-cross_memory    reading the memory of another process
+cross_memory    reads the memory of another process
 """

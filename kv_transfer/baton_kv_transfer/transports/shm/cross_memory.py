@@ -1,10 +1,11 @@
-"""Reading the memory of another process: process_vm_readv in batches, with a check of whose it was.
+"""Read the memory of another process with process_vm_readv, in batches that verify the process.
 
-A process id alone is no proof, because it is reused after its process died. So the other side has a
-`Cell`: random bytes at an address that it sent. Every batch reads the cell last, in the same call.
-If the cell still has those bytes, it was the right process, and the process had not withdrawn its
-memory when the batch was read. A process that dies during the call keeps its memory until the end
-of the call. A pidfd distinguishes a dead process from one that lost memory.
+A process id alone is no proof of identity, because the kernel reuses ids. So each process has a
+`Cell`: random bytes whose address and content the process sends to its peers. Each batch reads the
+cell of the other process last, in the same call. If the cell has the expected content, the batch
+was read from the right process, and the process had not withdrawn its memory. A process that dies
+during the call keeps its memory until the end of the call. After a failed call, a pidfd shows
+whether the process is dead.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, pack_run, spl
 from baton_kv_transfer.transports.transfer import CopyError
 
 CELL_BYTES = 16
-#: Runs of a batch. IOV_MAX is 1024, and one is for the cell.
+#: Limit of runs in a batch. IOV_MAX is 1024, and one run is the cell.
 MAX_RUNS = 1023
-#: Limit of a batch. It takes about a millisecond, because the reading thread has other work.
+#: Limit of a batch in bytes. A batch takes about a millisecond, then the thread does other work.
 BATCH_BYTES = 4 * 2**20
 
 
 class Cell:
-    """Random bytes at a fixed address of this process, until cleared."""
+    """Random bytes at a fixed address, by which peers identify this process, until cleared."""
 
     def __init__(self) -> None:
         self.value = os.urandom(CELL_BYTES)
@@ -47,17 +48,17 @@ class Process:
     """Another process whose memory may be read, identified by its cell."""
 
     def __init__(self, pid: int, cell_address: int, cell: bytes) -> None:
-        """Open the process and read its cell.
+        """Open the process and verify its cell.
 
         Args:
             pid: id of the process.
-            cell_address: address of its cell.
-            cell: content of its cell.
+            cell_address: address of the process's cell.
+            cell: expected content of the cell.
 
         Raises:
-            OSError: there is no such process, or it is not visible.
+            OSError: there is no such process, or the process is not visible.
             OverflowError: the numbers are invalid.
-            CopyError: it is another process, or its memory may not be read.
+            CopyError: the cell has another content, or the memory may not be read.
         """
         self.pid = pid
         self._cell = cell
@@ -76,12 +77,12 @@ class Process:
             raise
 
     def read(self, local: bytes, remote: bytes, nbytes: int) -> None:
-        """Copy runs of the process to runs here, pairwise.
+        """Copy runs of the other process's memory to local runs, in order.
 
         Args:
-            local: iovec of up to MAX_RUNS runs.
-            remote: iovec of as many runs.
-            nbytes: bytes of all runs.
+            local: iovec of up to MAX_RUNS local runs.
+            remote: iovec of the other process's runs, of the same lengths.
+            nbytes: sum of the lengths.
 
         Raises:
             CopyError: the read failed. The content of the local runs must not be used.
@@ -109,7 +110,7 @@ class Process:
 
     @property
     def busy(self) -> bool:
-        """A read is under way."""
+        """Whether a read is in progress."""
         return self._lock.locked()
 
     @property
@@ -117,7 +118,7 @@ class Process:
         return not self._poller.poll(0)
 
     def close(self) -> None:
-        """Wait for a read that is under way; later ones fail."""
+        """Wait for a read in progress. Later reads fail."""
         with self._lock:
             if self.pidfd >= 0:
                 os.close(self.pidfd)
@@ -125,18 +126,18 @@ class Process:
 
 
 class BatchedCopy:
-    """A long read in steps of one batch."""
+    """A read of any length, made in steps of one batch."""
 
     def __init__(self, process: Process, local: bytes, remote: bytes) -> None:
-        """Start at the first run.
+        """Prepare the read.
 
         Args:
             process: the source.
-            local: iovec of runs here.
-            remote: iovec of runs of the process, as long as the local ones.
+            local: iovec of local runs.
+            remote: iovec of the process's runs, of the same lengths.
         """
         self._process = process
-        #: The runs here, not split.
+        #: The local runs, not split.
         self.target = local
         self.nbytes = total_bytes(local)
         if self.nbytes > BATCH_BYTES:
@@ -148,7 +149,7 @@ class BatchedCopy:
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """Bytes up to the end of each run."""
+        """For each run, the sum of the lengths of this run and all earlier runs, in bytes."""
         return ends_of(self._local)
 
     @property
@@ -172,9 +173,9 @@ class BatchedCopy:
 
 @functools.cache
 def _load_process_vm_readv() -> Any:
-    """Return the function of the C library, called without the GIL.
+    """Return process_vm_readv of the C library. A call releases the GIL.
 
-    `Any`: ctypes functions have no useful type.
+    The return type is Any, because ctypes functions have no useful type.
     """
     function = c.CDLL(None, use_errno=True).process_vm_readv
     function.restype = c.c_ssize_t

@@ -1,4 +1,4 @@
-"""The server for processes that write to memory here: it checks and serves their requests."""
+"""The server of the transport `shm`: checks and serves the WRITE requests of other processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class HostAddress(msgspec.Struct, array_like=True, frozen=True):
-    """What a process of the same host needs to connect."""
+    """Data with which another process of the same host can connect and read this one's memory."""
 
     boot_id: str
     pid_namespace: int
@@ -36,7 +36,8 @@ class HostAddress(msgspec.Struct, array_like=True, frozen=True):
 class Hello(msgspec.Struct, array_like=True):
     """First message of a connection.
 
-    The peer's cell proves that the sender has the peer's metadata. `name` and `cell` are its own.
+    `peer_cell` is the content of the receiver's cell, which proves that the sender has the
+    receiver's metadata. The other fields describe the sender.
     """
 
     peer_cell: bytes
@@ -51,16 +52,17 @@ def encode_write(notif: bytes, source: bytes, target: bytes) -> bytes:
     Args:
         notif: notification; empty for none.
         source: iovec of the sender's memory.
-        target: iovec of the receiver's memory: as many runs, of equal lengths.
+        target: iovec of the receiver's memory, with runs of the same lengths.
     """
     return encode_request(notif, source + target)
 
 
 def decode_write(request: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return (notification, source, target).
+    """Return the (notification, source, target) of a WRITE request.
 
     Raises:
-        ValueError: as `decode_request`, or the lengths differ.
+        ValueError: the request is malformed or too long, or the lengths of source and target
+            differ.
     """
     end = 4 + int.from_bytes(request[:4], "little")
     middle = end + (len(request) - end) // 2
@@ -102,7 +104,7 @@ class SHMServer(PeerServer[_Client]):
                 job.finish("the memory was deregistered")
 
     def open(self) -> None:
-        """Listen at a new address."""
+        """Listen at a new address, with a new cell."""
         self._cell = Cell()
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         server.setblocking(False)

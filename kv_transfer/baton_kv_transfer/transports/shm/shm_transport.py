@@ -1,15 +1,15 @@
 """Transfers between processes of one host.
 
-Each side writes to its own memory only (`cross_memory`).
+Each side writes only to its own memory, and reads the memory of the other side (`cross_memory`).
 
-    READ    the reader copies, without the peer
-    WRITE   a request to the peer, which checks every descriptor against its registered memory,
-            copies, and answers
+    READ    this side copies from the peer's memory, without a request
+    WRITE   a request to the peer. The peer checks that every descriptor is in the peer's registered
+            memory, copies from the memory of this side, and answers.
 
-Requests, answers and notifications go over a unix socket of the peer. The side that connects sends
-the peer's cell, which is in the peer's metadata. The kernel reports its process id (SO_PEERCRED).
-Both sides must have the same boot id, pid namespace and network namespace. The thread that starts a
-READ of up to INLINE_BYTES copies it at once.
+Requests, answers and notifications travel over a unix socket of the peer. The side that connects
+sends the peer's cell, which is in the peer's metadata. The kernel reports the process id of the
+side that connects (SO_PEERCRED). Both sides must have the same boot id, pid namespace and network
+namespace. A READ of up to INLINE_BYTES is copied at once by the thread that starts it.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from baton_kv_transfer.transports.transport_thread import Job
 
 logger = logging.getLogger(__name__)
 
-#: The caller copies reads up to this size, in some milliseconds: no other thread has to wake up.
+#: The caller itself copies reads up to this size, in some milliseconds. No thread has to wake up.
 INLINE_BYTES = 16 * 2**20
 
 
 class _SHMLink(PeerLink):
-    """A peer process whose memory this process may read. The first request connects to it."""
+    """A link to a peer process whose memory this process may read. The first request connects."""
 
     def __init__(self, context: TransportContext, peer: str, address: HostAddress) -> None:
-        """Open the peer process and check that this process may read its memory. Does not connect.
+        """Check that this process may read the peer's memory, without connecting.
 
         Raises:
-            OSError: there is no such process.
+            OSError: the peer process does not exist.
             OverflowError: the address is invalid.
-            CopyError: this process may not read its memory.
+            CopyError: this process may not read the peer's memory.
         """
         super().__init__(context, peer)
         self.process = Process(address.pid, address.cell_address, address.cell)
         self._address = address
-        #: Sent to the peer: requests are void once it is cleared.
+        #: Sent to the peer. After the cell is cleared, the peer cannot carry out requests.
         self._cell = Cell()
 
     def connect(self) -> FramedSocket:
@@ -107,7 +107,7 @@ class SHMTransport(SocketTransport[_SHMLink]):
         self._clients.open()
 
     def add_peer(self, name: str, address: bytes) -> None:
-        """Add the peer if its memory can be read, which a read of a few bytes shows."""
+        """Add the peer, unless this process cannot read the peer's memory."""
         self.remove_peer(name)
         try:
             decoded = msgspec.msgpack.decode(address, type=HostAddress)
