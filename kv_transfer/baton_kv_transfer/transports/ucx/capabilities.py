@@ -1,4 +1,4 @@
-"""The UCX that this process loaded: its version, its files and its components."""
+"""The version, files and components of the UCX that this process loaded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class _ComponentAttr(c.Structure):
 def find_components() -> list[str]:
     """Return the names of UCX's components, such as `tcp`, `ib` and `cuda_cpy`.
 
-    A component is listed if its module was loaded; it may have no device here. The module of `ib`
-    needs libibverbs, the modules of CUDA need a driver.
+    A listed component may have no device on this machine. `ib` is listed only with libibverbs, and
+    the components for CUDA are listed only with an NVIDIA driver.
 
     Raises:
         UCXError: UCX is missing.
@@ -44,9 +44,9 @@ def find_components() -> list[str]:
 
 
 def find_libraries() -> list[str]:
-    """Return the files of libucp that this process has mapped.
+    """Return the paths of the libucp files that this process has mapped.
 
-    With more than one, another UCX is in use beside ucxx's.
+    More than one path means that the process uses another UCX beside ucxx's.
     """
     paths = {
         line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()
@@ -55,7 +55,7 @@ def find_libraries() -> list[str]:
 
 
 def describe() -> str:
-    """Return a text such as `UCX 1.21.0 (/usr/lib/libucp.so.0) with tcp, ib`.
+    """Return a description such as `UCX 1.21.0 (/usr/lib/libucp.so.0) with tcp, ib`.
 
     Raises:
         UCXError: UCX is missing.
@@ -68,7 +68,7 @@ def require_rdma() -> None:
     """Check that UCX can use RDMA in this process.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: UCX has no verbs component, or the machine has no RDMA device.
         UCXError: UCX is missing.
     """
     if VERBS not in find_components():

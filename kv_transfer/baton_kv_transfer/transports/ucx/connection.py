@@ -1,4 +1,4 @@
-"""A connection: an endpoint of UCX with the requests that end with it."""
+"""A connection: a UCX endpoint and the requests that use it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:  # streams imports this module
 
 
 class Outgoing:
-    """A transfer that this side started. `is_answered`: no reply is missing, only data."""
+    """A transfer that this side started.
+
+    If `is_answered` is True, the transfer waits for no reply, only for the end of its data.
+    """
 
     def __init__(self, transfer: Transfer, stream: Stream) -> None:
         self.transfer = transfer
@@ -27,7 +30,7 @@ class Outgoing:
 
 
 class Connection:
-    """An endpoint of UCX and what depends on it."""
+    """A UCX endpoint, with the transfers and messages that use it."""
 
     def __init__(
         self,
@@ -36,13 +39,13 @@ class Connection:
         on_close: Callable[[int], None],
         moved: Counter[str],
     ) -> None:
-        """Connect to a worker of UCX.
+        """Connect to a remote UCX worker.
 
         Args:
             worker: the local worker.
             address: address of the remote worker.
             on_close: called with `session` when UCX reports that the connection failed.
-            moved: bytes by lane, to add to.
+            moved: counter of bytes by lane, to which this connection adds its bytes.
 
         Raises:
             UCXError: UCX cannot reach the address from here.
@@ -70,11 +73,11 @@ class Connection:
         return bool(self.outgoing or self.incoming or self._num_held)
 
     def fail(self, reason: str) -> None:
-        """Mark the connection to be cut."""
+        """Record an error, after which the transport cuts this connection."""
         self.error = self.error or reason
 
     def cut(self) -> None:
-        """Close the endpoint by force. Streams end when UCX has completed their requests."""
+        """Close the endpoint by force. Each stream ends when UCX has completed its requests."""
         self._outbox.clear()
         self._is_cut = True
         self._num_held += 1
@@ -83,15 +86,17 @@ class Connection:
             stream.stop(self.error)
 
     def drop(self) -> None:
-        """Drop the last reference to the endpoint, before its worker is destroyed."""
+        """Drop the reference to the endpoint. Call this before destroying the endpoint's worker."""
         self._endpoint = None
 
     def send_message(self, message: Message, then: Callable[[], None] = lambda: None) -> None:
-        """Send after earlier messages. With UCX alone a short message could overtake a long one.
+        """Send a message after all earlier messages.
+
+        UCX alone would let a short message overtake a long one.
 
         Args:
             message: the message.
-            then: called when UCX has the message.
+            then: called after the message was passed to UCX.
         """
         self._outbox.append((messages.encode(message), then))
         if self._sending is None and not self.error:

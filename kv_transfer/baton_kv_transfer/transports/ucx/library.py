@@ -1,9 +1,9 @@
-"""ctypes declarations of the libucp calls that Baton makes on the handles of ucxx's objects.
+"""ctypes declarations of libucp functions, which Baton calls with the handles of ucxx's objects.
 
-All tag messages use them, because ucxx cannot send a list of buffers as one message. ucxx also
-cannot cancel one request, close a failed endpoint by force, or name the lanes of an endpoint. Its
-`cuda_support` tests the wrong bit (ucxx 0.52) and is always true. The struct layouts are those of
-UCX's public headers, 1.17 or newer.
+All tag messages use these functions, because ucxx cannot send a list of buffers as one message.
+ucxx also cannot cancel one request, close a failed endpoint by force, or name the lanes of an
+endpoint. `cuda_support` of ucxx 0.52 tests the wrong bit and is always true. The struct layouts are
+those of UCX's public headers, 1.17 or newer.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class UCXError(RuntimeError):
 
 @functools.cache
 def load() -> Any:
-    """Return libucp as ucxx loaded it, with argument types set.
+    """Return the libucp that ucxx loaded, with argument types set.
 
-    `Any`: the functions of a ctypes library are dynamic attributes.
+    The return type is Any, because the functions of a ctypes library are dynamic attributes.
 
     Raises:
         UCXError: ucxx is not installed.
@@ -127,7 +127,7 @@ def load() -> Any:
 
 @functools.cache
 def load_ucxx() -> Any:
-    """Return the module with ucxx's classes. `Any`: it is compiled, without types.
+    """Return the module with ucxx's classes, which is compiled and has no types.
 
     Raises:
         UCXError: ucxx is not installed.
@@ -149,9 +149,9 @@ def status_text(status: int) -> str:
 
 
 def pointer_status(pointer: int | None) -> int:
-    """Return the status that an `_nbx` call returned.
+    """Return the status in the pointer that an `_nbx` function returned.
 
-    OK: done at once. INPROGRESS: the pointer is a request. Other values are error codes.
+    OK: the operation has ended. INPROGRESS: the pointer is a request. Other values are error codes.
     """
     if not pointer:
         return OK

@@ -5,12 +5,12 @@
             writer: WRITE that awaits GO         owner: GO          (or REFUSED)
             writer: the data                     owner: DONE
 
-A short WRITE is certain to arrive before its data: the owner posts receives in time. A long one
-awaits GO.
+A short WRITE always arrives before its data, so the owner posts receives in time. After a long
+WRITE, the writer waits for GO before it sends the data.
 
-The first message of a side over a new endpoint is HELLO. It shows that the sender has this agent's
-metadata. It announces a random session id, which every later message about the sender's requests
-carries in both directions.
+A side sends HELLO before its first request over a new endpoint. The secret in HELLO proves that the
+sender has the receiver's metadata. HELLO also has a random session id. Every later message about
+the sender's requests carries this id, in both directions.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The data of a transfer as tag messages. Both sides cut it into the same pieces of up to 512 KiB.
+"""The data of a transfer as tag messages, one message for each piece of up to 512 KiB.
 
-UCX sends them directly from the rows and receives them into the rows.
+Both sides cut the data into the same pieces. UCX sends a piece directly from the rows of memory,
+and receives a piece directly into the rows.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.connection import Connection
 from baton_kv_transfer.transports.ucx.worker import Buffer, Request
 
-#: Fits into a receive segment: larger messages are copied before UCX sends them.
+#: A piece fits into a receive segment. UCX copies larger messages before sending them.
 PIECE_BYTES = 2**19
 _PIECE_ROWS = 1024
 #: Pieces of one transfer that are sent at a time, so that other transfers have their turn.
@@ -22,7 +23,7 @@ WINDOW = 8
 
 
 class Pieces:
-    """Rows of memory, cut at the same points if the rows have the same lengths."""
+    """Rows of memory, cut into pieces. Rows of the same lengths are cut at the same points."""
 
     def __init__(self, iovec: bytes) -> None:
         self.iovec = iovec
@@ -48,7 +49,7 @@ class Pieces:
 
 
 class Stream:
-    """One side's part of the data of a transfer."""
+    """The data of one transfer, as this side sends or receives it."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class Stream:
             connection: carries the messages.
             transfer: number in the tags.
             iovec: the rows.
-            on_end: called when UCX has completed the requests of all pieces and none follows.
+            on_end: called when UCX has completed all requests and no further request follows.
 
         Raises:
             ValueError: one transfer cannot have this many pieces.
@@ -91,9 +92,9 @@ class Stream:
             self._post(self._connection.send)
 
     def stop(self, error: str) -> None:
-        """Post nothing more, and cancel the receives that no message has matched.
+        """Post no more pieces, and cancel the receives that no message has matched.
 
-        The stream ends later if UCX still holds requests.
+        If UCX still holds requests, the stream ends when UCX has completed them.
         """
         self.error = self.error or error
         if self.ended:

@@ -1,8 +1,8 @@
-"""Transfers over UCX. Only the owner of memory gives it to UCX, after checking each row.
+"""Transfers over UCX. Only the owner of memory passes it to UCX, after checking each row.
 
-Each request that UCX holds belongs to a connection. A connection that fails, is silent or is
-removed is cut: UCX closes its endpoint by force, and a transfer ends when UCX has completed all
-its requests. If UCX does not complete them, the worker itself is replaced.
+Each UCX request belongs to a connection. A connection is cut when it fails, when it is silent, or
+when its peer is removed. Then UCX closes the endpoint by force, and each transfer ends when UCX has
+completed the requests of the transfer. If UCX does not complete them, the UCX worker is replaced.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _SECRET_BYTES = 16
 
 
 class PeerAddress(msgspec.Struct, array_like=True, frozen=True):
-    """What a peer needs to connect."""
+    """Worker address and secret with which a peer can connect."""
 
     worker: bytes
     secret: bytes
@@ -159,7 +159,7 @@ class UCXTransport(Transport):
             logger.warning("notification to %s was lost: %s", name, error)
 
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
-        """End what this side started with a peer."""
+        """Cut the connection to a removed peer, unless only the peer's requests use it."""
         connection = self._by_address.get(peer.worker)
         if connection is not None and (connection.outgoing or connection.peer_session is None):
             connection.fail(reason)
@@ -176,9 +176,7 @@ class UCXTransport(Transport):
             self._replace_worker("UCX did not give back deregistered memory")
 
     def fence(self) -> None:
-        """Cut all connections and replace the worker.
-
-        Earlier metadata of this side is useless then.
+        """Cut all connections and replace the worker, which makes earlier metadata invalid.
 
         Raises:
             UCXError: no worker can be created, because the network is down.
@@ -192,7 +190,7 @@ class UCXTransport(Transport):
     # Progress
 
     def _progress(self) -> bool:
-        """Do what can be done at once; return whether there is more."""
+        """Advance UCX and handle messages; return whether more can be done at once."""
         worker = self._worker
         if worker is None:
             return False
@@ -208,10 +206,10 @@ class UCXTransport(Transport):
         return True
 
     def _take_messages(self, worker: UCXWorker) -> None:
-        """Handle all messages that have arrived.
+        """Handle messages until no more arrive.
 
-        Handling one may close an endpoint, which lets more messages in, among them a WRITE and its
-        data. The data is not discarded if the WRITE is handled first.
+        Handling a message may close an endpoint. Then more messages may arrive, for example a WRITE
+        and its data. The WRITE must be handled before data without a transfer are discarded.
         """
         has_more = True
         while has_more:
@@ -310,7 +308,7 @@ class UCXTransport(Transport):
             self._end_outgoing(connection, answer.transfer)  # a short WRITE's stream had ended
 
     def _end_outgoing(self, connection: Connection, number: int) -> None:
-        """End a transfer if UCX has completed its requests and no reply is missing."""
+        """End a transfer that has failed or was answered, once UCX has completed its requests."""
         outgoing = connection.outgoing.get(number)
         if outgoing is None:
             return
@@ -378,7 +376,11 @@ class UCXTransport(Transport):
         self._wait_for_memory()
 
     def _wait_for_memory(self) -> bool:
-        """Return whether UCX gave back all memory of cut connections within RETURN_TIMEOUT_S."""
+        """Wait until UCX has completed the requests of all cut connections.
+
+        Returns:
+            False after RETURN_TIMEOUT_S.
+        """
         deadline = time.monotonic() + RETURN_TIMEOUT_S
         while self._worker is not None and any(connection.is_busy for connection in self._cut):
             self._worker.progress()
@@ -387,9 +389,10 @@ class UCXTransport(Transport):
         return True
 
     def _tick(self) -> None:
-        """Give up silent peers, and check that UCX still listens.
+        """Cut connections that are silent, and check that UCX still listens.
 
-        Ticks are counted, not seconds, so that a process that was stopped first reads what arrived.
+        Silence is counted in ticks instead of seconds. So a process that was suspended reads the
+        messages that have arrived before it cuts a connection.
         """
         for connection in self._by_address.values():
             connection.silent_ticks = connection.silent_ticks + 1 if connection.is_busy else 0

@@ -1,4 +1,4 @@
-"""UCX's context and worker: endpoints, and tag messages with a callback at their end."""
+"""UCX's context and worker: endpoints, and tag messages that call back when they end."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ SETTINGS = {
     "RNDV_THRESH": str(RENDEZVOUS_BYTES),
     "ZCOPY_THRESH": str(RENDEZVOUS_BYTES),
 }
-#: Messages up to this size arrive in order. It is far below RNDV_THRESH and the size of a segment.
+#: Messages up to this size arrive in order. The size is far below RNDV_THRESH and a segment's size.
 MAX_EAGER_BYTES = 4096
 #: How long a destroyed worker may take to end messages whose senders are gone.
 DRAIN_TIMEOUT_S = 0.2
-#: Held while a worker opens its listening sockets, so that it does not claim another agent's.
+#: Held while a worker opens listening sockets, so that no worker counts another worker's sockets.
 _CREATION = threading.Lock()
 
 
 class UCXContext:
-    """UCX as an agent uses it: the settings, and the factory of workers."""
+    """A UCX context with Baton's settings, which creates workers."""
 
     def __init__(self, host: str) -> None:
         """Start UCX.
 
         Args:
-            host: address of this machine. TCP uses only its device.
+            host: address of this machine. TCP uses only the network device with this address.
 
         Raises:
             UCXError: UCX is missing or cannot start.
@@ -71,7 +71,7 @@ class UCXContext:
 
     @property
     def max_eager_bytes(self) -> int:
-        """Size up to which messages arrive in order. 0 if the environment sets thresholds."""
+        """Size up to which messages arrive in order; 0 if the environment sets a threshold."""
         has_thresholds = any(name.startswith("UCX_RNDV") for name in os.environ)
         return 0 if has_thresholds else MAX_EAGER_BYTES
 
@@ -100,7 +100,7 @@ class UCXContext:
 
 
 def find_devices(host: str) -> str:
-    """Return UCX_NET_DEVICES for an address: its network device and all RDMA devices."""
+    """Return UCX_NET_DEVICES for `host`: the network device of `host` and all RDMA devices."""
     devices = [
         f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*")
     ]
@@ -128,40 +128,40 @@ def _find_interface(host: str) -> str:
 
 
 def _find_listeners() -> dict[int, str]:
-    """Return the descriptors at which this process listens for TCP, and their sockets' names."""
+    """Return the listening TCP sockets of this process: file descriptor to name of the socket."""
     sockets = psutil.Process().net_connections("tcp")
     return {s.fd: _name_socket(s.fd) for s in sockets if s.status == psutil.CONN_LISTEN}
 
 
 def _name_socket(fd: int) -> str:
-    """Return a name that identifies the socket, even if another one reuses its descriptor."""
+    """Return a name that identifies the socket even after its file descriptor was reused."""
     return os.path.realpath(f"/proc/self/fd/{fd}")
 
 
 class Buffer:
     """Memory of one tag message, as a list of runs.
 
-    It is a list even with one run. UCX 1.21 ends the process when a rendezvous of contiguous memory
-    is aborted while its registration cache is off. The cache is off beside another UCX, such as
-    NIXL's, in one process.
+    A single run is also passed to UCX as a list. UCX 1.21 ends the process when a rendezvous of
+    contiguous memory is aborted while UCX's registration cache is off. The cache is off when the
+    process also has another UCX, such as NIXL's.
     """
 
     __slots__ = ("_runs", "address", "count", "nbytes")
 
     def __init__(self, runs: object, address: int, count: int, nbytes: int) -> None:
-        """Refer to runs.
+        """Refer to a list of runs.
 
         Args:
-            runs: what keeps them allocated.
-            address: address of the first one, packed as struct iovec.
+            runs: the object that keeps the list allocated.
+            address: address of the list, an array of struct iovec.
             count: number of runs.
-            nbytes: bytes of all of them.
+            nbytes: sum of the lengths of all runs.
         """
         self._runs, self.address, self.count, self.nbytes = runs, address, count, nbytes
 
     @classmethod
     def of(cls, address: int, nbytes: int) -> Buffer:
-        """Return a buffer of contiguous memory. With 0 bytes it discards what is received."""
+        """Return a buffer of contiguous memory. A buffer of 0 bytes discards received bytes."""
         run = c.create_string_buffer(pack_run(address, nbytes), RUN_BYTES)
         return cls(run, c.addressof(run), 1 if nbytes else 0, nbytes)
 
@@ -185,12 +185,12 @@ class UCXWorker:
     """
 
     def __init__(self, ucxx: Any, worker: Any, listeners: dict[int, str]) -> None:
-        """Use a new worker of ucxx.
+        """Take over a new worker of ucxx.
 
         Args:
             ucxx: the module with ucxx's classes.
             worker: the worker.
-            listeners: its listening sockets: descriptor and name of each. Empty without TCP.
+            listeners: listening sockets of the worker, file descriptor to name. Empty without TCP.
         """
         self._ucxx = ucxx
         self._ucp = library.load()
@@ -221,15 +221,15 @@ class UCXWorker:
 
     @property
     def is_listening(self) -> bool:
-        """UCX still accepts TCP connections. It closes its listening socket when accept fails."""
+        """Whether UCX accepts TCP connections. UCX closes its listening socket if accept fails."""
         return all(_name_socket(fd) == name for fd, name in self._listeners.items())
 
     def connect(self, address: bytes, on_close: Callable[[int], None], number: int) -> Any:
-        """Return ucxx's endpoint of a remote worker.
+        """Connect to a remote worker and return ucxx's endpoint.
 
         Args:
             address: address of the remote worker.
-            on_close: called with `number` within `progress` when the endpoint failed.
+            on_close: called with `number`, inside `progress`, when the endpoint failed.
             number: argument of on_close.
 
         Raises:
@@ -244,7 +244,7 @@ class UCXWorker:
         return endpoint
 
     def disconnect(self, endpoint: Any, on_end: Callable[[str], None]) -> None:
-        """Close an endpoint at once: its requests end, and nothing arrives from it any more."""
+        """Close an endpoint at once: its requests end, and no message of it arrives any more."""
         request, key = self._new_request(None, on_end)
         if endpoint.alive:
             endpoint.close_blocking()
@@ -274,7 +274,10 @@ class UCXWorker:
         return self._begin(request, key, pointer, buffer.nbytes)
 
     def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
-        """Receive a tag message, as `send`. A message of another length is an error."""
+        """Receive a tag message. A message of another length than the buffer is an error.
+
+        A later `progress` calls `on_end(error)` when UCX has released the memory.
+        """
         request, key = self._new_request(buffer, on_end)
         self._receive.user_data = key
         pointer = self._ucp.ucp_tag_recv_nbx(
@@ -283,7 +286,7 @@ class UCXWorker:
         return self._begin(request, key, pointer, self._info.length)
 
     def probe(self, tag: int, mask: int) -> tuple[int, int] | None:
-        """Take an arrived message that no posted receive matches.
+        """Return an arrived message that no posted receive matches, to be passed to `take`.
 
         Returns:
             The message and its size in bytes; None if there is no such message.
@@ -301,7 +304,7 @@ class UCXWorker:
         return self._begin(request, key, pointer, self._info.length)
 
     def discard(self, tag: int, mask: int) -> None:
-        """Discard what `probe` would return."""
+        """Discard all messages that `probe` would return."""
         while arrived := self.probe(tag, mask):
             self.take(arrived[0], Buffer.of(0, 0), lambda error: None)
 
@@ -311,12 +314,12 @@ class UCXWorker:
             self._ucp.ucp_request_cancel(self._handle, request.pointer)
 
     def progress(self) -> None:
-        """Move what can be moved, and call back for requests that ended."""
+        """Let UCX make progress, and call `on_end` of the requests that ended."""
         self._worker.progress()
         self.call_back()
 
     def call_back(self) -> bool:
-        """Call back for requests that ended; return whether there were any."""
+        """Call `on_end` of the requests that ended; return whether there were any."""
         has_ended = bool(self._ended)
         while self._ended:
             key, status, nbytes = self._ended.popleft()
@@ -328,9 +331,10 @@ class UCXWorker:
         return has_ended
 
     def arm(self) -> bool:
-        """Return whether the event descriptor reports the next event.
+        """Arm `event_fd`, so that it becomes readable at the next event.
 
-        False: `progress` has more to do.
+        Returns:
+            False if `event_fd` is not armed, because `progress` has more to do.
         """
         return not self._ended and bool(self._worker.arm())
 
@@ -351,9 +355,9 @@ class UCXWorker:
         )
 
     def destroy(self) -> None:
-        """Destroy the worker. Its endpoints must have been dropped before.
+        """Destroy the worker. All references to its endpoints must have been dropped before.
 
-        All requests end and UCX touches no memory any more.
+        Afterwards all requests have ended, and UCX touches no memory any more.
         """
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while self._requests and time.monotonic() < deadline:
@@ -382,7 +386,7 @@ class UCXWorker:
         return request
 
     def _sent(self, pointer: int, status: int, key: int) -> None:
-        """Handle UCX's callback, inside ucp_worker_progress."""
+        """Record that a request has ended. UCX calls this inside ucp_worker_progress."""
         request = self._requests[key]
         request.pointer = None
         self._ended.append((key, status, request.nbytes))
