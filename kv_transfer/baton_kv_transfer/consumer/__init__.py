@@ -1,10 +1,10 @@
-"""The consumer's side: it loads blocks from producers and verifies them.
+"""The consumer side: loads blocks from producers and verifies them.
 
 consumer_side    the entry point, called by the connector's thread
 load_manager     moves each load through its states
 load_state       the states and data of a load and of its per-rank transfers
 block_verifier   reads published blocks and verifies their checksums
-read_window      which blocks are read from a peer next
+read_window      limits the bytes in flight from a peer, and chooses the next blocks to read
 peer             the connection and the handshake with one worker of a producer
 peer_registry    the peers that are connected
 """

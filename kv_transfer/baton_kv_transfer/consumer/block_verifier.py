@@ -1,7 +1,7 @@
 """Reads published blocks into this engine's memory and verifies them there.
 
-A block that differs from its checksum is read once more. The agent's thread moves bytes while this
-thread verifies.
+A block that differs from its checksum is read once more. The agent's thread moves bytes while the
+connector's thread verifies blocks.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class BlockVerifier:
         context: ConnectorContext,
         on_verified: Callable[[RankTransfer, list[int]], None],
     ) -> None:
-        """Start without blocks.
+        """Create a verifier without blocks.
 
         Args:
-            context: shared by both sides of the connector.
-            on_verified: called with the per-rank transfer of a verified batch and the positions
-                that differed from their checksums twice.
+            context: state that both sides of the connector share.
+            on_verified: called with the per-rank transfer of a verified batch, and the positions of
+                blocks that differed from their checksums twice.
         """
         self._context = context
         self._agent, self._memory, self._stats = context.agent, context.memory, context.stats
@@ -49,12 +49,12 @@ class BlockVerifier:
 
     @property
     def has_unverified(self) -> bool:
-        """There are blocks to verify: call `advance` again at once."""
+        """Whether arrived blocks are not verified yet. If so, call `advance` again at once."""
         return bool(self._arrived)
 
     @property
     def is_reading(self) -> bool:
-        """Transfers into this engine's memory are in flight."""
+        """Whether reads into this engine's memory are in flight."""
         handles = [batch.handle for batch in self._in_flight if batch.handle is not None]
         return any(self._agent.check_xfer_state(handle) == "PROC" for handle in handles)
 
@@ -83,18 +83,18 @@ class BlockVerifier:
             )
 
     def drop(self, rank_transfer: RankTransfer) -> None:
-        """Drop the queued reads of a failed load."""
+        """Drop the queued reads of a per-rank transfer whose load has failed."""
         if rank_transfer.peer in self._windows:
             self._windows[rank_transfer.peer].drop(rank_transfer)
 
     def drop_peer(self, peer: Peer) -> None:
-        """Drop the queue of a peer whose loads have failed. Reads in flight end by themselves."""
+        """Drop the queued reads from a lost peer. Reads in flight end by themselves."""
         self._windows.pop(peer, None)
 
     def advance(self) -> None:
-        """Collect ended reads, post others and verify blocks.
+        """Collect reads that have ended, post queued reads, and verify arrived blocks.
 
-        Reads are posted before each verification, so that they travel during it.
+        Reads are posted before each verification, so that bytes arrive during the verification.
         """
         until = self._context.clock() + VERIFY_SLICE_S
         self._collect()
@@ -117,7 +117,7 @@ class BlockVerifier:
             self._discard(self._arrived.popleft())
 
     def post(self) -> None:
-        """Post what fits into the peers' windows."""
+        """Post the queued reads that fit into the peers' windows."""
         for peer, window in self._windows.items():
             while not peer.error and (batch := window.take_batch(self._memory)) is not None:
                 assert peer.blocks is not None
@@ -141,7 +141,7 @@ class BlockVerifier:
                     self._stats.descriptors_posted += handle.num_descs
 
     def _collect(self) -> None:
-        """Collect the reads that ended."""
+        """Collect the reads that ended. After DONE, verify the blocks; after ERR, fail the peer."""
         in_flight = []
         for batch in self._in_flight:
             assert batch.handle is not None
@@ -167,7 +167,7 @@ class BlockVerifier:
         self._discard(batch)
 
     def _verify(self, batch: Batch) -> None:
-        """Commit and count the blocks whose checksums match. Read the others once more."""
+        """Verify a batch: commit blocks whose checksums match, and read the others once more."""
         rank_transfer, load = batch.rank_transfer, batch.rank_transfer.load
         if load.state is not LoadState.LOADING:
             self._discard(batch)
@@ -206,7 +206,7 @@ class BlockVerifier:
         self._on_verified(rank_transfer, twice)
 
     def _discard(self, batch: Batch) -> None:
-        """Give back the slots of a batch."""
+        """Remove a batch from its per-rank transfer, and release the slots that the batch owns."""
         batch.rank_transfer.num_batches -= 1
         if batch.owns_slots:
             self._memory.release(batch.slots)

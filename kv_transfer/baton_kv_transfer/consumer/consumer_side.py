@@ -1,13 +1,13 @@
-"""The consumer's side of the connector. It runs on the connector's thread.
+"""The consumer side of the connector, which the connector's thread runs.
 
-`advance` does everything that can happen now: it receives messages, reads and verifies blocks, and
-moves each load through its states. It keeps these promises:
+`advance` receives messages, reads and verifies blocks, and moves each load through its states.
+These rules hold:
 
 - Each load has exactly one LoadResult. Each wait and each per-rank transfer has a deadline.
-- A block counts when every per-rank transfer has verified its heads in this engine's memory.
-- At the LoadResult nothing can write to the load's blocks any more. Its reads have ended. A pushing
-  producer has confirmed the end of its writes (RELEASED, or the last block was verified), or a
-  fence has cut all peers off from the memory.
+- A block is valid after every per-rank transfer has verified its part of the block in this engine's
+  memory.
+- After the LoadResult nothing writes to the load's blocks. All reads have ended. With push, the
+  producer has sent RELEASED, the last write was verified, or a fence has cut all peers off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConsumerSide:
-    """The loads of a worker and its connections to producers."""
+    """The loads of this worker, and the connections to producers."""
 
     def __init__(
         self,
@@ -42,15 +42,16 @@ class ConsumerSide:
         on_finished: Callable[[str, LoadResult], None],
         on_fenced: Callable[[], None],
     ) -> None:
-        """Prepare the memory for handshakes.
+        """Create a consumer side without loads, and describe the memory for handshakes.
 
         Args:
-            context: shared with the producer's side.
-            on_finished: called with the one result of each load.
-            on_fenced: called after agent.fence(): the agent's metadata is new and it has no peers.
+            context: state shared with the producer side.
+            on_finished: called once for each load, with its transfer id and result.
+            on_fenced: called after a fence, when the agent has new metadata and no peers.
 
         Raises:
-            ValueError: the workers' heads are replicated, or this worker is not among them.
+            ValueError: the engine has more workers than KV heads, or this worker's heads are not in
+                `context.ranks`.
         """
         self._context = context
         self._agent, self._clock = context.agent, context.clock
@@ -71,9 +72,9 @@ class ConsumerSide:
     # From the scheduler
 
     def expect(self, transfer_id: str, wait: LoadWait) -> None:
-        """Keep the transfer's blocks at the producer by heartbeats.
+        """Send heartbeats for a waiting load, so that the producer keeps the load's blocks.
 
-        The heartbeats end when the load begins or the peer is lost.
+        The heartbeats end when the load begins or the producer is lost.
         """
         try:
             first = self._peers.connect(
@@ -111,7 +112,7 @@ class ConsumerSide:
             self._loads.advance(load, now)
 
     def fail_all(self, reason: str) -> None:
-        """End every load at once. Call only after the agent was closed."""
+        """Fail and end every load at once. Call this only after closing the agent."""
         now = self._clock()
         self._blocks.discard_all()
         for load in self._loads:
@@ -128,7 +129,7 @@ class ConsumerSide:
         return list(self._peers)
 
     def advance(self, now: float) -> None:
-        """Do everything that can happen now."""
+        """Receive messages, read and verify blocks, advance all loads, and send heartbeats."""
         if notifications := list(self._notifications()):
             for peer, notification in notifications:
                 self._loads.handle_message(peer, notification, now)
@@ -149,7 +150,7 @@ class ConsumerSide:
         self._send_heartbeats(now)
 
     def next_deadline(self) -> float | None:
-        """Return the time of the next `advance` if nothing else happens; None: not needed."""
+        """Return the time at which `advance` must run even without an event; None if never."""
         if self._blocks.has_unverified or any(peer.error for peer in self._peers):
             return 0.0
         deadlines = [peer.handshake_deadline for peer in self._peers if not peer.is_ready]
@@ -160,9 +161,9 @@ class ConsumerSide:
     # Peers
 
     def _notifications(self) -> Iterator[tuple[Peer, side_channel.Publish]]:
-        """Yield the notifications of producers' writes.
+        """Yield (peer, PUBLISH) for each notification of a producer's write.
 
-        Their sender is not verified: invalid ones are dropped.
+        Invalid notifications are dropped, because their sender is not verified.
         """
         for sender, messages in self._agent.get_new_notifs().items():
             for peer in self._peers:
@@ -183,7 +184,7 @@ class ConsumerSide:
         self._blocks.drop_peer(peer)
 
     def _fence_needed(self, now: float) -> str:
-        """Return why peers must be cut off from this engine's memory now, or an empty string."""
+        """Return why all peers must be cut off from this engine's memory now; empty if not."""
         draining = [load for load in self._loads if load.state is LoadState.DRAINING]
         for load in draining:
             if now >= load.drain_deadline:
@@ -200,7 +201,7 @@ class ConsumerSide:
         return ""
 
     def _fence(self, why: str, now: float) -> None:
-        """Cut all peers off from this engine's memory, end all loads and connect to peers again."""
+        """Cut all peers off from this engine's memory, end all loads and disconnect all peers."""
         logger.warning("cutting all peers off from the KV memory: %s", why)
         self._context.stats.memory_fences += 1
         self._agent.fence()

@@ -1,4 +1,4 @@
-"""The running loads: moves each through its states (see `load_state`)."""
+"""Moves each running load through its states (see `load_state`)."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from baton_protocol.config import KVRole
 
 #: Limit for a load's wait without a block while the producer answers PENDING.
 MAX_PENDING_S = 600.0
-#: A load with an outcome waits this long for its reads, then disconnects the peer. After the same
-#: time again it fences.
+#: A draining load waits this long for its reads, then disconnects the peer. After the same time
+#: again, a fence cuts all peers off.
 DRAIN_TIMEOUT_S = 5.0
-#: Longest interval between heartbeats. It is a third of the peer's lease or of this side's timeout,
-#: whichever is shorter.
+#: Longest interval between heartbeats. The interval is a third of the peer's lease or of this
+#: side's timeout, whichever is shorter.
 MAX_HEARTBEAT_S = 5.0
 
 
 class LoadManager:
-    """The running loads of a worker."""
+    """The running loads of this worker."""
 
     def __init__(
         self,
@@ -43,10 +43,11 @@ class LoadManager:
         blocks: BlockVerifier,
         on_finished: Callable[[str, LoadResult], None],
     ) -> None:
-        """Check that this worker's heads can be exchanged.
+        """Create a manager without loads, and check the KV heads of this engine's workers.
 
         Raises:
-            ValueError: the workers' heads are replicated, or this worker is not among them.
+            ValueError: the engine has more workers than KV heads, or this worker's heads are not in
+                `context.ranks`.
         """
         self._context = context
         self._memory, self._load_timeout_s = context.memory, context.config.load_timeout_s
@@ -74,7 +75,7 @@ class LoadManager:
         return len(self._loads)
 
     def __iter__(self) -> Iterator[Load]:
-        """Iterate over a copy: loads may end in the loop."""
+        """Iterate over a copy of the loads, because loads may end during the loop."""
         return iter(list(self._loads.values()))
 
     def get(self, transfer_id: str) -> Load | None:
@@ -96,14 +97,14 @@ class LoadManager:
         self.advance(load, now)
 
     def connect_workers(self, first: Peer, now: float) -> tuple[dict[int, Peer], str]:
-        """Connect to the producer's workers that hold heads needed here.
+        """Connect to the producer's workers that have heads which this worker needs.
 
         Args:
-            first: the producer's first worker, which names the others once it is ready.
-            now: the time.
+            first: the producer's first worker, which names the others when it is ready.
+            now: the current time.
 
         Returns:
-            The workers by rank, and why one of them is missing: empty if all are found.
+            The workers by rank, and why a connection failed; empty if none failed.
         """
         workers, error = {}, ""
         for rank, address in enumerate(first.ranks if first.is_ready else ()):
@@ -139,7 +140,7 @@ class LoadManager:
     # A load's states
 
     def advance_all(self, now: float) -> None:
-        """Move all loads on. Those that end may free slots for others."""
+        """Advance all loads, repeatedly while loads end, because an ended load may free slots."""
         count = 0
         while count != len(self._loads):
             count = len(self._loads)
@@ -149,7 +150,7 @@ class LoadManager:
         self._blocks.post()
 
     def advance(self, load: Load, now: float) -> None:
-        """Move the load on as far as possible."""
+        """Advance one load through its states as far as possible."""
         self._take_steps(load, now)
         self._send_releases()
 
@@ -174,7 +175,7 @@ class LoadManager:
                 self.end(load, now)
 
     def _open_rank_transfers(self, load: Load, now: float) -> None:
-        """Open a per-rank transfer for each worker with needed heads. The first worker is ready."""
+        """Create a per-rank transfer for each worker of the producer that has needed heads."""
         first, heads = load.first_worker, self._memory.layout.heads
         if first.rank != 0:
             why = f"{first.name} is worker {first.rank}, not the first one"
@@ -204,7 +205,10 @@ class LoadManager:
         load.missing += len(workers)
 
     def _subscribe(self, rank_transfer: RankTransfer, now: float) -> None:
-        """Send SUBSCRIBE to a ready worker. A load without blocks sends only RELEASE, later."""
+        """Send SUBSCRIBE to a ready worker of the producer.
+
+        A load without blocks sends only RELEASE, later. With push, SUBSCRIBE waits for free slots.
+        """
         load, peer, rank = rank_transfer.load, rank_transfer.peer, rank_transfer.rank
         expected, heads = load.first_worker.ranks[rank].heads, peer.ranks[peer.rank].heads
         if (peer.rank, heads) != (rank, expected):
@@ -236,9 +240,9 @@ class LoadManager:
         )
 
     def _accept(self, load: Load) -> bool:
-        """Give a load with push its slots; return False if it has to wait.
+        """Give a load with push its slots; return False if the load has to wait.
 
-        The oldest load goes first.
+        The load that has waited longest gets slots first.
         """
         self._want_slots.setdefault(load.transfer_id, load)
         if next(iter(self._want_slots.values())) is load:
@@ -248,9 +252,9 @@ class LoadManager:
         return load.slots is not None
 
     def release(self, rank_transfer: RankTransfer) -> None:
-        """Queue RELEASE once, unless a batch is in flight or unverified.
+        """Queue RELEASE if it was not sent yet, and no batch is in flight or unverified.
 
-        Before SUBSCRIBE was sent, RELEASE is queued only if the peer is ready.
+        Without an earlier SUBSCRIBE, RELEASE is queued only if the peer is ready.
         """
         if (
             rank_transfer.is_released
@@ -277,7 +281,7 @@ class LoadManager:
         self._releases.clear()
 
     def fail(self, load: Load, reason: FailureReason, error: str, now: float) -> None:
-        """Record a failure, unless the load has an outcome. It is reported after the drain."""
+        """Record a failure, to report it after the drain. Do nothing if the load is DRAINING."""
         if load.state is LoadState.DRAINING:
             return
         load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
@@ -390,7 +394,13 @@ class LoadManager:
             self._blocks.read(rank_transfer, new)
 
     def on_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
-        """Handle a verified batch. A block that differed twice fails the load."""
+        """Record that a batch was verified. Fail the load if blocks were wrong twice.
+
+        Args:
+            rank_transfer: the per-rank transfer of the batch.
+            wrong: positions of blocks that differed from their checksums twice.
+            now: the current time.
+        """
         self._record_progress(rank_transfer, now)
         if wrong:
             load = rank_transfer.load

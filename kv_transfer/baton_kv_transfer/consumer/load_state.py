@@ -1,23 +1,23 @@
-"""The state of a load and of its per-rank transfers. No I/O; `load_manager` acts on it.
+"""The states and data of a load and of its per-rank transfers, without I/O.
 
 Load
 
-    HANDSHAKE  connects to the producer's first worker, which names the workers with needed heads
-    LOADING    has one per-rank transfer for each of these workers. Blocks that a worker publishes
-               are read, unless the worker wrote them here (push). All blocks are verified.
-    DRAINING   has an outcome and starts nothing new. It ends, with its one LoadResult, when all
-               per-rank transfers are settled.
+    HANDSHAKE  The load connects to the producer's first worker, which names all workers.
+    LOADING    The load has a per-rank transfer for each worker with needed heads. Published blocks
+               are read, unless the worker wrote the blocks here (push). All blocks are verified.
+    DRAINING   The outcome is known, and nothing new is started. The load ends with its LoadResult
+               when all per-rank transfers are settled.
 
     HANDSHAKE -> LOADING    the first worker is ready
-    LOADING   -> DRAINING   every per-rank transfer verified all blocks, or anything failed;
-                            HANDSHAKE -> DRAINING on failures
+    HANDSHAKE -> DRAINING   the load failed
+    LOADING   -> DRAINING   every per-rank transfer verified all blocks, or the load failed
     DRAINING  -> (ended)    no batch is in flight or unverified, and the producer cannot write
 
 Per-rank transfer
 
-    HANDSHAKE   connects to its worker; with push it also waits for slots
+    HANDSHAKE   The transfer waits for the connection to its worker and, with push, for slots.
     OPEN        SUBSCRIBE was sent. The worker does not write here.
-    PUSHING     SUBSCRIBE was sent with slots: the worker may write to them
+    PUSHING     SUBSCRIBE was sent with slots. The worker may write to these slots.
     QUARANTINE  RELEASE was sent, or the worker is lost. The worker may still write to the slots.
     ENDED       RELEASE was sent, or the worker is lost. The worker cannot write.
 
@@ -70,7 +70,7 @@ class SharedHeads:
     def between(
         cls, theirs: HeadRange, ours: HeadRange, engine: Sequence[HeadRange]
     ) -> SharedHeads:
-        """Compare the heads of two workers.
+        """Return the heads that a worker of the producer shares with this worker.
 
         Args:
             theirs: heads of the producer's worker.
@@ -83,9 +83,9 @@ class SharedHeads:
 
 @dataclass(slots=True, eq=False)
 class RankTransfer:
-    """What a load gets from one worker of the producer.
+    """The part of a load that comes from one worker of the producer.
 
-    Positions count the load's blocks from 0.
+    A position is the index of a block among the load's blocks.
     """
 
     load: Load
@@ -108,7 +108,7 @@ class RankTransfer:
     state: RankTransferState = RankTransferState.HANDSHAKE
     #: Positions to read, not posted yet.
     queued: list[int] = field(default_factory=list)
-    #: Batches in hand: posted, or arrived and not verified yet.
+    #: Number of batches that are posted, or have arrived and are not verified yet.
     num_batches: int = 0
     num_verified: int = 0
     #: With push: blocks published as written.
@@ -118,24 +118,24 @@ class RankTransfer:
 
     @property
     def is_open(self) -> bool:
-        """SUBSCRIBE was sent, and RELEASE was not."""
+        """Whether SUBSCRIBE was sent, and RELEASE was not."""
         return self.state in (RankTransferState.OPEN, RankTransferState.PUSHING)
 
     @property
     def is_released(self) -> bool:
-        """RELEASE was sent, or the worker is lost."""
+        """Whether RELEASE was sent, or the worker is lost."""
         return self.state in (RankTransferState.QUARANTINE, RankTransferState.ENDED)
 
     @property
     def is_complete(self) -> bool:
-        """All blocks were verified."""
+        """Whether all blocks were verified."""
         return self.state is not RankTransferState.HANDSHAKE and self.num_verified == len(
             self.checksums
         )
 
     @property
     def may_write(self) -> bool:
-        """The worker may write to the load's slots."""
+        """Whether the worker may still write to the load's slots."""
         is_last_write_over = self.last or self.num_written == len(self.checksums)
         return self.state is RankTransferState.QUARANTINE or (
             self.state is RankTransferState.PUSHING
@@ -144,11 +144,11 @@ class RankTransfer:
 
     @property
     def is_settled(self) -> bool:
-        """No read or write of this transfer can reach this engine's memory any more."""
+        """Whether no read or write of this transfer can reach this engine's memory."""
         return self.state in (RankTransferState.HANDSHAKE, RankTransferState.ENDED)
 
     def end_writes(self) -> None:
-        """Record that the worker cannot write any more: it confirmed, or a fence cut it off."""
+        """Record that the worker cannot write any more, after RELEASED or a fence."""
         if self.state is RankTransferState.PUSHING:
             self.state = RankTransferState.OPEN
         elif self.state is RankTransferState.QUARANTINE:
@@ -187,7 +187,7 @@ class Load:
 
     @property
     def peers(self) -> list[Peer]:
-        """Peers whose loss fails this load, because blocks of them are missing."""
+        """Peers that the load still needs. If one of them is lost, the load fails."""
         if self.state is LoadState.HANDSHAKE:
             return [self.first_worker]
         return [
@@ -197,7 +197,7 @@ class Load:
         ]
 
     def result(self) -> LoadResult:
-        """Return the number of leading blocks that every per-rank transfer verified."""
+        """Return how many leading blocks all per-rank transfers have verified, and the error."""
         if not self.rank_transfers:
             return LoadResult(0, self.error)
         unverified = np.flatnonzero(self.missing)

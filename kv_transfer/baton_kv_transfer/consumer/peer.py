@@ -1,12 +1,13 @@
-"""A worker of a producer: its side channel, the handshake with it, and its memory in the agent.
+"""A connection to one worker of a producer: the side channel, the handshake, the worker's memory.
 
     HELLO_SENT     HELLO was sent
     AUTHENTICATED  WELCOME had the right hash and proof; DESCRIBE was sent
-    READY          DESCRIPTION fits: transfers may begin
-    (lost)         `error` is set and final: refused, silent, disconnected, or invalid messages
+    READY          DESCRIPTION was valid; transfers may begin
+    (lost)         `error` is set: the worker refused, was silent, disconnected, or sent an invalid
+                   message. This state is final.
 
-A peer is kept from one transfer to the next. A lost connection is not re-established: a restarted
-producer has another instance id, even at the same address, so it is another peer.
+A peer is kept for later transfers. A lost peer does not connect again. A restarted producer is
+another peer, even at the same address, because the producer has another instance id.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class Peer:
         """Connect in the background and send HELLO.
 
         Args:
-            context: shared by both sides of the connector.
-            offered: memory for a producer that pushes; None with pull.
+            context: state that both sides of the connector share.
+            offered: description of the memory that the producer writes to (push); None with pull.
             host: address of the side channel.
             port: port of the side channel.
-            peer_instance_id: instance that is expected there.
-            now: the time.
+            peer_instance_id: instance id that the producer's engine must have.
+            now: the current time.
 
         Raises:
             zmq.ZMQError: host and port are not an address, or no socket is left.
@@ -141,7 +142,7 @@ class Peer:
         return self._state is PeerState.READY and not self.error
 
     def send(self, message: side_channel.ToProducer) -> None:
-        """Queue a message. A lost peer is sent nothing."""
+        """Queue a message to the peer. Do nothing if the peer is lost."""
         if self.error:
             return
         try:
@@ -151,7 +152,7 @@ class Peer:
                 self.fail(FailureReason.PEER_LOST, f"connection to {self.name} lost")
 
     def fail(self, reason: FailureReason, error: str) -> None:
-        """Mark the peer as lost. The first error stays."""
+        """Mark the peer as lost. If it is lost already, keep the first error."""
         if not self.error:
             self.reason, self.error = reason, error[:MAX_REASON_CHARACTERS]
 
@@ -306,7 +307,7 @@ class Peer:
         self._state = PeerState.READY
 
     def _refuse(self, why: str) -> None:
-        """End the handshake from this side."""
+        """Refuse the peer in the handshake, and mark the peer as lost."""
         self._context.stats.handshakes_refused += 1
         self.fail(FailureReason.REFUSED, why)
 
@@ -318,10 +319,10 @@ class Peer:
 
 
 def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
-    """Check that the workers, in order, have each head of the model once.
+    """Check that the workers together have each head of the model once, in rank order.
 
     Raises:
-        ValueError: they do not.
+        ValueError: a head is missing, repeated or not in order.
     """
     end = 0
     for rank, worker in enumerate(ranks):
@@ -338,10 +339,10 @@ def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
 def _slot_rows(
     memory: MemoryDescription, layout: KVCacheLayout, wanted: HeadRange
 ) -> NDArray[np.int64]:
-    """Return the requested heads in each slot of a worker's memory.
+    """Return one descriptor of the wanted heads for each slot of a producer's worker.
 
     Returns:
-        [num_slots, 3]; [0, 3] if the worker has none of the heads.
+        [num_slots, 3] of (address, length, device id); [0, 3] if the worker has no wanted head.
 
     Raises:
         ValueError: the described sizes are invalid.

@@ -1,4 +1,4 @@
-"""The producers' workers to which this engine is connected."""
+"""The producers' workers to which this worker is connected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton_kv_transfer.context import ConnectorContext
 
 
 class PeerRegistry:
-    """Peers by address and instance id."""
+    """The connected peers, by address and instance id."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
@@ -19,16 +19,16 @@ class PeerRegistry:
         return iter(list(self._known.values()))
 
     def describe_memory(self) -> None:
-        """Describe this worker's memory for later handshakes.
+        """Create the description of this worker's memory that later handshakes send.
 
-        A fence gives the agent new metadata.
+        Call this again after a fence, because the agent has new metadata then.
         """
         self._offered = (
             self._context.describe_memory() if self._context.config.mode == "push" else None
         )
 
     def connect(self, host: str, port: int, peer_instance_id: str, now: float) -> Peer:
-        """Return the peer at this address, connecting to it if needed.
+        """Return the peer at this address. Connect if there is no connection.
 
         Raises:
             zmq.ZMQError: host and port are not an address, or no socket is left.

@@ -1,4 +1,7 @@
-"""The reads from one peer: batches of a few MiB. Bytes in flight are limited. Loads take turns."""
+"""The reads from one peer, in batches of a few MiB.
+
+The bytes in flight are limited, and the loads take turns.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_kv_transfer.consumer.load_state import RankTransfer
 from baton_kv_transfer.memory.slot_memory import SlotMemory
 
-#: Bytes that one transfer reads. They are verified in one call, while the next batches travel.
+#: Bytes of one batch. A batch is verified in one call, while the next batches are read.
 BATCH_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Blocks of a per-rank transfer that travel and are verified together."""
+    """Blocks of one per-rank transfer that are verified together, after one read or write."""
 
     rank_transfer: RankTransfer
     positions: list[int]
@@ -24,7 +27,7 @@ class Batch:
     slots: list[int]
     #: The slots are released with the batch. Otherwise they belong to the load (push).
     owns_slots: bool
-    #: The window that counts the bytes in flight; None: the producer wrote them (push).
+    #: The window that counts the bytes in flight; None: the producer wrote the blocks (push).
     window: ReadWindow | None = None
     handle: XferHandle | None = None
 
@@ -38,9 +41,9 @@ def blocks_per_batch(rank_transfer: RankTransfer, memory: SlotMemory) -> int:
 
 
 def _accept(memory: SlotMemory, block_ids: list[int]) -> list[int]:
-    """Return slots for leading blocks: for all, or for a half, a quarter and so on.
+    """Return slots for the first blocks, for as many as possible; empty if no slot is free.
 
-    A load that waits for slots for all its blocks may never get them.
+    Slots are requested for all blocks, then for half of the blocks, then for a quarter, and so on.
     """
     while block_ids:
         slots = memory.accept(block_ids)
@@ -51,7 +54,7 @@ def _accept(memory: SlotMemory, block_ids: list[int]) -> list[int]:
 
 
 class ReadWindow:
-    """The reads from one peer."""
+    """The queued reads from one peer, and the limit for bytes in flight."""
 
     def __init__(self, max_inflight_bytes: int, stats: ConnectorStats) -> None:
         self._max_inflight_bytes = max_inflight_bytes
@@ -78,7 +81,7 @@ class ReadWindow:
     def take_batch(self, memory: SlotMemory) -> Batch | None:
         """Return the next batch that fits into the window and has slots; None if there is none.
 
-        The batch counts as in flight from now on. One larger than the window travels alone.
+        From now on the batch counts as in flight. A batch larger than the window is read alone.
         """
         for _ in range(len(self._turns)):
             rank_transfer = self._turns.popleft()
@@ -115,6 +118,6 @@ class ReadWindow:
         return None
 
     def release(self, batch: Batch) -> None:
-        """Count a batch as ended: its transfer does not touch local memory any more."""
+        """Remove an ended batch, which does not touch local memory any more, from the window."""
         self._inflight_bytes -= batch.nbytes
         self._stats.inflight_bytes -= batch.nbytes
