@@ -1,11 +1,12 @@
-"""Push: writes into consumers' memory. It runs on the connector's thread.
+"""Push: writes blocks into consumers' memory, on the connector's thread.
 
-    queued      in Subscriber.queue; `stop` drops it
-    in flight   posted to the agent; ends in DONE or ERR by itself, or because the peer was removed
-    written     reported and removed here
+    queued      The block is in Subscriber.queue. `stop` drops it.
+    in flight   A write of the block is posted to the agent. The write ends in DONE or ERR. Removing
+                the peer ends the write in ERR.
+    written     The block was reported through `written`, and is no longer known here.
 
-Each peer has a window of bytes in flight. The transfers to one peer take turns, so that a long one
-does not delay a short one.
+The bytes in flight to each peer are limited. The transfers to one peer take turns, so that a long
+transfer does not delay a short one.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from baton_kv_transfer.producer.transfer_state import Block, Subscriber, checksu
 from baton_kv_transfer.side_channel import PublishedBlock
 from baton_kv_transfer.transports.transfer import TransportError
 
-#: Limit of one write; it has at least one block.
+#: Limit of one write. A write has at least one block.
 MAX_WRITE_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True, eq=False)
 class _PeerWindow:
-    """The writes to one peer's agent."""
+    """The bytes in flight to one peer's agent, and the subscribers that wait for their turn."""
 
     inflight_bytes: int = 0
     #: Subscribers with queued blocks, the next one first.
@@ -54,10 +55,10 @@ class BlockWriter:
         written: Callable[[Subscriber, list[PublishedBlock]], None],
         failed: Callable[[Subscriber, str], None],
     ) -> None:
-        """Start without writes.
+        """Create a writer without writes.
 
         Args:
-            context: shared by both sides of the connector.
+            context: state that both sides of the connector share.
             written: called when blocks are in the subscriber's memory, after num_writes was
                 reduced.
             failed: called with the reason when blocks will not reach the subscriber's memory.
@@ -70,7 +71,7 @@ class BlockWriter:
         self._in_flight: list[_Write] = []
 
     def enqueue(self, subscriber: Subscriber, blocks: list[Block]) -> None:
-        """Queue blocks. Their checksums are computed later, while earlier blocks are in flight."""
+        """Queue blocks to write. Their checksums are computed when the write is posted."""
         if not blocks:
             return
         window = self._windows.setdefault(subscriber.session.agent_name, _PeerWindow())
@@ -80,7 +81,7 @@ class BlockWriter:
         self._stats.queued_bytes += len(blocks) * self._nbytes(subscriber)
 
     def stop(self, subscriber: Subscriber) -> None:
-        """Drop what is queued. Writes in flight end by themselves."""
+        """Drop the queued blocks of a subscriber. Writes in flight end by themselves."""
         if subscriber.queue:
             self._stats.queued_bytes -= len(subscriber.queue) * self._nbytes(subscriber)
             subscriber.queue.clear()
@@ -90,7 +91,7 @@ class BlockWriter:
         return any(write.subscriber.session is session for write in self._in_flight)
 
     def advance(self) -> None:
-        """Report ended writes and post what fits into the windows."""
+        """Report the writes that ended, and post queued blocks that fit into the limits."""
         for write in list(self._in_flight):
             state = self._agent.check_xfer_state(write.handle)
             if state != "PROC":

@@ -1,6 +1,6 @@
-"""Subscriptions that arrive before the scheduler's offer.
+"""Subscriptions that arrive before the scheduler offers the transfer.
 
-Heartbeats renew their lease. Subscriptions whose lease ends are refused.
+Heartbeats renew the lease of a subscription. A subscription is refused when its lease ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Early:
 
 
 class EarlyMessages:
-    """Subscriptions and releases by transfer, until the transfer is offered."""
+    """Subscriptions and releases for transfers that are not offered yet."""
 
     def __init__(self, lease_s: float, send: Send, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s
@@ -52,9 +52,9 @@ class EarlyMessages:
         return self._num_early
 
     def add(self, session: Session, message: side_channel.Subscribe) -> str:
-        """Hold a subscription. Return why it is refused, or an empty string.
+        """Hold a subscription. Return why it is refused; empty if it is held.
 
-        A repeated one counts once.
+        A repeated subscription is held once.
         """
         known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if known is not None:
@@ -74,7 +74,7 @@ class EarlyMessages:
         return ""
 
     def release(self, session: Session, message: side_channel.Release) -> None:
-        """Replace the subscription by a release, which ends the transfer when it is offered."""
+        """Hold a release in place of the subscription, until the transfer is offered."""
         known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if known is None:
             if self._num_early < MAX_EARLY:
@@ -92,7 +92,7 @@ class EarlyMessages:
     def take(
         self, transfer_id: str
     ) -> list[tuple[Session, side_channel.Subscribe | side_channel.Release]]:
-        """Return and remove what arrived for a transfer, in order."""
+        """Remove and return the messages for a transfer, in the order of arrival."""
         early = self._early.pop(transfer_id, {}).values()
         self._forget(early)
         return [(one.session, one.message) for one in early]
@@ -104,7 +104,7 @@ class EarlyMessages:
                     one.deadline = self._clock() + self._lease_s
 
     def drop(self, session: Session, reason: str) -> None:
-        """Remove the subscriptions of a lost session."""
+        """Remove the messages of a lost session, and refuse its subscriptions."""
         for transfer_id, key, one in self._all():
             if one.session is session:
                 self._remove(transfer_id, key)
@@ -153,7 +153,7 @@ class EarlyMessages:
 def refuse_subscription(
     send: Send, session: Session, message: side_channel.Subscribe, reason: str
 ) -> None:
-    """Send CANCELLED and, with push, confirm that nothing was or will be written."""
+    """Send CANCELLED and, with push, RELEASED, because nothing was or will be written."""
     send(session.identity, side_channel.Cancelled(message.transfer_id, message.generation, reason))
     if message.push_slots is not None:
         send(session.identity, side_channel.Released(message.transfer_id, message.generation))

@@ -1,7 +1,7 @@
-"""The producer's side of the connector: the ROUTER and the dispatch of its messages.
+"""The producer side of the connector: the ROUTER socket and the dispatch of its messages.
 
-It runs on the connector's thread. A consumer may send any message at any time. An invalid one is
-refused or ignored, and affects only its sender.
+The connector's thread calls all methods. A consumer may send any message at any time. An invalid
+message is refused or ignored, and affects only its sender.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_QUEUED_MESSAGES = 16384
 ZMQ_HEARTBEAT_MS = 5_000
 #: ZeroMQ's own probes find hosts that vanished. Leases end earlier; this only ends the session.
 ZMQ_HEARTBEAT_TIMEOUT_MS = 60_000
-#: A connection that has not completed ZeroMQ's handshake by then is closed.
+#: A connection that has not completed ZeroMQ's handshake within this time is closed.
 ZMQ_HANDSHAKE_MS = 10_000
 #: If this thread paused for this long, messages sent in the meantime may not have reached the
 #: socket yet.
@@ -36,16 +36,16 @@ STALL_S = 2.0
 #: Leases do not expire for this time after such a pause.
 STALL_GRACE_S = 0.5
 #: After this time leases expire even if the socket was never read empty. ZeroMQ reads consumers in
-#: turn, so none of them was skipped.
+#: turn, so messages of every consumer were read.
 MAX_UNREAD_S = 10.0
 
 
 def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[bytes]:
-    """Return a bound socket for consumers.
+    """Return a ROUTER socket to which consumers can connect.
 
     Args:
-        address: where to listen.
-        service_key: consumers without it cannot connect. None: every consumer can.
+        address: ZeroMQ address to bind.
+        service_key: consumers without this key cannot connect. None: every consumer can connect.
 
     Raises:
         OSError: the address is in use, or not of this machine.
@@ -71,7 +71,7 @@ def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[byte
 
 
 class ProducerSide:
-    """The transfers that a worker offers, and the consumers that fetch them."""
+    """The transfers that this worker offers, and the consumers that fetch them."""
 
     def __init__(
         self,
@@ -79,13 +79,13 @@ class ProducerSide:
         router: zmq.Socket[bytes],
         on_finished: Callable[[str], None],
     ) -> None:
-        """Answer handshakes from now on.
+        """Create a producer side without transfers and sessions.
 
         Args:
-            context: shared with the consumer's side.
-            router: from `open_router`; this object closes it.
-            on_finished: called exactly once per offer, with its transfer id, when no consumer
-                reaches its blocks any more.
+            context: state shared with the consumer side.
+            router: socket from `open_router`, which `close` closes.
+            on_finished: called once for each offered transfer, with its id, when no consumer reads
+                its blocks any more.
         """
         self._router = router
         self._stats = context.stats
@@ -111,16 +111,16 @@ class ProducerSide:
         self._router.close(linger=0)
 
     def memory_fenced(self) -> None:
-        """End the sessions with push.
+        """End the sessions with push after a fence.
 
-        The agent cut off and removed all peers, so these consumers must connect again.
+        The fence has removed all peers from the agent, so these consumers must connect again.
         """
         self._sessions.fail_all("the producer cut all its peers off")
 
     # From the thread's loop
 
     def advance(self, now: float) -> None:
-        """Do everything that can happen now: messages, ended writes, new writes, leases."""
+        """Handle messages, report ended writes, post new writes, and end expired leases."""
         if now - self._last_round > STALL_S:
             self._no_expiry_before = self._last_empty = now + STALL_GRACE_S
         self._last_round = now
@@ -142,12 +142,12 @@ class ProducerSide:
             self._stats.handshakes_refused += count_refused(self._handshakes)
 
     def next_deadline(self) -> float | None:
-        """Return the time of the next `advance` if nothing else happens; None: not needed."""
+        """Return the time at which `advance` must run even without an event; None if never."""
         deadline = max(self.transfers.next_deadline(), self._no_expiry_before)
         return deadline if deadline < math.inf else None
 
     def _receive(self, now: float) -> bool:
-        """Handle what consumers sent; return False if more may be waiting."""
+        """Handle the messages of consumers; return False if more may be waiting."""
         for _ in range(side_channel.MAX_MESSAGES_PER_ROUND):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)

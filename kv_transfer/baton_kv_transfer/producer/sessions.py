@@ -1,13 +1,14 @@
-"""The consumers' handshakes, and their memory in the agent. It runs on the connector's thread.
+"""The handshakes with consumers, and the consumers' memory in the agent.
+
+The connector's thread calls all methods. A session has these states:
 
     pending   HELLO was accepted and WELCOME sent. Memory was not described.
     OPEN      The proof and the layout were right; DESCRIPTION was sent. Transfers may be requested.
-    FAILED    A write to its memory failed and its agent was removed. It is refused and removed when
-              its writes have ended.
+    FAILED    A write to the consumer failed, or a fence removed the consumer's agent. REFUSED is
+              sent when all writes of the session have ended.
 
-A session is removed when its connection is gone, when the consumer sends HELLO again, or when too
-many consumers connected after it. The consumer's agent is removed with the last session that uses
-it.
+A session is removed when its connection is lost, when the consumer sends HELLO again, or when too
+many consumers have connected. The consumer's agent is removed with the last session that uses it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Send = Callable[[bytes, side_channel.ToConsumer], None]
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """A consumer's worker on one connection."""
+    """One connection of a consumer's worker."""
 
     #: ZeroMQ's name of the connection.
     identity: bytes
@@ -48,19 +49,19 @@ class Session:
     last_seen: float
     #: None: the handshake is pending.
     layout: KVCacheLayout | None = None
-    #: None: its blocks are only read.
+    #: Memory to which this producer writes; None: the consumer reads.
     memory: MemoryDescription | None = None
-    #: Name of its memory in the agent; empty without memory.
+    #: Name of the consumer's agent; empty without memory.
     agent_name: str = ""
-    #: The shared heads in each slot of the memory that this session described. The agent may get
-    #: newer metadata under the same name.
+    #: Descriptors of the shared heads in each slot of `memory`. The agent may get newer metadata
+    #: under the same name.
     slots: DlistHandle | None = None
     #: Why the session FAILED.
     error: str = ""
 
 
 class SessionRegistry:
-    """The sessions by connection."""
+    """The sessions with all consumers, by connection."""
 
     def __init__(
         self,
@@ -69,12 +70,12 @@ class SessionRegistry:
         send: Send,
         lost: Callable[[Session, str], None],
     ) -> None:
-        """Start without sessions.
+        """Create a registry without sessions.
 
         Args:
-            context: shared by both sides of the connector.
+            context: state that both sides of the connector share.
             send: sends a message to a connection.
-            lost: called with a session and the reason when nothing may be started for it any more.
+            lost: called with a session and the reason when the session has failed or was removed.
         """
         self._context = context
         self._agent, self._layout, self._lease_s = (
@@ -91,7 +92,7 @@ class SessionRegistry:
         self._next_probe = 0.0
 
     def find(self, identity: bytes, now: float) -> Session | None:
-        """Return the OPEN session of a connection that sent a message."""
+        """Return the OPEN session of a connection that sent a message; None if there is none."""
         session = self._open.get(identity)
         if session is not None:
             session.last_seen = now
@@ -99,12 +100,12 @@ class SessionRegistry:
         return session
 
     def refuse(self, identity: bytes, reason: str, *, succeeded: bool = False) -> None:
-        """Refuse a handshake, or a message before it. The consumer has to connect again.
+        """Refuse a handshake or an invalid message. The consumer has to connect again.
 
         Args:
             identity: the connection.
             reason: sent to the consumer.
-            succeeded: the consumer expects an engine that had this address before.
+            succeeded: the consumer expects another engine, which had this address before.
         """
         self._context.stats.handshakes_refused += 1
         self.forget(identity, reason)
@@ -171,7 +172,7 @@ class SessionRegistry:
             )
 
     def forget(self, identity: bytes, reason: str) -> None:
-        """Remove the session of a connection. Nothing more is sent or written to it."""
+        """Remove the session of a connection, and stop publishing and writing to it."""
         self._pending.pop(identity, None)
         session = self._open.pop(identity, None)
         if session is None:
@@ -184,20 +185,24 @@ class SessionRegistry:
         self._lost(session, session.error)
 
     def fail(self, session: Session, reason: str) -> None:
-        """Remove the agent of a session after a failed write.
+        """Fail a session after a failed write, and remove the consumer's agent.
 
-        Sessions that share the agent fail as well.
+        Sessions that share this agent fail as well.
         """
         if session.agent_name:
             self._agent.remove_remote_agent(session.agent_name)
         self._fail(self._users(session.agent_name), reason)
 
     def fail_all(self, reason: str) -> None:
-        """Fail all sessions with memory: the agent has no peer any more."""
+        """Fail all sessions with memory, after a fence has removed all peers from the agent."""
         self._fail([session for session in self._open.values() if session.agent_name], reason)
 
     def refuse_failed(self, busy: Callable[[Session], bool]) -> None:
-        """Remove failed sessions, except those with writes in flight."""
+        """Remove failed sessions and send REFUSED, except to sessions with writes in flight.
+
+        Args:
+            busy: returns whether a session has writes in flight.
+        """
         for session in [session for session in self._failed if not busy(session)]:
             self._failed.remove(session)
             if self._open.get(session.identity) is session:
@@ -205,9 +210,9 @@ class SessionRegistry:
                 self._send(session.identity, side_channel.Refused(session.error))
 
     def probe(self, now: float) -> None:
-        """Send an empty PENDING to silent consumers, and forget handshakes that were given up.
+        """Send an empty PENDING to silent consumers, and drop handshakes that have timed out.
 
-        The message fails on a lost connection, which ends the session.
+        On a lost connection the message cannot be sent, which ends the session.
         """
         if now < self._next_probe:
             return
@@ -250,7 +255,7 @@ class SessionRegistry:
     def _register_memory(
         self, session: Session, layout: KVCacheLayout, memory: MemoryDescription | None
     ) -> str:
-        """Add the consumer's memory to the agent; return what is wrong with it, if anything."""
+        """Add the consumer's memory to the agent. Return why it is invalid; empty if valid."""
         if memory is None:
             return ""
         nbytes = memory.num_slots * memory.slot_nbytes
@@ -300,7 +305,7 @@ class SessionRegistry:
 
 
 def _explain_invalid_layout(layout: KVCacheLayout) -> str:
-    """Return what is invalid in a layout that `explain_layout_mismatch` passed."""
+    """Return why the consumer's layout is invalid in itself; empty if it is valid."""
     heads = layout.heads
     if (
         layout.num_blocks < 1

@@ -1,15 +1,16 @@
-"""The offered transfers. It runs on the connector's thread.
+"""The offered transfers. The connector's thread calls all methods.
 
-A transfer begins with the scheduler's offer and ends exactly once, in `on_finished`. Its blocks
-belong to it until then.
+A transfer begins with the scheduler's offer and ends exactly once, with the call of `on_finished`.
+The blocks of a transfer stay allocated until its end. A transfer has these states:
 
-    OFFERED   Accepted, without blocks. It has no lease: the request may wait in a busy engine.
-    HOLDING   Blocks are held. Each subscriber has a lease. Workers that have not subscribed yet
-              share one.
-    CLOSED    Cancelled, a subscriber never came, or no slots became free. No further subscriber is
-              admitted.
+    OFFERED   There are no blocks yet. There is also no lease, because the request may wait in a
+              busy engine.
+    HOLDING   There are blocks. Each subscriber has a lease. Workers that have not subscribed yet
+              share one lease.
+    CLOSED    The transfer was cancelled, a worker never subscribed, or no slots became free. No
+              further subscriber is admitted.
 
-It ends when all subscribers have left and no write to any of them is in flight.
+A transfer ends when all subscribers have left and no write to a subscriber is in flight.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ logger = logging.getLogger(__name__)
 
 #: Ended transfers that are remembered, to answer late subscriptions at once.
 MAX_ENDED = 4096
-#: Limit for heartbeats: they keep blocks for this long after the last block was published.
+#: Heartbeats keep blocks at most for this time after the last block was published.
 MAX_HOLD_S = 600.0
-#: Limit for heartbeats of a load that waits for memory at its consumer, after the first block. Two
-#: engines may wait for each other's memory without end, so one side must give up.
+#: Heartbeats of a load that waits for memory keep blocks at most for this time after the first
+#: block. Two engines may wait for each other's memory without end, so one side must give up.
 MAX_WAIT_S = 120.0
 #: Writes to a subscriber that left must end within this time, or its memory is cut off.
 DRAIN_TIMEOUT_S = 5.0
@@ -56,7 +57,7 @@ PART_BYTES = 16 * 2**20
 
 
 class TransferManager:
-    """The transfers that this engine offers, and their subscribers."""
+    """The transfers that this worker offers, and their subscribers."""
 
     def __init__(
         self,
@@ -67,14 +68,14 @@ class TransferManager:
         on_finished: Callable[[str], None],
         cut_off: Callable[[Session, str], None],
     ) -> None:
-        """Start without transfers.
+        """Create a manager without transfers.
 
         Args:
-            context: shared by both sides of the connector.
+            context: state that both sides of the connector share.
             writes: writes blocks to consumers.
             send: sends a message to a connection.
-            on_finished: called exactly once per offer, with its transfer id.
-            cut_off: called with a session and the reason when writes to it do not end.
+            on_finished: called once for each offered transfer, with its id, at its end.
+            cut_off: called with a session and the reason when writes to the session do not end.
         """
         self._writes = writes
         self._lease_s = context.config.lease_s
@@ -87,8 +88,7 @@ class TransferManager:
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why
         #: Transfers that wait for slots, in the order in which they began to wait.
         self._waiting_for_slots: dict[str, Transfer] = {}
-        #: No lease ends before this time. After heartbeats it may be too early, which costs one
-        #: check.
+        #: No lease ends before this time. Heartbeats do not change it; `expire` computes it again.
         self._next_expiry = math.inf
 
     # From the scheduler
@@ -108,7 +108,7 @@ class TransferManager:
                 self.release(session, message)
 
     def save(self, save: BlockSave) -> None:
-        """Publish the blocks of a step. A transfer that has ended takes none."""
+        """Publish the blocks of a step. Do nothing if the transfer has ended or is CLOSED."""
         transfer = self._transfers.get(save.transfer_id)
         if transfer is None or transfer.closed:
             return
@@ -133,7 +133,7 @@ class TransferManager:
             self._close(transfer, "cancelled by the producer")
 
     def end_all(self, reason: str) -> None:
-        """End every transfer at once. Call only after the agent was closed."""
+        """End every transfer at once. Call this only after closing the agent."""
         for transfer_id in list(self._transfers):
             del self._transfers[transfer_id]
             self._remember(transfer_id, reason)
@@ -193,7 +193,7 @@ class TransferManager:
         self._confirm_and_end(transfer)
 
     def heartbeat(self, session: Session, transfer_ids: list[str]) -> None:
-        """Renew leases, and answer PENDING for transfers that still wait or are computed."""
+        """Renew the leases of these transfers. Send PENDING for those with blocks to publish."""
         now = self._clock()
         pending = []
         for transfer_id in dict.fromkeys(transfer_ids):
@@ -218,7 +218,7 @@ class TransferManager:
     def session_lost(self, session: Session, reason: str) -> None:
         """Stop publishing and writing to a session.
 
-        Blocks that it may still be reading stay until its lease ends.
+        Blocks that the consumer may still read stay allocated until its lease ends.
         """
         self._early.drop(session, reason)
         for subscriber in self._subscribers():
@@ -229,7 +229,13 @@ class TransferManager:
     # From the writes
 
     def written(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
-        """Record an ended write. Its notification has reported the blocks to the consumer."""
+        """Record that a write has ended.
+
+        Args:
+            subscriber: the subscriber.
+            blocks: the written blocks, which the write's notification has published; empty if the
+                write failed.
+        """
         subscriber.written += blocks
         self._stats.blocks_sent += len(blocks)
         if subscriber.state is SubscriberState.ACTIVE:
@@ -241,7 +247,7 @@ class TransferManager:
     def expose_waiting(self) -> None:
         """Publish blocks that waited for slots.
 
-        Transfers that have slots go first, then the one that has waited longest.
+        Transfers that have slots go first, then the transfer that has waited longest.
         """
         for transfer in sorted(
             self._waiting_for_slots.values(), key=lambda transfer: not transfer.blocks
@@ -252,9 +258,9 @@ class TransferManager:
                 return  # otherwise small transfers would always overtake it
 
     def expire(self, now: float) -> None:
-        """End subscriptions and transfers whose lease is over.
+        """End subscriptions and transfers whose lease has expired.
 
-        Call only when the socket was read empty.
+        Read the messages of consumers first, because an unread heartbeat may renew a lease.
         """
         self._early.expire(now)
         if now < self._next_expiry:
@@ -275,7 +281,7 @@ class TransferManager:
         self._next_expiry = min(deadlines, default=math.inf)
 
     def next_deadline(self) -> float:
-        """Return when `expire` or `expose_waiting` has work if nothing else happens."""
+        """Return the time of the next `expire` or `expose_waiting`; infinity if there is none."""
         deadline = min(self._next_expiry, self._early.next_expiry)
         return min(deadline, self._clock() + SLOT_RETRY_S) if self._waiting_for_slots else deadline
 
@@ -309,8 +315,8 @@ class TransferManager:
         """Renew a subscriber's lease.
 
         Returns:
-            Whether to send PENDING: while the prompt is computed, unless a write stalls. The
-            consumer's deadline applies then.
+            Whether to send PENDING. False after the last PUBLISH, and while a write stalls, so that
+            the consumer's deadline applies.
         """
         until = now + self._lease_s
         if subscriber.last_sent_at:
@@ -361,12 +367,12 @@ class TransferManager:
     def _publish(
         self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False
     ) -> None:
-        """Send PUBLISH for readable or written blocks, the last time when there are no more.
+        """Send PUBLISH for blocks, or the last PUBLISH if all blocks were published.
 
         Args:
-            subscriber: receives the message.
-            blocks: readable blocks.
-            more: further readable blocks follow.
+            subscriber: the receiver.
+            blocks: blocks that the consumer may read; empty with push.
+            more: the caller publishes further blocks at once.
         """
         last = (
             not more
@@ -431,9 +437,9 @@ class TransferManager:
         transfer.slots_deadline = transfer.slots_deadline or self._deadline_in(self._lease_s)
 
     def _close(self, transfer: Transfer, reason: str) -> None:
-        """Admit no other subscriber.
+        """Close a transfer, so that no further subscriber is admitted.
 
-        The present ones are sent CANCELLED and get one more lease to release.
+        Each present subscriber receives CANCELLED, and has one more lease to send RELEASE.
         """
         transfer.closed = reason
         transfer.waiting.clear()
@@ -445,7 +451,7 @@ class TransferManager:
         self._confirm_and_end(transfer)
 
     def _confirm_and_end(self, transfer: Transfer) -> None:
-        """Confirm ended writes to subscribers, and end the transfer when all have left."""
+        """Send RELEASED where all writes have ended. End the transfer if all subscribers left."""
         if self._transfers.get(transfer.transfer_id) is not transfer:
             return
         subscribers = transfer.subscribers.values()
@@ -491,7 +497,7 @@ class TransferManager:
         )
 
     def _deadline_in(self, seconds: float) -> float:
-        """Return a deadline for which the thread wakes up."""
+        """Return the time after `seconds`, and make the thread wake up at that time."""
         deadline = self._clock() + seconds
         self._next_expiry = min(self._next_expiry, deadline)
         return deadline

@@ -1,11 +1,11 @@
-"""The data of transfers and of their subscribers, and the checks of what a subscriber may request.
+"""The data of transfers and of their subscribers, and the checks of subscribers' requests.
 
-A subscriber is one worker of the consumer.
+A subscriber is one worker of the consumer. It has these states:
 
-    ACTIVE    gets every block published; its heartbeats renew its lease
-    STOPPED   was sent CANCELLED: nothing more is published or written. It may still read, until it
-              releases or its lease ends.
-    LEFT      released, or its lease ended. It is done when none of its writes is in flight.
+    ACTIVE    Blocks are published to the subscriber. Its heartbeats renew its lease.
+    STOPPED   CANCELLED was sent, and nothing more is published or written. The subscriber may read
+              until it sends RELEASE or its lease ends.
+    LEFT      The subscriber sent RELEASE, or its lease ended. Writes to it may be in flight.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Subscriber:
     #: Push: slots of the consumer's memory for the blocks from first_block_index on.
     slots: NDArray[np.int64]
     push: bool
-    #: End of the lease. After LEFT, the deadline of its last writes.
+    #: End of the lease. In the state LEFT: the deadline for writes in flight.
     deadline: float
     state: SubscriberState = SubscriberState.ACTIVE
     #: Time of PUBLISH(last); 0: not yet sent.
@@ -78,7 +78,7 @@ class Block:
     index: int
     slot: int
     chain_hash: BlockHash
-    #: Word sums, by the head ranges that subscribers requested.
+    #: Word sums by range of heads. A sum is computed when a subscriber needs it.
     sums: dict[HeadRange, int] = field(default_factory=dict)
 
 
@@ -89,7 +89,7 @@ class Transfer:
     transfer_id: str
     #: Instance whose workers may subscribe.
     peer_instance_id: str
-    #: HOLDING: end of the lease of the subscribers that have not come yet.
+    #: HOLDING: end of the lease of the workers that have not subscribed yet.
     deadline: float
     #: Time at which its first blocks were saved; 0: not yet.
     held_since: float = 0.0
@@ -110,17 +110,17 @@ class Transfer:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held, published or waiting."""
+        """Number of blocks that the transfer holds: published, or waiting for slots."""
         return len(self.blocks) + sum(len(save.block_ids) for save in self.waiting)
 
     @property
     def has_all_subscribers(self) -> bool:
-        """All subscribers have come."""
+        """Whether all workers of the consumer have subscribed."""
         return len(self.subscribers) == self.num_subscribers > 0
 
     @property
     def is_waiting_for_subscribers(self) -> bool:
-        """HOLDING, and the lease of the missing subscribers runs."""
+        """Whether the transfer is HOLDING, and some workers have not subscribed yet."""
         return (
             bool(self.blocks or self.waiting or self.last)
             and not self.has_all_subscribers
@@ -134,13 +134,13 @@ def explain_invalid(
     message: side_channel.Subscribe | side_channel.Release,
     stats: ConnectorStats,
 ) -> str:
-    """Return why the request is invalid for every transfer; empty if it is valid.
+    """Return why a request is invalid, whatever its transfer is; empty if it is valid.
 
     Args:
         layout: layout of the producer's worker.
         session: session of the consumer's worker.
         message: the request.
-        stats: descriptors_refused is counted there.
+        stats: counters, of which descriptors_refused grows.
     """
     most = layout.num_kv_heads
     if not 0 < len(message.transfer_id) <= MAX_ID_LENGTH or not 0 < message.generation < 2**63:
@@ -183,9 +183,9 @@ def explain_invalid(
 def explain_refusal(
     transfer: Transfer, session: Session, message: side_channel.Subscribe | side_channel.Release
 ) -> str:
-    """Return why a worker is refused; empty if it is admitted.
+    """Return why a transfer refuses a worker of a consumer; empty if the worker is admitted.
 
-    The workers of the instance in the offer are admitted, each once.
+    Each worker of the instance to which the transfer is offered is admitted once.
     """
     if session.instance_id != transfer.peer_instance_id:
         return (
@@ -211,9 +211,9 @@ def explain_refusal(
 def checksum_blocks(
     memory: SlotMemory, subscriber: Subscriber, blocks: Sequence[Block]
 ) -> list[PublishedBlock]:
-    """Return the blocks as published to this subscriber.
+    """Return the blocks with checksums for this subscriber.
 
-    Missing sums of its heads are computed in one call.
+    Word sums that are not known yet are computed in one call.
     """
     heads, transfer_id = subscriber.heads, subscriber.transfer.transfer_id
     unknown = [block for block in blocks if heads not in block.sums]
