@@ -149,9 +149,9 @@ class FailureReason(enum.StrEnum):
 
 
 class ConnectorStats(msgspec.Struct):
-    """Counters since start and gauges of one worker's connector, for the engine's metrics.
+    """Counters and gauges of one worker's connector, for the engine's metrics.
 
-    `total` adds the counts of several workers.
+    Counters count since the start of the engine. `total` adds the counts of several workers.
     """
 
     #: Blocks published to a consumer. With push, blocks written into its memory.
@@ -168,11 +168,11 @@ class ConnectorStats(msgspec.Struct):
     failures: dict[str, int] = {}
     checksum_failures: int = 0
     leases_expired: int = 0
-    #: Descriptors of peers outside the memory that they may use.
+    #: Descriptors in requests of peers that were outside the memory which the peers may use.
     descriptors_refused: int = 0
     handshakes_refused: int = 0
-    #: Times that all peers were cut off: a producer did not confirm the end of its writes, or reads
-    #: did not end.
+    #: Number of fences, which cut all peers off. A fence is needed when a producer does not confirm
+    #: the end of its writes, or when reads do not end.
     memory_fences: int = 0
     #: Sum over loads of the time between start and end.
     receive_seconds: float = 0.0
@@ -235,7 +235,7 @@ class KVConnectorWorker(abc.ABC):
 
     @abc.abstractmethod
     def start(self, metadata: ConnectorMetadata) -> None:
-        """Start the step's offers, waits, loads and cancels.
+        """Begin to process the step's offers, waits, loads and cancels.
 
         The engine calls this before the forward pass, and in steps without a forward pass.
         """

@@ -44,7 +44,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_HANDSHAKE_BYTES = 2**18
 #: A side reads at most this many messages of one socket before it does something else.
 MAX_MESSAGES_PER_ROUND = 1024
-#: Limit of MemoryDescription.num_slots, and so of what a message can make its receiver allocate.
+#: Limit of MemoryDescription.num_slots. It also limits the memory that a receiver allocates.
 MAX_SLOTS = 2**22
 #: Time from HELLO to DESCRIPTION after which a consumer gives up. The producer waits twice as long
 #: for DESCRIBE, so that it does not refuse a consumer whose process was paused.
@@ -56,7 +56,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True, gc=False):
 
 
 class MemoryDescription(msgspec.Struct, array_like=True, gc=False):
-    """The sender's memory that the receiver may read or write: contiguous slots of one KV block."""
+    """Memory of the sender that the receiver may access: contiguous slots of one KV block each."""
 
     #: Metadata with which another agent can reach the memory.
     agent_metadata: bytes
@@ -106,7 +106,7 @@ class Release(_Message):
     transfer_id: str
     generation: int
     subscriber: int
-    #: As in SUBSCRIBE: a load without blocks releases without a subscription.
+    #: As in SUBSCRIBE. A load without blocks sends RELEASE without SUBSCRIBE.
     num_subscribers: int
     #: All requested blocks arrived and were verified.
     completed: bool

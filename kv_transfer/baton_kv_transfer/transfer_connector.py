@@ -122,7 +122,7 @@ class TransferConnector(KVConnectorWorker):
 
     def register_kv_cache(self, memory: SlotMemory, ranks: Sequence[RankAddress] = ()) -> None:
         if self._running:
-            raise ValueError("the KV cache is registered: one connector serves one memory")
+            raise ValueError("a KV cache was registered before: one connector serves one memory")
         layout = memory.layout
         num_heads = sum(address.heads.count for address in ranks)
         if ranks and num_heads != layout.num_model_heads:

@@ -48,7 +48,7 @@ class DlistHandle:
     """A checked list of descriptors, either all local or all of one peer."""
 
     def __init__(self, agent: str, descs: XferDescs, known_peer: object) -> None:
-        """Keep the checked descriptors.
+        """Create a handle to checked descriptors.
 
         Args:
             agent: name of the peer; empty for the local side.
@@ -119,9 +119,10 @@ class Agent(abc.ABC):
 
     @property
     def bytes_moved(self) -> dict[str, int] | None:
-        """Bytes sent and received, by transport and lane, such as `ucx tcp/lo`. None with NIXL.
+        """Bytes sent and received, by transport and lane such as `ucx tcp/lo`; None with NIXL.
 
-        With shm, only the receiving side counts a copy, because only that side makes the copy.
+        A lane is the mechanism and the device that move the bytes. With shm, only the receiving
+        side counts a copy, because that side makes the copy.
         """
         return None
 
@@ -302,7 +303,7 @@ class Agent(abc.ABC):
         """Release a transfer that is not active.
 
         Raises:
-            TransportError: the transfer is active. Call remove_remote_agent to abort the transfer.
+            TransportError: the transfer is active. `remove_remote_agent` aborts it.
         """
         if handle.state is XferState.PROC:
             raise TransportError(
@@ -329,7 +330,7 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End the agent's thread and all transfers. Peers see the connection close. Idempotent."""
+        """End the agent's thread, transfers and connections. A second call has no effect."""
 
 
 def check_post(handle: XferHandle) -> None:

@@ -107,7 +107,7 @@ def locate(descs: XferDescs, regions: Sequence[Region], owner: str) -> NDArray[n
         address, length, device_id = rows[row].tolist()
         raise ValueError(
             f"descriptor {row} ({length} bytes at {address:#x} of {descs.mem_type} {device_id}) "
-            f"is outside the memory {owner} registered"
+            f"is outside the memory that {owner} registered"
         )
     return found
 

@@ -1,6 +1,6 @@
 """An agent over the NIXL library: nixl_cu12 with its UCX backend.
 
-Any NIXL program over UCX is a peer.
+Any NIXL program over UCX can be a peer.
 
 What Baton adds around the library:
 
@@ -81,7 +81,7 @@ class _Native:
         # The library may refuse to release a transfer in flight, which ends with NIXL's agent.
         with contextlib.suppress(Exception):
             self.value.release()
-        # The wrapper would keep the library's agent alive, and log an error when it is collected.
+        # The wrapper would keep NIXL's agent alive, and would log an error on garbage collection.
         self.value._released, self.value._agent = True, None
         self.value = None
 
@@ -351,7 +351,7 @@ class NixlAgent(Agent):
 
     def release_xfer_handle(self, handle: XferHandle) -> None:
         with self._lock:
-            # It refuses an active transfer. The library would release it, and bytes would follow.
+            # Raises if the transfer is active. NIXL would release it while bytes still arrive.
             super().release_xfer_handle(handle)
             assert isinstance(handle, _Xfer)
             handle.native.drop()
@@ -498,7 +498,7 @@ class NixlAgent(Agent):
         return bool(news)
 
     def _collect(self, xfer: _Xfer) -> bool:
-        """Check a posted transfer and record its end; return whether the transfer has ended."""
+        """Check a posted transfer. If it has ended, record the result and return True."""
         error = ""
         try:
             state = self._nixl.check_xfer_state(self._get(xfer.native))

@@ -201,9 +201,9 @@ class TransportAgent(Agent):
             )
             if (version, transport) != (_METADATA_VERSION, self._transport_name):
                 raise ValueError(
-                    f"the agent has metadata version {version} over {transport}, this one version "
-                    f"{_METADATA_VERSION} over {self._transport_name}: run the same release and "
-                    "transport"
+                    f"the peer has metadata version {version} over {transport}, this agent has "
+                    f"version {_METADATA_VERSION} over {self._transport_name}: both sides must run "
+                    "the same release and transport"
                 )
             decoded = msgspec.msgpack.decode(packed, type=AgentMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

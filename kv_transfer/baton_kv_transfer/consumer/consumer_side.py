@@ -6,8 +6,8 @@ These rules hold:
 - Each load has exactly one LoadResult. Each wait and each per-rank transfer has a deadline.
 - A block is valid after every per-rank transfer has verified its part of the block in this engine's
   memory.
-- After the LoadResult nothing writes to the load's blocks. All reads have ended. With push, the
-  producer has sent RELEASED, the last write was verified, or a fence has cut all peers off.
+- After the LoadResult nothing writes to the load's blocks. All reads of the load have ended. With
+  push, the producer has sent RELEASED, the last write was verified, or there was a fence.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class LoadManager:
             now: the current time.
 
         Returns:
-            The workers by rank, and why a connection failed; empty if none failed.
+            The workers by rank, and an error: why a connection failed; empty if none failed.
         """
         workers, error = {}, ""
         for rank, address in enumerate(first.ranks if first.is_ready else ()):

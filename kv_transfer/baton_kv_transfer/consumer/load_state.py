@@ -75,7 +75,7 @@ class SharedHeads:
         Args:
             theirs: heads of the producer's worker.
             ours: heads of this worker.
-            engine: heads of all workers of this engine.
+            engine: heads of all workers of this engine, in rank order.
         """
         subscribers = [heads for heads in engine if heads.overlap(theirs).count]
         return cls(ours.overlap(theirs), subscribers.index(ours), len(subscribers))

@@ -111,7 +111,7 @@ class Peer:
         self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 1000)  # a RELEASE sent before closing still goes out
         self.socket.setsockopt(zmq.SNDHWM, 0)
-        # A lost connection is a lost peer: its successor needs a handshake of its own.
+        # A lost connection is a lost peer. A new connection needs another handshake.
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(side_channel.HANDSHAKE_TIMEOUT_S * 1000))
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
@@ -206,7 +206,7 @@ class Peer:
         return messages
 
     def close(self) -> None:
-        """Disconnect for good. Transfers in flight end in ERR."""
+        """Disconnect the peer and mark it as lost. Transfers in flight end in ERR."""
         if self.socket.closed:
             return
         self.fail(FailureReason.PEER_LOST, f"disconnected from {self.name}")

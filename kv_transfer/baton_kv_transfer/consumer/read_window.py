@@ -118,6 +118,6 @@ class ReadWindow:
         return None
 
     def release(self, batch: Batch) -> None:
-        """Remove an ended batch, which does not touch local memory any more, from the window."""
+        """Remove a batch from the bytes in flight. Call this after its read has ended."""
         self._inflight_bytes -= batch.nbytes
         self._stats.inflight_bytes -= batch.nbytes

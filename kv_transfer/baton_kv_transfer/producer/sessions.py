@@ -27,8 +27,8 @@ from baton_kv_transfer.memory.slot_memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 
 MAX_HANDSHAKES = 1024
-#: Limit of open sessions. As with MAX_HANDSHAKES, the longest silent one goes first and has to
-#: connect again.
+#: Limit of open sessions. Above this limit, as above MAX_HANDSHAKES, the consumer that has been
+#: silent longest is removed and has to connect again.
 MAX_OPEN = 4096
 MAX_ID_LENGTH = 512
 _MAX_ADDRESS = 2**63
@@ -296,7 +296,7 @@ class SessionRegistry:
                 self._agent.remove_remote_agent(name)
             return wrong
         for other in others:
-            # The name now means the new memory. Sessions of the older memory must not reach it.
+            # The name now refers to new memory, which sessions of the older memory must not reach.
             if other.memory is not None and other.memory.agent_metadata != memory.agent_metadata:
                 other.agent_name = ""
                 self.forget(other.identity, "the consumer registered new memory")
@@ -305,7 +305,7 @@ class SessionRegistry:
 
 
 def _explain_invalid_layout(layout: KVCacheLayout) -> str:
-    """Return why the consumer's layout is invalid in itself; empty if it is valid."""
+    """Return why the numbers of blocks or heads in a layout are invalid; empty if valid."""
     heads = layout.heads
     if (
         layout.num_blocks < 1

@@ -49,10 +49,11 @@ MAX_HOLD_S = 600.0
 #: Heartbeats of a load that waits for memory keep blocks at most for this time after the first
 #: block. Two engines may wait for each other's memory without end, so one side must give up.
 MAX_WAIT_S = 120.0
-#: Writes to a subscriber that left must end within this time, or its memory is cut off.
+#: Writes to a subscriber that has left must end within this time, or its session is cut off.
 DRAIN_TIMEOUT_S = 5.0
 SLOT_RETRY_S = 0.02
-#: Limit of readable blocks in one PUBLISH. They are read while the next checksums are computed.
+#: Limit of readable blocks in one PUBLISH, in bytes. The consumer reads these blocks while the next
+#: checksums are computed.
 PART_BYTES = 16 * 2**20
 
 
@@ -351,7 +352,7 @@ class TransferManager:
         return subscriber
 
     def _send_blocks(self, subscriber: Subscriber, blocks: Sequence[Block]) -> None:
-        """Publish the blocks that the subscriber requested, or start to write them."""
+        """Publish the blocks that the subscriber requested. With push, queue their writes."""
         first = subscriber.first_block_index
         end = first + len(subscriber.slots) if subscriber.push else math.inf
         wanted = [block for block in blocks if first <= block.index < end]
@@ -497,7 +498,7 @@ class TransferManager:
         )
 
     def _deadline_in(self, seconds: float) -> float:
-        """Return the time after `seconds`, and make the thread wake up at that time."""
+        """Return the time `seconds` from now, and make the thread wake up at that time."""
         deadline = self._clock() + seconds
         self._next_expiry = min(self._next_expiry, deadline)
         return deadline

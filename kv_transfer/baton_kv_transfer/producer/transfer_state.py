@@ -99,7 +99,7 @@ class Transfer:
     subscribers: dict[int, Subscriber] = field(default_factory=dict)
     #: Published, in slots of the memory.
     blocks: list[Block] = field(default_factory=list)
-    #: Saves that wait for free slots. Their blocks belong to the transfer as well.
+    #: Saves that wait for free slots. The transfer also holds the blocks of these saves.
     waiting: deque[BlockSave] = field(default_factory=deque)
     #: Deadline of the first waiting save.
     slots_deadline: float = 0.0
@@ -134,13 +134,13 @@ def explain_invalid(
     message: side_channel.Subscribe | side_channel.Release,
     stats: ConnectorStats,
 ) -> str:
-    """Return why a request is invalid, whatever its transfer is; empty if it is valid.
+    """Return why a request is invalid for any transfer; empty if it is valid.
 
     Args:
         layout: layout of the producer's worker.
         session: session of the consumer's worker.
         message: the request.
-        stats: counters, of which descriptors_refused grows.
+        stats: counters; refused descriptors are added to descriptors_refused.
     """
     most = layout.num_kv_heads
     if not 0 < len(message.transfer_id) <= MAX_ID_LENGTH or not 0 < message.generation < 2**63:
@@ -175,7 +175,7 @@ def explain_invalid(
         stats.descriptors_refused += max(1, len(wrong))
         return (
             f"push slots must be different numbers in [0, {num_slots}), "
-            f"got {wrong[:8] or 'one twice'}"
+            f"got {wrong[:8] or 'the same number twice'}"
         )
     return ""
 

@@ -1,4 +1,4 @@
-"""The choice of transports by name."""
+"""Chooses transports by name."""
 
 from __future__ import annotations
 

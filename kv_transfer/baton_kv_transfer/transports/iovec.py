@@ -43,7 +43,9 @@ def check(iovec: bytes) -> None:
             of memory.
     """
     if not iovec or len(iovec) % RUN_BYTES:
-        raise ValueError(f"a request with {len(iovec)} bytes of runs of {RUN_BYTES} bytes")
+        raise ValueError(
+            f"a request needs descriptors of {RUN_BYTES} bytes each, got {len(iovec)} bytes"
+        )
     if total_bytes(iovec) > MAX_TRANSFER_BYTES:
         raise ValueError(f"a request for more than {MAX_TRANSFER_BYTES} bytes")
 

@@ -1,7 +1,7 @@
 """The thread that does the work of an agent's transports: sockets, commands, timers and copies.
 
-Copies take turns of one batch. While a user of the agent waits in `waiting`, that user does the
-work instead of the thread (see `work_loan`).
+Several copies take turns, one batch at a time. While a user of the agent waits in `waiting`, that
+user does the work instead of the thread (see `work_loan`).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class TransportThread:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.watch(self._event_fd, lambda: None)
         self._has_event = False
-        #: Identity of the thread that does the work at the moment. It runs its own commands before
+        #: Identity of the thread that does the work now. This thread runs its own commands before
         #: it waits.
         self._worker: int | None = None
         self.mailbox = Mailbox(self._signal)
@@ -131,7 +131,7 @@ class TransportThread:
         self._thread.start()
 
     def progress_also(self, progress: Callable[[], bool]) -> None:
-        """Call `progress` in every turn.
+        """Set the function that is called in every turn of the work.
 
         Args:
             progress: returns whether it can do more work at once, without an event.

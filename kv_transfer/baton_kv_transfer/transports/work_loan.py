@@ -45,7 +45,7 @@ class WorkLoan:
         self.num_users = 0
         self.alarm = Alarm()
         self.alarm.set(1)
-        #: Ends the thread's wait for events when a user takes the work.
+        #: Event descriptor that ends the thread's wait for events when a user takes the work.
         self.taken_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         #: Held while an attribute changes.
         self._lock = threading.Lock()

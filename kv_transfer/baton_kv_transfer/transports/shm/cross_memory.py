@@ -118,7 +118,7 @@ class Process:
         return not self._poller.poll(0)
 
     def close(self) -> None:
-        """Wait for a read in progress. Later reads fail."""
+        """Stop reading the process: wait for a read in progress, and let later reads fail."""
         with self._lock:
             if self.pidfd >= 0:
                 os.close(self.pidfd)

@@ -77,7 +77,7 @@ class PeerLink(abc.ABC):
             logger.warning("notification to %s was lost: %s", self.peer, error)
 
     def give_up(self, reason: str) -> None:
-        """End all transfers in flight. Later posts fail at once."""
+        """End all transfers in flight in ERR. Later posts fail at once."""
         with self._lock:
             self.error = self.error or reason
             connection = self._socket
@@ -126,7 +126,7 @@ class PeerLink(abc.ABC):
         return connection
 
     def _submit(self, command: Callable[[], None]) -> None:
-        # A closed mailbox takes nothing. Its thread gives up all links at its end.
+        # A closed mailbox accepts no command. Its thread gives up all links at its end.
         with contextlib.suppress(TransportError):
             self._thread.mailbox.submit(command)
 

@@ -38,7 +38,7 @@ class PeerServer(abc.ABC, Generic[_Client]):
     The transports' thread calls all methods except the constructor.
     """
 
-    #: What a peer needs to connect, packed.
+    #: Packed data with which a peer can connect.
     address: bytes
 
     def __init__(self, context: TransportContext) -> None:
