@@ -230,7 +230,7 @@ class KVConnectorWorker(abc.ABC):
 
         Raises:
             ValueError: memory was registered before, the workers' heads do not add up to the
-                model's, or the transport does not move memory of this type here.
+                model's, or the transport does not move memory of this type.
         """
 
     @abc.abstractmethod

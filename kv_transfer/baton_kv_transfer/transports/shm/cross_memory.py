@@ -2,10 +2,9 @@
 
 A process id alone is no proof of identity, because the kernel reuses ids. So each process has a
 `Cell`: random bytes whose address and content the process sends to its peers. Each batch reads the
-cell of the other process last, in the same call. If the cell has the expected content, the batch
-was read from the right process, and the process had not withdrawn its memory. A process that dies
-during the call keeps its memory until the end of the call. After a failed call, a pidfd shows
-whether the process is dead.
+cell of the other process last, in the same call. The expected content shows that this is the right
+process, and that it had not withdrawn its memory. A process that dies during the call keeps its
+memory until the end of the call. After a failed call, a pidfd shows whether the process is dead.
 """
 
 from __future__ import annotations

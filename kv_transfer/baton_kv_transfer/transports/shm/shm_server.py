@@ -22,7 +22,7 @@ _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class HostAddress(msgspec.Struct, array_like=True, frozen=True):
-    """Data with which another process of the same host can connect and read this one's memory."""
+    """Data with which a process of the same host can connect and read this process's memory."""
 
     boot_id: str
     pid_namespace: int
