@@ -6,9 +6,9 @@
 - `controllers`: Deployments, ReplicaSets, and the binding of pods to the node.
 - `kubelet`: the node and its pods.
 - `containers`: one container as a process group.
-- `proxy`: Services by TCP, Ingresses by HTTP.
-- `children`, `lifecycle`: child processes, which end with their parent.
+- `proxy`: TCP proxies for Services, an HTTP proxy for Ingresses.
+- `children`, `lifecycle`: child processes, which end when their parent ends.
 - `networks`, `loopback`, `ports`: address ranges, addresses and ports of this machine.
 - `certificates`, `kubeconfig`: files with keys and credentials.
-- `events`, `conditions`, `timestamps`: parts of Kubernetes objects.
+- `events`, `conditions`, `timestamps`: Events, conditions and times of the Kubernetes API.
 """

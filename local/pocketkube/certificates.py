@@ -1,4 +1,4 @@
-"""Keys and certificates of a local control plane, with a certificate authority of its own."""
+"""Create the keys and certificates of a local control plane and its certificate authority."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _AUTHORITY_USAGE = x509.KeyUsage(
 
 @dataclass(frozen=True)
 class ServerCertificate:
-    """PEM files: the certificate of the authority, and a server's certificate and key."""
+    """Paths of PEM files: the authority's certificate, and the server's certificate and key."""
 
     authority: Path
     certificate: Path
@@ -37,7 +37,7 @@ class ServerCertificate:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read. It gets its name when it is complete."""
+    """Write a file that only its owner can read. The file appears at `path` only when complete."""
     part = path.with_name(path.name + ".part")
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -57,9 +57,10 @@ def _name(common_name: str) -> x509.Name:
 
 
 def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCertificate:
-    """Create an authority, and with it a server certificate for `addresses` and `localhost`.
+    """Create an authority and a server certificate signed by the authority.
 
-    The authority's key is not kept.
+    The server certificate is valid for `addresses`, 127.0.0.1, `localhost` and
+    `kubernetes.default.svc`. The authority's key is not kept.
     """
     directory.mkdir(parents=True, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP256R1())
@@ -113,6 +114,6 @@ def _builder(
 
 
 def create_signing_key(path: Path) -> Path:
-    """Create an RSA key that signs service account tokens."""
+    """Write a new RSA key for signing service account tokens to `path`, and return `path`."""
     write_private(path, _pem(rsa.generate_private_key(public_exponent=65537, key_size=2048)))
     return path

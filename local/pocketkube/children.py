@@ -1,4 +1,4 @@
-"""Child processes with a log file each. None outlives the thread that starts it."""
+"""Child processes, each with a log file. A child ends when the thread that started it ends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LOG_LINES = 15
 
 
 class ComponentError(Exception):
-    """A component did not start or has ended; the text has the end of its log."""
+    """A component did not start, or has ended."""
 
 
 class Children:
-    """The running children by name.
+    """A set of named child processes.
 
     Args:
-        logs: folder of the log files.
+        logs: folder of the log files. The log of the child `name` is `{name}.log`.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -32,15 +32,15 @@ class Children:
     def start(
         self, name: str, command: Sequence[str], env: Mapping[str, str], *, append: bool = False
     ) -> None:
-        """Start a process.
+        """Start a child process.
 
         Args:
-            append: keep the log of the process that had this name before.
+            append: append to an existing log file instead of replacing the file.
         """
         self._logs.mkdir(parents=True, exist_ok=True, mode=0o700)
         with open(self._logs / f"{name}.log", "ab" if append else "wb") as log:
-            # In a session of its own, so that Ctrl-C reaches only the parent, which stops its
-            # children in order.
+            # The child has its own session, so that Ctrl-C reaches only the parent. The parent
+            # then stops its children in order.
             self._processes[name] = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -59,14 +59,14 @@ class Children:
         """Check that all processes run.
 
         Raises:
-            ComponentError: one has ended.
+            ComponentError: a process has ended. The message includes the end of its log.
         """
         for name in self.ended():
             code = self._processes[name].returncode
             raise ComponentError(f"{name} ended with exit code {code}\n{self.log_tail(name)}")
 
     def stop(self, names: Iterable[str]) -> None:
-        """Send SIGTERM, and SIGKILL to those that do not end in time. Idempotent."""
+        """Send SIGTERM to the named processes, and SIGKILL after `STOP_TIMEOUT_S`. Idempotent."""
         processes = [self._processes.pop(name) for name in names if name in self._processes]
         for process in processes:
             process.send_signal(signal.SIGTERM)  # a no-op for a process that has ended

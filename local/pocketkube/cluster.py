@@ -1,7 +1,7 @@
 """The processes of a cluster: control plane, controllers, kubelet and proxy.
 
-They are children of this process and end with it: the kernel sends each one SIGKILL when its parent
-dies. Pods end with their kubelet in the same way.
+These processes are children of the process that runs `LocalCluster`. When that process ends, the
+kernel sends SIGKILL to all of them. A guardian process kills the pods when their kubelet ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESTARTS = BackoffPolicy()
 
 @dataclass(frozen=True)
 class Component:
-    """One process of the cluster. Its log file has the same name."""
+    """The name, command and extra environment of one process of the cluster."""
 
     name: str
     command: list[str]
@@ -30,14 +30,14 @@ class Component:
 
 
 class LocalCluster:
-    """Starts, restarts and stops the components in order.
+    """Starts, restarts and stops the components of a cluster.
 
     Args:
         state_dir: a folder that no other cluster uses; the logs are written to `logs` in it.
         control_plane: "embedded" or "real".
         ingress_port: port of the Ingress proxy on 127.0.0.1; 0 picks a free one.
         node_name: name of the cluster's only node.
-        host_root: folder in which hostPath volumes look up their path before this machine's `/`.
+        host_root: folder where the kubelet looks for the path of a hostPath volume, before `/`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LocalCluster:
         """Start the API server and wait until it answers.
 
         Raises:
-            ComponentError: it has ended, or did not answer within `timeout_s`.
+            ComponentError: the API server has ended, or did not answer within `timeout_s`.
             NetworksInUseError: too many clusters run on this machine.
         """
         self._networks = claim_networks(self.control_plane)
@@ -88,7 +88,7 @@ class LocalCluster:
             await asyncio.sleep(0.02)
 
     def start_node(self) -> None:
-        """Start kubelet and proxy, and the controllers of an embedded control plane."""
+        """Start kubelet and proxy, and the controllers if the control plane is embedded."""
         assert self._networks is not None, "the control plane is started first"
         self._start_client(
             "kubelet",
@@ -107,7 +107,7 @@ class LocalCluster:
         self.start(Component(name, [*module, *kubeconfig, *options], {}))
 
     def start(self, component: Component) -> None:
-        """Start a component, which `heal()` restarts and `stop()` stops before the node."""
+        """Start a component. If it ends, `heal()` restarts it."""
         again = component.name in self._components
         self._components[component.name] = component
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **component.env}
@@ -117,15 +117,17 @@ class LocalCluster:
         """Check that all components run.
 
         Raises:
-            ComponentError: one has ended.
+            ComponentError: a component has ended.
         """
         self._children.check()
 
     def heal(self) -> list[str]:
-        """Restart the components that have ended, with a growing delay; return their names.
+        """Restart components that have ended, and return the names of the restarted components.
+
+        The delay before a restart doubles each time a component ends soon after its last start.
 
         Raises:
-            ComponentError: the control plane has ended, and the cluster's objects with it.
+            ComponentError: the control plane has ended, so all objects of the cluster are lost.
         """
         started = []
         now = time.monotonic()
@@ -140,9 +142,9 @@ class LocalCluster:
         return started
 
     def stop(self) -> None:
-        """Stop the clients, then the node, then the API server. Idempotent.
+        """Stop all other components first, then kubelet and proxy, then the API server. Idempotent.
 
-        With the clients stopped first, no controller repairs what is being stopped.
+        Controllers stop before the kubelet, so that they do not replace the pods that it stops.
         """
         node = ("kubelet", "proxy")
         clients = [name for name in self._components if name not in (*node, "control-plane")]

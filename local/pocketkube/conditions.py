@@ -9,6 +9,6 @@ TERMINAL_PHASES = ("Succeeded", "Failed")
 
 
 def has_condition(obj: dict[str, Any], kind: str) -> bool:
-    """Return whether a condition of the object is True."""
+    """Return whether the object has a condition of type `kind` whose status is True."""
     conditions = (obj.get("status") or {}).get("conditions") or ()
     return any(each["type"] == kind and each["status"] == "True" for each in conditions)

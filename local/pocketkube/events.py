@@ -1,4 +1,4 @@
-"""Events for `kubectl describe`. A repetition within ten minutes raises the count of its event."""
+"""Write Events. A message that repeats within ten minutes increments the count of its Event."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class EventRecorder:
                 )
 
     async def _write(self, event: Object) -> None:
-        """Create the event, or raise the count of the same event."""
+        """Create the event, or increment the count of a recent event with the same message."""
         now = time.monotonic()
         self._series = {
             key: series

@@ -1,4 +1,4 @@
-"""Kubeconfig files."""
+"""Write and read kubeconfig files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pocketkube.certificates import write_private
 
 
 def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:
-    """Copy the kubeconfig `admin` to `path` with another bearer token."""
+    """Copy the kubeconfig `admin` to `path`, replace the bearer token, and return `path`."""
     document = yaml.safe_load(admin.read_text())
     document["users"][0]["user"] = {"token": token}
     write_private(path, yaml.safe_dump(document, sort_keys=False).encode())
@@ -21,7 +21,7 @@ def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:
 def write_kubeconfig(
     path: Path, server: str, authority: Path, token: str, user: str = "pocketkube-admin"
 ) -> None:
-    """Write a kubeconfig with the context `pocketkube`, readable by its owner only."""
+    """Write a kubeconfig with the context `pocketkube`. Only the file's owner can read it."""
     data = base64.b64encode(authority.read_bytes()).decode()
     document = {
         "apiVersion": "v1",
@@ -45,6 +45,6 @@ def write_kubeconfig(
 
 
 def certificate_authority(kubeconfig: Path) -> bytes:
-    """Return the CA of a kubeconfig of `write_kubeconfig`, in PEM."""
+    """Return the CA certificate, in PEM, from a kubeconfig that `write_kubeconfig()` wrote."""
     [cluster] = yaml.safe_load(kubeconfig.read_text())["clusters"]
     return base64.b64decode(cluster["cluster"]["certificate-authority-data"])

@@ -1,4 +1,4 @@
-"""The life of a process of the cluster: it ends with its parent, and on SIGTERM."""
+"""End a process on SIGTERM, or when its parent process ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-#: Loaded before any fork. Between fork and exec a child can only call what is loaded.
+#: Loaded before any fork: between fork and exec, a child can only call loaded functions.
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -27,7 +27,7 @@ def set_parent_death_signal(signum: int) -> None:
 
 
 def kill_at_end_of_parent() -> Callable[[], None]:
-    """Return a `preexec_fn` with which a child gets SIGKILL when this process ends."""
+    """Return a `preexec_fn` that asks the kernel to SIGKILL the child when its parent ends."""
     parent = os.getpid()
 
     def before_exec() -> None:
@@ -39,7 +39,7 @@ def kill_at_end_of_parent() -> Callable[[], None]:
 
 
 def die_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when its parent dies."""
+    """Ask the kernel to send SIGTERM to this process when its parent ends."""
     parent = os.getppid()
     set_parent_death_signal(signal.SIGTERM)
     if os.getppid() != parent:
@@ -49,9 +49,9 @@ def die_with_parent() -> None:
 def run_until_terminated(
     main: Callable[[asyncio.Event], Awaitable[None]], *, name: str, stop_timeout_s: float
 ) -> None:
-    """Run `main(stop)` until it returns. SIGTERM and SIGINT set `stop`.
+    """Configure logging and run `main(stop)` until it returns. SIGTERM and SIGINT set `stop`.
 
-    SIGALRM ends the process if `main` has not returned `stop_timeout_s` after the signal.
+    If `main` has not returned `stop_timeout_s` after SIGTERM or SIGINT, SIGALRM ends the process.
     """
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s %(levelname).1s {name} %(name)s: %(message)s"
@@ -82,9 +82,9 @@ async def wait_up_to(timeout_s: float, event: asyncio.Event) -> bool:
 
 
 async def until_stopped(stop: asyncio.Event, *loops: Awaitable[None]) -> None:
-    """Run endless loops together until `stop` is set.
+    """Run all `loops` concurrently until `stop` is set, then cancel them.
 
-    A loop that fails ends all of them, and its error is raised here.
+    If a loop fails, the other loops are cancelled and its error is raised.
     """
     tasks = [asyncio.ensure_future(loop) for loop in loops]
     waiter = asyncio.ensure_future(stop.wait())

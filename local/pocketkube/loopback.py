@@ -1,4 +1,4 @@
-"""Addresses on the loopback device: those outside 127/8 are added as /32 and removed again."""
+"""Add addresses outside 127.0.0.0/8 to the loopback device, and remove them after use."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ALWAYS_THERE = ipaddress.ip_network("127.0.0.0/8")
 
 
 def served_port(port: int) -> int:
-    """Return the port where a Service's port is served.
+    """Return the port on which the proxy listens for the Service port `port`.
 
-    A port below 1024 that the system keeps for root is served 8000 higher, 80 on 8080.
+    A port that only root can bind is replaced by `port + 8000`: 80 becomes 8080.
     """
     if port >= 1024 or os.geteuid() == 0:
         return port
@@ -31,9 +31,9 @@ def served_port(port: int) -> int:
 
 
 class LoopbackAddresses:
-    """The addresses that this process has added.
+    """The addresses that this process has added to the loopback device.
 
-    A file records them, so that the next process can remove what a killed one left.
+    A file records the addresses. If this process is killed, the next process removes them.
     """
 
     def __init__(self, ledger: Path) -> None:
@@ -41,7 +41,7 @@ class LoopbackAddresses:
         self._added: set[str] = set()
 
     def remove_stale(self) -> None:
-        """Remove the addresses in the file of a previous process."""
+        """Remove the addresses that a previous process recorded in the file."""
         try:
             stale = json.loads(self._ledger.read_text())
         except (FileNotFoundError, ValueError):
@@ -51,19 +51,20 @@ class LoopbackAddresses:
         self._ledger.unlink()
 
     def add(self, address: str) -> None:
-        """Make `address` bindable.
+        """Add `address` to the loopback device, unless processes can bind it already.
 
         Raises:
-            OSError: the device refuses it, which needs CAP_NET_ADMIN.
+            OSError: the address cannot be added. The usual reason is a missing CAP_NET_ADMIN.
         """
         if ipaddress.ip_address(address) in _ALWAYS_THERE or address in self._added:
             return
-        # Recorded first: a record without an address is harmless, an address without a record
-        # stays.
+        # The record comes first. A record without an address is harmless, but an address without
+        # a record would never be removed.
         self._added.add(address)
         self._save()
         error = _ip("add", address)
-        # Left by a killed process with another file; it belongs to this one now.
+        # A killed process that recorded the address in another file left it. This process takes
+        # the address over.
         there = "File exists" in error or "already assigned" in error
         if error and not there:
             self._added.discard(address)
@@ -74,19 +75,19 @@ class LoopbackAddresses:
             )
 
     def remove(self, address: str) -> None:
-        """Remove an address that was added here. Others are left alone."""
+        """Remove `address` if `add()` added it, else do nothing."""
         if address in self._added:
             _ip("del", address)
             self._added.discard(address)
             self._save()
 
     def keep_only(self, addresses: Collection[str]) -> None:
-        """Remove the addresses that were added here and are not in `addresses`."""
+        """Remove all added addresses that are not in `addresses`."""
         for address in self._added - set(addresses):
             self.remove(address)
 
     def remove_all(self) -> None:
-        """Remove all addresses that were added here."""
+        """Remove all added addresses."""
         for address in list(self._added):
             self.remove(address)
 
@@ -98,7 +99,7 @@ class LoopbackAddresses:
 
 
 def _ip(verb: str, address: str) -> str:
-    """Run `ip addr add` or `del`, and return the error text, which is empty on success."""
+    """Run `ip addr add` or `ip addr del`. Return the error text, empty on success."""
     try:
         done = subprocess.run(
             ["ip", "addr", verb, f"{address}/32", "dev", "lo"],

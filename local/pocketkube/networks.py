@@ -1,4 +1,4 @@
-"""Address ranges of several clusters on one machine, each held by one cluster at a time."""
+"""Claim address ranges for a cluster, so that several clusters can run on one machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ class NetworksInUseError(Exception):
 
 @dataclass(frozen=True)
 class Networks:
-    """Ranges of 4096 addresses in CIDR notation, held until `release` or the end of the process."""
+    """The claimed ranges of 4096 addresses each, in CIDR notation.
+
+    Attributes:
+        claim: a socket that holds the claim until `release()` or the end of the process.
+    """
 
     pods: str
     services: str
@@ -33,11 +37,11 @@ class Networks:
 
 
 def claim_networks(control_plane: str) -> Networks:
-    """Claim the first free ranges.
+    """Claim the first free ranges of pod addresses and Service addresses.
 
-    A claim is a name in the abstract socket namespace. It belongs to the network namespace, as the
-    loopback device does, and it also excludes other users. The kernel releases it when the process
-    ends.
+    A claim is a Unix socket bound to an abstract name. All users of the same network namespace, and
+    thus of the same loopback device, share these names. The kernel releases a claim when the
+    process ends.
 
     Raises:
         NetworksInUseError: all ranges are in use.

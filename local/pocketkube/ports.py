@@ -1,4 +1,4 @@
-"""TCP ports: free ones for new processes, those of containers, and those on command lines."""
+"""Find free TCP ports, resolve ports of containers, and parse ports from command lines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
-    """Find `count` different ports of `host` where no process listens now.
+    """Find `count` different free ports of `host`.
 
-    They are below the system's ephemeral range. Otherwise the system could give one to another
-    process, before the intended process binds it.
+    The ports are below the system's ephemeral range where possible. The system could assign an
+    ephemeral port to another process before the caller uses the port.
 
     Raises:
         OSError: `host` is not an address of this machine.
@@ -49,7 +49,10 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
 
 
 def container_port(port: int | str, containers: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return a port given by number or by its name in `containers`; None for an unknown name."""
+    """Return the number of `port`, which is a number or the name of a port of `containers`.
+
+    Returns None for an unknown name.
+    """
     if isinstance(port, int) or port.isdigit():
         return int(port)
     ports = (entry for container in containers for entry in container.get("ports") or [])
@@ -57,14 +60,14 @@ def container_port(port: int | str, containers: Iterable[Mapping[str, Any]]) -> 
 
 
 def parse_port(text: str) -> int:
-    """Return the port that a command-line argument names; 0 stands for any free one."""
+    """Parse a port number on the command line. 0 means any free port."""
     if not text.isdecimal() or int(text) > MAX_PORT:
         raise argparse.ArgumentTypeError(f"must be in [0, {MAX_PORT}], got {text}")
     return int(text)
 
 
 def _first_handed_out() -> int:
-    """Return the start of the ephemeral range; 0 if it is unknown or too low."""
+    """Return the first port of the ephemeral range; 0 if the range is unknown or starts too low."""
     try:
         first = int(_HANDED_OUT.read_text().split()[0])
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The embedded control plane: pocketkube's API server and garbage collector, in memory.
+"""The embedded control plane: pocketkube's API server and garbage collector.
 
-`EmbeddedControlPlane` runs it in a thread, and `python -m pocketkube.control_plane.embedded` in a
-process of its own.
+`EmbeddedControlPlane` runs the control plane in a thread.
+`python -m pocketkube.control_plane.embedded` runs the control plane in a separate process.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DEFAULT_SERVICE_NETWORK = "127.96.0.0/16"
 
 
 class EmbeddedControlPlane:
-    """An API server on one loopback address.
+    """Pocketkube's API server and garbage collector, on 127.0.0.1.
 
     Args:
         state_dir: folder for the certificates and `kubeconfig`; the objects are in memory only.
         port: port to listen on; 0 for a free one.
         service_network: range of the cluster addresses of Services.
-        event_window: changes kept per kind, from which watches can resume.
+        event_window: number of changes kept per kind. A watch can resume from any of them.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class EmbeddedControlPlane:
 
     @property
     def server(self) -> str:
-        """URL of the API server after `start()`."""
+        """URL of the API server. Valid after `start()`."""
         return f"https://{LOOPBACK}:{self._port}"
 
     def start(self, timeout_s: float = 60.0) -> None:
-        """Serve in a new thread.
+        """Start the API server in a new thread, and wait until it answers.
 
         Raises:
-            ComponentError: it did not start.
+            ComponentError: the API server did not start.
         """
         ready = threading.Event()
         self._thread = threading.Thread(
@@ -79,7 +79,7 @@ class EmbeddedControlPlane:
             ) from self._failure
 
     def stop(self) -> None:
-        """End the thread. Idempotent."""
+        """Stop the API server and end its thread. Idempotent."""
         if self._loop and self._ending and self._thread and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ending.set)
             self._thread.join(timeout=10)
@@ -94,10 +94,10 @@ class EmbeddedControlPlane:
             ready.set()
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
-        """Serve in the running loop until `stop()` or cancellation.
+        """Run the API server in the current event loop until `stop()` or cancellation.
 
         Args:
-            on_ready: called when requests are answered.
+            on_ready: called once the API server answers requests.
         """
         self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
         files = create_server_certificate(self._state_dir / "pki", [LOOPBACK])

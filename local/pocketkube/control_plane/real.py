@@ -1,12 +1,12 @@
 """A real control plane: etcd, kube-apiserver, kube-controller-manager and kube-scheduler.
 
 The binaries come from `KUBEBUILDER_ASSETS`, or from the cache that `make control-plane` fills. Any
-Kubernetes from 1.20 on works. All processes listen on 127.0.0.1 and end with the thread that
-started them. etcd has no authentication, so other users of the machine can reach it: use this for
-development and tests only.
+Kubernetes from 1.20 on works. All processes listen on 127.0.0.1. They end when the thread that
+started them ends. etcd has no authentication, so other users of the machine can read and change
+all objects. Use this control plane for development and tests only.
 
-`python -m pocketkube.control_plane.real --state-dir D` runs one until SIGTERM or SIGINT.
-`D/kubeconfig` appears when it is ready.
+`python -m pocketkube.control_plane.real --state-dir D` runs a control plane until SIGTERM or
+SIGINT. `D/kubeconfig` appears when the control plane is ready.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ rules:
 
 
 def find_assets() -> Path | None:
-    """Return the folder of the binaries; None if there is none.
+    """Return the folder of the control plane's binaries; None if no folder has all of them.
 
-    It is `KUBEBUILDER_ASSETS`, or the newest version in the cache.
+    The folder is `KUBEBUILDER_ASSETS` if set, else the newest version in the cache.
     """
     if named := os.environ.get("KUBEBUILDER_ASSETS"):
         return Path(named) if _complete(Path(named)) else None
@@ -64,7 +64,7 @@ def find_assets() -> Path | None:
 
 
 def missing_assets() -> str:
-    """Return the error message for binaries that `find_assets` did not find."""
+    """Return the error message for the case that `find_assets()` returns None."""
     where = os.environ.get("KUBEBUILDER_ASSETS") or str(_CACHE / "v1.20.2")
     return (
         f"{', '.join(BINARIES)} not all found in {where}: run `make control-plane` or set "
@@ -83,16 +83,16 @@ def _numbers(text: str) -> tuple[int, ...]:
 class RealControlPlane:
     """One kube-apiserver with etcd, controllers and scheduler.
 
-    Start it from a thread that lives as long as the control plane: the children end with it.
+    Call `start()` from a long-lived thread. The processes end when the thread ends.
 
     Args:
         assets: folder of the four binaries (see `find_assets`).
-        state_dir: folder for keys, logs, `kubeconfig` and etcd's data, which each start deletes.
-        service_network: range of Services; the API refuses 127.0.0.0/8 in Endpoints.
+        state_dir: folder for keys, logs, `kubeconfig` and etcd's data. Each start deletes the data.
+        service_network: range of the cluster addresses of Services.
         audit_log: file for one JSON object per request (`audit.k8s.io/v1`, without bodies); None
             for no log.
-        apiserver_flags: further flags, for features that other clusters have enabled.
-        has_controllers: run controllers and scheduler too. Without them nothing acts on objects.
+        apiserver_flags: further flags of kube-apiserver.
+        has_controllers: whether kube-controller-manager and kube-scheduler also run.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class RealControlPlane:
         """Start the processes, and wait until objects can be created.
 
         Raises:
-            ComponentError: it did not start.
+            ComponentError: a process has ended, or was not ready within `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -135,7 +135,7 @@ class RealControlPlane:
         """Check that all processes run.
 
         Raises:
-            ComponentError: one has ended.
+            ComponentError: a process has ended.
         """
         self._children.check()
 
@@ -186,7 +186,7 @@ class RealControlPlane:
         accounts_key: Path,
         tokens: Path,
     ) -> None:
-        # Without a reconciler: it would publish a loopback address, which kube-apiserver refuses.
+        # The endpoint reconciler would publish a loopback address, which kube-apiserver refuses.
         self._spawn(
             "kube-apiserver",
             f"--etcd-servers=http://{LOOPBACK}:{etcd_port}",
@@ -254,7 +254,7 @@ class RealControlPlane:
         self._children.start(name, [str(self._assets / name), *arguments], environment)
 
     def _no_insecure_port(self, name: str) -> tuple[str, ...]:
-        """Return the flag that closes the insecure port, which versions before 1.23 open."""
+        """Return the flag that closes the insecure port; no flag for versions from 1.23 on."""
         command = [str(self._assets / name), "--version"]
         version = _numbers(
             subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -282,7 +282,7 @@ class RealControlPlane:
 
 
 def _create_tokens(path: Path) -> dict[str, str]:
-    """Write kube-apiserver's token file, and return the tokens of its clients."""
+    """Create a bearer token per client, write them to `path`, and return client name -> token."""
     tokens = {
         name: secrets.token_urlsafe(32) for name in ("admin", "controller-manager", "scheduler")
     }
