@@ -1,4 +1,4 @@
-"""Containers as process groups of this machine.
+"""Run containers as process groups on this machine.
 
 - `runner`: one container from its first start to its last stop.
 - `container_state`: waiting, running, terminated.
@@ -7,6 +7,6 @@
 - `probes`: startup, readiness and liveness probes.
 - `backoff`: the delay before a restart.
 - `container_log`: the log file, its rotation and its readers.
-- `process`: a process group that ends with the kubelet.
-- `guardian`: the process that ends what a killed kubelet leaves.
+- `process`: the processes of one container.
+- `guardian`: a process that kills all containers when the kubelet ends.
 """

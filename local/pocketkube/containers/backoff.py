@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BackoffPolicy:
-    """The delays before restarts, in seconds."""
+    """The delay before each restart: it starts at `base_s` and doubles up to `cap_s`."""
 
     base_s: float = 1.0
     cap_s: float = 30.0
-    #: After a run of this length, the next delay is `base_s`.
+    #: After a run of at least this length, the next delay is `base_s`.
     reset_after_s: float = 60.0
 
     def next_delay(self, previous_s: float, ran_s: float) -> float:
-        """Compute the delay before the next start.
+        """Return the delay before the next start, in seconds.
 
         Args:
             previous_s: the delay before the run that just ended, 0 for the first run.
-            ran_s: the duration of that run.
+            ran_s: the duration of the run that just ended.
         """
         if previous_s <= 0 or ran_s >= self.reset_after_s:
             return min(self.base_s, self.cap_s)

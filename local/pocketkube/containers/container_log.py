@@ -1,6 +1,6 @@
 """Container logs on disk, one file per container instance.
 
-The format is CRI's, `<time> <stream> <F|P> <line>`. The size is limited by rotation.
+The format is that of the CRI: `<time> <stream> <F|P> <line>`. Rotation limits the size.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import BinaryIO
 
 from pocketkube.lifecycle import wait_up_to
 
-#: Limit of one file. One full file is kept as `.1`.
+#: Maximum size of a log file. A full file is renamed to `.1`.
 MAX_BYTES = 10 * 2**20
-#: Bytes. Longer lines are stored in parts.
+#: Maximum length of a line in bytes. Longer lines are stored in parts.
 MAX_LINE = 16 * 2**10
 
 
 class ContainerLog:
-    """The log of one container instance."""
+    """Writes the log of one container instance."""
 
     def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ class ContainerLog:
         self._changed = asyncio.Event()
 
     def feed(self, stream: str, data: bytes) -> None:
-        """Append bytes from the pipe of `stream` (stdout or stderr)."""
+        """Append `data`, read from the container's `stream` (stdout or stderr)."""
         *lines, rest = (self._partial.get(stream, b"") + data).split(b"\n")
         out = [record for line in lines for record in _records(stream, line)]
         while len(rest) > MAX_LINE:
@@ -46,7 +46,7 @@ class ContainerLog:
             self._write(b"".join(out))
 
     def close(self) -> None:
-        """Write the incomplete last line, and end the streams of followers."""
+        """Write the incomplete last line, and close the file. This ends `stream_log()` calls."""
         for stream, rest in self._partial.items():
             if rest:
                 self._write(_record(stream, b"P", rest))
@@ -78,12 +78,15 @@ class ContainerLog:
 
 
 def rotated(path: Path) -> Path:
-    """Return the path of the full log file."""
+    """Return the path to which the log file `path` is renamed when full."""
     return path.with_name(path.name + ".1")
 
 
 def _read(file: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (RFC 3339 time, content) of each line. A complete line ends with its newline."""
+    """Yield (RFC 3339 time, content) for each record of `file`; nothing if the file is missing.
+
+    The content of a complete line ends with a newline.
+    """
     with contextlib.suppress(FileNotFoundError), open(file, "rb") as stored:
         yield from map(_parse, stored)
 
@@ -98,14 +101,15 @@ async def stream_log(
     timestamps: bool = False,
     limit_bytes: int | None = None,
 ) -> AsyncIterator[bytes]:
-    """Stream a log as `kubectl logs` prints it. A missing log is empty.
+    """Yield the lines of a log as `kubectl logs` prints them; nothing if the file is missing.
 
     Args:
         path: the log file of one container instance.
-        live: the log if the container still writes it; `follow` ends when it is closed.
-        follow: wait for further lines.
+        live: the `ContainerLog` that writes the file; None if the log is complete.
+        follow: wait for further lines until `live` is closed.
         tail: number of last lines to start with; None for all.
         since: leave out lines before this time.
+        timestamps: begin each line with its time.
         limit_bytes: stop after this many bytes.
     """
     left = limit_bytes
@@ -123,13 +127,13 @@ async def stream_log(
 async def _entries(
     path: Path, live: ContainerLog | None, follow: bool, tail: int | None, since: datetime | None
 ) -> AsyncGenerator[tuple[bytes, bytes], None]:
-    """Yield (time, content) of the lines; see `stream_log`."""
+    """Yield (time, content) for each line that `stream_log()` prints."""
     try:
         current = open(path, "rb")  # noqa: ASYNC230, SIM115 - local file; closed below
     except FileNotFoundError:
         return
     try:
-        # All lines that exist now. The position in the file is where following continues.
+        # Read all lines that exist now. The file position is where following continues.
         lines = [*_read(rotated(path)), *map(_parse, current)]
         if since is not None:
             lines = [entry for entry in lines if _time(entry[0]) >= since]

@@ -8,7 +8,7 @@ from datetime import datetime
 
 @dataclass(frozen=True)
 class Waiting:
-    """No process runs."""
+    """The container waits for its start or restart."""
 
     reason: str = "ContainerCreating"
     message: str = ""
@@ -16,14 +16,14 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Running:
-    """A process runs."""
+    """The main process of the container runs."""
 
     started_at: datetime
 
 
 @dataclass(frozen=True)
 class Terminated:
-    """A process has ended. `exit_code` is 128 + the signal if a signal ended it."""
+    """The main process has ended. After a signal, `exit_code` is 128 + the signal number."""
 
     exit_code: int
     reason: str
@@ -35,7 +35,7 @@ class Terminated:
 
 @dataclass
 class ContainerState:
-    """One container over all its restarts. Its runner writes this, and `pod_status` reads it."""
+    """The state of one container. `ContainerRunner` writes the state, and `pod_status` reads it."""
 
     state: Waiting | Running | Terminated = field(default_factory=Waiting)
     last: Terminated | None = None
@@ -53,5 +53,5 @@ class ContainerState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a process runs and is ready."""
+        """Whether the container runs and is ready."""
         return isinstance(self.state, Running) and self.ready

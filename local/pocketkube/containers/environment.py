@@ -1,6 +1,6 @@
-"""Environment variables, command line and downward API fields of a container.
+"""Compute the environment variables, command line and downward API fields of a container.
 
-They come from the pod, and from the ConfigMaps and Secrets that it names.
+The sources are the pod, and the ConfigMaps and Secrets that the pod names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ConfigError(Exception):
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Replace `$(NAME)`. `$$` is one dollar sign, and unknown names are kept."""
+    """Replace `$(NAME)` in `text` by the variable's value, and `$$` by `$`. Keep unknown names."""
 
     def replace(match: re.Match[str]) -> str:
         body = match.group(1)
@@ -54,10 +54,10 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
-    """Return the command with its arguments.
+    """Return the container's command and arguments, with `$(NAME)` replaced.
 
     Raises:
-        ConfigError: the container has no command, and no image provides one here.
+        ConfigError: the container has no command. Images are ignored.
     """
     if not container.get("command"):
         raise ConfigError(
@@ -70,7 +70,7 @@ def command_line(container: Object, variables: Mapping[str, str]) -> list[str]:
 
 
 def base_environment(pod: Object, *, pod_ip: str, server: str) -> dict[str, str]:
-    """Return the variables of every container, before its own.
+    """Return the environment variables that every container of the pod gets.
 
     Args:
         server: URL of the API server.
@@ -94,13 +94,16 @@ async def container_environment(
     addresses: Mapping[str, str],
     lookup: Lookup,
 ) -> dict[str, str]:
-    """Add `envFrom` and then `env` to `base`. Later entries win, and may refer to earlier ones.
+    """Return `base` with the variables of the container's `envFrom` and `env` added.
+
+    A variable of `env` replaces an earlier variable of the same name. Its value can refer to
+    earlier variables.
 
     Args:
         addresses: `status.podIP` and `status.hostIP`, which the pod object may not have yet.
 
     Raises:
-        ConfigError: a ConfigMap, Secret, key or field that is not optional is missing.
+        ConfigError: a required ConfigMap, Secret or key is missing, or a field is not supported.
     """
     namespace = pod["metadata"]["namespace"]
     result = dict(base)
@@ -122,7 +125,9 @@ async def container_environment(
 
 
 def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
-    """Return a downward API field; all labels or annotations are lines of `key="value"`.
+    """Return the value of the downward API field `path`.
+
+    `metadata.labels` and `metadata.annotations` are returned as lines of `key="value"`.
 
     Raises:
         ConfigError: the field is not supported.
@@ -150,10 +155,12 @@ def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
 async def read_data(
     kind: str, namespace: str, name: str, reference: Object, lookup: Lookup
 ) -> dict[str, bytes]:
-    """Read the keys of a ConfigMap or Secret; none if it is missing and `reference` is optional.
+    """Return the data of a ConfigMap or Secret: key -> content.
+
+    The result is empty if the object is missing and `reference` is optional.
 
     Raises:
-        ConfigError: it is missing and not optional, or cannot be read.
+        ConfigError: the object is missing and not optional, or cannot be read.
     """
     obj = await lookup(kind, namespace, name)
     if obj is None:

@@ -1,9 +1,11 @@
-"""The guardian: a process that kills every container when its kubelet ends, also by SIGKILL.
+"""The guardian process, which kills all containers when the kubelet ends, even after SIGKILL.
 
-It runs as a script, `python -I -S guardian.py MARKER`, in a session of its own. Its standard input
-is a pipe from the kubelet, which writes one line for each session to watch (`+123`) or to forget
-(`-123`). When the pipe closes, the guardian kills all processes of these sessions, and all with
-MARKER in their environment. It imports only the standard library, so that it starts fast.
+The kubelet starts the guardian as `python -I -S guardian.py MARKER`, and writes to the guardian's
+standard input. The line `+123` adds session 123, and the line `-123` removes the session. When
+standard input closes, the guardian kills all processes of the added sessions. It also kills all
+processes with MARKER in their environment.
+
+This module imports only the standard library, so that the guardian starts fast.
 """
 
 from __future__ import annotations
@@ -17,10 +19,14 @@ from collections.abc import Collection
 
 
 def find_processes(sessions: Collection[int], marker: str) -> list[int]:
-    """Find the live processes of `sessions`, and those with `marker` in their environment.
+    """Return the pids of all processes in `sessions` or with `marker` in their environment.
 
-    A session here is a session id or a process group. The marker ("NAME=value") finds daemons that
-    left the session. The session finds processes that overwrote their environment.
+    The marker finds daemons that left their session. The session finds processes that overwrote
+    their environment.
+
+    Args:
+        sessions: session ids. A process group with one of these numbers also matches.
+        marker: an environment variable, as "NAME=value".
     """
     needle = b"\0" + marker.encode() + b"\0"
     own = os.getpid()
@@ -30,8 +36,8 @@ def find_processes(sessions: Collection[int], marker: str) -> list[int]:
             continue
         with contextlib.suppress(OSError):
             with open(f"/proc/{entry}/stat", "rb") as file:
-                # The command name can contain any byte, so the fields are read from behind its
-                # last parenthesis.
+                # The command name can contain any byte. The fields begin after the last
+                # parenthesis.
                 state, _, group, session = file.read().rpartition(b")")[2].split()[:4]
             if state in (b"Z", b"X"):
                 continue
@@ -45,7 +51,11 @@ def find_processes(sessions: Collection[int], marker: str) -> list[int]:
 
 
 def kill_all(sessions: Collection[int], marker: str, timeout_s: float) -> bool:
-    """Send SIGKILL until two searches find nothing; False if `timeout_s` passed first."""
+    """Kill all processes in `sessions` or with `marker` in their environment.
+
+    Returns:
+        True once two consecutive searches find no process, False after `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     empty = 0
     while empty < 2:
@@ -61,7 +71,7 @@ def kill_all(sessions: Collection[int], marker: str, timeout_s: float) -> bool:
 
 
 def main(marker: str) -> int:
-    """Watch standard input until it closes, then kill."""
+    """Read sessions from standard input until it closes, then kill. Return the exit code."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     sessions: set[int] = set()

@@ -1,4 +1,4 @@
-"""HTTP probes of containers."""
+"""Run the HTTP probes of containers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 
 
 class ProbeVerdict:
-    """Counts equal results in a row. The verdict changes at a threshold."""
+    """Counts consecutive equal results of a probe, and compares the count with a threshold."""
 
     def __init__(self, success_threshold: int, failure_threshold: int) -> None:
         self._success_threshold = success_threshold
@@ -24,7 +24,11 @@ class ProbeVerdict:
         self._run = 0
 
     def observe(self, success: bool) -> bool | None:
-        """Return the verdict if `success` has reached its threshold, else None."""
+        """Record the result of one probe request.
+
+        Returns:
+            `success` if enough consecutive results equal it, else None.
+        """
         self._run = self._run + 1 if success == self._last else 1
         self._last = success
         needed = self._success_threshold if success else self._failure_threshold
@@ -32,14 +36,14 @@ class ProbeVerdict:
 
 
 class ProbeError(Exception):
-    """A probe failed; the text has the reason."""
+    """A probe failed. The message is the reason."""
 
 
 def check_handlers(container: Object) -> None:
-    """Check that the container has no hooks, and only `httpGet` probes.
+    """Check that the container has no lifecycle hooks and only `httpGet` probes.
 
     Raises:
-        ConfigError: it has a hook or another probe.
+        ConfigError: the container has a lifecycle hook or another kind of probe.
     """
     if container.get("lifecycle"):
         raise ConfigError(
@@ -74,14 +78,14 @@ class Probe:
         self._http = http
         self._on_failure = on_failure
         self._verdict = ProbeVerdict(spec["successThreshold"], spec["failureThreshold"])
-        #: Time until the next request.
+        #: Delay before the next request.
         self._delay_s: float = spec.get("initialDelaySeconds", 0)
 
     async def next_verdict(self) -> tuple[bool, str]:
-        """Probe until a threshold is reached.
+        """Send probe requests until the results reach the success or failure threshold.
 
         Returns:
-            Whether the container is healthy, and the last failure.
+            (whether the container is healthy, the last failure); the failure is empty if healthy.
         """
         while True:
             await asyncio.sleep(self._delay_s)
@@ -94,7 +98,7 @@ class Probe:
                 return healthy, failure
 
     async def _failure(self) -> str:
-        """Send one request, and return why the probe failed; empty if it has not."""
+        """Send one probe request. Return the reason of a failure, or an empty text on success."""
         timeout_s = self._spec["timeoutSeconds"]
         try:
             await self._get(self._spec["httpGet"], timeout_s)

@@ -1,6 +1,6 @@
-"""Processes of containers.
+"""Start, watch and kill the processes of containers.
 
-A container is a process group in its own session. It ends with the kubelet.
+A container is a process group in its own session. All processes end when the kubelet ends.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class StartError(Exception):
 
 
 class Guard:
-    """The kubelet's side of its guardian process.
+    """Starts the guardian process, and sends it the sessions to kill when the kubelet ends.
 
-    The guardian shares the lock of the state folder. A new kubelet therefore waits until all
-    processes of the previous one have ended.
+    The guardian holds the lock of the state folder until all processes have ended. A new kubelet
+    waits for the lock.
     """
 
     def __init__(self, state_dir: Path) -> None:
@@ -77,17 +77,21 @@ class Guard:
         self._spawn()
 
     def watch(self, session: int) -> None:
-        """Let the guardian kill `session` when the kubelet ends."""
+        """Register `session`: the guardian kills its processes when the kubelet ends."""
         self._sessions.add(session)
         self._send(f"+{session}\n")
 
     def forget(self, session: int) -> None:
-        """Stop watching `session`. Its processes have ended, and its number may be reused."""
+        """Unregister `session`, whose processes have ended. The kernel may reuse its number."""
         self._sessions.discard(session)
         self._send(f"-{session}\n")
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Close the pipe, so that the guardian kills the remaining processes and ends."""
+        """Stop the guardian, which first kills all remaining processes. Release the lock.
+
+        Args:
+            timeout_s: maximum wait for the guardian.
+        """
         self._stopping = True
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
@@ -132,7 +136,7 @@ class Guard:
 
 
 class Process:
-    """A running command and its descendants. Created by `start`."""
+    """The processes of a container: a command and its descendants. `start()` creates one."""
 
     def __init__(
         self, popen: subprocess.Popen[bytes], guard: Guard, marker: str, log: ContainerLog
@@ -168,7 +172,7 @@ class Process:
         """Start a command as the leader of a new session.
 
         Raises:
-            StartError: the command does not exist, is not executable, or the system refuses.
+            StartError: the command was not found or could not be started.
         """
         marked = {**env, KUBELET_MARKER: guard.kubelet_id, CONTAINER_MARKER: container_id}
         try:
@@ -193,14 +197,16 @@ class Process:
 
     @property
     def running(self) -> bool:
-        """Whether the main process is alive."""
+        """Whether the main process is running."""
         return not self._exited.is_set()
 
     async def wait(self, timeout_s: float | None = None) -> int:
-        """Wait for the main process and return its exit code: 128 + the signal if killed.
+        """Wait for the end of the main process. Return its exit code.
+
+        After a signal, the exit code is 128 + the signal number.
 
         Raises:
-            TimeoutError: it has not ended within `timeout_s`.
+            TimeoutError: the process has not ended within `timeout_s`.
         """
         async with asyncio.timeout(timeout_s):
             await self._exited.wait()
@@ -213,7 +219,7 @@ class Process:
             self._popen.send_signal(signal.SIGTERM)
 
     async def finish(self) -> None:
-        """Kill the container's remaining processes, and read their output to the end."""
+        """Kill the container's remaining processes, and read the rest of their output."""
         while not await asyncio.to_thread(guardian.kill_all, {self.pid}, self._marker, 5.0):
             logger.warning(
                 "processes of %s survive SIGKILL; a device may hang: see `dmesg`", self._marker
@@ -246,7 +252,7 @@ class Process:
 
 
 def on_exit(pid: int, callback: Callable[[], None]) -> None:
-    """Call `callback` once when child `pid` has ended, so that waiting for it does not block."""
+    """Call `callback` in the event loop once the child process `pid` has ended."""
     loop = asyncio.get_running_loop()
     fd = os.pidfd_open(pid)
 
@@ -259,11 +265,14 @@ def on_exit(pid: int, callback: Callable[[], None]) -> None:
 
 
 def container_pids() -> dict[str, int]:
-    """Map container ids, as in the status of pods, to the first process of each container here."""
+    """Return container id -> pid of the first process, for each container on this machine.
+
+    The container ids are those in the status of pods.
+    """
     marker = b"\0" + CONTAINER_MARKER.encode() + b"="
     found: dict[str, int] = {}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
             if marker in environment and os.getsid(pid) == pid:
                 container_id = environment.partition(marker)[2].partition(b"\0")[0].decode()

@@ -1,7 +1,4 @@
-"""One container over its life: start, probes, restarts with backoff, stop.
-
-The runner writes the container's `ContainerState`.
-"""
+"""Run one container: start, probes, restarts with backoff, stop."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ _MESSAGE_BYTES = 4096
 
 @dataclass(frozen=True)
 class Services:
-    """Services of the kubelet that all pods share."""
+    """The kubelet's clients and settings, which all pods share."""
 
     api: KubeClient
     #: CA of the API server, in PEM.
@@ -53,7 +50,7 @@ class Services:
     backoff: BackoffPolicy
     refresh_s: float
     host_ip: str
-    #: Folder in which hostPath volumes look up their path before this machine's `/`.
+    #: Folder where the paths of hostPath volumes are looked up before `/`.
     host_root: Path | None
 
 
@@ -61,7 +58,7 @@ class Services:
 class PodContext:
     """State that the containers of one pod share.
 
-    `pod` is replaced when the API server has a newer version.
+    The pod worker replaces `pod` when the API server has a newer version of the pod.
     """
 
     services: Services
@@ -71,7 +68,7 @@ class PodContext:
     log_folder: Path
     #: Called after a change of a ContainerState.
     changed: Callable[[], None]
-    #: Returns the loop time at which a stopping container is killed.
+    #: Returns the event-loop time at which a stopping container is killed.
     grace_deadline: Callable[[], float]
 
 
@@ -83,7 +80,7 @@ class ContainerRunner:
     ) -> None:
         self.container = container
         self.state = state
-        #: Log of the running instance.
+        #: Log of the current or last instance.
         self.log: ContainerLog | None = None
         self._context = context
         self._init = init
@@ -94,7 +91,7 @@ class ContainerRunner:
         self._stopped.set()
 
     async def run(self) -> None:
-        """Run until no process is left and none will be started."""
+        """Run the container until it has ended and will not be restarted."""
         delay = 0.0
         self._stopped.clear()
         try:
@@ -116,7 +113,7 @@ class ContainerRunner:
         await self._stopped.wait()
 
     def settle(self) -> None:
-        """After `stop`, mark a waiting container as terminated."""
+        """Mark a container that is still waiting as terminated. Call this after `stop()`."""
         if isinstance(self.state.state, Waiting):
             self.state.state = self.state.last or Terminated(
                 137,
@@ -134,7 +131,10 @@ class ContainerRunner:
         return policy == "Never"
 
     async def _run_once(self) -> float:
-        """Start one instance and wait for its end; return its seconds, 0 if it did not start."""
+        """Start one instance, wait for its end, and return its run time in seconds.
+
+        The result is 0 if the instance did not start.
+        """
         loop = asyncio.get_running_loop()
         try:
             environment, argv, root = await self._prepare()
@@ -228,7 +228,7 @@ class ContainerRunner:
         return process, instance
 
     async def _run_probes(self, process: Process) -> None:
-        """Run the probes of an instance, until the instance's end cancels this."""
+        """Run the probes of an instance, and update the container's state, until cancelled."""
         if startup := self._probe("startup"):
             healthy, failure = await startup.next_verdict()
             if not healthy:
@@ -275,13 +275,17 @@ class ContainerRunner:
         deadline = asyncio.get_running_loop().time() + grace_s
         self.state.ready = False
         self._context.changed()
-        # Shielded, because the end of the instance cancels its probes, and one of them runs this.
+        # A probe runs this code, and the end of the instance cancels the probe. The shield lets
+        # the termination continue.
         await asyncio.shield(
             self._terminate(process, f"Container {self.container['name']} {why}", lambda: deadline)
         )
 
     async def _terminate(self, process: Process, why: str, deadline: Callable[[], float]) -> None:
-        """Send SIGTERM, then SIGKILL at `deadline()`, a loop time that may change."""
+        """Send SIGTERM to `process`, and kill it if it still runs at `deadline()`.
+
+        `deadline()` returns an event-loop time, which may change.
+        """
         loop = asyncio.get_running_loop()
         self._event("Killing", why)
         process.terminate()
@@ -331,7 +335,7 @@ class ContainerRunner:
 
 
 def _drop_old_logs(folder: Path, restart: int) -> None:
-    """Remove the logs of all instances but this one and the previous one."""
+    """Remove the logs in `folder` of all instances before number `restart - 1`."""
     for path in folder.iterdir():
         if int(path.name.split(".")[0]) < restart - 1:
             path.unlink(missing_ok=True)
@@ -339,5 +343,5 @@ def _drop_old_logs(folder: Path, restart: int) -> None:
 
 
 def log_file(folder: Path, container: str, restart: int) -> Path:
-    """Return the log file of a container instance."""
+    """Return the path of the log of the container's instance number `restart`."""
     return folder / container / f"{restart}.log"

@@ -1,4 +1,4 @@
-"""Volumes of a pod as folders and links, and their mounts below a container's root.
+"""Create the volumes of a pod as folders and links, and mount them below a container's root.
 
 <pod folder>/volumes/<volume>/        content, or a link to the host's path
 <pod folder>/containers/<name>/root/  $POCKETKUBE_POD_ROOT; mountPath /x is the link root/x
@@ -24,7 +24,7 @@ from pocketkube.containers.environment import (
 )
 
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
-#: The lifetime that Kubernetes uses, which identifies such tokens.
+#: The lifetime that Kubernetes requests for the tokens that it mounts by default.
 TOKEN_LIFETIME_S = 3607
 
 #: The files of a volume: path inside the volume -> content.
@@ -33,12 +33,12 @@ _PAYLOAD_KINDS = ("configMap", "secret", "projected", "downwardAPI")
 
 
 class MountError(Exception):
-    """A volume cannot be made or mounted now (event FailedMount). The kubelet tries again."""
+    """A volume cannot be created or mounted now (event FailedMount). The kubelet retries."""
 
 
 @dataclass
 class _Token:
-    """A service account token, and when to renew it."""
+    """A service account token and the time of its renewal."""
 
     text: str
     #: Monotonic time from which a new token is requested.
@@ -46,13 +46,13 @@ class _Token:
 
 
 def with_service_account_token(pod: Object, service_account: Object | None) -> Object:
-    """Add a token volume to the pod, and mount it in every container that has none.
+    """Return the pod with a token volume that is mounted in every container without a token mount.
 
-    Newer API servers do this on admission.
+    API servers since Kubernetes 1.21 add this volume on admission.
 
     Args:
         pod: the pod, which is not changed.
-        service_account: the pod's ServiceAccount; None adds nothing.
+        service_account: the pod's ServiceAccount. Without one, no volume is added.
     """
     wanted = pod["spec"].get("automountServiceAccountToken")
     if wanted is None and service_account is not None:
@@ -92,7 +92,7 @@ def with_service_account_token(pod: Object, service_account: Object | None) -> O
 
 
 class PodVolumes:
-    """Makes and refreshes the volumes of one pod, and mounts them."""
+    """Creates, refreshes and mounts the volumes of one pod."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class PodVolumes:
         addresses: Mapping[str, str],
         host_root: Path | None = None,
     ) -> None:
-        #: The pod worker keeps it current, because labels and annotations may change.
+        #: The pod worker replaces the pod by newer versions, whose labels may have changed.
         self.pod = pod
         self._folder = folder
         self._api = api
@@ -116,10 +116,10 @@ class PodVolumes:
         self._written: dict[str, Payload] = {}
 
     async def make(self) -> None:
-        """Make all volumes, or refresh their files. Idempotent.
+        """Create all volumes, and refresh the files of existing volumes. Idempotent.
 
         Raises:
-            MountError: a volume cannot be made.
+            MountError: a volume cannot be created.
         """
         (self._folder / "volumes").mkdir(parents=True, exist_ok=True)
         for volume in self.pod["spec"].get("volumes") or []:
@@ -137,7 +137,7 @@ class PodVolumes:
                 self._written[name] = payload
 
     def mount(self, container: Object) -> Path:
-        """Rebuild the container's mounts below its $POCKETKUBE_POD_ROOT, and return that folder.
+        """Recreate the container's mounts in the folder $POCKETKUBE_POD_ROOT; return the folder.
 
         Raises:
             MountError: a mount is invalid.
@@ -145,7 +145,7 @@ class PodVolumes:
         root = self._folder / "containers" / container["name"] / "root"
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
-        # Folders that belong to this pod alone. Another mount may lie in them.
+        # Volumes that belong to this pod alone. Other mounts may lie inside them.
         own = {
             volume["name"]
             for volume in self.pod["spec"].get("volumes") or []
@@ -173,7 +173,7 @@ class PodVolumes:
         return root
 
     def _source(self, mount: Object) -> Path:
-        """Return the path of a mount in its volume. A missing `subPath` is created as a folder."""
+        """Return the path in the volume that the mount links to. Create a missing `subPath`."""
         sub_path = mount.get("subPath") or ""
         if ".." in PurePosixPath(sub_path).parts or sub_path.startswith("/"):
             raise MountError(f"subPath {sub_path!r} must stay inside its volume")
@@ -203,9 +203,10 @@ class PodVolumes:
             )
 
     def _host_path(self, path: str) -> Path:
-        """Return where a path of the node is on this machine: below the host root, if it is there.
+        """Return the path on this machine for the `path` of a hostPath volume.
 
-        The root itself does not replace `/`, and `..` does not lead out of it.
+        The result is below the host root if `path` exists there, else `path` itself. `/` and paths
+        with `..` are not looked up in the host root.
         """
         if self._host_root is not None and ".." not in PurePosixPath(path).parts:
             below = self._host_root / path.lstrip("/")
@@ -214,7 +215,7 @@ class PodVolumes:
         return Path(path)
 
     async def _payload(self, volume: Object) -> Payload | None:
-        """Return the files of a volume made from API objects; None for a folder."""
+        """Return the files of a volume made from API objects; None for any other volume."""
         if source := volume.get("configMap"):
             return await self._keys("ConfigMap", source["name"], source)
         if source := volume.get("secret"):
@@ -290,7 +291,7 @@ class PodVolumes:
 
 
 def in_root(root: Path, container_path: str | PurePosixPath) -> Path:
-    """Map an absolute path of a container to this machine.
+    """Return the path on this machine for an absolute path in a container.
 
     Raises:
         MountError: the path contains `..`.
@@ -321,10 +322,10 @@ def _check_host_path(path: Path, kind: str) -> None:
 
 
 def _write_atomically(path: Path, files: Payload, volume: Object) -> None:
-    """Write all files, then switch to them at once.
+    """Replace all files of a volume atomically.
 
-    `path/<name>` links to `..data/<name>`, and `..data` to the newest folder. A reader never sees a
-    mixture of old and new content.
+    `path/<name>` links to `..data/<name>`, and `..data` links to the folder of the newest version.
+    A reader never sees a mixture of old and new files.
     """
     path.mkdir(exist_ok=True)
     source: Object = next((volume[kind] for kind in _PAYLOAD_KINDS if kind in volume), {})
@@ -348,7 +349,7 @@ def _write_atomically(path: Path, files: Payload, volume: Object) -> None:
     os.replace(switch, data)
     tops = {PurePosixPath(name).parts[0] for name in files}
     for entry in path.iterdir():
-        # Other entries are mounts inside this one.
+        # Other entries are mounts inside this volume.
         written = entry.is_symlink() and entry.readlink().parts[0] == "..data"
         if written and entry.name not in tops:
             entry.unlink()

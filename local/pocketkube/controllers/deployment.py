@@ -1,4 +1,4 @@
-"""Deployments: which ReplicaSets should exist, and their sizes at this step of a rollout."""
+"""Compute the next step of a Deployment's rollout: its ReplicaSets, their sizes and its status."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REVISION = "deployment.kubernetes.io/revision"
 
 @dataclass
 class DeploymentPlan:
-    """The next step of one Deployment."""
+    """The next step of a Deployment's rollout."""
 
     #: The ReplicaSet of the current template, if it is missing.
     create: Object | None = None
@@ -31,7 +31,7 @@ class DeploymentPlan:
 
 
 def template_hash(template: Object) -> str:
-    """Return a name of ten characters for the content of a pod template."""
+    """Return a hash of a pod template, as ten hexadecimal digits."""
     content = copy.deepcopy(template)
     (content.get("metadata") or {}).get("labels", {}).pop(HASH_LABEL, None)
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -41,10 +41,10 @@ def template_hash(template: Object) -> str:
 def plan_deployment(
     deployment: Object, replica_sets: list[Object], now: datetime
 ) -> DeploymentPlan:
-    """Compute one step of the rollout. The caller repeats it after each change of a ReplicaSet.
+    """Compute the next step of the rollout. Call this again after each change of a ReplicaSet.
 
     Args:
-        replica_sets: those that the Deployment owns.
+        replica_sets: the ReplicaSets that the Deployment owns.
     """
     wanted = template_hash(deployment["spec"]["template"])
     live = [rs for rs in replica_sets if not rs["metadata"].get("deletionTimestamp")]
@@ -83,7 +83,11 @@ def plan_deployment(
 
 
 def replica_set_of(deployment: Object, template_name: str, replicas: int, revision: int) -> Object:
-    """Build the ReplicaSet of the current template."""
+    """Build a ReplicaSet from the Deployment's current pod template.
+
+    Args:
+        template_name: the template's hash, which becomes part of the ReplicaSet's name.
+    """
     template = copy.deepcopy(deployment["spec"]["template"])
     template.setdefault("metadata", {}).setdefault("labels", {})[HASH_LABEL] = template_name
     selector = copy.deepcopy(deployment["spec"]["selector"])
@@ -105,7 +109,8 @@ def replica_set_of(deployment: Object, template_name: str, replicas: int, revisi
 def rolling_limits(deployment: Object) -> tuple[int, int]:
     """Return (maxSurge, maxUnavailable) as numbers of pods.
 
-    Percentages are rounded up for maxSurge and down for maxUnavailable. They are never both 0.
+    Percentages are rounded up for maxSurge and down for maxUnavailable. If both numbers would be 0,
+    maxUnavailable is 1.
     """
     rolling = (deployment["spec"].get("strategy") or {}).get("rollingUpdate") or {}
     desired = desired_replicas(deployment)
@@ -117,7 +122,12 @@ def rolling_limits(deployment: Object) -> tuple[int, int]:
 def deployment_status(
     deployment: Object, new: Object | None, live: list[Object], now: datetime
 ) -> Object:
-    """Compute the counts and the condition Available."""
+    """Compute the Deployment's status: pod counts and the condition Available.
+
+    Args:
+        new: the ReplicaSet of the current pod template, if it exists.
+        live: all ReplicaSets of the Deployment that are not being deleted.
+    """
     desired = desired_replicas(deployment)
     _, max_unavailable = rolling_limits(deployment)
     available = sum(map(_available, live))
@@ -145,7 +155,7 @@ def deployment_status(
 
 
 def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
-    """Return the size of the new ReplicaSet, as large as maxSurge allows beside the old ones."""
+    """Return how many replicas the new ReplicaSet may have now. maxSurge limits the number."""
     desired = desired_replicas(deployment)
     surge, _ = rolling_limits(deployment)
     current = desired_replicas(new) if new else 0
@@ -156,7 +166,11 @@ def _new_size(deployment: Object, new: Object | None, old: list[Object]) -> int:
 
 
 def _scale_down_old(deployment: Object, new: Object, old: list[Object]) -> dict[str, int]:
-    """Remove old pods: all unavailable ones, and available ones while enough others exist."""
+    """Return the new sizes of the old ReplicaSets that must shrink: name -> replicas.
+
+    Unavailable pods are removed first. Available pods are removed only while at least
+    `replicas - maxUnavailable` pods stay available.
+    """
     sizes = {_name(rs): desired_replicas(rs) for rs in old if desired_replicas(rs) > 0}
     _, max_unavailable = rolling_limits(deployment)
     minimum = desired_replicas(deployment) - max_unavailable

@@ -1,7 +1,7 @@
-"""The controllers: caches of observed objects, a work queue, and plans that are applied.
+"""Run the controllers: watch objects, queue their keys, and apply the computed plans.
 
-They are level-triggered. A key is processed as a whole after any change, after a failure and at
-each resync.
+The controllers are level-triggered: a reconciliation depends only on the observed objects.
+An object is reconciled after any change, after a failure and at each resync.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pocketkube.lifecycle import until_stopped
 logger = logging.getLogger(__name__)
 
 RESYNC_S = 15.0
-#: Time after a write from which the cache is trusted, even if it does not show the write.
+#: Longest wait until the cache shows a write. Afterwards the cache is used as it is.
 EXPECTATION_S = 10.0
 
 
 class Queue:
-    """Keys to reconcile, each processed once at a time. Failures are retried with backoff."""
+    """A queue of keys, reconciled one after the other. Failed keys are retried with backoff."""
 
     def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class Queue:
         self._failures: dict[str, int] = {}
 
     def add(self, key: str) -> None:
-        """Queue `key`."""
+        """Queue `key`, unless it is queued already."""
         self._keys[key] = None
         self._filled.set()
 
@@ -89,7 +89,7 @@ class Controllers:
         self._deployment_queue = Queue("deployment", self._reconcile_deployment)
         self._replica_set_queue = Queue("replicaset", self._reconcile_replica_set)
         self._schedule_queue = Queue("schedule", self._schedule)
-        #: ReplicaSet uid -> (pods created, pods deleted, time), which the cache may not show yet.
+        #: ReplicaSet uid -> (pods created, pods deleted, time). The cache may not show these yet.
         self._expected: dict[str, tuple[set[str], set[str], float]] = {}
         self._deployments.subscribe(
             lambda old, new: self._deployment_queue.add(key_of(_newest(old, new)))
@@ -99,7 +99,7 @@ class Controllers:
         self._nodes.subscribe(lambda old, new: self._schedule_pending())
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until `stop`."""
+        """Run the controllers until `stop` is set."""
         caches = (self._deployments, self._replica_sets, self._pods, self._nodes)
         await until_stopped(
             stop, self._events.run(), self._work(caches), *(cache.run() for cache in caches)
@@ -202,7 +202,11 @@ class Controllers:
         await self._write_status(path, replica_set, plan.status)
 
     def _caught_up(self, replica_set: Object, pods: list[Object]) -> bool:
-        """Return whether the cache shows our last writes. Otherwise pods would be created twice."""
+        """Return whether the cache shows the last pods created and deleted for `replica_set`.
+
+        With an outdated cache, the controller would create pods twice. After `EXPECTATION_S`, the
+        result is always True.
+        """
         made, removed, when = self._expected.get(
             replica_set["metadata"]["uid"], (set(), set(), 0.0)
         )
@@ -255,7 +259,7 @@ class Controllers:
 
 
 def _newest(old: Object | None, new: Object | None) -> Object:
-    """Return the newest state of an object from an event of a cache."""
+    """Return `new`, or the last known state `old` if the object was deleted."""
     obj = new or old
     assert obj is not None
     return obj

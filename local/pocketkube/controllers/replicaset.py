@@ -1,4 +1,4 @@
-"""ReplicaSets: how many pods to create, which to delete, and the status."""
+"""Compute how many pods a ReplicaSet creates, which pods it deletes, and its status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ReplicaSetPlan:
 
 
 def owned_by(obj: Object, owner: Object) -> bool:
-    """Return whether `owner` is the controller of `obj`, by uid."""
+    """Return whether `obj` has a controller reference with the uid of `owner`."""
     references = obj["metadata"].get("ownerReferences") or []
     return any(
         ref.get("controller") and ref["uid"] == owner["metadata"]["uid"] for ref in references
@@ -28,7 +28,7 @@ def owned_by(obj: Object, owner: Object) -> bool:
 
 
 def owner_reference(owner: Object, kind: str) -> Object:
-    """Build a controller reference to an apps/v1 object."""
+    """Build a controller reference to `owner`, an apps/v1 object."""
     return {
         "apiVersion": "apps/v1",
         "kind": kind,
@@ -46,10 +46,10 @@ def is_active(pod: Object) -> bool:
 
 
 def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
-    """Compute one step towards `spec.replicas`.
+    """Compute the next step towards `spec.replicas`, and the status.
 
     Args:
-        pods: those that the ReplicaSet owns, in any state.
+        pods: the pods that the ReplicaSet owns, in any state.
     """
     active = [pod for pod in pods if is_active(pod)]
     desired = desired_replicas(replica_set)
@@ -64,7 +64,7 @@ def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
     if replica_set["metadata"].get("deletionTimestamp"):
         return ReplicaSetPlan(status=status)
     surplus = len(active) - desired
-    # Unassigned pods first, then those that are not ready, then the youngest.
+    # Delete unassigned pods first, then pods that are not ready, then the youngest.
     active.sort(key=lambda pod: pod["metadata"].get("creationTimestamp", ""), reverse=True)
     active.sort(key=lambda pod: (bool(pod["spec"].get("nodeName")), has_condition(pod, "Ready")))
     return ReplicaSetPlan(
@@ -75,13 +75,13 @@ def plan_replica_set(replica_set: Object, pods: list[Object]) -> ReplicaSetPlan:
 
 
 def desired_replicas(obj: Object) -> int:
-    """Return `spec.replicas`, 1 if it is not set."""
+    """Return `spec.replicas`, or 1 if it is not set."""
     replicas = obj["spec"].get("replicas")
     return 1 if replicas is None else int(replicas)
 
 
 def pod_of(replica_set: Object) -> Object:
-    """Build a pod. The API server names it."""
+    """Build a pod from the ReplicaSet's template. The API server generates the pod's name."""
     template = replica_set["spec"]["template"]
     metadata = template.get("metadata") or {}
     return {

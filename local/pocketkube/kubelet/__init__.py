@@ -1,6 +1,6 @@
 """A kubelet that runs the pods of one node as processes.
 
-- `kubelet`: the watch of pods, and one worker for each.
+- `kubelet`: watches pods, and runs one worker per pod.
 - `pod_worker`: one pod from its arrival on the node to its deletion.
 - `pod_status`: the status of a pod from the states of its containers.
 - `addresses`: the addresses of pods.

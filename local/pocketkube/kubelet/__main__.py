@@ -29,14 +29,14 @@ def main() -> None:
         "--address-pool",
         default="127.77.0.0/16",
         help=(
-            "network pods get their addresses from; outside of 127.0.0.0/8 they are added to the "
+            "network of the pods' addresses; addresses outside of 127.0.0.0/8 are added to the "
             "loopback device (needs root)"
         ),
     )
     parser.add_argument(
         "--host-root",
         type=Path,
-        help="folder whose content hostPath volumes find at /, before this machine's",
+        help="folder where the paths of hostPath volumes are looked up before /",
     )
     parser.add_argument(
         "--backoff-base",
@@ -45,7 +45,7 @@ def main() -> None:
         help="seconds before the first restart of a container",
     )
     parser.add_argument(
-        "--backoff-cap", type=float, default=30.0, help="seconds at most before a restart"
+        "--backoff-cap", type=float, default=30.0, help="maximum seconds before a restart"
     )
     parser.add_argument(
         "--refresh",

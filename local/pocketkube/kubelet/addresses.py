@@ -1,6 +1,6 @@
-"""Pod addresses from a pool, the least recently used first.
+"""Allocate pod addresses from a pool, the least recently used address first.
 
-The address of a deleted pod is therefore not used again at once.
+The address of a deleted pod is therefore not reused at once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from pocketkube.loopback import LoopbackAddresses
 
 
 class AddressPool:
-    """Hands out addresses of a network; its first usable one is the node's own."""
+    """The pool of addresses of a network. The first usable address belongs to the node."""
 
     def __init__(self, network: str, loopback: LoopbackAddresses):
-        """Take the first address for the node.
+        """Create the pool, and add the node's address to the loopback device.
 
         Raises:
             ValueError: `network` is not an IPv4 CIDR with at least 8 addresses.
+            OSError: the node's address cannot be added.
         """
         self.network = ipaddress.IPv4Network(network)
         if self.network.num_addresses < 8:
@@ -34,10 +35,10 @@ class AddressPool:
         loopback.add(self.node_address)
 
     def allocate(self) -> str:
-        """Return a free address.
+        """Allocate a free address, and add it to the loopback device.
 
         Raises:
-            OSError: the pool is exhausted, or the device refuses the address.
+            OSError: the pool is exhausted, or the address cannot be added.
         """
         if self._next < self.network.num_addresses - 1:
             address = str(self.network[self._next])
@@ -55,7 +56,7 @@ class AddressPool:
         return address
 
     def release(self, address: str) -> None:
-        """Return an address to the pool, after all processes that used it have ended."""
+        """Return `address` to the pool. No process may use the address any longer."""
         if address in self._used:
             self._used.discard(address)
             self._loopback.remove(address)

@@ -1,4 +1,4 @@
-"""The kubelet: a node, a server, an address pool and one worker per pod."""
+"""The kubelet: registers its node, serves logs, and runs one worker per pod."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _COLLECTIONS = {"ConfigMap": "configmaps", "Secret": "secrets", "ServiceAccount"
 
 @dataclass(frozen=True)
 class KubeletConfig:
-    """Options of the command line."""
+    """The kubelet's command-line options."""
 
     kubeconfig: Path
     state_dir: Path
     node_name: str
     address_pool: str
-    #: Folder in which hostPath volumes look up their path before this machine's `/`.
+    #: Folder where the paths of hostPath volumes are looked up before `/`.
     host_root: Path | None
     backoff: BackoffPolicy
     #: Interval at which configMap, secret and token files are refreshed.
@@ -57,7 +57,7 @@ class Kubelet:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Run until `stop`, then end all processes of all pods.
+        """Run the kubelet until `stop` is set, then end all processes of all pods.
 
         Raises:
             TimeoutError: another kubelet holds the state folder.
@@ -183,7 +183,11 @@ def _lookup(api: KubeClient) -> Lookup:
 
 
 async def _register(node: Node, stop: asyncio.Event) -> None:
-    """Register the node as soon as the API server answers. A refusal is an error."""
+    """Register the node. Retry until the API server answers or `stop` is set.
+
+    Raises:
+        KubeError: the API server refuses the registration.
+    """
     while not stop.is_set():
         try:
             await node.register()

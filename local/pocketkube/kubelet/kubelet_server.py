@@ -1,6 +1,6 @@
-"""The kubelet's HTTPS server: `kubectl logs` through the API server.
+"""The kubelet's HTTPS server, from which the API server reads the logs for `kubectl logs`.
 
-It needs no authentication, because it listens only on the loopback device.
+Clients need no authentication, because the server listens only on the loopback device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from pocketkube.timestamps import parse_time
 
 
 class KubeletServer:
-    """Serves the logs of `workers` (uid -> worker), which its owner keeps current."""
+    """Serves the logs of containers.
+
+    Args:
+        workers: pod uid -> worker. The caller adds and removes workers while the server runs.
+    """
 
     def __init__(self, workers: Mapping[str, PodWorker]) -> None:
         self._workers = workers
@@ -32,7 +36,7 @@ class KubeletServer:
         )
 
     async def start(self, address: str) -> int:
-        """Listen on a free port, and return it."""
+        """Listen on a free port of `address`, and return the port."""
         await self._runner.setup()
         site = web.TCPSite(self._runner, address, 0, ssl_context=_tls_context(address))
         await site.start()
@@ -92,9 +96,9 @@ class KubeletServer:
 
 
 def _tls_context(address: str) -> ssl.SSLContext:
-    """Create a TLS context with a new certificate.
+    """Create a TLS context with a new certificate for `address`.
 
-    API servers accept it unless they are given a kubelet certificate authority.
+    An API server accepts the certificate unless `--kubelet-certificate-authority` is set.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     # The ssl module loads from files only.

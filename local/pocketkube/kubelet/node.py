@@ -1,4 +1,4 @@
-"""The Node object of this kubelet and its Lease."""
+"""Write the Node object of the kubelet and the node's Lease."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ logger = logging.getLogger(__name__)
 LEASE_NAMESPACE = "kube-node-lease"
 LEASE_RENEW_S = 10
 LEASE_DURATION_S = 40
-#: Lease renewals per write of the status.
+#: Number of lease renewals per status write.
 STATUS_EVERY = 6
 
 
 def allocatable() -> dict[str, str]:
-    """Return the resources of this machine. Nothing enforces them."""
+    """Return the resources that the node reports, at least 64 CPUs and 512 GiB of memory.
+
+    The kubelet does not enforce resource limits.
+    """
     memory_kib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 1024
-    # More than the machine has: samples written for servers must fit on a laptop.
+    # The minimum lets samples that are written for servers fit on a laptop.
     cpus = max(os.cpu_count() or 1, 64)
     return {
         "cpu": str(cpus),
@@ -34,7 +37,7 @@ def allocatable() -> dict[str, str]:
 
 
 class Node:
-    """Registers the node, and keeps it ready."""
+    """Registers the node, and renews its lease and status."""
 
     def __init__(self, api: KubeClient, name: str, address: str, port: int) -> None:
         self._api = api
@@ -45,10 +48,10 @@ class Node:
         self._ready_since = timestamp()
 
     async def register(self) -> None:
-        """Create the Node object or take it over, and mark it ready.
+        """Create or update the Node object, and mark the node as ready.
 
         Raises:
-            KubeError: the API server refuses.
+            KubeError: the API server refuses the request.
             OSError: the API server does not answer.
         """
         metadata: Object = {
@@ -76,7 +79,7 @@ class Node:
         await self.write_status(ready=True)
 
     async def run(self) -> None:
-        """Renew the lease and, less often, the status until cancelled."""
+        """Until cancelled, renew the lease regularly and write the status less often."""
         beat = 0
         while True:
             try:
@@ -91,10 +94,10 @@ class Node:
             await asyncio.sleep(LEASE_RENEW_S)
 
     async def write_status(self, *, ready: bool) -> None:
-        """Write the status.
+        """Write the node's status, whose condition Ready is `ready`.
 
         Raises:
-            KubeError: the API server refuses.
+            KubeError: the API server refuses the request.
             OSError: the API server does not answer.
         """
         status: Object = {

@@ -1,4 +1,4 @@
-"""PodStatus from the states of the containers. Pure functions."""
+"""Compute the status of a pod from the states of its containers. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pocketkube.timestamps import parse_time, timestamp
 
 @dataclass
 class PodRuntime:
-    """The state of a pod that its object does not have."""
+    """The state of a pod that the kubelet keeps in memory."""
 
     host_ip: str
     pod_ip: str = ""
@@ -24,10 +24,10 @@ class PodRuntime:
 
 
 def pod_status(pod: Object, runtime: PodRuntime, previous: Object, now: datetime) -> Object:
-    """Compute the status, with every field that this kubelet owns.
+    """Compute the pod's status: every field that the kubelet owns.
 
     Args:
-        previous: the last status; transition times of unchanged conditions are kept from it.
+        previous: the last status. An unchanged condition keeps its transition time.
     """
     phase = pod_phase(pod, runtime)
     status: Object = {
@@ -45,7 +45,7 @@ def pod_status(pod: Object, runtime: PodRuntime, previous: Object, now: datetime
 
 
 def pod_phase(pod: Object, runtime: PodRuntime) -> str:
-    """Return Pending, Running, Succeeded or Failed."""
+    """Return the pod's phase: Pending, Running, Succeeded or Failed."""
     policy = pod["spec"].get("restartPolicy") or "Always"
     for state in runtime.init.values():
         if not state.has_succeeded:
@@ -55,7 +55,8 @@ def pod_phase(pod: Object, runtime: PodRuntime) -> str:
     if any(isinstance(state.state, Running) for state in states):
         return "Running"
     if any(isinstance(state.state, Waiting) for state in states):
-        # In the API, waiting for a restart counts as running, waiting for the first start does not.
+        # The phase is Running while a container waits for a restart, but Pending while it waits
+        # for its first start.
         return (
             "Running"
             if all(state.last or not isinstance(state.state, Waiting) for state in states)
@@ -69,10 +70,11 @@ def pod_phase(pod: Object, runtime: PodRuntime) -> str:
 
 
 def inherited_state(previous: Object, restart_policy: str, *, init: bool = False) -> ContainerState:
-    """Compute the state of a container for a new kubelet. No process survived the previous one.
+    """Compute the initial state of a container after a restart of the kubelet.
 
-    A container that ended for good under its restart policy stays terminated. Any other container
-    that was ever started is started again, which raises its restart count.
+    No process survives the end of the kubelet. A container that its restart policy does not restart
+    stays terminated. Any other container that ran before is started again, which increments its
+    restart count.
 
     Args:
         previous: the container's status in the API; empty for a new container.

@@ -1,4 +1,4 @@
-"""One pod from its arrival on the node to its deletion."""
+"""Run one pod from its arrival on the node to its deletion."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from pocketkube.timestamps import parse_time
 
 logger = logging.getLogger(__name__)
 
-#: Interval of attempts to make volumes or to get an address.
+#: Interval between attempts to make volumes or to allocate an address.
 RETRY_S = 2.0
-#: Grace period of a pod that is deleted without one.
+#: Shortest grace period, also for a pod that is deleted without a grace period.
 MIN_GRACE_S = 2.0
-#: Time for the last status before the kubelet ends.
+#: Time limit for writing the last status before the kubelet ends.
 LAST_STATUS_S = 2.0
 
 T = TypeVar("T")
 
 
 class PodWorker:
-    """Owns one pod, identified by its uid.
+    """Runs one pod, identified by its uid.
 
-    `update` and `forget` pass on changes in the API server. `run` does the work.
+    The kubelet calls `update()` and `forget()` when the pod changes in the API server.
     """
 
     def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Object) -> None:
@@ -94,7 +94,7 @@ class PodWorker:
         return f"/api/v1/namespaces/{self.pod['metadata']['namespace']}/pods/{self._name}"
 
     def update(self, pod: Object) -> None:
-        """Take over a newer version of the pod."""
+        """Apply a newer version of the pod object."""
         self.pod = pod
         if self._context is not None:
             self._context.pod = with_service_account_token(pod, self._account)
@@ -102,23 +102,26 @@ class PodWorker:
         self._dirty.set()
 
     def forget(self) -> None:
-        """Stop without a status: the pod has been deleted with grace period 0."""
+        """Stop the processes without writing a status, because the pod object no longer exists."""
         self._gone = True
         self._shorten(MIN_GRACE_S)
         self._leave.set()
 
     def shut_down(self, grace_s: float) -> None:
-        """Stop the processes, but keep the pod object and its files: the kubelet ends."""
+        """Stop the processes because the kubelet ends. Keep the pod object and the pod's files."""
         self._keep_folder = True
         self._gone = True
         self._shorten(grace_s)
         self._leave.set()
 
     def log(self, container: str, *, previous: bool) -> tuple[Path, ContainerLog | None] | None:
-        """Return the log file of the current or previous instance, and its writer.
+        """Return the path of a container's log, and the `ContainerLog` that writes the file.
 
-        The writer is None once the instance has ended. The result is None if there is no such
-        instance.
+        The `ContainerLog` is None for a previous instance, and for an instance that ran under a
+        previous kubelet. The result is None if the container has no such instance.
+
+        Args:
+            previous: return the log of the previous instance instead of the current one.
         """
         state = self.runtime.main.get(container) or self.runtime.init.get(container)
         if state is None or not state.container_id or (previous and state.restart_count == 0):
@@ -128,13 +131,14 @@ class PodWorker:
         return log_file(self._folder / "logs", container, state.restart_count - previous), live
 
     async def run(self) -> None:
-        """Run until the pod is deleted and nothing of it is left on this machine."""
+        """Run the pod until its deletion or `shut_down()`, then clean up."""
         writer = asyncio.create_task(self._write_statuses())
         lifecycle = asyncio.create_task(self._lifecycle())
         lifecycle.add_done_callback(self._report_failure)
         try:
             await self._leave.wait()
-            # If only the kubelet stops, the next one continues the pod: its phase is not final.
+            # If only the kubelet stops, the next kubelet continues the pod, so the phase is not
+            # final.
             self.runtime.stopping = not self._keep_folder
             await asyncio.gather(*(runner.stop() for runner in self.runners.values()))
         finally:
@@ -228,7 +232,7 @@ class PodWorker:
         return account
 
     async def _retry(self, reason: str, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `attempt` until it succeeds; each failure is recorded as an event."""
+        """Repeat `attempt` until it succeeds, and return its result. Record failures as Events."""
         while True:
             try:
                 return await attempt()
@@ -238,7 +242,7 @@ class PodWorker:
             await asyncio.sleep(RETRY_S)
 
     async def _refresh(self, volumes: PodVolumes) -> None:
-        """Refresh the files made from API objects, until cancelled."""
+        """Until cancelled, refresh the volume files made from API objects every `refresh_s`."""
         while True:
             await asyncio.sleep(self._services.refresh_s)
             volumes.pod = with_service_account_token(self.pod, self._account)
@@ -266,7 +270,7 @@ class PodWorker:
                 delay = min(delay * 2, 5.0)
 
     async def _write_status(self) -> bool:
-        """Patch the status if it has changed; False if the write must be repeated."""
+        """Write the pod's status if it has changed. Return False if the write must be repeated."""
         observed = self.pod.get("status") or {}
         if observed.get("phase") in TERMINAL_PHASES and self._written is None:
             return True  # a previous kubelet has written the final status
@@ -294,7 +298,7 @@ class PodWorker:
         return True
 
     async def _write_last_status(self) -> None:
-        """Report once that the pod is not ready. The API server may be ending as well."""
+        """Write the pod's status once before the kubelet ends. Give up after `LAST_STATUS_S`."""
         try:
             async with asyncio.timeout(LAST_STATUS_S):
                 await self._write_status()
@@ -302,7 +306,7 @@ class PodWorker:
             logger.warning("could not write the last status of pod %s", self._name)
 
     async def _delete(self) -> None:
-        """Write the final status, then delete the object."""
+        """Write the final status, then delete the pod object. Retry until this succeeds."""
         for runner in self.runners.values():
             runner.settle()
         delay = 0.2
@@ -319,7 +323,7 @@ class PodWorker:
             delay = min(delay * 2, 5.0)
 
     def _report_failure(self, lifecycle: asyncio.Task[None]) -> None:
-        """Report an unexpected error as an event. Without one the pod seems to start slowly."""
+        """Log an unexpected error of the task `lifecycle`, and record it as an Event of the pod."""
         if not lifecycle.cancelled() and (error := lifecycle.exception()):
             logger.error(
                 "the kubelet cannot continue pod %s because of an error; delete the pod to retry",
@@ -332,5 +336,5 @@ class PodWorker:
 
 
 def _is_gone(error: Exception) -> bool:
-    """Return whether the pod does not exist, or another pod has its name now."""
+    """Return whether `error` means that the pod no longer exists or that its uid differs."""
     return isinstance(error, KubeError) and error.status in (404, 409)

@@ -38,8 +38,8 @@ def main() -> None:
 
 
 async def _run(stop: asyncio.Event, kubeconfig: Path, port: int) -> None:
-    # The folder of the kubeconfig holds the state of one cluster. A new proxy finds there the
-    # addresses that a killed one has left.
+    # The folder of the kubeconfig holds the state of one cluster. The file there records the
+    # addresses that a killed proxy has left.
     loopback = LoopbackAddresses(kubeconfig.with_name("proxy-addresses.json"))
     loopback.remove_stale()
     async with connect(kubeconfig) as api:

@@ -1,6 +1,7 @@
-"""The Ingress proxy: HTTP by Host and path to Services, streamed in both directions.
+"""The Ingress proxy: forwards HTTP requests to Services by host and path.
 
-It writes its address into the status of the Ingresses.
+Request and response bodies are streamed. The proxy writes its address into the status of the
+Ingresses.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from pocketkube.proxy.service_proxy import CONNECT_TIMEOUT_S, RESYNC_S, ServiceP
 logger = logging.getLogger(__name__)
 
 INGRESSES = "/apis/networking.k8s.io/v1/ingresses"
-#: Annotation of nodes with the proxy's port, which clients of the cluster read.
+#: Node annotation from which clients of the cluster read the proxy's port.
 PORT_ANNOTATION = "pocketkube/ingress-port"
 
-#: Hop-by-hop headers (RFC 9110, section 7.6.1). Content-Length follows from the message.
+#: Hop-by-hop headers (RFC 9110, section 7.6.1). The proxy does not forward them.
 HOP_BY_HOP = frozenset(
     {
         "connection",
@@ -63,7 +64,7 @@ class IngressProxy:
         nodes.subscribe(lambda old, new: self._changed.set())
 
     async def run(self, address: str, port: int) -> None:
-        """Serve on `address:port` until cancelled; 0 lets the system choose the port.
+        """Serve on `address:port` until cancelled. With port 0, the system chooses the port.
 
         Raises:
             OSError: the port cannot be bound.
@@ -78,8 +79,8 @@ class IngressProxy:
         async with aiohttp.ClientSession(
             timeout=timeout,
             auto_decompress=False,
-            # Only the client's headers: it may not be able to read an encoding that aiohttp would
-            # accept.
+            # Only the client's headers are sent. aiohttp would accept encodings that the client may
+            # not be able to read.
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
             connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),

@@ -1,4 +1,4 @@
-"""Endpoints of a Service's port, and the Service of an HTTP request. Pure functions."""
+"""Find the endpoints of a Service's port, and the Service for an HTTP request. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Endpoint = tuple[str, int]
 
 @dataclass(frozen=True)
 class Backend:
-    """A Service's port in an Ingress, by number or by name."""
+    """The Service and port that an Ingress rule names. The port is a number or a name."""
 
     namespace: str
     service: str
@@ -26,7 +26,7 @@ class Backend:
 class Route:
     """One path of one rule of an Ingress."""
 
-    #: Empty: every host; may begin with "*.".
+    #: Host to match. Empty matches every host. May begin with "*.".
     host: str
     path: str
     exact: bool
@@ -34,7 +34,7 @@ class Route:
 
 
 def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[Endpoint]:
-    """Return the sorted addresses of the selected pods that may receive traffic.
+    """Return the sorted endpoints of the Service's pods that may receive traffic.
 
     Args:
         port: an entry of the Service's `spec.ports`.
@@ -62,13 +62,13 @@ def endpoints(service: Object, port: Object, pods: Iterable[Object]) -> list[End
 
 
 def find_port(service: Object, port: int | str) -> Object | None:
-    """Return the entry of `spec.ports` with this number or name."""
+    """Return the Service's entry of `spec.ports` with this number or name; None if none matches."""
     ports = service["spec"].get("ports") or []
     return next((each for each in ports if port in (each["port"], each.get("name"))), None)
 
 
 def routes(ingresses: Iterable[Object]) -> list[Route]:
-    """Return all paths of all Ingresses, the most specific first."""
+    """Return the routes of all Ingresses, the most specific first."""
     result = []
     for ingress in ingresses:
         spec, namespace = ingress["spec"], ingress["metadata"]["namespace"]
@@ -89,7 +89,7 @@ def routes(ingresses: Iterable[Object]) -> list[Route]:
 
 
 def match_route(table: Iterable[Route], host: str, path: str) -> Backend | None:
-    """Return the backend of a request; None if no rule matches.
+    """Return the backend for a request's host and path; None if no route matches.
 
     Args:
         host: the Host header without its port.

@@ -1,6 +1,6 @@
-"""The Service proxy: one listener per clusterIP and TCP port.
+"""The Service proxy: one TCP listener per clusterIP and port of the Services.
 
-Bytes go unbuffered to and from a ready pod, chosen round robin.
+Each connection is forwarded to a ready pod, chosen round robin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNK = 65536
 
 
 class ServiceProxy:
-    """Keeps the listeners in accordance with the Services."""
+    """Opens and closes listeners as Services change, and forwards connections to pods."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class ServiceProxy:
         services.subscribe(lambda old, new: self._changed.set())
 
     async def run(self) -> None:
-        """Follow the Services until cancelled, then close all listeners."""
+        """Keep the listeners up to date until cancelled, then close listeners and connections."""
         await self._services.synced.wait()
         await self._pods.synced.wait()
         try:
             while True:
                 self._changed.clear()
                 await self._reconcile()
-                # The timeout retries ports that were taken.
+                # After the timeout, ports that were in use are tried again.
                 await wait_up_to(RESYNC_S, self._changed)
         finally:
             for server in self._listeners.values():
@@ -63,7 +63,10 @@ class ServiceProxy:
             self._loopback.remove_all()
 
     def candidates(self, service: Object, port: Object) -> list[Endpoint]:
-        """Return the endpoints in the order to try them."""
+        """Return the endpoints of a Service's port, in the order in which to try them.
+
+        Each call begins with the next endpoint (round robin).
+        """
         found = endpoints(service, port, self._pods.objects.values())
         if not found:
             return []
@@ -144,7 +147,7 @@ class ServiceProxy:
         logger.info("service %s: no pod accepts a connection", key_of(service))
 
     def _port_of(self, listener: Endpoint) -> tuple[Object, Object] | None:
-        """Return the current Service and port of a listener."""
+        """Return the Service and the `spec.ports` entry of a listener; None if deleted."""
         for service in self._services.objects.values():
             if service["spec"].get("clusterIP") == listener[0]:
                 for port in service["spec"].get("ports") or []:
@@ -154,10 +157,10 @@ class ServiceProxy:
 
 
 async def _stop_listening(listener: asyncio.Server) -> None:
-    """Close a listener, after connections that were just accepted have their transport.
+    """Stop accepting connections, let asyncio set up those already accepted, and close `listener`.
 
-    asyncio drops such a connection otherwise: it stays open without an answer, and the client
-    waits.
+    If the listener closed at once, asyncio would leave an accepted connection open without
+    serving the client.
     """
     try:
         loop = asyncio.get_running_loop()
@@ -172,7 +175,10 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def _splice(client: Stream, upstream: Stream) -> None:
-    """Copy in both directions. The end of one direction is passed on; an error ends both."""
+    """Copy bytes between `client` and `upstream` in both directions.
+
+    The end of a stream is passed on to the other side. An error ends both directions.
+    """
     ways = [
         asyncio.ensure_future(_copy(client[0], upstream[1])),
         asyncio.ensure_future(_copy(upstream[0], client[1])),
