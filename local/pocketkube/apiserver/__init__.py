@@ -1,10 +1,10 @@
-"""Kubernetes' REST semantics for a frozen table of kinds and for custom resources, in memory.
+"""An API server with the REST semantics of Kubernetes. All objects are in memory.
 
 - `serving`: HTTP requests, watches, discovery, tables.
-- `cluster_state`: one cluster's objects and rules, put together.
+- `cluster_state`: one cluster's objects and the operations on them.
 - `objects`: reads and writes of objects.
 - `schema`: kinds and their fields.
 - `store`: the objects, their index and their history.
-- `errors`: Status objects of refusals.
-- `resources`: the frozen table of built-in kinds.
+- `errors`: errors as metav1.Status.
+- `resources`: the table of built-in kinds.
 """

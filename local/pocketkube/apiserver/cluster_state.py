@@ -1,4 +1,4 @@
-"""One cluster: its objects, and the operations on them. It does not depend on HTTP."""
+"""The objects of one cluster and the operations on them. This module does not depend on HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _BY_CLUSTER = WriteOptions("pocketkube")
 
 
 class ClusterState:
-    """A new cluster with the namespaces of Kubernetes and their `default` service accounts."""
+    """The state of one cluster.
+
+    It begins with the standard namespaces of Kubernetes and their `default` service accounts.
+    """
 
     def __init__(
         self, admin_token: str, service_network: str, window: int = DEFAULT_WINDOW
@@ -35,7 +38,7 @@ class ClusterState:
             self.registry.create(namespaces, {"metadata": {"name": name}}, _BY_CLUSTER)
 
     def _default_account(self, storage: str, event: Event) -> None:
-        """Create the `default` service account of a new namespace, and again after its deletion."""
+        """Create the service account `default` in new namespaces. Recreate it if it is deleted."""
         if storage == "namespaces" and event.type == "ADDED":
             namespace = event.object["metadata"]["name"]
         elif (

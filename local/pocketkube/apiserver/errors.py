@@ -1,7 +1,7 @@
 """Errors of the API server, as metav1.Status.
 
-A refusal is an `ApiError` from one of the constructors here. The HTTP server sends it as the
-response.
+The functions here build an `ApiError`, which the caller raises. The HTTP server sends the Status of
+the error as the response.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pocketkube.apiserver.resources import Resource
 
 @dataclass(frozen=True)
 class FieldError:
-    """One refused field: a cause of a status with the reason Invalid."""
+    """An invalid field: one of the causes in a Status with the reason Invalid."""
 
     field: str
     #: For example FieldValueInvalid or FieldValueRequired.
@@ -86,7 +86,7 @@ def type_name(value: object) -> str:
 
 
 class ApiError(Exception):
-    """A refused request: the HTTP status code, and the reason as metav1.Status."""
+    """A refused request. The error has the HTTP status code and the parts of a metav1.Status."""
 
     def __init__(
         self, code: int, reason: str, message: str, details: dict[str, Any] | None = None
@@ -113,7 +113,7 @@ class ApiError(Exception):
 
 
 def details(resource: Resource, name: str) -> dict[str, Any]:
-    """Build the details of a status, which identify an object."""
+    """Build the `details` of a Status about the object `name`."""
     group = {"group": resource.group} if resource.group else {}
     return {"name": name, "kind": resource.plural, **group}
 
@@ -145,10 +145,10 @@ def conflict(
 
 
 def apply_conflict(owned: Sequence[tuple[str, str]]) -> ApiError:
-    """Build the conflict of an apply.
+    """Build the error for a server-side apply that conflicts with other managers.
 
     Args:
-        owned: (quoted manager, field path such as `.spec.replicas`) of the fields in conflict.
+        owned: (quoted manager, field path such as `.spec.replicas`) for each field in conflict.
     """
     causes = [
         {"reason": "FieldManagerConflict", "message": f"conflict with {manager}", "field": field}

@@ -1,7 +1,7 @@
-"""The frozen table of built-in kinds.
+"""The table of built-in kinds.
 
-Discovery, OpenAPI, routing and the table of the README come from here. Custom resources are added
-to the catalog (schema/catalog.py). `python -m pocketkube.apiserver.resources` prints the table as
+Discovery, OpenAPI, routing and the README use this table. Custom resources are in the catalog
+instead (schema/catalog.py). `python -m pocketkube.apiserver.resources` prints the table as
 Markdown.
 """
 
@@ -21,7 +21,7 @@ DEFINITIONS = "customresourcedefinitions.apiextensions.k8s.io"
 
 
 def lookup(obj: Object, path: str) -> Any:
-    """Return the field at a path such as `.spec.replicas`; None if there is none."""
+    """Return the field of `obj` at a path such as `.spec.replicas`; None if it is missing."""
     value: Any = obj
     for name in path.strip(".").split("."):
         value = value.get(name) if isinstance(value, dict) else None
@@ -30,7 +30,7 @@ def lookup(obj: Object, path: str) -> Any:
 
 @dataclass(frozen=True)
 class Subresource:
-    """A path below an object, its verbs, and its kind (the object's own if empty)."""
+    """A subresource such as `status`. An empty `kind` means the kind of the object itself."""
 
     name: str
     verbs: tuple[str, ...]
@@ -68,7 +68,7 @@ class Resource:
 
     @property
     def qualified(self) -> str:
-        """Name in messages: `pods`, `deployments.apps`."""
+        """The name that messages use: `pods`, `deployments.apps`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     @property
@@ -93,9 +93,9 @@ class Resource:
 
 @dataclass(frozen=True)
 class RequestInfo:
-    """What a request addresses: a collection, an object or a subresource.
+    """The target of a request: a collection, an object or a subresource.
 
-    kube-apiserver's type of this name also has the verb.
+    The verb is not included, unlike in the `RequestInfo` of kube-apiserver.
     """
 
     resource: Resource
@@ -216,7 +216,7 @@ BUILTIN: tuple[Resource, ...] = (
 
 
 def markdown_table() -> str:
-    """Format the table as Markdown."""
+    """Format the table of built-in kinds as Markdown."""
     lines = [
         "| group/version | kind | subresources | remarks |",
         "| --- | --- | --- | --- |",

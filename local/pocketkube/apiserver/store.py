@@ -1,6 +1,6 @@
-"""Objects in memory, one global resource version, and the history that watches resume from.
+"""Store objects in memory, with one global resource version and a history for watches.
 
-A stored object is never changed in place. A write replaces it, so readers need no copy.
+A write replaces the stored object and never changes it in place, so readers need no copy.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ Key = tuple[str, str, str]
 Term = tuple[str, ...]
 EventType = Literal["ADDED", "MODIFIED", "DELETED"]
 
-#: Events kept per storage, from which watches can resume.
+#: Number of events kept per storage key. Watches can resume from any of them.
 DEFAULT_WINDOW = 2000
 
 
 class ExpiredError(Exception):
-    """The requested resource version is too old for the history, or newer than the present."""
+    """The requested resource version is older than the history, or later than the current one."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One change: the object after it, and before it (None if it did not exist)."""
+    """One change of an object.
+
+    Attributes:
+        object: the object after the change; for DELETED, its last state.
+        previous: the object before the change; None for ADDED.
+    """
 
     type: EventType
     version: int
@@ -39,7 +44,7 @@ class Event:
 
 @dataclass
 class _Collection:
-    """The objects of one storage key, and the history that watches resume from."""
+    """The objects of one storage key and their recent changes."""
 
     #: Versions up to this one are not in `history`.
     floor: int
@@ -79,11 +84,11 @@ class Store:
         self._listeners.append(listener)
 
     def open(self, storage: str) -> None:
-        """Start the history of `storage`. Earlier versions count as expired."""
+        """Create an empty collection for `storage`, unless it exists."""
         self._collections.setdefault(storage, _Collection(self._version))
 
     def close(self, storage: str) -> None:
-        """Remove an empty storage, and end its watches."""
+        """Remove the collection of `storage`, which must be empty. End all watches of it."""
         collection = self._collections.pop(storage, None)
         for queue in collection.subscribers if collection else ():
             queue.put_nowait(None)
@@ -95,7 +100,10 @@ class Store:
         return self._collections[storage].objects.get((namespace, name))
 
     def find(self, *term: str) -> list[tuple[str, Object]]:
-        """Return (storage, object) for the term `"uid", X`, `"owner", X` or `"address", X`."""
+        """Return (storage, object) for each object with the index term `term`.
+
+        The term is `"uid", X`, `"owner", X` or, for Services, `"address", X`.
+        """
         return [(storage, obj) for (storage, _, _), obj in self._index.get(term, {}).items()]
 
     def list(
@@ -105,11 +113,11 @@ class Store:
         matches: Callable[[Object], bool] = lambda obj: True,
         labels: Iterable[tuple[str, str]] = (),
     ) -> list[Object]:
-        """Return the objects that match, ordered by namespace and name.
+        """Return the objects for which `matches` is True, ordered by namespace and name.
 
         Args:
             namespace: empty for all namespaces.
-            labels: (key, value) of labels that every match has. The rarest one limits the search.
+            labels: labels (key, value) that every matching object has. They speed up the search.
         """
         candidates: Mapping[Any, Object] = self._collections[storage].objects
         candidates = min(
@@ -125,14 +133,14 @@ class Store:
         return [candidates[key] for key in sorted(found)]
 
     def __iter__(self) -> Iterator[tuple[str, Object]]:
-        """Iterate over a snapshot of (storage, object), so the loop may write."""
+        """Iterate over a snapshot of all (storage, object). The caller may write in the loop."""
         pairs = [
             (storage, obj) for storage, c in self._collections.items() for obj in c.objects.values()
         ]
         return iter(pairs)
 
     def put(self, storage: str, obj: Object) -> Object:
-        """Store an object under the next resource version, and return it as stored."""
+        """Store a copy of an object with the next resource version, and return the copy."""
         collection = self._collections[storage]
         metadata = obj["metadata"]
         key = (metadata.get("namespace", ""), metadata["name"])
@@ -147,7 +155,7 @@ class Store:
         return stored
 
     def remove(self, storage: str, namespace: str, name: str) -> Object:
-        """Delete an object, and return its last state with the version of the deletion."""
+        """Delete an object. Return its last state, with the resource version of the deletion."""
         previous = self._collections[storage].objects.pop((namespace, name))
         self._version += 1
         last = {
@@ -166,7 +174,7 @@ class Store:
         for queue in list(collection.subscribers):
             if queue.qsize() < self._window:
                 queue.put_nowait(event)
-            else:  # the client has stopped reading: its watch ends, and it lists again
+            else:  # the client has stopped reading, so its watch ends and it must list again
                 collection.subscribers.discard(queue)
                 while not queue.empty():
                     queue.get_nowait()
@@ -184,13 +192,13 @@ class Store:
             self._index.setdefault(term, {})[key] = event.object
 
     def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[Event | None]:
-        """Return a queue of the events after version `since`, or from now on if it is None.
+        """Return a queue of the events after version `since`, or only of new events if it is None.
 
         A None in the queue ends the stream.
 
         Raises:
-            ExpiredError: `since` is older than the history, or newer than the present version, as
-                after a restart of the server.
+            ExpiredError: `since` is older than the history, or newer than the current version. The
+                latter happens after a restart of the server.
         """
         collection = self._collections[storage]
         queue: asyncio.Queue[Event | None] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""Optimistic concurrency: the resourceVersion and uid of a request against the stored object."""
+"""Optimistic concurrency: compare resourceVersion and uid of a request with the stored object."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pocketkube.apiserver.resources import Object, Resource
 
 
 def check_update(resource: Resource, stored: Object, given: Object) -> None:
-    """Compare the metadata of an update with the stored metadata; empty values match any.
+    """Check that resourceVersion and uid of an update match the stored metadata.
+
+    Args:
+        stored: metadata of the stored object.
+        given: metadata of the update. An empty value matches any stored value.
 
     Raises:
         ApiError: 409, the object was changed or replaced since the client read it.
@@ -22,10 +26,15 @@ def check_update(resource: Resource, stored: Object, given: Object) -> None:
 def check_preconditions(
     resource: Resource, stored: Object, uid: str, resource_version: str
 ) -> None:
-    """Compare the preconditions of a DELETE with the stored metadata; empty values match any.
+    """Check that the preconditions of a DELETE match the stored metadata.
+
+    Args:
+        stored: metadata of the stored object.
+        uid: required uid; empty for any.
+        resource_version: required resourceVersion; empty for any.
 
     Raises:
-        ApiError: 409, the object is not the one that the client means.
+        ApiError: 409, a precondition does not match.
     """
     for given, actual, what in (
         (uid, stored["uid"], "UID"),

@@ -1,4 +1,4 @@
-"""DELETE of one object: grace periods, finalizers, propagation to dependents."""
+"""Delete one object: grace periods, finalizers, propagation to dependents."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DeleteOptions:
 
 
 class Deletion:
-    """DELETE of one object."""
+    """Deletes single objects."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -38,13 +38,14 @@ class Deletion:
     def delete(self, info: RequestInfo, options: DeleteOptions) -> tuple[Object, bool]:
         """Remove the object, or mark it as terminating.
 
-        Finalizers, a grace period and dependents keep a terminating object in the store.
+        The object is only marked if it has finalizers or a grace period, or if it is a Namespace. A
+        foreground deletion with dependents and the deletion of a CRD add a finalizer.
 
         Returns:
-            The object's last state, and whether it is gone.
+            (the object's last state, whether it was removed). A dry run changes nothing.
 
         Raises:
-            ApiError: 404, or 409 for a precondition that failed.
+            ApiError: 404 for a missing object, 409 for a precondition that does not match.
         """
         resource = info.resource
         obj = self._store.get(resource.storage_key, info.namespace, info.name)
@@ -75,7 +76,11 @@ class Deletion:
 
     @staticmethod
     def _grace(resource: Resource, obj: Object, asked: int | None) -> int:
-        """Return the grace period in seconds: 0 unless the kubelet may have to end the pod."""
+        """Return the grace period in seconds. It is 0 unless `obj` is a pod that may still run.
+
+        Args:
+            asked: the grace period in the request, in seconds; None for that of the pod.
+        """
         if resource.storage_key != "pods":
             return 0
         spec, phase = obj.get("spec") or {}, (obj.get("status") or {}).get("phase")
@@ -91,7 +96,7 @@ class Deletion:
         return self._store.find("owner", uid)
 
     def disown(self, storage: str, obj: Object, uids: set[str]) -> None:
-        """Remove the owner references to `uids`."""
+        """Remove the owner references to `uids` from the stored object `obj`."""
         kept = [owner for owner in owners_of(obj) if owner.get("uid") not in uids]
         metadata = {
             key: value for key, value in obj["metadata"].items() if key != "ownerReferences"
@@ -100,7 +105,7 @@ class Deletion:
         self._store.put(storage, {**obj, "metadata": metadata})
 
     def release(self, storage: str, obj: Object, finalizer: str) -> None:
-        """Remove a finalizer that this server has set, and the object if that was the last one."""
+        """Remove `finalizer` from the stored object `obj`. If none is left, delete the object."""
         metadata = obj["metadata"]
         left = [name for name in metadata.get("finalizers") or () if name != finalizer]
         if left:
@@ -110,7 +115,7 @@ class Deletion:
 
 
 def _mark(resource: Resource, obj: Object, finalizers: list[str], grace: int) -> Object:
-    """Return a copy of the object, marked as terminating."""
+    """Return a copy of `obj` that is marked as terminating."""
     marked = copy.deepcopy(obj)
     metadata = marked["metadata"]
     if finalizers:

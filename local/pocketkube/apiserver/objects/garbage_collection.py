@@ -1,4 +1,4 @@
-"""Garbage collection: dependents without owner, terminating namespaces and kinds, old events."""
+"""Delete dependents without owners, the content of terminating namespaces and CRDs, old Events."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ EXPIRE_EVERY_S = 60.0
 
 
 class Collector:
-    """Deletes what a change in the store leaves without an owner, a namespace or a definition.
+    """Deletes objects whose owner, namespace or custom resource definition ends.
 
-    `drain()` does all that is due. `run()` drains after each change, and deletes old events.
+    `drain()` handles all changes of the store since its last call. `run()` calls `drain()` after
+    each change, and deletes old Events.
     """
 
     def __init__(self, store: Store, catalog: Catalog, deletion: Deletion) -> None:
@@ -66,7 +67,7 @@ class Collector:
                 self._collect_if_orphaned(storage, current)
 
     def _current(self, storage: str, obj: Object) -> Object | None:
-        """Return the present state of the object; None if it is gone."""
+        """Return the stored state of `obj`; None if the object has been deleted."""
         metadata = obj["metadata"]
         if storage not in self._store.storages():
             return None
@@ -145,7 +146,7 @@ class Collector:
             self._store.remove("namespaces", "", name)
 
     def _finish_crd(self, storage: str) -> None:
-        """Withdraw the kind of `storage` if its definition is terminating and no object is left."""
+        """Stop serving the kind of `storage` if its CRD is terminating and no object is left."""
         crd = self._store.get(DEFINITIONS, "", storage)
         if crd is None or CRD_CLEANUP not in (crd["metadata"].get("finalizers") or ()):
             return

@@ -1,6 +1,6 @@
 """JSON patch (RFC 6902), JSON merge patch (RFC 7386) and strategic merge patch.
 
-Pure functions from (object, patch) to a new object. Server-side apply is in server_side_apply.py.
+All functions are pure and return a new object. Server-side apply is in server_side_apply.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pocketkube.apiserver.schema.field_types import FieldTypes, Path
 
 
 def json_patch(original: Object, operations: Any) -> Object:
-    """Apply the operations in order.
+    """Apply a JSON patch, and return the patched object.
 
     Raises:
-        ApiError: 422, an operation does not fit the object.
+        ApiError: 400 for a malformed patch, 422 for an operation that does not fit the object.
     """
     if not isinstance(operations, list):
         raise bad_request("a JSON patch is a list of operations")
@@ -48,10 +48,13 @@ def merge_patch(original: Any, patch: Any) -> Any:
 
 
 def strategic_merge_patch(original: Object, patch: Object, types: FieldTypes) -> Object:
-    """Merge maps by key, and lists by the merge key of their field.
+    """Apply a strategic merge patch, and return the patched object.
 
-    The directives `$patch`, `$retainKeys`, `$deleteFromPrimitiveList` and `$setElementOrder` are
-    obeyed.
+    Maps are merged by key, and lists by the merge key of their field. The directives `$patch`,
+    `$retainKeys`, `$deleteFromPrimitiveList` and `$setElementOrder` are supported.
+
+    Raises:
+        ApiError: 400 for an unknown directive or an item without its merge key.
     """
     return _merge_map(original, patch, types, ())
 
@@ -144,7 +147,7 @@ def _without_directives(value: Any) -> Any:
 
 
 def _ordered(items: list[Any], order: list[Any], merge_key: str) -> list[Any]:
-    """Put the items named in `order` first, in that order. The others follow in their own order."""
+    """Return the items: first those listed in `order`, in that order, then all others."""
     if merge_key and merge_key != "$primitive":
         wanted = [entry.get(merge_key) for entry in order]
         keys = [item.get(merge_key) for item in items]

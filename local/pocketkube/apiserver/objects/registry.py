@@ -1,9 +1,8 @@
 """Create, read, update and patch objects.
 
-Every write takes the same steps: decode, restore the fields that clients cannot set, default,
-validate, record field ownership, store. `strategies` has the steps that only one kind has.
-`deletion` and `garbage_collection` delete objects, and write the marks of a deletion to the store
-themselves.
+Every write takes the same steps: decode, restore the fields that clients cannot set, set defaults,
+validate, record field ownership, store. `strategies` has the kind-specific steps. Deletions do not
+take these steps: `deletion` and `garbage_collection` write to the store directly.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NAME_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
 @dataclass
 class WriteOptions:
-    """Query parameters of a write, and the warnings to return in its response."""
+    """Query parameters of a write, and the warnings to return in the response."""
 
     manager: str
     dry_run: bool = False
@@ -43,9 +42,10 @@ class WriteOptions:
 
 
 class Registry:
-    """All operations on objects but their deletion.
+    """Creates, reads, updates and patches objects.
 
-    Methods return the object in the resource's version, and raise ApiError.
+    Methods return objects in the API version of the request. They raise ApiError for a refused
+    request.
     """
 
     def __init__(self, store: Store, catalog: Catalog, service_network: IPv4Network) -> None:
@@ -65,7 +65,7 @@ class Registry:
         return self.view(info.resource, self.stored(info))
 
     def view(self, resource: Resource, obj: Object) -> Object:
-        """Convert a stored object to the version of `resource`."""
+        """Convert a stored object to the API version of `resource`."""
         if resource.storage_key == "events" and resource.group:
             return defaults.event_from_core(obj)
         if obj["apiVersion"] == resource.api_version:
@@ -149,7 +149,12 @@ class Registry:
         return self.update(info, patched, options)
 
     def patched(self, resource: Resource, obj: Object, content_type: str, body: Any) -> Object:
-        """Apply a JSON patch, a merge patch or a strategic merge patch to `obj`."""
+        """Return the result of a JSON, merge or strategic merge patch on `obj`. Nothing is stored.
+
+        Args:
+            content_type: media type of the patch.
+            body: the patch.
+        """
         if content_type == "application/json-patch+json":
             result = patches.json_patch(obj, body)
         elif content_type == "application/merge-patch+json":
@@ -225,7 +230,7 @@ class Registry:
         *,
         validate: bool = True,
     ) -> Object:
-        """Apply `edit` to a copy of a stored object, and store it. Subresources write this way."""
+        """Apply `edit` to a copy of the stored object `old`. Store the copy and return it."""
         new = copy.deepcopy(old)
         edit(new)
         return self._replace(resource, old, new, options, subresource, validate=validate)
@@ -275,9 +280,10 @@ class Registry:
     def _decode(
         self, info: RequestInfo, obj: Any, options: WriteOptions, *, require_type: bool = False
     ) -> Object:
-        """Return the object in stored form, without unknown fields. Check its type and namespace.
+        """Check the type and namespace of `obj`. Return the stored form, without unknown fields.
 
-        The metadata is a copy. Other parts may be shared with `obj`, until `_default` copies them.
+        The metadata of the result is a copy. Other parts may be shared with `obj` until
+        `_default()` copies them.
         """
         resource = info.resource
         _check_type(resource, obj, require_type or resource.custom)
@@ -308,7 +314,7 @@ class Registry:
         )
 
     def _known_fields(self, resource: Resource, obj: Object) -> tuple[Object, list[str]]:
-        """Return the fields that the kind has, and the paths of the others."""
+        """Return the object without unknown fields, and the paths of the unknown fields."""
         try:
             if custom := self.catalog.custom(resource):
                 pruned, unknown = custom.schema.prune(obj)
@@ -357,7 +363,7 @@ class Registry:
                 raise errors.invalid(resource, before["name"], [refused])
 
     def _default(self, resource: Resource, obj: Object) -> Object:
-        """Return the object with defaults, in a deep copy of everything but the metadata."""
+        """Return a deep copy of the object with defaults. A custom resource shares its metadata."""
         if custom := self.catalog.custom(resource):
             metadata = obj["metadata"]
             return {
@@ -400,7 +406,7 @@ def _not_decoded(resource: Resource, why: str) -> errors.ApiError:
 
 
 def _check_type(resource: Resource, obj: Object, required: bool) -> None:
-    """Check apiVersion and kind, which may be missing unless `required`."""
+    """Check that apiVersion and kind fit `resource`. Both may be missing unless `required`."""
     version, kind = obj.get("apiVersion"), obj.get("kind")
     if version != resource.api_version and (version or required):
         raise errors.bad_request(
@@ -419,7 +425,10 @@ def _check_type(resource: Resource, obj: Object, required: bool) -> None:
 
 
 def _is_released(before: Object, after: Object) -> bool:
-    """Return whether a write removed the last finalizer of an object that ends without grace."""
+    """Return whether a write removed the last finalizer of a terminating object.
+
+    The result is False while the object has a grace period.
+    """
     return bool(
         before.get("finalizers")
         and not after.get("finalizers")
@@ -429,12 +438,12 @@ def _is_released(before: Object, after: Object) -> bool:
 
 
 def _desired(obj: Object, resource: Resource) -> str:
-    """Serialize the desired state: a change of it raises metadata.generation."""
+    """Serialize the desired state of `obj`. A change of the result increments the generation."""
     skipped = {"metadata", "apiVersion", "kind"}
     if resource.has_status or not resource.custom:
         skipped.add("status")
     wanted = {key: value for key, value in obj.items() if key not in skipped}
     if resource.kind == "Deployment" and not resource.custom:
-        # Annotations count, because the Deployment's ReplicaSets get a copy.
+        # As in Kubernetes, a change of a Deployment's annotations increments the generation.
         wanted["annotations"] = obj["metadata"].get("annotations")
     return json.dumps(wanted, sort_keys=True)

@@ -6,9 +6,9 @@ A field set is a set of paths. A path is a tuple of the elements of Kubernetes' 
 - `v:...` for a member of a set,
 - a last `.` for the item itself.
 
-`apply()` merges a manager's configuration into the live object, and refuses fields that other
-managers own. It removes fields that the manager no longer sets. `track()` records the owners after
-every write.
+`apply()` merges a manager's configuration into the live object. Fields that the manager no longer
+sets are removed. A change of a field that another manager owns is refused. `track()` records the
+owners after every write.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _UNTRACKED_METADATA = (
 
 @dataclass(frozen=True)
 class Manager:
-    """A manager of fields: one entry of managedFields."""
+    """The identity of a field manager, as in an entry of managedFields."""
 
     name: str
     #: Apply or Update.
@@ -63,7 +63,7 @@ class Manager:
 def apply(
     live: Object, applied: Object, manager: Manager, types: FieldTypes, force: bool
 ) -> tuple[Object, FieldSet]:
-    """Merge `applied` into `live`, and compute the fields that `manager` owns then.
+    """Merge `applied` into `live`. Return the merged object and the fields that `manager` owns.
 
     Raises:
         ApiError: 409 with the managers and fields in conflict, unless `force`.
@@ -78,8 +78,7 @@ def apply(
         **{k: v for k, v in live["metadata"].items() if k in _UNTRACKED_METADATA},
     }
     others = frozenset().union(*owners.values()) if owners else frozenset()
-    # Remove items of lists first. Their fields go with them, and without its key an item could not
-    # be found.
+    # Remove list items before single fields. An item whose key field is removed could not be found.
     for path in sorted(previously - owned - others, key=lambda path: (path[-1] != ".", len(path))):
         target = path[:-1] if path[-1] == "." else path
         # The inside of an atomic field has no owner.
@@ -112,12 +111,13 @@ def track(
     types: FieldTypes,
     now: str,
 ) -> None:
-    """Record in `stored` the owners after a write. A changed field loses its other owners.
+    """Set metadata.managedFields of `stored` after a write. A changed field loses other owners.
 
     Args:
-        live: the object before the write; None if it is new.
-        owned: after an apply, the fields of `apply()`. None: the writer owns what it changed.
-        now: the time of the write, as the API formats it.
+        live: the object before the write; None for a new object.
+        owned: the fields that `apply()` returned. After any other write None: `manager` then owns
+            the changed fields.
+        now: the time of the write, in the format of the API.
     """
     before = leaves(_tracked(live), types) if live else {}
     after = leaves(_tracked(stored), types)
@@ -156,7 +156,7 @@ def _entry(manager: Manager, fields: FieldSet, time: str) -> Object:
 
 
 def managed_fields(obj: Object) -> dict[Manager, FieldSet]:
-    """Read managedFields.
+    """Return the fields of each manager from metadata.managedFields.
 
     Raises:
         ApiError: 400, an entry is malformed.
@@ -189,9 +189,9 @@ def show(path: FieldPath) -> str:
 
 
 def leaves(obj: Object, types: FieldTypes) -> dict[FieldPath, Any]:
-    """Map each field that has an owner of its own to its value.
+    """Return path -> value for each field of `obj` that can have its own owner.
 
-    An item of a keyed list is a `.` with the value None.
+    An item of a keyed list is a path that ends with `.` and has the value None.
     """
     found: dict[FieldPath, Any] = {}
     _collect(obj, types, (), (), found)
@@ -265,9 +265,9 @@ def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
 
 
 def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> None:
-    """Delete the field at `path`, and the maps and lists that are empty then.
+    """Delete the field at `path` from `obj`, and each map or list that becomes empty.
 
-    Containers along the path are copied, because `obj` shares its lower parts.
+    Maps and lists along the path are copied, because other objects may share them.
     """
     target = path[:-1] if path[-1] == "." else path
 

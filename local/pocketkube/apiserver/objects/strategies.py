@@ -1,4 +1,4 @@
-"""Steps of a write that only one kind has, as in the strategies of Kubernetes' registries."""
+"""Kind-specific steps of a write, like the strategies in the registries of kube-apiserver."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from pocketkube.timestamps import timestamp
 
 
 class Strategy:
-    """The steps of a kind. These are enough for most kinds."""
+    """The kind-specific steps of a write. Most kinds use this base class directly."""
 
     def __init__(self, initial_status: Object | None = None) -> None:
         self._initial_status = initial_status
 
     def before_create(self, new: Object) -> None:
-        """Set the initial state of a new object. It has its defaults, and no status."""
+        """Set the initial state of `new`, a new object with defaults and without a status."""
         if self._initial_status is not None:
             new["status"] = self._initial_status
 
     def before_update(self, old: Object, new: Object) -> None:
-        """Restore fields that this update cannot change. `new` has no defaults yet."""
+        """Restore the fields of `new` that an update cannot change. `new` has no defaults yet."""
 
     def after_write(self, stored: Object) -> Object:
-        """Handle a write of anything but the status. Return the object as it is stored then."""
+        """Handle a completed write, except of a subresource. Return the object now in the store."""
         return stored
 
 
 class PodStrategy(Strategy):
-    """Sets the quality of service class, which is computed once."""
+    """Sets the initial status of a new pod, with the quality of service class."""
 
     def before_create(self, new: Object) -> None:
         new["status"] = {"phase": "Pending", "qosClass": qos_class(new.get("spec") or {})}
 
 
 class NamespaceStrategy(Strategy):
-    """Keeps the spec, which only the server sets."""
+    """Sets the spec of a new namespace. Updates cannot change the spec."""
 
     def before_create(self, new: Object) -> None:
         new["spec"] = {"finalizers": ["kubernetes"]}
@@ -51,7 +51,7 @@ class NamespaceStrategy(Strategy):
 
 
 class ServiceStrategy(Strategy):
-    """Allocates cluster addresses, and keeps them. The store's index holds those in use."""
+    """Allocates the cluster addresses of new Services. Updates keep the addresses."""
 
     def __init__(self, store: Store, services: Resource, network: IPv4Network) -> None:
         super().__init__({"loadBalancer": {}})
@@ -77,10 +77,10 @@ class ServiceStrategy(Strategy):
             new["spec"].setdefault(name, old["spec"][name])
 
     def _check(self, address: str, service: str) -> None:
-        """Check the address that a new Service names.
+        """Check the cluster address that a new Service requests.
 
         Raises:
-            ApiError: 422, it is used, or not in the network.
+            ApiError: 422, the address is in use, or outside the range of cluster addresses.
         """
         try:
             is_inside = IPv4Address(address) in self._network
@@ -97,10 +97,10 @@ class ServiceStrategy(Strategy):
             )
 
     def _allocate(self) -> str:
-        """Return the next free address.
+        """Return the next free cluster address.
 
         Raises:
-            ApiError: 500, all addresses are used.
+            ApiError: 500, all addresses are in use.
         """
         size = self._network.num_addresses
         base = int(self._network.network_address)
@@ -118,7 +118,7 @@ class ServiceStrategy(Strategy):
 
 
 class CustomResourceDefinitionStrategy(Strategy):
-    """Serves the versions of a definition, and sets its status."""
+    """Adds the versions of a CRD to the catalog, and sets the status of the CRD."""
 
     def __init__(self, store: Store, catalog: Catalog) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Scale and pod binding."""
+"""The subresources `scale` and `binding`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUILTIN_SCALE = {"specReplicasPath": ".spec.replicas", "statusReplicasPath": ".
 
 
 class Scale:
-    """The scale subresource."""
+    """Reads and writes the scale subresource of built-in and custom resources."""
 
     def __init__(self, registry: Registry, catalog: Catalog) -> None:
         self._registry = registry
@@ -83,7 +83,7 @@ class Scale:
 
 
 def bind(registry: Registry, info: RequestInfo, binding: Object, options: WriteOptions) -> Object:
-    """Bind a pod to the node that a scheduler chose."""
+    """Bind a pod to the node that `binding` names. Return a Status of success."""
     pods, name = info.resource, info.name
     target = (binding.get("target") or {}).get("name")
     if not target:

@@ -1,4 +1,4 @@
-"""Bearer tokens: authentication of requests, and service account tokens by TokenRequest."""
+"""Authenticate requests by bearer token, and issue service account tokens (TokenRequest)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _encode(data: bytes) -> str:
 
 
 class Tokens:
-    """The administrator's token, and service account tokens (JWT, HS256).
+    """Checks the administrator's token, and issues and checks service account tokens (JWT, HS256).
 
-    The signing key and the objects live as long as the server.
+    The signing key is in memory only, so tokens become invalid when the server ends.
     """
 
     def __init__(self, registry: Registry, admin_token: str) -> None:

@@ -1,4 +1,4 @@
-"""The kinds that are served now: the frozen table, and each version of an established CRD."""
+"""The kinds that are served now: the built-in kinds, and the versions of established CRDs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pocketkube.apiserver.schema.field_types import BuiltinFieldTypes, CustomFie
 
 @dataclass
 class Catalog:
-    """Served resources by path and by kind."""
+    """The resources that the API server serves now."""
 
     _resources: dict[tuple[str, str, str], Resource] = field(default_factory=dict)
     _custom: dict[Resource, CustomVersion] = field(default_factory=dict)
@@ -33,11 +33,11 @@ class Catalog:
         return self._resources.get((group, version, plural))
 
     def builtin(self, plural: str) -> Resource:
-        """Return a kind of core/v1."""
+        """Return the core/v1 resource with the name `plural`."""
         return self._resources["", "v1", plural]
 
     def by_storage(self, storage: str) -> Resource:
-        """Return one of the resources kept in `storage`; deletion works the same for each."""
+        """Return the first resource whose objects are in `storage`."""
         return next(
             resource for resource in self._resources.values() if resource.storage_key == storage
         )
@@ -57,7 +57,7 @@ class Catalog:
         return self._custom.get(resource)
 
     def establish(self, crd: Object) -> None:
-        """Serve the versions of a validated CRD instead of those that it served before."""
+        """Serve the versions of a validated CRD, and stop serving its previous versions."""
         self.withdraw(crd)
         for version in custom_versions(crd):
             self._add(version.resource, CustomFieldTypes(version.schema.schema))

@@ -1,8 +1,8 @@
-"""CEL rules of a schema (`x-kubernetes-validations`), compiled once and evaluated on writes.
+"""Compile the CEL rules of a schema (`x-kubernetes-validations`), and evaluate them on writes.
 
-`self` is the value that has the rule. A rule that mentions `oldSelf` is a transition rule and runs
-only if an old value exists. Other rules are skipped for a value that the write does not change, as
-in Kubernetes' validation ratcheting.
+In a rule, `self` is the value to validate. A rule with `oldSelf` is a transition rule. It runs only
+if an old value exists. Other rules are skipped for a value that the write does not change, as in
+the validation ratcheting of Kubernetes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class RuleSyntaxError(ValueError):
 class _Rule:
     """One compiled rule."""
 
-    #: A compiled program of celpy, which has no types.
+    #: A program compiled by celpy, a package without type annotations.
     program: Any
     reads_old: bool
     transition: bool
@@ -61,7 +61,7 @@ class _Node:
 
 
 class Rules:
-    """All rules of one schema.
+    """The compiled rules of one schema.
 
     Raises:
         RuleSyntaxError: a rule does not compile.
@@ -163,7 +163,10 @@ class Rules:
 
 
 def _counterpart(item: Any, old: Any, keys: tuple[str, ...]) -> Any:
-    """Find the item of a keyed list before the write; items of other lists cannot be matched."""
+    """Return the item of the list `old` that has the same `keys` as `item`.
+
+    The result is None if no item matches, or if the list has no keys.
+    """
     if not keys or not isinstance(old, list) or not isinstance(item, dict):
         return None
     return next(

@@ -1,4 +1,4 @@
-"""Custom resource definitions: defaults, validation, and the versions that they serve."""
+"""Default and validate custom resource definitions, and compile their served versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CustomVersion:
 
 
 def custom_versions(crd: Object) -> list[CustomVersion]:
-    """Compile the served versions.
+    """Compile the served versions of a custom resource definition.
 
     Raises:
         RuleSyntaxError: a CEL rule does not compile.
@@ -119,7 +119,7 @@ def validate_crd(crd: Object) -> list[FieldError]:
 def _validate_structural(
     schema: Object, path: str, errors: list[FieldError], root: bool = False
 ) -> None:
-    """Check that each node has a type, is int-or-string, or preserves unknown fields."""
+    """Check that `schema` is structural, and append the errors to `errors`."""
     free = schema.get("x-kubernetes-int-or-string") or schema.get(
         "x-kubernetes-preserve-unknown-fields"
     )

@@ -1,4 +1,4 @@
-"""Decoding of built-in kinds: unknown fields and fields of the wrong type.
+"""Decode objects of built-in kinds: drop unknown fields, and refuse fields of the wrong type.
 
 The fields and types come from the generated models of the official Python client.
 """
@@ -32,7 +32,7 @@ _JSON_TYPES = {
 
 @functools.cache
 def _fields(model: str) -> dict[str, str]:
-    """Map the JSON field names of a model class to their declared types."""
+    """Return JSON field name -> declared type for the fields of a model class."""
     from kubernetes.client import models  # takes most of a second
 
     cls = getattr(models, model)
@@ -40,7 +40,7 @@ def _fields(model: str) -> dict[str, str]:
 
 
 class DecodeError(Exception):
-    """A field has the wrong type. The message names it."""
+    """A field has the wrong type. The message names the field."""
 
 
 def decode(group: str, version: str, kind: str, obj: Object) -> tuple[Object, list[str]]:

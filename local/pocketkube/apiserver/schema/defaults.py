@@ -1,4 +1,4 @@
-"""Defaults of built-in kinds on every write. They are set in the object itself."""
+"""Set the defaults of built-in kinds on every write, and convert Events between API versions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import copy
 from pocketkube.apiserver.resources import Object
 from pocketkube.apiserver.schema.crd import default_crd
 
-#: Kinds whose metadata.generation counts changes of the desired state. Custom resources always have
-#: one.
+#: Built-in kinds with metadata.generation, which counts changes of the desired state. Custom
+#: resources always have it.
 WITH_GENERATION = frozenset(
     {
         "Deployment",
@@ -21,13 +21,13 @@ WITH_GENERATION = frozenset(
     }
 )
 
-#: Built-in kinds whose updates must name the version that they replace. Updates of custom resources
-#: always must.
+#: Built-in kinds whose updates must have metadata.resourceVersion. Updates of custom resources
+#: must always have it.
 VERSIONED = frozenset({"CustomResourceDefinition", "Lease", "PodDisruptionBudget"})
 
 
 def set_defaults(kind: str, obj: Object) -> None:
-    """Fill in the defaults of a built-in kind."""
+    """Set the defaults of a built-in kind in `obj`, in place."""
     if kind in _DEFAULTS:
         _DEFAULTS[kind](obj)
 
@@ -190,6 +190,6 @@ def event_to_core(event: Object) -> Object:
 
 
 def event_from_core(event: Object) -> Object:
-    """Convert the stored core/v1 Event to events.k8s.io/v1."""
+    """Convert the stored core/v1 Event to an events.k8s.io/v1 Event."""
     converted = {_EVENT_FIELDS.get(name, name): copy.copy(value) for name, value in event.items()}
     return {**converted, "apiVersion": "events.k8s.io/v1", "kind": "Event"}

@@ -1,8 +1,8 @@
-"""How lists and maps merge, for strategic merge patches and server-side apply.
+"""Define how strategic merge patches and server-side apply merge lists and maps.
 
-The table below has the built-in kinds (Kubernetes' patchMergeKey and listMapKey markers). Custom
-resources have `x-kubernetes-list-type`, `x-kubernetes-list-map-keys` and `x-kubernetes-map-type` in
-their schema.
+For built-in kinds, the table below has the values of Kubernetes' markers patchMergeKey and
+listMapKey. For custom resources, the schema has `x-kubernetes-list-type`,
+`x-kubernetes-list-map-keys` and `x-kubernetes-map-type`.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-#: Field names from the object's root; list items add none.
+#: Field names from the object's root. List items add no element.
 Path = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class FieldType:
-    """How one field merges.
+    """How the values of one field are merged.
 
-    `granular` is a map that merges by key, `map` a list keyed by `keys`, and `set` a list of
-    scalars. An `atomic` field is replaced as a whole.
+    A `granular` field is a map that is merged key by key. A `map` is a list whose items are
+    identified by `keys`, and a `set` is a list of scalars. An `atomic` field is replaced entirely.
     """
 
     kind: Literal["granular", "atomic", "set", "map"]
     keys: tuple[str, ...] = ()
-    #: Merge key of strategic merge patch; empty: the list is replaced.
+    #: Merge key of strategic merge patches. If empty, the list is replaced as a whole.
     merge_key: str = ""
     key_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 class FieldTypes(Protocol):
-    """The types of the fields of one kind of object, by path."""
+    """The `FieldType` of each field of one kind, by path."""
 
     def at(self, path: Path, value: object) -> FieldType: ...
 
@@ -97,7 +97,7 @@ _BY_KIND: dict[str, dict[str, FieldType]] = {
 
 
 class BuiltinFieldTypes:
-    """Field types of a built-in kind. Unlisted maps are granular, unlisted lists atomic."""
+    """Field types of a built-in kind. By default, a map is granular and a list is atomic."""
 
     def __init__(self, kind: str) -> None:
         self._table = {**_METADATA, **_CONDITIONS, **_BY_KIND.get(kind, {})}

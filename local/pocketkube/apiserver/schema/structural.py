@@ -1,6 +1,6 @@
 """Structural schemas of custom resources: pruning, defaults and validation.
 
-Order and messages are as in Kubernetes.
+The order of the checks and the error messages are those of Kubernetes.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _FORMATS = {
 
 
 class StructuralSchema:
-    """The schema of one version, compiled once."""
+    """The compiled schema of one version of a custom resource."""
 
     def __init__(self, schema: Schema) -> None:
         self.schema = schema
         self.rules = Rules(schema)
 
     def prune(self, obj: Object) -> tuple[Object, list[str]]:
-        """Return the object without unspecified fields, and the paths of those fields."""
+        """Return the object without fields that the schema lacks, and the paths of those fields."""
         unknown: list[str] = []
         return _prune(obj, self.schema, "", unknown, root=True), unknown
 
@@ -55,7 +55,11 @@ class StructuralSchema:
         return _default(copy.deepcopy(obj), self.schema)
 
     def validate(self, obj: Object, old: Object | None) -> list[FieldError]:
-        """Return the errors of an object. Of the metadata only the name can be restricted."""
+        """Validate `obj`, and return the errors. CEL rules run only if the schema check passes.
+
+        Args:
+            old: the object before the write; None for a new object.
+        """
         errors: list[FieldError] = []
         for name, below in (self.schema.get("properties") or {}).items():
             if name not in _TYPE_FIELDS and name in obj:
@@ -94,7 +98,10 @@ def _prune(value: Any, schema: Schema, path: str, unknown: list[str], root: bool
 
 
 def _default(value: Any, schema: Schema) -> Any:
-    """Fill in defaults in place; a null in a field that is not nullable counts as absent."""
+    """Set missing fields of `value` to their defaults, in place, and return `value`.
+
+    A null counts as missing unless the field is nullable.
+    """
     if isinstance(value, list):
         items = schema.get("items") or {}
         return [_default(item, items) for item in value]

@@ -1,6 +1,6 @@
-"""Validation of built-in kinds and of every object's metadata.
+"""Validate objects of built-in kinds, and the metadata of all objects.
 
-It covers the refusals that clients rely on, with the messages of kube-apiserver, and no more.
+Only checks that clients rely on are implemented. The messages are those of kube-apiserver.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LABEL_1035_TEXT = (
 
 
 def validate(resource: Resource, obj: Object, old: Object | None) -> list[FieldError]:
-    """Return the errors of the object as it would be stored in place of `old`."""
+    """Validate `obj`, which would replace `old` (None for a new object). Return the errors."""
     errors = validate_metadata(resource, obj["metadata"])
     if resource.custom:
         return errors
@@ -54,7 +54,7 @@ def validate(resource: Resource, obj: Object, old: Object | None) -> list[FieldE
 
 
 def validate_metadata(resource: Resource, metadata: Object) -> list[FieldError]:
-    """Return the errors of the name, labels, finalizers and owners."""
+    """Validate the name, labels, finalizers and owner references. Return the errors."""
     errors = _name(resource, metadata.get("name", ""))
     for key, value in (metadata.get("labels") or {}).items():
         if not _QUALIFIED.fullmatch(key):
@@ -158,7 +158,7 @@ def _pod_spec(spec: Object, path: str) -> list[FieldError]:
 
 
 def _unique_label(name: str, path: str, seen: set[str]) -> list[FieldError]:
-    """Check a name that must be a label and not in `seen`, and add it there."""
+    """Check that `name` is a DNS label and not yet in `seen`, and add it. Return the errors."""
     if not name:
         return [required(path)]
     if not _LABEL.fullmatch(name) or len(name) > 63:

@@ -1,4 +1,4 @@
-"""HTTP: from a request to an answer of the Kubernetes API.
+"""Serve the Kubernetes API over HTTP.
 
 - `api_server`: the HTTPS server.
 - `request`: path, verb, body and query parameters of a request.

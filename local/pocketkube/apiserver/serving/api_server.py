@@ -1,7 +1,7 @@
 """The HTTPS server of the Kubernetes API.
 
-It authenticates a request, parses it (request.py) and calls the cluster. watch.py streams watches,
-and pod_logs.py streams logs from the kubelet.
+The server authenticates and parses each request (request.py), and reads or writes the
+`ClusterState`. watch.py streams watches, and pod_logs.py streams logs from the kubelet.
 """
 
 from __future__ import annotations
@@ -41,13 +41,18 @@ from pocketkube.apiserver.serving.watch import Selection, watch
 
 logger = logging.getLogger(__name__)
 
-#: The limit of kube-apiserver.
+#: Maximum size of a request body in bytes, as in kube-apiserver.
 _MAX_BODY = 3 * 1024 * 1024
 _OPENAPI_V2_PROTOBUF = "application/com.github.proto-openapi.spec.v2@v1.0+protobuf"
 
 
 class ApiServer:
-    """Serves one cluster on one address. `port` is known after `start()`; 0 asks for a free one."""
+    """Serves the API of one cluster.
+
+    Args:
+        port: port to listen on; 0 for a free one. After `start()`, the attribute `port` has the
+            actual port.
+    """
 
     def __init__(self, cluster: ClusterState, host: str, port: int, tls: ssl.SSLContext) -> None:
         self._cluster = cluster
@@ -61,8 +66,8 @@ class ApiServer:
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._kubelets = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        # A disconnect cancels the handler, which ends a watch or a log at once. A write has no
-        # await at which it could be cancelled half done.
+        # A disconnect cancels the handler, which ends a watch or a log at once. A write cannot be
+        # cancelled halfway, because it has no await.
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -212,7 +217,7 @@ class ApiServer:
         return result, 200 if existed else 201
 
     def _printer(self, request: web.Request, resource: Resource) -> TablePrinter | None:
-        """Return a printer if the client prefers a table."""
+        """Return a printer for `resource` if the client prefers a table, else None."""
         first = request.headers.get("Accept", "").partition(",")[0].replace(" ", "")
         if "as=Table" not in first:
             return None
@@ -283,9 +288,10 @@ class ApiServer:
 
 
 def _page(objects: Sequence[Object], query: Any, version: str) -> tuple[list[Object], Object]:
-    """Cut one page out of a list.
+    """Return one page of a list, and the metadata of the list.
 
-    The continue token holds the last object of the page and the version of the first page.
+    The query parameters `limit` and `continue` select the page. The continue token in the metadata
+    has the name of the page's last object and the resource version of the first page.
     """
     metadata: Object = {"resourceVersion": version}
     try:

@@ -1,4 +1,4 @@
-"""Discovery documents and OpenAPI documents for kubectl, derived from the catalog."""
+"""Build the discovery and OpenAPI documents for kubectl from the catalog."""
 
 from __future__ import annotations
 
@@ -100,10 +100,11 @@ def openapi_v3_index(catalog: Catalog) -> Object:
 
 
 def openapi_v3(catalog: Catalog, group_name: str, version: str) -> Object:
-    """Return the paths with their query parameters, and the schemas of custom resources.
+    """Build the OpenAPI v3 document of one API version.
 
-    The parameters tell kubectl that the server validates fields and supports dry runs. Built-in
-    kinds are plain objects, because clients have their schemas compiled in.
+    The document has the paths with their query parameters, and the schemas of custom resources.
+    From the parameters, kubectl detects that the server validates fields and supports dry runs.
+    Built-in kinds are plain objects, because clients have compiled-in schemas for them.
     """
     paths: Object = {}
     schemas: Object = {}
@@ -152,9 +153,10 @@ def openapi_v2() -> Object:
 
 
 def openapi_v2_protobuf() -> bytes:
-    """Encode the document for client-go.
+    """Encode the OpenAPI v2 document as protobuf, for client-go.
 
-    gnostic's openapi.v2.Document is {swagger = 1, info = 2 {title = 1, version = 2}}.
+    The message is gnostic's openapi.v2.Document. Its fields and field numbers are
+    {swagger = 1, info = 2 {title = 1, version = 2}}.
     """
 
     def text(number: int, value: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""`pods/{name}/log`: a stream from the kubelet of the pod's node."""
+"""Serve `pods/{name}/log` by forwarding the log from the kubelet of the pod's node."""
 
 from __future__ import annotations
 

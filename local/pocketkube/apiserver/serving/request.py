@@ -1,4 +1,4 @@
-"""Parsing of requests: path, verb, body and query parameters."""
+"""Parse requests: path, verb, body and query parameters."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ async def delete_options(request: web.Request) -> DeleteOptions:
 
 
 def is_set(query: Mapping[str, str], name: str) -> bool:
-    """Return whether a parameter of the query is true."""
+    """Return whether the query parameter `name` is true."""
     return query.get(name, "").lower() in ("1", "true")
 
 
 def parse_path(path: str, catalog: Catalog) -> RequestInfo | None:
-    """Parse a path such as `/api/v1/namespaces/x/pods/y/log`; None if nothing is served there."""
+    """Parse a path such as `/api/v1/namespaces/x/pods/y/log`; None if the path is not served."""
     match [part for part in path.split("/") if part]:
         case ["api", "v1", *rest]:
             group, version = "", "v1"
@@ -126,7 +126,7 @@ def parse_path(path: str, catalog: Catalog) -> RequestInfo | None:
 
 
 def parse_selectors(info: RequestInfo, query: Mapping[str, str]) -> selectors.Predicate:
-    """Combine the selectors of the query, and the name for a watch of one object."""
+    """Return a predicate for the selectors of the query and, if `info` has one, for the name."""
     by_label = selectors.label_selector(query.get("labelSelector", ""))
     by_field = selectors.field_selector(query.get("fieldSelector", ""), info.resource.storage_key)
     name = info.name
@@ -136,10 +136,10 @@ def parse_selectors(info: RequestInfo, query: Mapping[str, str]) -> selectors.Pr
 
 
 def require_object(body: Any) -> Object:
-    """Check that a body is an object whose metadata is an object.
+    """Return `body` if it is an object whose metadata is an object or missing.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the body or its metadata is not an object.
     """
     if not isinstance(body, dict):
         raise errors.bad_request(
@@ -152,7 +152,7 @@ def require_object(body: Any) -> Object:
 
 
 class _Loader(yaml.CSafeLoader):
-    """YAML as Kubernetes reads it: timestamps are strings."""
+    """Loads YAML as Kubernetes does: timestamps are strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -162,10 +162,10 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse_body(raw: bytes, content_type: str) -> Any:
-    """Decode JSON, or YAML where the content type allows it.
+    """Decode a request body as JSON or, if the content type is YAML, as YAML.
 
     Raises:
-        ApiError: 400 or 415.
+        ApiError: 400 for a malformed body, 415 for protobuf.
     """
     if content_type.endswith("protobuf"):
         raise errors.unsupported_media_type(

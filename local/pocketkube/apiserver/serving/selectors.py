@@ -1,4 +1,4 @@
-"""Label and field selectors of list, watch and deletecollection."""
+"""Parse the label and field selectors of list, watch and deletecollection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SET = re.compile(r"^\s*([^\s!=,()]+)\s+(in|notin)\s+\(([^)]*)\)\s*$")
 _EQUALITY = re.compile(r"^\s*([^\s!=,()]+)\s*(==|=|!=)\s*([^\s!=,()]*)\s*$")
 _EXISTS = re.compile(r"^\s*(!?)\s*([^\s!=,()<>]+)\s*$")
 
-#: Fields that every kind can be selected by. `_BY_KIND` has the others; further ones are refused.
+#: Fields that can select objects of every kind. `_BY_KIND` has the additional fields of each kind.
 _COMMON = ("metadata.name", "metadata.namespace")
 _BY_KIND: dict[str, tuple[str, ...]] = {
     "pods": (
@@ -45,7 +45,7 @@ _BY_KIND: dict[str, tuple[str, ...]] = {
 
 
 def _split(selector: str) -> list[str]:
-    """Split at commas that are outside parentheses."""
+    """Split a selector at the commas that are outside parentheses."""
     parts, depth, current = [], 0, ""
     for char in selector:
         depth += (char == "(") - (char == ")")
@@ -75,10 +75,10 @@ def _label_requirement(text: str) -> Callable[[Mapping[str, str]], bool]:
 
 
 def label_selector(selector: str) -> Predicate:
-    """Parse `a=b,c!=d,e in (x,y),!f`.
+    """Parse a label selector, such as `a=b,c!=d,e in (x,y),!f`.
 
     Raises:
-        ApiError: 400.
+        ApiError: 400, the selector is malformed.
     """
     requirements = [_label_requirement(part) for part in _split(selector)]
 
@@ -93,7 +93,7 @@ def label_selector(selector: str) -> Predicate:
 
 
 def required_labels(selector: str) -> list[tuple[str, str]]:
-    """Return (key, value) of the labels that every match has: the `a=b` terms of the selector."""
+    """Return the `a=b` terms of a label selector, as (key, value). Every match has these labels."""
     matches = (_EQUALITY.match(part) for part in _split(selector))
     return [(match[1], match[3]) for match in matches if match and match[2] != "!="]
 
@@ -108,10 +108,10 @@ def field_value(obj: Object, path: str) -> str:
 
 
 def field_selector(selector: str, storage: str) -> Predicate:
-    """Parse `metadata.name=x,status.phase!=Running`.
+    """Parse a field selector, such as `metadata.name=x,status.phase!=Running`.
 
     Raises:
-        ApiError: 400, the kind cannot be selected by a field.
+        ApiError: 400, the selector is malformed, or the kind does not support one of its fields.
     """
     allowed = (*_COMMON, *_BY_KIND.get(storage, ()))
     terms: list[tuple[str, bool, str]] = []

@@ -1,4 +1,4 @@
-"""Tables: the columns of `kubectl get` for each kind."""
+"""Build the tables that `kubectl get` prints, with the columns of each kind."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _STEP = re.compile(r"""\.((?:\\.|[^.\[\]\\])+)|\[([^\]]+)\]""")
 
 
 def json_path(obj: Any, expression: str) -> Any:
-    """Evaluate the JSON paths of printer columns; None if nothing is found.
+    """Evaluate the JSON path of a printer column. Return None if no value is found.
 
-    Supported are `.a.b`, `[0]`, `['key']`, `[*]` and `[?(@.type=="Ready")]`.
+    Several values are joined with commas. Supported are `.a.b`, `[0]`, `['key']`, `[*]` and
+    `[?(@.type=="Ready")]`.
     """
     found = [obj]
     for match in _STEP.finditer(expression.strip("{}")):
@@ -50,7 +51,7 @@ def _step(value: Any, name: str | None, index: str | None) -> list[Any]:
 
 
 def age(timestamp: Any) -> str:
-    """Format the time since a timestamp in its largest unit: `5s`, `3m`, `4h`, `2d`."""
+    """Format the time since a timestamp with one unit: `5s`, `3m`, `4h`, `2d`."""
     if not isinstance(timestamp, str):
         return "<unknown>"
     then = datetime.datetime.fromisoformat(timestamp)
@@ -293,7 +294,7 @@ def _text(value: Any) -> str:
 
 
 class TablePrinter:
-    """Formats objects of one kind as rows."""
+    """Formats objects of one kind as a table."""
 
     def __init__(self, resource: Resource, printer_columns: Sequence[Object]) -> None:
         self._columns = (
@@ -305,10 +306,11 @@ class TablePrinter:
     def table(
         self, objects: Sequence[Object], metadata: Object, include: str, headers: bool = True
     ) -> Object:
-        """Build a Table.
+        """Build a metav1.Table with one row per object.
 
         Args:
-            include: what each row has beside its cells: None, Metadata or Object.
+            include: what each row has in addition to its cells: "None", "Metadata" or "Object".
+            headers: whether the table has column definitions.
         """
         definitions = [
             {

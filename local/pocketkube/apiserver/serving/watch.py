@@ -1,4 +1,4 @@
-"""Watches: streams of JSON lines, from a resource version on."""
+"""Serve watches: streams of changes after a resource version, as JSON lines."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pocketkube.apiserver.serving.selectors import Predicate
 from pocketkube.apiserver.serving.tables import TablePrinter
 from pocketkube.apiserver.store import Event, ExpiredError
 
-#: Interval of bookmarks in an idle watch.
+#: Interval between bookmarks in an idle watch.
 BOOKMARK_S = 20.0
 _DEFAULT_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The objects that a client watches, and their format."""
+    """The objects that a client watches, and their output format."""
 
     resource: Resource
     namespace: str
@@ -34,7 +34,7 @@ class Selection:
 
 
 class _Stream:
-    """The output of one watch: it formats events, and sends table headers once."""
+    """Formats and sends the events of one watch. Table headers are sent only once."""
 
     def __init__(
         self, response: web.StreamResponse, cluster: ClusterState, chosen: Selection
@@ -81,7 +81,7 @@ class _Stream:
 async def watch(
     request: web.Request, cluster: ClusterState, chosen: Selection
 ) -> web.StreamResponse:
-    """Serve a watch until its timeout, the client's disconnect or the end of the resource."""
+    """Serve a watch until the timeout, a disconnect of the client or the removal of the kind."""
     query = request.query
     since = query.get("resourceVersion", "")
     bookmarks, initial = is_set(query, "allowWatchBookmarks"), is_set(query, "sendInitialEvents")
@@ -110,7 +110,7 @@ async def watch(
         await response.write_eof()
         return response
     try:
-        # The state is read before the first await, so no event between it and the queue is lost.
+        # No await separates this list from subscribe() above, so no event between them is lost.
         present = store.list(storage, chosen.namespace) if version is None else []
         start = store.version
         await response.prepare(request)
@@ -155,10 +155,11 @@ async def _follow(
 
 
 def _seen_as(event: Event, chosen: Selection) -> tuple[str, Object] | None:
-    """Return the type and object to send; None for no event.
+    """Return the (type, object) that the watch sends for `event`; None to send nothing.
 
-    An object is added to a watch with a selector when it starts to match, and deleted when it
-    stops. That DELETED event has the object as it last matched, with the version of the change.
+    In a watch with a selector, an object that starts to match is ADDED, and an object that stops
+    matching is DELETED. That DELETED event has the last state that matched, with the resource
+    version of the change.
     """
     if chosen.namespace and event.namespace != chosen.namespace:
         return None
