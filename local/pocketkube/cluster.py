@@ -1,7 +1,7 @@
 """The processes of a cluster: control plane, controllers, kubelet and proxy.
 
 These processes are children of the process that runs `LocalCluster`. When that process ends, the
-kernel sends SIGKILL to all of them. A guardian process kills the pods when their kubelet ends.
+kernel sends SIGTERM or SIGKILL to them. A guardian process kills the pods when the kubelet ends.
 """
 
 from __future__ import annotations
@@ -142,9 +142,9 @@ class LocalCluster:
         return started
 
     def stop(self) -> None:
-        """Stop all other components first, then kubelet and proxy, then the API server. Idempotent.
+        """Stop controllers and clients, then kubelet and proxy, then the API server. Idempotent.
 
-        Controllers stop before the kubelet, so that they do not replace the pods that it stops.
+        Controllers stop before the kubelet, so that they do not replace stopped pods.
         """
         node = ("kubelet", "proxy")
         clients = [name for name in self._components if name not in (*node, "control-plane")]

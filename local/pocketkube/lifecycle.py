@@ -82,9 +82,9 @@ async def wait_up_to(timeout_s: float, event: asyncio.Event) -> bool:
 
 
 async def until_stopped(stop: asyncio.Event, *loops: Awaitable[None]) -> None:
-    """Run all `loops` concurrently until `stop` is set, then cancel them.
+    """Run all `loops` concurrently until `stop` is set or a loop ends, then cancel the others.
 
-    If a loop fails, the other loops are cancelled and its error is raised.
+    The error of a loop that fails is raised.
     """
     tasks = [asyncio.ensure_future(loop) for loop in loops]
     waiter = asyncio.ensure_future(stop.wait())

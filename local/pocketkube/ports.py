@@ -49,9 +49,9 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
 
 
 def container_port(port: int | str, containers: Iterable[Mapping[str, Any]]) -> int | None:
-    """Return the number of `port`, which is a number or the name of a port of `containers`.
+    """Return the number of the container port `port`, which is given by number or by name.
 
-    Returns None for an unknown name.
+    The names are those of the ports of `containers`. The result is None for an unknown name.
     """
     if isinstance(port, int) or port.isdigit():
         return int(port)

@@ -88,7 +88,7 @@ class Store:
         self._collections.setdefault(storage, _Collection(self._version))
 
     def close(self, storage: str) -> None:
-        """Remove the collection of `storage`, which must be empty. End all watches of it."""
+        """Remove the empty collection of `storage`, and end all its watches."""
         collection = self._collections.pop(storage, None)
         for queue in collection.subscribers if collection else ():
             queue.put_nowait(None)
@@ -192,9 +192,9 @@ class Store:
             self._index.setdefault(term, {})[key] = event.object
 
     def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[Event | None]:
-        """Return a queue of the events after version `since`, or only of new events if it is None.
+        """Return a queue of the events after version `since`.
 
-        A None in the queue ends the stream.
+        If `since` is None, the queue has only new events. A None in the queue ends the stream.
 
         Raises:
             ExpiredError: `since` is older than the history, or newer than the current version. The

@@ -46,7 +46,7 @@ class ContainerLog:
             self._write(b"".join(out))
 
     def close(self) -> None:
-        """Write the incomplete last line, and close the file. This ends `stream_log()` calls."""
+        """Write the incomplete last line, and close the file. Readers that follow the log end."""
         for stream, rest in self._partial.items():
             if rest:
                 self._write(_record(stream, b"P", rest))

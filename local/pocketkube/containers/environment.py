@@ -96,8 +96,8 @@ async def container_environment(
 ) -> dict[str, str]:
     """Return `base` with the variables of the container's `envFrom` and `env` added.
 
-    A variable of `env` replaces an earlier variable of the same name. Its value can refer to
-    earlier variables.
+    A variable of `env` replaces an earlier variable of the same name. The value of a variable in
+    `env` can refer to earlier variables.
 
     Args:
         addresses: `status.podIP` and `status.hostIP`, which the pod object may not have yet.

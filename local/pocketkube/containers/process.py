@@ -41,8 +41,8 @@ class StartError(Exception):
 class Guard:
     """Starts the guardian process, and sends it the sessions to kill when the kubelet ends.
 
-    The guardian holds the lock of the state folder until all processes have ended. A new kubelet
-    waits for the lock.
+    The guardian holds the lock of the state folder until all processes of containers have ended. A
+    new kubelet waits for the lock.
     """
 
     def __init__(self, state_dir: Path) -> None:

@@ -52,7 +52,7 @@ def with_service_account_token(pod: Object, service_account: Object | None) -> O
 
     Args:
         pod: the pod, which is not changed.
-        service_account: the pod's ServiceAccount. Without one, no volume is added.
+        service_account: the pod's ServiceAccount. If None, no volume is added.
     """
     wanted = pod["spec"].get("automountServiceAccountToken")
     if wanted is None and service_account is not None:
@@ -137,7 +137,7 @@ class PodVolumes:
                 self._written[name] = payload
 
     def mount(self, container: Object) -> Path:
-        """Recreate the container's mounts in the folder $POCKETKUBE_POD_ROOT; return the folder.
+        """Recreate the container's mounts in its folder $POCKETKUBE_POD_ROOT. Return the folder.
 
         Raises:
             MountError: a mount is invalid.

@@ -64,7 +64,7 @@ def find_assets() -> Path | None:
 
 
 def missing_assets() -> str:
-    """Return the error message for the case that `find_assets()` returns None."""
+    """Return the error message to show if `find_assets()` returns None."""
     where = os.environ.get("KUBEBUILDER_ASSETS") or str(_CACHE / "v1.20.2")
     return (
         f"{', '.join(BINARIES)} not all found in {where}: run `make control-plane` or set "

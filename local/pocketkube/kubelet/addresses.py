@@ -56,7 +56,7 @@ class AddressPool:
         return address
 
     def release(self, address: str) -> None:
-        """Return `address` to the pool. No process may use the address any longer."""
+        """Return `address` to the pool. All processes that used the address must have ended."""
         if address in self._used:
             self._used.discard(address)
             self._loopback.remove(address)

@@ -79,7 +79,7 @@ class Node:
         await self.write_status(ready=True)
 
     async def run(self) -> None:
-        """Until cancelled, renew the lease regularly and write the status less often."""
+        """Renew the lease every `LEASE_RENEW_S`, and write the status less often. Never returns."""
         beat = 0
         while True:
             try:

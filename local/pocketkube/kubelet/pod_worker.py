@@ -197,7 +197,7 @@ class PodWorker:
             refresher.cancel()
 
     async def _run_containers(self, context: PodContext) -> None:
-        """Run the init containers in order, then all others until they end."""
+        """Run the init containers in order, then all other containers concurrently."""
         for container in context.pod["spec"].get("initContainers") or []:
             state = self.runtime.init[container["name"]]
             runner = ContainerRunner(context, container, state, init=True)
@@ -242,7 +242,7 @@ class PodWorker:
             await asyncio.sleep(RETRY_S)
 
     async def _refresh(self, volumes: PodVolumes) -> None:
-        """Until cancelled, refresh the volume files made from API objects every `refresh_s`."""
+        """Refresh the volume files made from API objects every `refresh_s`, until cancelled."""
         while True:
             await asyncio.sleep(self._services.refresh_s)
             volumes.pod = with_service_account_token(self.pod, self._account)
@@ -336,5 +336,5 @@ class PodWorker:
 
 
 def _is_gone(error: Exception) -> bool:
-    """Return whether `error` means that the pod no longer exists or that its uid differs."""
+    """Return whether `error` means that the pod no longer exists or was replaced."""
     return isinstance(error, KubeError) and error.status in (404, 409)

@@ -157,10 +157,10 @@ class ServiceProxy:
 
 
 async def _stop_listening(listener: asyncio.Server) -> None:
-    """Stop accepting connections, let asyncio set up those already accepted, and close `listener`.
+    """Close `listener`, but first let asyncio set up the connections that it already accepted.
 
-    If the listener closed at once, asyncio would leave an accepted connection open without
-    serving the client.
+    If the listener closed at once, asyncio would leave such a connection open without serving the
+    client.
     """
     try:
         loop = asyncio.get_running_loop()

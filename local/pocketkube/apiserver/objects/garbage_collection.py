@@ -25,7 +25,7 @@ EXPIRE_EVERY_S = 60.0
 
 
 class Collector:
-    """Deletes objects whose owner, namespace or custom resource definition ends.
+    """Deletes objects whose owner, namespace or custom resource definition is being deleted.
 
     `drain()` handles all changes of the store since its last call. `run()` calls `drain()` after
     each change, and deletes old Events.

@@ -363,7 +363,7 @@ class Registry:
                 raise errors.invalid(resource, before["name"], [refused])
 
     def _default(self, resource: Resource, obj: Object) -> Object:
-        """Return a deep copy of the object with defaults. A custom resource shares its metadata."""
+        """Return a copy of the object with defaults. Metadata of custom resources is not copied."""
         if custom := self.catalog.custom(resource):
             metadata = obj["metadata"]
             return {

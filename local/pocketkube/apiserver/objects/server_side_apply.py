@@ -115,8 +115,8 @@ def track(
 
     Args:
         live: the object before the write; None for a new object.
-        owned: the fields that `apply()` returned. After any other write None: `manager` then owns
-            the changed fields.
+        owned: the fields that `apply()` returned; None after any other write. With None, `manager`
+            becomes the owner of the changed fields.
         now: the time of the write, in the format of the API.
     """
     before = leaves(_tracked(live), types) if live else {}

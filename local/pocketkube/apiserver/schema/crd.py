@@ -1,4 +1,4 @@
-"""Default and validate custom resource definitions, and compile their served versions."""
+"""Set the defaults of CRDs, validate the CRDs, and compile their served versions."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def parse_path(path: str, catalog: Catalog) -> RequestInfo | None:
 
 
 def parse_selectors(info: RequestInfo, query: Mapping[str, str]) -> selectors.Predicate:
-    """Return a predicate for the selectors of the query and, if `info` has one, for the name."""
+    """Return a predicate for the selectors in `query` and for the name in `info`, if any."""
     by_label = selectors.label_selector(query.get("labelSelector", ""))
     by_field = selectors.field_selector(query.get("fieldSelector", ""), info.resource.storage_key)
     name = info.name
