@@ -1,7 +1,7 @@
 """A prefill engine and decode engines as processes, a proxy of their side channel, and a client.
 
-The client acts as the gateway does for one request, but never retries or aborts. So an engine has
-to release the state of a failed request by itself.
+The client handles one request as the gateway does, but never retries or aborts. Each engine must
+therefore release the state of a failed request by itself.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Answer:
 
 
 def new_prompt() -> list[int]:
-    """Return a prompt that is in no prefix cache."""
+    """Return a new prompt, which no prefix cache contains."""
     rng = random.Random(f"chaos-{next(_numbers)}")
     return [rng.randrange(3, VOCAB) for _ in range(PROMPT_TOKENS)]
 
 
 class PairClients:
-    """Clients of the two engines of a request."""
+    """The client of the prefill engine and the client of a decode engine."""
 
     def __init__(
         self, prefill: EngineClient, decode: EngineClient, kv_address: tuple[str, int]
@@ -93,12 +93,15 @@ class PairClients:
     async def hand_off(
         self, prompt: list[int], *, transfer_id: str = "", producer: str = ""
     ) -> Answer:
-        """Send one request to both engines, which ends by DEADLINE_S.
+        """Send one request to both engines, and return the response.
 
         Args:
-            prompt: its token ids.
-            transfer_id: a new one by default.
-            producer: the instance id for the decode engine, by default the prefill engine's.
+            prompt: token ids of the prompt.
+            transfer_id: transfer id of the request; empty for a new id.
+            producer: instance id from which the decode engine loads; empty for the prefill engine.
+
+        Raises:
+            TimeoutError: the request has not ended within DEADLINE_S.
         """
         transfer_id, request_id = transfer_id or uuid.uuid4().hex, uuid.uuid4().hex
         host, port = self._kv_address
@@ -159,7 +162,7 @@ def _take(answer: Answer, output: EngineCoreOutput) -> None:
 
 @dataclass
 class Pair:
-    """The engines of one test module."""
+    """The engines, the side-channel proxy and the reference model of one test module."""
 
     prefill: Pod
     decoders: dict[str, Pod]
@@ -182,7 +185,7 @@ class Pair:
 
     @contextlib.contextmanager
     def middle(self, hook: Hook) -> Iterator[SideChannelProxy]:
-        """Run `hook` in the proxy during the block. Both engines have to connect again first."""
+        """Run `hook` in the proxy during the block. All connections are closed first."""
         self.proxy.reset()
         self.proxy.hook = hook
         try:
@@ -195,13 +198,13 @@ class Pair:
                 raise failure
 
     def assert_right(self, prompt: list[int], answer: Answer, what: str) -> None:
-        """Check that the response has the tokens of an undisturbed run."""
+        """Check that the response has no error and the tokens of the reference model."""
         assert not answer.error, f"{what}: {answer}"
         assert len(answer.token_ids) == MAX_TOKENS, f"{what}: {answer}"
         assert_greedy(self.reference, [prompt], [answer.token_ids], what)
 
     async def assert_clean(self, *pods: Pod) -> None:
-        """Wait until the pods have no state of any request. Check that they are alive."""
+        """Wait until the pods hold no state of any request. Fail if a pod has died."""
 
         def clean(pod: Pod) -> bool:
             assert pod.process.poll() is None, f"{pod.name} died:\n{pod.tail()}"
@@ -224,7 +227,7 @@ class Pair:
             )
 
     async def assert_works(self, mode: str) -> None:
-        """Check that an undisturbed request loads its KV and gives the right tokens."""
+        """Check that a request without faults loads its KV and returns the right tokens."""
         decode = self.decoders[mode]
         prompt, before = new_prompt(), decode.metric("baton:prompt_tokens_remote_total")
         async with self.clients(mode) as clients:
@@ -256,10 +259,10 @@ def start_pair(
 
     Args:
         group: starts the processes.
-        checkpoint: of all engines.
-        decoders: name -> options of its KVTransferConfig.
-        networks: of the prefill engine and of each decode engine, by default the test's network.
-        proxy_host: the proxy's address, by default the prefill engine's.
+        checkpoint: the checkpoint of all engines.
+        decoders: name of each decode engine -> options of the engine's KVTransferConfig.
+        networks: networks of the prefill engine and each decode engine; empty for the test's own.
+        proxy_host: address of the proxy; empty for the prefill engine's address.
     """
     common: dict[str, Any] = {
         "transport": KV_TRANSPORT,
@@ -302,7 +305,7 @@ def is_message(kind: type[Any]) -> Callable[[Passing], bool]:
 
 @dataclass
 class At:
-    """A hook that calls `act` at the first message that matches."""
+    """A hook of the proxy that calls `act` at the first message that `matches` accepts."""
 
     matches: Callable[[Passing], bool]
     act: Callable[[], None]
@@ -332,7 +335,7 @@ class At:
 class AtPush(At):
     """A hook for push mode that calls `act` once a quarter of the prompt is computed.
 
-    No message is sent while the producer writes blocks.
+    The hook polls a metric, because no message is sent while the producer writes blocks.
     """
 
     def __init__(self, prefill: Pod, act: Callable[[], None]) -> None:
@@ -386,6 +389,6 @@ def write_memory(pod: Pod, address: int, data: bytes) -> None:
 
 
 def flip_bit(pod: Pod, address: int) -> None:
-    """Flip a bit of a byte. A second call restores it."""
+    """Flip one bit of the byte at `address` in the pod's memory. A second call flips it back."""
     (byte,) = read_memory(pod, address, 1)
     write_memory(pod, address, bytes([byte ^ 0x40]))

@@ -1,4 +1,4 @@
-"""Network namespaces on one bridge, whose links a test can cut. They need root and iproute2."""
+"""Network namespaces on one bridge. Tests can cut the links. Root and iproute2 are required."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.pods import Network
 
 
 class Namespaces:
-    """`num` namespaces that reach each other and the test, whose address is `host`."""
+    """Network namespaces that reach each other and the test. The test's address is `host`."""
 
     def __init__(self, num: int, environment: dict[str, str]) -> None:
         number = os.getpid() % 200
@@ -46,7 +46,7 @@ class Namespaces:
         _ip("link", "set", self._links[index], "nomaster")
 
     def unplug(self, index: int) -> None:
-        """Drop all packets, with an interface that has no carrier."""
+        """Take the link of this namespace down, so that its interface has no carrier."""
         _ip("link", "set", self._links[index], "down")
 
     def part(self) -> None:
@@ -70,7 +70,11 @@ class Namespaces:
 
 @contextlib.contextmanager
 def namespaces(num: int, environment: dict[str, str]) -> Iterator[Namespaces]:
-    """Create namespaces with this environment. Skip the test without root or iproute2."""
+    """Create `num` namespaces for the block. Skip the test without root or iproute2.
+
+    Args:
+        environment: environment variables of pods in the namespaces.
+    """
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:

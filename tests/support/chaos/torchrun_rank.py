@@ -1,4 +1,4 @@
-"""One rank under torchrun: an LLM that generates until it fails, and writes FOLDER/<rank>.error."""
+"""Script of one rank under torchrun: generate until an error, and write FOLDER/<rank>.error."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ FLAGS = (
 
 
 class CoordinatorProcess:
-    """A coordinator process. It keeps its ports when it is started again."""
+    """A coordinator process. `start()` starts another process on the same ports."""
 
     def __init__(self, tmp_path: Path, key_file: Path | None = None) -> None:
         self._folder = tmp_path
@@ -74,7 +74,11 @@ class CoordinatorProcess:
     def http(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[int, str]:
-        """Send a request. Without `headers` it has the coordinator's key."""
+        """Send an HTTP request, and return the status code and the body.
+
+        Args:
+            headers: headers of the request; None for a header with the coordinator's key.
+        """
         if headers is None:
             headers = {} if self.key is None else {"Authorization": self.key.bearer}
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
@@ -97,7 +101,7 @@ class CoordinatorProcess:
 
 
 class LiveRanks(SimulatedRanks):
-    """Simulated ranks, each with a DEALER like a rank's link."""
+    """Simulated ranks that connect to a coordinator process, each with a ZMQ DEALER socket."""
 
     def __init__(self, coordinator: CoordinatorProcess) -> None:
         super().__init__()

@@ -41,7 +41,10 @@ SHAPE: dict[str, Any] = {
 
 
 class ExpertGroup:
-    """Ranks are named rank-0, rank-1 and so on. No name is used twice."""
+    """The processes of an expert-parallel group.
+
+    Ranks are named rank-0, rank-1 and so on. No name is used twice.
+    """
 
     def __init__(
         self,
@@ -81,10 +84,12 @@ class ExpertGroup:
         self.gateway.wait_ready(8080, timeout_s=timeout_s)
 
     def add_rank(self, service_key_file: str | None = None) -> str:
-        """Start a rank's process, which waits until a topology names it.
+        """Start the process of a new rank, and return the rank's name.
+
+        The rank serves once a topology contains its name.
 
         Args:
-            service_key_file: None for the group's.
+            service_key_file: key file of the rank; None for that of the group.
         """
         name = next(self._names)
         self.ranks[name] = self._pods.engine(
@@ -103,7 +108,7 @@ class ExpertGroup:
         return name
 
     def scale(self, names: list[str], *, timeout_s: float = 90.0) -> TopologyStatus:
-        """Request a topology, wait until it serves, and kill the ranks that left."""
+        """Request a topology of the ranks `names`, wait until they serve, and kill all others."""
         self.put(names)
         status = self.wait_for(names, timeout_s=timeout_s)
         for name in self.ranks.keys() - set(names):
@@ -149,9 +154,9 @@ class ExpertGroup:
         return msgspec.json.decode(body, type=TopologyStatus)
 
     def wait_for(self, names: list[str], *, timeout_s: float) -> TopologyStatus:
-        """Wait until exactly these ranks serve, all in one generation.
+        """Wait until exactly the ranks `names` serve in one generation. Return the status.
 
-        As an operator does, send the request again to a coordinator that was restarted.
+        If the coordinator was restarted, send the last request again, as the operator does.
         """
 
         def reached() -> TopologyStatus:

@@ -1,4 +1,4 @@
-"""Queries of the controller's tests to a simulated group."""
+"""Read the state of a simulated group, for tests of the controller."""
 
 from __future__ import annotations
 

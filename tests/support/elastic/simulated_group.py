@@ -1,4 +1,4 @@
-"""A controller and simulated ranks, over a network that may lose messages.
+"""A controller and simulated ranks, connected by a network that may lose messages.
 
 Time advances in steps of STEP_S. Tests let ranks die, freeze, wake up or fail. Everything else
 follows from the messages, as `protocol.topology` describes.
@@ -41,18 +41,18 @@ CONFIG = ControllerConfig(
 
 
 class SimulatedRanks:
-    """Ranks and their exchanges. Subclasses connect them to a coordinator."""
+    """Simulated ranks and their exchanges. Subclasses connect the ranks to a coordinator."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.ranks: dict[str, SimulatedRank] = {}
 
     def report(self, rank: SimulatedRank) -> None:
-        """Send the rank's status."""
+        """Send the status of `rank` to the coordinator."""
         raise NotImplementedError
 
     def add(self, name: str, **state: object) -> SimulatedRank:
-        """Start a process. An earlier process of the same name keeps running."""
+        """Start a new process of the rank `name`. An earlier process of the rank keeps running."""
         number = len(self.ranks)
         member = Member(name, f"{name}#{number}", f"10.0.0.{number}", 5555, 5561, 29500)
         rank = self.ranks[member.instance_id] = replace(SimulatedRank(member), **state)
@@ -62,7 +62,7 @@ class SimulatedRanks:
         return {rank.id: rank for rank in self.ranks.values() if rank.alive}
 
     def step_ranks(self) -> None:
-        """Advance all ranks by STEP_S, with the messages in their inboxes."""
+        """Let all ranks process their messages and advance by STEP_S."""
         self.steps += 1
         alive = self.alive()
         running = {each: rank for each, rank in alive.items() if rank.runs}
@@ -85,7 +85,7 @@ class SimulatedRanks:
                 self.report(rank)
 
     def _vote(self, generation: Generation) -> None:
-        """Commit the next generation in one step, if all members of this one vote for it."""
+        """Commit the next generation if all members of `generation` vote for it."""
         voters = [self.ranks.get(member.instance_id) for member in generation.members]
         if any(each is None or not each.obeys or each.generation != generation for each in voters):
             return
@@ -108,9 +108,10 @@ class SimulatedRanks:
                 each.commit()
 
     def _activity(self, rank: SimulatedRank) -> Activity:
-        """Return the activity of a rank that always has work.
+        """Return the activity of `rank`, which always has work.
 
-        The others wait for a stalled rank: before the step or in it, depending on where it stalls.
+        If a member of the generation is stalled, all members wait for it: in the step (RUNS) or
+        before the step (WAITS).
         """
         if rank.generation is None or rank.phase is not RankPhase.SERVING:
             return Activity.RESTS
@@ -170,7 +171,7 @@ class SimulatedGroup(SimulatedRanks):
     # Disturbances
 
     def start_controller(self) -> None:
-        """Start another controller, without state."""
+        """Replace the controller by a new controller without state."""
         self.controller = Controller(self._draw_nonce, self.config)
         self._sent.clear()
         self.highest_target = 0
@@ -199,7 +200,7 @@ class SimulatedGroup(SimulatedRanks):
     def until(
         self, condition: Callable[[], bool], seconds: float = 20.0, what: str = "it"
     ) -> float:
-        """Step until `condition` holds. Return the simulated seconds."""
+        """Step until `condition` holds. Return how many simulated seconds this took."""
         start = self.now
         while not condition():
             if self.now - start > seconds:
@@ -213,7 +214,7 @@ class SimulatedGroup(SimulatedRanks):
         return self.controller.status(self.now)
 
     def serving_together(self, *names: str) -> bool:
-        """Return whether exactly these serve in one generation and the operation has ended."""
+        """Return whether exactly the ranks `names` serve together and no operation is running."""
         serving = [rank for rank in self.alive().values() if rank.generation is not None]
         operation = self.status().operation
         return (
@@ -229,7 +230,7 @@ class SimulatedGroup(SimulatedRanks):
         )
 
     def form(self, *names: str) -> dict[str, SimulatedRank]:
-        """Start new ranks and form a serving group of them."""
+        """Start the ranks `names`, and wait until they serve as one group. Return them by name."""
         ranks = {name: self.add(name) for name in names}
         self.ask("first", *names)
         self.until(lambda: self.serving_together(*names), what="the first generation")

@@ -72,7 +72,11 @@ class Model:
             self.generations.append(tuple(member for member in members if member != dead))
 
     def explore(self) -> int:
-        """Return the number of states. Raise FaultError if one breaks an invariant."""
+        """Explore all states, and return their number.
+
+        Raises:
+            FaultError: a state breaks an invariant.
+        """
         # None of the many tuples is garbage, but collection would take a third of the time.
         gc.disable()
         try:
@@ -120,7 +124,7 @@ class Model:
         return ranks
 
     def _state(self, ranks: Ranks, decision: str, urgent: int, pauses: int, restarts: int) -> State:
-        """Return a state with small wave numbers, because only their differences matter.
+        """Return the state with reduced wave numbers, because only their differences matter.
 
         Numbers of waves that have ended on all ranks become 0.
         """
@@ -277,7 +281,7 @@ class Model:
             self._fail("a rank is in a generation that was not committed", state)
 
     def _check_rest(self, state: State) -> None:
-        """Check a state in which only external moves are left: all work must be done."""
+        """Check that all work is done in a state in which only external moves are possible."""
         for index, key in enumerate(state.ranks):
             if key.vote is not None:
                 self._fail(f"rank {index} waits in an exchange that never completes", state)
@@ -292,7 +296,7 @@ class Model:
                 self._fail(f"rank {index} is not in the generation that was decided", state)
 
     def _check_every_run_ends(self) -> None:
-        """Check that ranks come to rest without external moves: no cycle of moves exists."""
+        """Check that no cycle of internal moves exists, so that ranks always come to rest."""
         #: False: on the stack; True: known to end.
         colors: dict[State, bool] = {}
         for root in self.edges:

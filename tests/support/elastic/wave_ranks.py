@@ -1,8 +1,9 @@
-"""Ranks' loops with the real Waves, without sockets, threads or clocks: every move is one call.
+"""Simulated engine loops of ranks with the real `Waves`, without sockets, threads or clocks.
 
-A rank calls `take_*` for messages that arrived, then `enter` for the exchange before a step. The
-exchange completes when every member of the generation has entered. Each member then ends its own
-step (`finish`) at any time. Requests are only counts of tokens, and a step runs one token.
+Every move is one call. A rank calls `take_*` for messages that arrived, then `enter` for the
+exchange before a step. The exchange completes when every member of the generation has entered. Each
+member then ends its own step (`finish`) at any time. Requests are only counts of tokens, and a step
+runs one token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NONE = -1
 
 
 class Key(NamedTuple):
-    """The whole state of a rank."""
+    """The complete state of a rank, as a hashable value."""
 
     current: int
     wave: int
@@ -257,7 +258,7 @@ class Ranks:
         rank.dead = True
 
     def has_lost(self, index: int) -> bool:
-        """Return whether the rank's generation lost a member. Its exchanges and steps then fail."""
+        """Return whether the rank's generation has lost a member. Its exchanges and steps fail."""
         generation = self.ranks[index].current
         return any(
             member.dead
@@ -268,7 +269,11 @@ class Ranks:
         )
 
     def break_(self, index: int, knows_votes: bool = True) -> None:
-        """Fail the exchange or the step. A decision of votes that arrived is applied anyway."""
+        """Fail the exchange or the step of the rank.
+
+        Args:
+            knows_votes: whether the rank still applies the decision of votes that it received.
+        """
         rank = self.ranks[index]
         votes, rank.vote, rank.votes = rank.votes, None, None
         if votes is not None and knows_votes and rank.waves.decide(votes).commit:
@@ -280,7 +285,7 @@ class Ranks:
             self._move_to_target(index)
 
     def take_urgent(self, index: int, generation: int) -> None:
-        """Move to an urgent generation. It interrupts exchanges and steps."""
+        """Move the rank to an urgent generation, which interrupts its exchange or step."""
         rank = self.ranks[index]
         rank.received = True
         rank.vote = rank.votes = None
@@ -296,7 +301,7 @@ class Ranks:
                 self.take_start(index, generation, wave)
 
     def run(self, max_turns: int = 1000) -> None:
-        """Run until no rank has work. Repeated StartWaves arrive."""
+        """Run all ranks until no rank has work. All repeated StartWaves are delivered."""
         for _ in range(max_turns):
             for rank in list(self.ranks):
                 if rank.repeats and rank.waves:
@@ -317,7 +322,7 @@ class Ranks:
 def new_ranks(
     generations: list[tuple[int, ...]], num_ranks: int, rank_class: type[Rank] = Rank
 ) -> Ranks:
-    """Return ranks of which the members of generation 0 serve in it."""
+    """Create `num_ranks` ranks. The members of generation 0 serve in generation 0."""
     ranks = Ranks(generations, [rank_class() for _ in range(num_ranks)])
     for member in generations[0]:
         ranks.ranks[member].join(0)

@@ -29,7 +29,7 @@ __all__ = ["EOS", "VOCAB_SIZE", "FakeConnector", "FakeRunner", "continuation", "
 
 
 class FakeExecutor(Executor):
-    """Runs the fake model in a thread, as UniProcExecutor runs a real one.
+    """Runs the fake model in a thread, as UniProcExecutor runs a real model.
 
     A step with the prompt [13, 13, 13] fails. Environment variables: BATON_FAKE_STEP_S is the
     duration of a step, BATON_FAKE_LOAD_S the duration of the model load.
@@ -92,7 +92,7 @@ class SparseFakeExecutor(FakeExecutor):
 
 
 class SlowFakeExecutor(FakeExecutor):
-    """Runs steps of 50 ms, so that a test can act during one."""
+    """Runs steps of 50 ms, so that a test can act during a step."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)

@@ -85,7 +85,7 @@ def wait_for(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> Any:
-    """Return the first true value of `condition`; fail at once if the engine ends."""
+    """Wait for the first true value of `condition`, and return it. Fail if the engine ends."""
 
     def checked() -> Any:
         if result := condition():

@@ -55,7 +55,7 @@ def step(step_id: int, *finished: str) -> SchedulerOutput:
     """Return a step for which FakeWorker samples the token `step_id` of request "r".
 
     Args:
-        finished: commands of `FakeWorker.execute_model`.
+        finished: commands for `FakeWorker.execute_model()`.
     """
     return SchedulerOutput([], [], {"r": 1}, list(finished), step_id=step_id)
 
@@ -120,7 +120,8 @@ class FakeWorker:
     def execute_model(self, step: SchedulerOutput) -> None:
         """Execute the commands in `finished_request_ids`.
 
-        They are raise:RANK, kill:RANK, hang[:RANK] and slow. `sample_tokens` executes loaded:RANK.
+        The commands are raise:RANK, kill:RANK, hang[:RANK] and slow. `sample_tokens()` executes the
+        command loaded:RANK.
         """
         assert self._step is None, "sample_tokens() was not called"
         self._step = step

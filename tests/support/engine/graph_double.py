@@ -1,4 +1,4 @@
-"""A fake of CUDA graphs on a CPU: a replay runs the captured function again on its tensors."""
+"""A fake of CUDA graphs for the CPU. A replay calls the captured function again."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class RecordedRuns:
-    """Captured runs, with the memory rules of a CUDA graph.
+    """Captures and replays functions with the memory rules of CUDA graphs.
 
-    A replay reads the input tensors of the capture and writes the same result tensors. Only a
-    replay writes results: after a capture they are NaN.
+    A replay reads the input tensors of the capture and writes the result tensors of the capture.
+    Before the first replay, the result tensors are NaN.
     """
 
     def __init__(self) -> None:

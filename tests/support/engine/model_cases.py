@@ -1,4 +1,4 @@
-"""Forward passes without an engine, ranks as threads, and edits of checkpoints."""
+"""Run forward passes without an engine, run ranks as threads, and edit checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load(path: Path, parallel: ParallelContext = ALONE) -> CausalLM:
 
 
 def new_kv_cache(model: CausalLM, num_tokens: int, num_seqs: int) -> Tensor:
-    """Return a cache for this rank's heads and layers. NaN shows reads of unwritten slots."""
+    """Return a KV cache for the rank's heads and layers. All slots are NaN until written."""
     own = shard(model.config, model.parallel)
     num_blocks = num_seqs * -(-num_tokens // BLOCK_SIZE)
     return torch.full(
@@ -47,7 +47,7 @@ def new_kv_cache(model: CausalLM, num_tokens: int, num_seqs: int) -> Tensor:
 
 
 def chunk_batch(sequences: list[list[int]], start: int, end: int, kv_cache: Tensor) -> ForwardBatch:
-    """Return a batch of the tokens [start, end) of each sequence, all of equal lengths.
+    """Return a batch of the tokens [start, end) of each sequence. All sequences are equally long.
 
     Sequence s of n owns the blocks s, s + n, s + 2n, ...
     """
@@ -72,7 +72,7 @@ def run_model(model: CausalLM, sequences: list[list[int]], chunk: int) -> Tensor
     """Return the logits of every position, [num_seqs, num_tokens, vocab_size].
 
     Each forward pass takes `chunk` tokens of each sequence. A pipeline stage receives its input
-    from the previous stage and sends its output to the next; only the last returns logits.
+    from the previous stage and sends its output to the next. Only the last stage returns logits.
     """
     num_tokens = len(sequences[0])
     kv_cache = new_kv_cache(model, num_tokens, len(sequences))
@@ -135,7 +135,7 @@ class Meeting:
 
 
 class ThreadGroup:
-    """A Group whose members are threads; counts its operations by name."""
+    """A `Group` whose members are threads. `calls` counts the operations by name."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self.rank, self.size = meeting, rank, meeting.size
@@ -196,7 +196,7 @@ def run_threads(
     """Run each of `works` in a thread and return the results.
 
     Args:
-        on_error: called after a failure. It ends the waits of the other threads.
+        on_error: called after a failure, to end the waits of the other threads.
 
     Raises:
         BaseException: the first failure.

@@ -42,7 +42,7 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 class Runner(Protocol):
-    """A ModelRunner, or several ranks as one."""
+    """A ModelRunner, or several ranks that act as one ModelRunner."""
 
     config: EngineConfig
 
@@ -70,7 +70,7 @@ def make_runner(
     block_size: int = 16,
     max_num_seqs: int = 64,
 ) -> ModelRunner:
-    """Return a loaded runner. Its KV memory is NaN, which shows reads of unwritten slots."""
+    """Return a runner with a loaded model. All slots of its KV memory are NaN until written."""
     runner = ModelRunner(runner_config(path, dtype, block_size, max_num_seqs))
     runner.load_model()
     runner.allocate_kv_cache(num_blocks, NUM_SWAP_BLOCKS).fill_(float("nan"))
@@ -134,7 +134,12 @@ class StepDriver:
     def run(
         self, sequences: Sequence[Request], max_chunk: int = 24, join_probability: float = 1.0
     ) -> None:
-        """Run all sequences; with `join_probability`, a step adds one more to the batch."""
+        """Run all sequences to their end.
+
+        Args:
+            max_chunk: maximum number of tokens of a sequence in one step.
+            join_probability: probability that another sequence joins the batch before a step.
+        """
         waiting, running = list(sequences), []
         while waiting or running:
             while waiting and (not running or self.random.random() < join_probability):
@@ -145,7 +150,7 @@ class StepDriver:
                 self.release(sequence)
 
     def run_ahead(self, sequences: Sequence[Request], max_chunk: int = 24) -> None:
-        """Run all sequences; schedule each step before the previous one has run."""
+        """Run all sequences to their end. Schedule each step before the previous step has run."""
         ahead: tuple[SchedulerOutput, list[Request], set[str]] | None = None
         while ahead is not None or not all(s.done for s in sequences):
             behind, ahead = ahead, None
@@ -193,7 +198,7 @@ class StepDriver:
         self.make_writable(child)
 
     def make_writable(self, sequence: Request) -> None:
-        """Copy the existing block that the next token is written to (copy-on-write)."""
+        """Copy the block into which the next token is written, if it exists (copy-on-write)."""
         index = sequence.num_computed // self.block_size
         if index >= len(sequence.block_ids):
             return

@@ -1,7 +1,7 @@
-"""Corrupts received blocks in an engine before they are verified, as a faulty network would.
+"""Corrupt the blocks that an engine receives before their verification, as a faulty network would.
 
-It does so while the file `$BATON_TEST_DAMAGE/$POD_IP` exists. The content "once" corrupts only the
-blocks of the next verification.
+Blocks are corrupted while the file `$BATON_TEST_DAMAGE/$POD_IP` exists. If it contains "once", only
+the blocks of the next verification are corrupted.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def generation(
 
 
 class ThreadNetwork:
-    """The groups of all generations, which ranks in threads join."""
+    """The process groups of all generations. Ranks, which run as threads, join them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,7 +86,7 @@ class ThreadNetwork:
 
 
 class ThreadRank:
-    """A model that was loaded without experts, and its generations."""
+    """A rank with a model that was loaded without experts, and its `Generations`."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ def run_expert_parallel(
             tokens is a dummy batch.
 
     Raises:
-        GroupBrokenError: the group broke during a step. Raised when that step ends.
+        GroupBrokenError: the group broke during a step. The error is raised at the step's end.
     """
     num_tokens = len(sequences[0]) if sequences else 0
     kv_cache = new_kv_cache(model, max(1, num_tokens), max(1, len(sequences)))

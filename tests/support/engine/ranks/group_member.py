@@ -1,4 +1,4 @@
-"""All ranks of a process group, each a process forked from one that has imported torch.
+"""Run all ranks of a process group as processes, forked from a process that has imported torch.
 
 Each rank runs the scenario and writes its results to FOLDER/<rank>, one JSON value per line.
 """
@@ -32,7 +32,7 @@ def write(value: Any) -> None:
 
 
 def attempt(action: Callable[[], object]) -> None:
-    """Write the type and text of the error and the seconds until it was raised."""
+    """Call `action`. Write the type and text of its error, and the seconds until the error."""
     started = time.monotonic()
     try:
         action()
@@ -72,7 +72,7 @@ def operations(rank: int, size: int, address: StoreAddress) -> None:
 
 
 def death(rank: int, size: int, address: StoreAddress) -> None:
-    """The last rank dies; the others form the group of the next generation."""
+    """Run a scenario: the last rank dies, and the others form the group of the next generation."""
     store = connect_store(address, 30)
     group = create_group("test", rank, size, store, 1, CPU, 60)
     if rank == size - 1:
@@ -95,7 +95,7 @@ def operations_that_wait(group: Group, peer: int) -> dict[str, Callable[[], obje
 
 
 def freeze(rank: int, size: int, address: StoreAddress) -> None:
-    """The last rank is stopped; the others wait for it until a thread aborts their group."""
+    """Run a scenario: the last rank is frozen, and the others wait until a thread aborts them."""
     store = connect_store(address, 30)
     groups = {
         name: create_group(name, rank, size, store, 1, CPU, 60)
@@ -137,7 +137,7 @@ def await_state(pid: int, state: str) -> None:
 
 
 def kill(rank: int, size: int, address: StoreAddress) -> None:
-    """The last rank is killed while all exchange rows without a pause."""
+    """Run a scenario: the last rank is killed while all ranks exchange rows without a pause."""
     group = create_group("test", rank, size, connect_store(address, 30), 1, CPU, 60)
     victim = int(group.all_gather(torch.tensor([os.getpid()]))[-1])
     counts = [100_000] * size

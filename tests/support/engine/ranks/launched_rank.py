@@ -1,4 +1,4 @@
-"""One rank under torchrun: runs a scenario and writes its results to RESULTS/<rank>.json."""
+"""Script of one rank under torchrun: run a scenario, and write results to RESULTS/<rank>.json."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Forms a gloo group of three threads and prints the number of reverse name lookups.
+"""Form a gloo group of three threads, and print the number of reverse name lookups.
 
-The C library's getnameinfo is replaced in this process by a function that counts and fails.
+The C library's getnameinfo is replaced by a function that counts calls and fails.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def replace_getnameinfo() -> None:
 
 
 def form(store: Store) -> None:
-    """Form the group; `store` is the store of rank 0."""
+    """Form the group, and check its all-reduce. `store` is the store of rank 0."""
 
     def join(rank: int, store: Store) -> Group:
         return create_group("test", rank, SIZE, store, 1, torch.device("cpu"), WAIT_S)

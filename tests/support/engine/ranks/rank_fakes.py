@@ -52,7 +52,7 @@ def config(**parallel: Any) -> EngineConfig:
 
 
 class Meeting:
-    """A fake process group: its members exchange values until one of them aborts."""
+    """A fake process group. Its members exchange values until a member aborts the group."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -79,7 +79,7 @@ class Meeting:
 
     @property
     def num_waiting(self) -> int:
-        """The number of ranks that wait for the others."""
+        """The number of ranks that wait in the exchange for other ranks."""
         with self._changed:
             return len(self._values)
 
@@ -90,7 +90,7 @@ class Meeting:
 
 
 class Network:
-    """The groups and links between ranks."""
+    """The process groups of the ranks, and the links between the ranks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -195,7 +195,7 @@ class ExpertExecutor(SparseFakeExecutor):
 
 
 class Rank:
-    """An engine core in a thread, run as DPEngineCoreProc runs it, and its link to its peers."""
+    """A rank: its engine core in a thread, with the loop of DPEngineCoreProc, and its link."""
 
     def __init__(self, network: Network, name: str) -> None:
         self.network, self.name = network, name
@@ -325,7 +325,7 @@ class Rank:
         return outputs[-1] if outputs and outputs[-1].finished else None
 
     def text(self, request_id: str) -> list[int]:
-        """Wait for the end of the request and return all its tokens."""
+        """Wait for the end of a request, and return all tokens of the response."""
         last = self.until(lambda: self.ended(request_id), f"the end of {request_id}")
         assert not last.error, last.error
         return self.tokens(request_id)
@@ -375,9 +375,10 @@ def generation(
 
 
 def commit(target: Generation, directed: Sequence[Rank], *, serving: Sequence[Rank]) -> None:
-    """Act as a coordinator: send `target` to the directed ranks, then commit it.
+    """Act as the coordinator: send `target` to the ranks `directed`, then commit `target`.
 
-    Wait until all serving ranks have prepared it, and at the end until they serve it.
+    Before the commit, wait until all ranks in `serving` are prepared. After the commit, wait until
+    they serve `target`.
     """
     for rank in directed:
         rank.receive_directive(target)

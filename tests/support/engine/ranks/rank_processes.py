@@ -42,7 +42,7 @@ class IndependentExpertExecutor(SparseFakeExecutor):
 
 
 class ScriptedCoordinator:
-    """Records all statuses and answers each with the directive last set for that rank."""
+    """Records the statuses of all ranks. Replies to each rank with the rank's latest directive."""
 
     def __init__(self) -> None:
         #: The latest status, by the rank's name.
@@ -71,7 +71,7 @@ class ScriptedCoordinator:
         self._router.close()
 
     def until(self, names: list[str], what: str, **fields: Any) -> None:
-        """Wait until all of `names` report these fields of Status."""
+        """Wait until the statuses of all ranks in `names` have the values `fields`."""
 
         def reached() -> bool:
             found = {name: self.statuses.get(name) for name in names}
@@ -118,7 +118,11 @@ class ScriptedCoordinator:
         directed: list[str] | None = None,
         urgent: bool = False,
     ) -> Generation:
-        """Commit a generation of `names`, with directives to `directed` (default: `names`)."""
+        """Commit a generation of the ranks `names`, and return it.
+
+        Args:
+            directed: ranks that receive the directives; by default `names`.
+        """
         target = self.target(number, names, urgent=urgent)
         self.direct(directed or names, target)
         self.until(names, f"{target.nonce} prepared", prepared=target.nonce)

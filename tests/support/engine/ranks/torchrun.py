@@ -1,4 +1,4 @@
-"""Runs launched_rank.py on loopback, under torchrun or by a launcher without a store."""
+"""Run launched_rank.py on loopback, under torchrun or without a launcher's store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_under_torchrun(num_ranks: int, results: Path, *arguments: object) -> lis
 
 
 def run_without_an_agent(num_ranks: int, results: Path, *arguments: object) -> list[dict[str, Any]]:
-    """Run the ranks without a store of the launcher; return their results in rank order."""
+    """Run the ranks without a launcher's store, and return their results in rank order."""
     [port] = free_ports(1)
     environment = os.environ | {
         "MASTER_ADDR": "localhost",

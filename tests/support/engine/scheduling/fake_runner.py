@@ -128,7 +128,7 @@ class FakeRunner:
                 ] = [-3]
 
     def _begin(self, step: SchedulerOutput) -> dict[str, int]:
-        """Apply a step up to its sampling; return each sequence's first position in the step."""
+        """Apply a step up to sampling. Return request id -> first position of the step's tokens."""
         assert step.total_num_scheduled_tokens <= self.max_num_batched_tokens
         assert step.reaches_model_runner
         _copy(step.store, self.memory, self.offload_memory, self.block_size)
@@ -283,7 +283,7 @@ class FakeConnector:
                 self.send_complete.add(save.transfer_id)
 
     def _has_ended(self, transfer_id: str) -> bool:
-        """Whether the transfer ended. The scheduler can be one step behind."""
+        """Return whether the transfer has ended. The scheduler may be one step behind."""
         return transfer_id in self._ended
 
     def end_send(self, transfer_id: str) -> None:

@@ -115,7 +115,11 @@ class Engine:
     def load(
         self, transfer_id: str, tokens: list[int], num_valid: int | None = None, error: str = ""
     ) -> None:
-        """End a load after its blocks were filled with the KV of `tokens`."""
+        """Fill the blocks of a load with the KV of `tokens`, then end the load.
+
+        Args:
+            num_valid: number of valid blocks; None for all.
+        """
         load = self.connector.loads[transfer_id]
         for index, block_id in enumerate(load.block_ids[:num_valid]):
             start = (load.first_block_index + index) * BLOCK

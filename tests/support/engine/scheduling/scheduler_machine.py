@@ -66,9 +66,9 @@ class FakeGrammar:
 
 
 class FakeGrammars:
-    """A StructuredOutputManager whose compilations end on `compile_one`.
+    """A fake StructuredOutputManager. Each call of `compile_one()` ends one compilation.
 
-    A spec is the grammar's length. The spec `bad` does not compile.
+    A spec is the length of the grammar. The spec `bad` does not compile.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class FakeGrammars:
 
 
 def generate(request: EngineCoreRequest) -> tuple[list[int], FinishReason]:
-    """Return the expected answer: the tokens after those in the request, and the reason."""
+    """Return the expected response to `request`: its new tokens, and the finish reason."""
     params = request.sampling_params
     tokens = [*request.prompt_token_ids, *request.generated_token_ids]
     start, num_generated = len(tokens), len(request.generated_token_ids)
@@ -115,7 +115,7 @@ def generate(request: EngineCoreRequest) -> tuple[list[int], FinishReason]:
 
 @dataclass
 class World:
-    """One scheduler with its worker and client; at most `depth` steps are in flight."""
+    """One scheduler with its worker and client. At most `depth` steps are in flight."""
 
     config: SchedulerConfig
     depth: int = 1
@@ -165,7 +165,7 @@ class World:
         return len(self.in_flight) < self.depth and self.lost is None
 
     def add(self, request: EngineCoreRequest) -> bool:
-        """Add a request; return False if it was refused, after a check of the reason."""
+        """Add a request. If it is refused, check that the reason is valid, and return False."""
         scheduler = self.scheduler
         num_queued = scheduler.state.queues.num_without_memory + len(scheduler.state.grammars)
         try:
@@ -189,7 +189,11 @@ class World:
         self.scheduler.abort_requests([request_id])
 
     def schedule(self, lost: Loss | None = None) -> SchedulerOutput:
-        """Schedule a step. The worker runs it at once; `update` delivers the result later."""
+        """Schedule a step. The worker runs the step at once. `update()` processes the result later.
+
+        Args:
+            lost: where the tokens of the step are lost; None for no loss.
+        """
         scheduler = self.scheduler
         before = {
             entry.request.request_id for step in scheduler._in_flight.values() for entry in step
@@ -308,7 +312,7 @@ class World:
             assert pool.num_free_blocks == pool.num_blocks - len(holders)
 
     def check_offload_tier(self) -> None:
-        """Check the content of all stored blocks. The worker runs a step when it is scheduled."""
+        """Check the content of all blocks in the offload tier."""
         tier = self.kv.offload
         for block_hash in list(tier._slots) if tier is not None and self.lost is None else []:
             slot = tier.find(block_hash).slot
