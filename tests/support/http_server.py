@@ -13,7 +13,7 @@ from aiohttp import web
 async def serving(
     *routes: web.RouteDef, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[int]:
-    """Serve the routes, and yield the port."""
+    """Serve the routes during the block, and yield the port."""
     app = web.Application()
     app.add_routes(routes)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)

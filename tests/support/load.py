@@ -1,7 +1,7 @@
-"""Load on a gateway during the body of a test, and checks of all its responses.
+"""Send load to a gateway during the body of a test, and check all responses.
 
-`Load` keeps a constant number of streams open, drawn from a seed. `fresh_connections` sends short
-requests, each over a new connection.
+`Load` keeps a constant number of streams open. Their requests depend only on a seed.
+`fresh_connections` sends short requests, each over a new connection.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Stream:
 
 
 class Load:
-    """Keeps `width` streams open until `stop`; open streams then run to their end.
+    """Keeps `width` streams open until `stop()`. Open streams then run to their end.
 
     Stream k is the same request in every run with the same seed.
     """
@@ -61,8 +61,8 @@ class Load:
         """Create a load without streams.
 
         Args:
-            url: the gateway's.
-            max_tokens: the range of each stream's length. EOS is ignored.
+            url: URL of the gateway.
+            max_tokens: smallest and greatest number of tokens of a stream. EOS is ignored.
         """
         self._url = url
         self._width = width
@@ -82,7 +82,7 @@ class Load:
         )
 
     async def run(self) -> None:
-        """Run until `stop` was called and all streams have ended."""
+        """Run streams until `stop()` has been called and all streams have ended."""
         timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
@@ -92,7 +92,7 @@ class Load:
         self._stopping.set()
 
     async def replay(self, numbers: list[int]) -> dict[int, Stream]:
-        """Run the streams of these numbers, `width` at a time."""
+        """Run the streams `numbers`, `width` at a time. Return them by number."""
         timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
         places = asyncio.Semaphore(self._width)
         async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -166,12 +166,12 @@ async def under_load(
     tails: Callable[[], str] = lambda: "",
     excused: Callable[[Stream], bool] = lambda _: False,
 ) -> AsyncIterator[Load]:
-    """Run streams during the block, and check the tokens of all of them after it.
+    """Run streams during the block, and check the tokens of all streams at the end of the block.
 
     Args:
-        url: the gateway's.
-        model: the reference.
-        tails: returns the ends of logs for the message of a failure.
+        url: URL of the gateway.
+        model: the reference model.
+        tails: returns the last log lines, for the message of a failure.
         excused: returns whether a stream may fail. Its tokens are checked nevertheless.
     """
     load = Load(url, width=width, vocab_size=vocab_size)
@@ -209,10 +209,10 @@ class ShortRequest:
 async def fresh_connections(
     url: str, *, excused: Callable[[ShortRequest], bool] = lambda _: False
 ) -> AsyncIterator[list[ShortRequest]]:
-    """Send short requests during the block, each over a new connection. None may fail.
+    """Send short requests during the block, each over a new connection. Check that none fails.
 
     Args:
-        url: the gateway's.
+        url: URL of the gateway.
         excused: returns whether a request may fail.
     """
     stopping = asyncio.Event()

@@ -1,13 +1,13 @@
-"""Compare generated tokens with those of `transformers`: the reference, prompts, the tie rule.
+"""Compare generated tokens with those of a reference model in `transformers`.
 
-The reference runs once over the prompt and the generated tokens (teacher forcing). So each
-generated token is compared with the reference's choice *after the same tokens*. A token may differ
-only if the reference's logit for it is within 1e-4 of its best logit. Every such near-tie is
-printed, and at most 0.1 % of the tokens may be one.
+The reference runs once over the prompt and the generated tokens (teacher forcing). Each generated
+token is therefore compared with the reference's choice *after the same tokens*. A near-tie is a
+different token whose logit is within 1e-4 of the best logit. Only near-ties are accepted, for at
+most 0.1 % of the tokens, and each near-tie is printed.
 
-A mixture of experts has a second kind of near-tie. If the router logits of the last chosen and the
-first rejected expert differ by less than rounding, either may be chosen. All later logits then
-differ by more than rounding.
+A mixture of experts has a second kind of near-tie. The router logits of the last chosen expert and
+the first rejected expert may differ by less than rounding, so that either expert may be chosen. All
+later logits may then differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def reference_model(checkpoint: Path) -> torch.nn.Module:
 def prompts(
     count: int, vocab_size: int, *, longest: int, seed: int = 0, first_id: int = 3
 ) -> list[list[int]]:
-    """Return prompts of 1 to `longest` tokens; some have lengths around block boundaries."""
+    """Return prompts of 1 to `longest` tokens. Some lengths are close to block boundaries."""
     rng = random.Random(seed)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, longest][:count]
     lengths += [rng.randint(1, longest) for _ in range(count - len(lengths))]
@@ -80,7 +80,7 @@ class Generated(Protocol):
 
 @torch.inference_mode()
 def assert_right_tokens(model: torch.nn.Module, streams: Sequence[Generated], what: str) -> None:
-    """Check that every token is the best one up to a near-tie, and that near-ties are rare."""
+    """Check that each token is the reference's best token or a near-tie. Near-ties must be rare."""
     ties, total = 0, 0
     sparse = hasattr(model.config, "num_experts_per_tok")
     for stream in streams:

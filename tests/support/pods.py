@@ -1,4 +1,4 @@
-"""Engines, gateways and coordinators as processes, each with an address and a log file."""
+"""Run engines, gateways and coordinators as processes, each with an address and a log file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KV_TRANSPORT = os.environ.get("BATON_TEST_KV_TRANSPORT", KVTransferConfig().tran
 
 @dataclass(frozen=True)
 class Network:
-    """A network namespace for a pod, apart from the test's."""
+    """A network namespace for a pod, other than the test's namespace."""
 
     address: str
     #: The prefix of the pod's command line.
@@ -46,7 +46,7 @@ class Network:
 
 
 class Pod:
-    """One process with a 127.x address."""
+    """One process with its own address and log file."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Pod:
             return 0, str(error)
 
     def metric(self, name: str, port: int = 8000) -> float:
-        """Return the sum of a metric's samples."""
+        """Return the sum of all samples of the metric `name`."""
         _, body = self.get(port, "/metrics")
         lines = [line for line in body.splitlines() if line.split("{")[0].split(" ")[0] == name]
         assert lines, f"{self.name} has no metric {name}"
@@ -109,7 +109,7 @@ class Pod:
 
 
 class Pods:
-    """Starts pods whose files are in one folder. `close` kills them all."""
+    """Starts pods, whose files are in one folder. `close()` kills all pods."""
 
     def __init__(self, folder: Path, subnet: int) -> None:
         self._folder = folder
@@ -156,7 +156,11 @@ class Pods:
         network: Network | None = None,
         service_key_file: str = "",
     ) -> Pod:
-        """Start an engine in `network`, by default in the test's network with a new address."""
+        """Start an engine.
+
+        Args:
+            network: network of the engine; None for a new address in the test's own namespace.
+        """
         config = EngineConfig(
             model=ModelConfig(path=str(checkpoint), dtype="float32"),
             cache=cache or CacheConfig(memory_bytes=64 * 2**20),
@@ -184,7 +188,7 @@ class Pods:
         served_name: str = "m",
         service_key_file: str = "",
     ) -> Pod:
-        """Start a gateway. `engines` maps pods to roles; `discover` changes it later."""
+        """Start a gateway for `engines`, a map from pod to role. `discover()` changes the map."""
         discovery = self.discover(name, engines)
         config = GatewayConfig(
             model=ModelConfig(path=str(checkpoint), served_name=served_name),
@@ -195,7 +199,7 @@ class Pods:
         return self._run(name, "baton-gateway", config)
 
     def discover(self, gateway: str, engines: dict[Pod, str]) -> Path:
-        """Write the discovery file of a gateway, `<gateway>-engines.json`."""
+        """Write the discovery file `<gateway>-engines.json` of a gateway, and return its path."""
         path = self._folder / f"{gateway}-engines.json"
         endpoints = [
             EngineEndpoint(name=pod.name, role=role, host=pod.address)

@@ -13,9 +13,12 @@ T = TypeVar("T")
 def eventually(
     probe: Callable[[], T], what: str, timeout_s: float = 60.0, *, every_s: float = 0.02
 ) -> T:
-    """Return the first true value of `probe`.
+    """Call `probe` until it returns a true value, and return the value.
 
-    An AssertionError of `probe` counts as false, and its text goes into the failure.
+    An AssertionError of `probe` counts as false. The failure shows the last value or error.
+
+    Raises:
+        AssertionError: no value was true within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -34,7 +37,11 @@ def eventually(
 async def until(
     probe: Callable[[], Any], what: str, timeout_s: float = 60.0, *, every_s: float = 0.02
 ) -> Any:
-    """Return the first true value of `probe` or of the awaitable that it returns."""
+    """Call `probe`, which may be a coroutine function, until its result is true. Return the result.
+
+    Raises:
+        AssertionError: no result was true within `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         value = probe()

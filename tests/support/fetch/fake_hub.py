@@ -21,7 +21,7 @@ LFS_SUFFIX = ".safetensors"
 
 @dataclass
 class FakeHub:
-    """One repository. Tests may change its fields while it serves."""
+    """A fake hub with one repository. Tests may change the fields while the hub serves."""
 
     repo: str
     files: dict[str, bytes]
@@ -146,7 +146,7 @@ class _Handler(Handler):
 
 @contextlib.contextmanager
 def fake_hub(files: dict[str, bytes], repo: str = "org/model") -> Iterator[FakeHub]:
-    """Serve until the block ends. Waiting bodies are released then."""
+    """Serve a repository with these files during the block. Yield the hub."""
     hub = FakeHub(repo, files)
     with serving(_Handler, hub=hub) as hub.url:
         try:
@@ -156,5 +156,5 @@ def fake_hub(files: dict[str, bytes], repo: str = "org/model") -> Iterator[FakeH
 
 
 def folder_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of a folder's files by name."""
+    """Return name -> content of the files in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}

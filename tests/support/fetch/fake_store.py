@@ -19,7 +19,7 @@ PAGE = 4
 
 @dataclass
 class FakeStore:
-    """One bucket. Tests may change its fields while it serves."""
+    """A fake store with one bucket. Tests may change the fields while the store serves."""
 
     bucket: str
     objects: dict[str, bytes]

@@ -1,4 +1,4 @@
-"""`baton-model fetch` as a process."""
+"""Run `baton-model fetch` as a process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ def start(uri: str, target: Path, *flags: str, **env: str) -> subprocess.Popen[s
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 90.0) -> tuple[int, str]:
-    """Return the exit code and stderr. Kill the process after `timeout_s`."""
+    """Wait for the end of the fetcher. Return the exit code and stderr.
+
+    Raises:
+        AssertionError: the fetcher did not end within `timeout_s` and was killed.
+    """
     try:
         _, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -71,7 +75,7 @@ def last_line(stderr: str) -> str:
 
 
 def left_behind(target: Path) -> set[str]:
-    """Return the files beside the target, except the lock and the library's folder."""
+    """Return the names beside `target`, except its lock and the cache of `huggingface_hub`."""
     return {path.name for path in target.parent.iterdir()} - {
         target.name,
         f"{target.name}.lock",

@@ -30,7 +30,11 @@ class _Server(ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def serving(handler: type[Handler], **attributes: object) -> Iterator[str]:
-    """Serve with handlers that have these attributes, and yield the URL."""
+    """Serve during the block with handlers of class `handler`, and yield the URL.
+
+    Args:
+        attributes: attributes of each handler.
+    """
     server = _Server(("127.0.0.1", 0), type("_BoundHandler", (handler,), attributes))
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()

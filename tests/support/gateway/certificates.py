@@ -12,7 +12,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 
 def write_certificate(folder: Path, name: str) -> None:
-    """Write a self-signed certificate of 127.0.0.1 with this common name to tls.crt and tls.key."""
+    """Write a self-signed certificate for 127.0.0.1 to tls.crt, and its key to tls.key.
+
+    Args:
+        name: common name of the certificate.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)

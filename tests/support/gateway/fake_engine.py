@@ -93,7 +93,7 @@ class FakeEngine:
         self._task = asyncio.create_task(self._serve())
 
     def _bind(self, address: str) -> None:
-        """Bind the socket. A thread of ZMQ frees the port of a dead engine only after a moment."""
+        """Bind the socket. Retry, because ZMQ frees the port of a dead engine in the background."""
         deadline = time.monotonic() + DEADLINE_S
         while True:
             try:
@@ -110,14 +110,14 @@ class FakeEngine:
         )
 
     def die(self) -> None:
-        """Simulate kill -9: the connection is closed and nothing more is sent."""
+        """Simulate kill -9: close the connection without sending anything more."""
         for task in [self._task, *self._work.values()]:
             task.cancel()
         if not self._socket.closed:
             self._socket.close(linger=0)
 
     def freeze(self) -> None:
-        """Simulate SIGSTOP: stay connected without receiving, computing or sending until `thaw`."""
+        """Simulate SIGSTOP: stay connected, but receive and send nothing until `thaw()`."""
         self._thawed.clear()
 
     def thaw(self) -> None:
@@ -262,7 +262,7 @@ class FakeEngine:
             await asyncio.sleep(0)
 
     def _beams(self, request: EngineCoreRequest) -> EngineCoreOutput:
-        """Return beams. Beam i is the answer without its last i tokens."""
+        """Return a beam search output. Beam i is `answer` without its last i tokens."""
         beams = [
             BeamOutput(
                 self.answer[: len(self.answer) - index],

@@ -56,7 +56,7 @@ class GatewayRig:
         self._clients: list[openai.AsyncOpenAI] = []
 
     def engine(self, name: str, role: str, text: str = "hello world", **options: Any) -> FakeEngine:
-        """Start an engine that answers `text`."""
+        """Start an engine that responds to every request with `text`."""
         answer = self.tokenizer.encode(text, add_special_tokens=False)
         engine = FakeEngine(name, role, answer, **options)
         self.engines.append(engine)
@@ -70,14 +70,14 @@ class GatewayRig:
         self.file.write_bytes(msgspec.json.encode(EngineEndpoints(engines=list(endpoints))))
 
     async def start(self, *engines: FakeEngine) -> None:
-        """Announce `engines`, start the gateway and wait until all of them are connected."""
+        """Announce `engines`, start the gateway, and wait until it is connected to all engines."""
         self.announce(*engines)
         port = await self.gateway.start("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
         await self.connected(*engines)
 
     async def connected(self, *engines: FakeEngine) -> None:
-        """Wait until exactly these accept requests."""
+        """Wait until exactly these engines are available in the gateway."""
         wanted = {engine.instance_id for engine in engines}
 
         def are_available() -> bool:
@@ -87,7 +87,7 @@ class GatewayRig:
         await until(are_available, f"engines {[engine.name for engine in engines]} connected")
 
     def client(self) -> openai.AsyncOpenAI:
-        """Return an OpenAI client, closed with the rig."""
+        """Return an OpenAI client. `close()` closes the client."""
         client = openai.AsyncOpenAI(
             base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
         )
@@ -97,7 +97,7 @@ class GatewayRig:
     async def post(
         self, path: str, body: Any, **options: Any
     ) -> tuple[int, dict[str, Any], dict[str, str]]:
-        """POST `body` as JSON, or raw if bytes. Return status, JSON body and headers."""
+        """POST `body`, as JSON unless it is bytes. Return the status, JSON body and headers."""
         options |= {"data": body} if isinstance(body, bytes) else {"json": body}
         async with http_session() as session, session.post(self.url + path, **options) as response:
             return response.status, await response.json(), dict(response.headers)
@@ -109,7 +109,7 @@ class GatewayRig:
 
     @contextlib.asynccontextmanager
     async def slow_connection(self, path: str, body: Any) -> AsyncIterator[socket.socket]:
-        """Send a POST and do not read the response. The receive buffer is small."""
+        """Send a POST without reading the response. Yield the connection, with a small buffer."""
         content = json.dumps(body).encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -149,6 +149,6 @@ class GatewayRig:
 
 
 class MakeRig(Protocol):
-    """Makes a rig with these fields of its configuration."""
+    """Makes a rig. `config` has fields of the gateway's configuration."""
 
     def __call__(self, **config: Any) -> GatewayRig: ...

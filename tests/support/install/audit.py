@@ -1,4 +1,4 @@
-"""The requests in the audit log of an API server."""
+"""Read the requests and the used rights from the audit log of an API server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Right(NamedTuple):
 
 
 class Audit:
-    """The requests of one user."""
+    """The requests of one user in an audit log."""
 
     def __init__(self, log: Path, user: str) -> None:
         events = (json.loads(line) for line in log.read_text().splitlines() if line.endswith("}"))
@@ -28,14 +28,14 @@ class Audit:
 
     @property
     def forbidden(self) -> list[str]:
-        """Return the URIs of requests without the necessary right."""
+        """The URIs of requests that were refused because of a missing right."""
         return sorted({event["requestURI"] for event in self._events if _code(event) == 403})
 
     @property
     def used(self) -> set[Right]:
-        """Return the rights that successful requests needed.
+        """The rights that the allowed requests needed.
 
-        An apply that creates the object needs `create` and `patch`.
+        An apply that creates an object needs `create` and `patch`.
         """
         found = set()
         for event in self._events:
@@ -54,7 +54,7 @@ def _code(event: Object) -> int:
 
 
 def granted(rules: list[Object]) -> set[Right]:
-    """Return the rights that a role's rules grant."""
+    """Return the rights that the rules of a role grant."""
     return {
         Right(group, resource, verb)
         for rule in rules

@@ -25,7 +25,7 @@ RELEASE = "baton"
 
 
 class Cluster:
-    """A control plane, with an administrator's rights, and one namespace for the release."""
+    """A control plane with clients of an administrator, and one namespace for the release."""
 
     def __init__(self, kubeconfig: Path, folder: Path) -> None:
         self.kubeconfig = kubeconfig
@@ -50,7 +50,7 @@ class Cluster:
         return name
 
     def crd(self) -> Object | None:
-        """Return the CRD's spec, or None if it is not served."""
+        """Return the CRD's spec: None if the CRD does not exist, empty if it is not served yet."""
         try:
             crd = self.definitions.read_custom_resource_definition(CRD)
         except client.ApiException as error:
@@ -95,7 +95,11 @@ class Cluster:
         return sorted(pod.metadata.name for pod in self.core.list_namespaced_pod(namespace).items)
 
     def wait_for_members(self, namespace: str, service: str, log: Path) -> None:
-        """Wait until the operator with this log has created a pod of each role and a status."""
+        """Wait until the operator has created a pod of each role and a status of the service.
+
+        Args:
+            log: log of the operator, for the message of a failure.
+        """
 
         def probe() -> bool:
             pods, conditions = self.pods(namespace), self.conditions(namespace, service)
@@ -116,10 +120,10 @@ class Cluster:
         """Run the operator with the arguments and the ServiceAccount of the release's Deployment.
 
         Args:
-            more: further arguments. A pod has `--leader-elect` and `--lease-namespace`.
+            more: further arguments, such as `--lease-namespace`.
 
         Yields:
-            the operator's log.
+            the path of the operator's log.
         """
         deployment = self.apps.read_namespaced_deployment(f"{RELEASE}-operator", self.namespace)
         pod = deployment.spec.template.spec

@@ -1,4 +1,4 @@
-"""The chart as Helm's engine renders it."""
+"""Render the chart with Helm's engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ NAMESPACE = "baton-system"
 
 
 def render(values: Object | None = None, *, release: str = RELEASE) -> list[Object]:
-    """Return every object of the release. Raises helm.HelmError if `helm template` would fail."""
+    """Return all objects of the release.
+
+    Raises:
+        helm.HelmError: `helm template` would fail.
+    """
     with helm.Chart.load(CHART) as chart:
         chart.validate_schema(chart.merge_values(values))
         manifests = chart.render(values, name=release, namespace=NAMESPACE)
@@ -39,6 +43,6 @@ def kinds(objects: list[Object]) -> list[str]:
 
 
 def pod_spec(values: Object | None = None) -> Object:
-    """Return the pod spec of the operator's Deployment."""
+    """Return the pod spec of the operator's Deployment in the rendered chart."""
     spec: Object = one(render(values), "Deployment")["spec"]["template"]["spec"]
     return spec

@@ -13,7 +13,7 @@ VOCAB = 500  # every test checkpoint has the ids below it
 async def complete(
     url: str, prompt: list[int] | str, max_tokens: int = 48, **extra: object
 ) -> list[int]:
-    """Return the token ids of a completion, greedy unless `extra` has other parameters."""
+    """Return the token ids of a completion. Sampling is greedy unless `extra` changes it."""
     async with openai.AsyncOpenAI(
         base_url=url, api_key="unused", max_retries=0, timeout=120.0
     ) as client:

@@ -51,7 +51,7 @@ def make_core(checkpoint: Path, **options: Any) -> EngineCore:
 
 
 def random_options(rng: random.Random) -> dict[str, Any]:
-    """Return options of an engine that is short of a resource."""
+    """Return random options of an engine, many of which make a resource scarce."""
     block_size = rng.choice([4, 8, 16])
     least = -(-MAX_MODEL_LEN // block_size)
     chunked = rng.random() < 0.85
@@ -75,7 +75,7 @@ def random_options(rng: random.Random) -> dict[str, Any]:
 
 
 def random_request(rng: random.Random, request_id: str) -> EngineCoreRequest:
-    """Return one of 400 different requests, few enough to cache the reference responses."""
+    """Return one of 400 different requests. Their reference responses can all be cached."""
     kind = random.Random(rng.randrange(400))
     if kind.random() < 0.6:  # prompts with a common prefix
         base = random.Random(kind.randrange(3))
@@ -129,14 +129,14 @@ def random_request(rng: random.Random, request_id: str) -> EngineCoreRequest:
 
 
 class ReferenceEngine:
-    """An engine that runs one request at a time and caches the responses."""
+    """An engine that computes the expected responses, one request at a time, and caches them."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._core = make_core(checkpoint, num_blocks=64, enable_prefix_caching=False)
         self._outputs: dict[bytes, EngineCoreOutput] = {}
 
     def run(self, request: EngineCoreRequest) -> EngineCoreOutput:
-        """Return all outputs of the request as one."""
+        """Return the expected response to `request`, with all outputs joined."""
         params = msgspec.convert(msgspec.to_builtins(request.sampling_params), SamplingParams)
         params.logprobs = params.logprobs or 20  # for near-ties
         alone = EngineCoreRequest(
@@ -161,7 +161,7 @@ class ReferenceEngine:
 
 
 def join(parts: Iterable[EngineCoreOutput]) -> EngineCoreOutput:
-    """Join the outputs of one request. Check that no token is missing or repeated."""
+    """Join the outputs of one request into one. Check that no token is missing or repeated."""
     first, *rest = parts
     whole = EngineCoreOutput(first.request_id, list(first.new_token_ids), first.token_offset)
     whole.new_logprobs = list(first.new_logprobs or [])
@@ -204,7 +204,7 @@ class Soak:
         self.num_near_ties = 0
 
     def run(self) -> None:
-        """Run all actions.
+        """Run all actions, then check the responses and that no state is left.
 
         Raises:
             AssertionError: a response is wrong, the engine is stuck, or state is left over.

@@ -63,9 +63,10 @@ MOVING = {
 def source_of(
     kernel: Any, dtype: str, constants: dict[str, Any], types: dict[str, str]
 ) -> ASTSource:
-    """Return a kernel with the specialization of serving: pointers and strides are multiples of 16.
+    """Return the source of `kernel` with the specialization that serving uses.
 
-    A kernel that specializes on varying arguments would be compiled again during serving.
+    Pointers and strides are multiples of 16. Fail if the kernel specializes on arguments that vary,
+    because serving would then compile it again.
 
     Args:
         kernel: the kernel.
@@ -79,7 +80,7 @@ def source_of(
     attrs: dict[tuple[int, ...], list[list[object]]] = {}
 
     def type_of(name: str, path: tuple[int, ...], parameter: Any = None) -> str:
-        """Return a type. Triton specializes on each field of a tuple, which has no `parameter`."""
+        """Return the Triton type of an argument or, without `parameter`, of a field of a tuple."""
         if name in constants:
             values[path] = constants[name]
             return "constexpr"
@@ -122,7 +123,7 @@ def compile_kernel(
     types: dict[str, str] | None = None,
     options: dict[str, int] | None = None,
 ) -> Any:
-    """Compile a kernel and check that its shared memory fits. Arguments as in `source_of`."""
+    """Compile a kernel, and check that its shared memory fits. Arguments: see `source_of`."""
     source = source_of(kernel, dtype, constants, types or {})
     compiled = triton.compile(source, target=HOPPER, options=options)
     assert compiled.asm["cubin"]
@@ -156,7 +157,7 @@ def compile_attention(
 ) -> None:
     """Compile attention with the default configuration and 4 query heads per KV head.
 
-    Checks that loads are asynchronous and 16 bytes wide, and that long query blocks use wgmma.
+    Check that loads are asynchronous and 16 bytes wide, and that long query blocks use wgmma.
     """
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}[
         kv_dtype

@@ -1,4 +1,4 @@
-"""Launches with other constants than the default, such as tiles that small inputs fill."""
+"""Launch kernels with constants that are not the default, such as tiles that small inputs fill."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton_kernels.configurations import Configuration, answering
 
 
 def launch_constants(config: Configuration | None) -> AbstractContextManager[None]:
-    """Return a context whose launches and plans have these constants. None: the default ones."""
+    """Return a context in which launches and plans use `config`; None for the default constants."""
     if config is None:
         return nullcontext()
     return answering(lambda operation, shape_class, default: {**default, **config})

@@ -32,7 +32,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def dtypes() -> list[torch.dtype]:
-    """Return the tested dtypes. bfloat16 needs a GPU: the interpreter's differs."""
+    """Return the dtypes to test. bfloat16 is included only with a GPU.
+
+    Triton's interpreter computes different results in bfloat16.
+    """
     return [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 
 
@@ -91,7 +94,7 @@ def layer_views(kv_cache: Tensor, layer: int) -> tuple[Tensor, Tensor]:
 
     Args:
         kv_cache: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
-        layer: its index.
+        layer: index of the layer.
     """
     return kv_cache[:, :, layer, 0], kv_cache[:, :, layer, 1]
 
@@ -108,9 +111,10 @@ def paged_case(
     soft_cap: float | None = None,
     fp8: bool = False,
 ) -> PagedCase:
-    """Return sequences of (query length, total length), with NaN or invalid ids in padding.
+    """Return inputs of paged attention. Unwritten slots are NaN, and unused block ids are invalid.
 
     Args:
+        lengths: (query length, total length) of each sequence.
         fp8: the caches are float8_e4m3fn, with a scale per KV head for keys and for values.
     """
     blocks_of = [-(-total // block_size) for _, total in lengths]
@@ -148,7 +152,7 @@ def paged_case(
 
 
 def large_memory(num_elements: int, dtype: torch.dtype, device: str = "cpu") -> Tensor:
-    """Return a tensor of `num_elements`. CPU pages need no memory until touched."""
+    """Return a tensor of `num_elements`. On the CPU, pages need no memory until they are used."""
     if device != "cpu":
         return torch.empty(num_elements, dtype=dtype, device=device)
     no_reserve = 0x4000  # MAP_NORESERVE of Linux
@@ -165,7 +169,7 @@ def assert_attends(actual: Tensor, case: PagedCase) -> None:
 
 
 def poison_what_no_query_sees(case: PagedCase) -> None:
-    """Write NaN to all tokens outside of the window of their sequence's first query."""
+    """Write NaN to the KV of all tokens that are outside of the window of every query."""
     block_size = case.key_cache.shape[2]
     for seq, seq_len in enumerate(case.seq_lens.tolist()):
         num_queries = int(case.cu_seqlens_q[seq + 1] - case.cu_seqlens_q[seq])
@@ -181,7 +185,7 @@ def triton_output(
     max_seqlen_q: int | None = None,
     config: Configuration | None = None,
 ) -> Tensor:
-    """Return the output of the Triton kernel, written over NaN.
+    """Return the output of the Triton kernel. The kernel writes into a tensor of NaN.
 
     Args:
         config: overrides single constants of the default configuration.

@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass
 class ApiServer:
-    """Replies with `handler`, which tests replace."""
+    """An API server that records requests. Tests set `handler`, which replies to them."""
 
     handler: Handler = None
     asked: list[Asked] = field(default_factory=list)
@@ -59,7 +59,7 @@ class ApiServer:
 
 @asynccontextmanager
 async def serving(server: Any) -> AsyncIterator[KubeClient]:
-    """Yield a client of `server`, which has a method `handle`."""
+    """Serve requests with the method `handle` of `server`, and yield a client."""
     async with http_server.serving(web.route("*", "/{path:.*}", server.handle)) as port:
         configuration = Configuration(host=f"http://127.0.0.1:{port}")
         configuration.connection_pool_maxsize = 0
@@ -70,7 +70,12 @@ async def serving(server: Any) -> AsyncIterator[KubeClient]:
 async def streamed(
     request: web.Request, *chunks: str, cut: bool = False, hang: bool = False
 ) -> web.StreamResponse:
-    """Send `chunks`, then end the reply, abort the connection, or stay silent."""
+    """Send `chunks`, then end the response.
+
+    Args:
+        cut: abort the connection instead of ending the response.
+        hang: keep the response open without sending anything more.
+    """
     response = web.StreamResponse()
     await response.prepare(request)
     for chunk in chunks:

@@ -1,6 +1,6 @@
-"""Agents under test: one in this process, and an owner of memory.
+"""The agents under test: an agent in this process, and an agent that owns memory (the owner).
 
-The owner is another process if the transport connects processes.
+The owner runs in another process if the transport connects processes.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class OwnerMethods:
         return self.agent.get_new_notifs()
 
     def on_notif(self, notif: bytes) -> tuple[int, int]:
-        """Wait for a notification here. Return the smallest and greatest word at that moment."""
+        """Wait for a notification to the owner. Return the smallest and greatest word of memory."""
         eventually(lambda: notif in self.new_notifs().get("me", []), f"notification {notif!r}")
         return int(self.words.min()), int(self.words.max())
 
     def register_spare(self) -> tuple[bytes, int]:
-        """Register one more block. Return its address and the new metadata."""
+        """Register one more block. Return the agent's new metadata and the block's address."""
         self.agent.register_memory([(self.spare.ctypes.data, self.spare.nbytes, 0, "spare")])
         return self.agent.get_agent_metadata(), self.spare.ctypes.data
 
@@ -100,7 +100,11 @@ class OwnerMethods:
         return self.agent.add_remote_agent(metadata)
 
     def post(self, op: str, peer: str, ours: list[int], base: int, theirs: list[int]) -> str:
-        """Post a transfer between own blocks and blocks at `base` of the peer."""
+        """Post a transfer between the owner's blocks `ours` and the peer's blocks `theirs`.
+
+        Args:
+            base: address of the peer's first block.
+        """
         local = self.agent.prep_xfer_dlist(INIT_AGENT, block_rows(self.words.ctypes.data))
         remote = self.agent.prep_xfer_dlist(peer, block_rows(base))
         self.posted = self.agent.make_prepped_xfer(op, local, ours, remote, theirs)
@@ -144,7 +148,7 @@ class OwnerProcess(_Process):
 
 
 class OwnerHere:
-    """An owner in this process."""
+    """An owner that runs in this process."""
 
     def __init__(self) -> None:
         self._methods = OwnerMethods("inproc")
@@ -163,7 +167,7 @@ Owner = OwnerProcess | OwnerHere
 
 
 class Side:
-    """An agent with zeroed memory that knows an owner."""
+    """An agent with zeroed memory that has added an owner as a remote agent."""
 
     def __init__(self, transport: str, owner: Owner) -> None:
         self.agent = create_agent("me", transport)
@@ -188,7 +192,7 @@ class Side:
         return self.agent.make_prepped_xfer(op, self.local, ours, self.remote, theirs, notif)
 
     def make_everything(self, op: str, notif: bytes = b"", times: int = 1) -> XferHandle:
-        """Make a transfer of all blocks in an order in which none can be merged."""
+        """Make a transfer of all blocks. The order of the blocks prevents merging them."""
         order = list(range(NUM_BLOCKS)) * times
         return self.make(op, order[::-1], order, notif)
 
@@ -204,7 +208,7 @@ class Side:
         return self.words[index * BLOCK_WORDS : (index + 1) * BLOCK_WORDS]
 
     def owners_notifs(self, number: int) -> list[bytes]:
-        """Wait for `number` notifications at the owner. Return them."""
+        """Wait until the owner has received `number` notifications, and return them."""
         received: list[bytes] = []
 
         def all_there() -> bool:

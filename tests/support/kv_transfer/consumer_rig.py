@@ -37,7 +37,7 @@ BLOCK_NBYTES = WHOLE.block_nbytes
 
 
 def layout_of(heads: HeadRange) -> KVCacheLayout:
-    """Return the layout of a worker with these heads of the model."""
+    """Return the layout of a worker that has the KV heads `heads` of the model."""
     return KVCacheLayout(
         num_blocks=WHOLE.num_blocks,
         num_kv_heads=heads.count,
@@ -61,7 +61,7 @@ def content(transfer_id: str, index: int) -> np.ndarray:
 
 
 class HeldAgent(TransportAgent):
-    """An agent over inproc. With `hold` the test completes transfers with `land`."""
+    """An agent over inproc. While `hold` is True, transfers wait until the test calls `land()`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "inproc")
@@ -101,7 +101,7 @@ class HeldAgent(TransportAgent):
 
 
 class Worker:
-    """A producer's worker: a ROUTER, memory and an agent."""
+    """A scripted worker of a producer, with a ROUTER socket, memory and an agent."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class Worker:
     # The side channel
 
     def receive(self, kind: type | None = None) -> Any:
-        """Return the next message of this kind. Earlier ones of other kinds are dropped."""
+        """Return the next message of type `kind`. Drop earlier messages of other types."""
         while True:
             assert self.router.poll(WAIT_MS), f"the consumer sent no {kind and kind.__name__}"
             identity, frame = self.router.recv_multipart()
@@ -190,7 +190,11 @@ class Worker:
         return side_channel.Welcome(**(fields | changes))
 
     def description(self, **changes: Any) -> side_channel.Description:
-        """Return this worker's description. `changes` replace fields of it or of its memory."""
+        """Return this worker's Description.
+
+        Args:
+            changes: new values of fields of the Description or of its MemoryDescription.
+        """
         memory: dict[str, Any] = {
             "agent_metadata": self.agent.get_agent_metadata(),
             "base_address": self.memory.base_address,
@@ -211,7 +215,7 @@ class Worker:
     # Blocks
 
     def fill(self, transfer_id: str, indices: Sequence[int]) -> list[int]:
-        """Write the content of a transfer's blocks into slots. Return the slots."""
+        """Write the content of the transfer's blocks `indices` into slots. Return the slots."""
         slots = [self._free.pop(0) for _ in indices]
         heads = self.layout.heads
         for index, slot in zip(indices, slots, strict=True):
@@ -226,7 +230,7 @@ class Worker:
         last: bool = False,
         written: bool = False,
     ) -> Publish:
-        """Return a correct PUBLISH of these blocks."""
+        """Write the blocks `indices` of a transfer, and return a correct PUBLISH of them."""
         slots = self.fill(subscribe.transfer_id, indices)
         sums = self.memory.block_sums(slots, subscribe.heads).tolist()
         blocks = []
@@ -250,7 +254,7 @@ class Worker:
         consumer_layout: KVCacheLayout,
         notification: bytes | Publish = b"",
     ) -> str:
-        """Push published blocks. Return the state of the transfer."""
+        """Push published blocks into the consumer's memory. Return the state of the transfer."""
         ours, theirs = self.push_lists(subscribe.heads, consumer_layout)
         slots = [
             subscribe.push_slots[block.index - subscribe.first_block_index] for block in blocks
@@ -289,7 +293,7 @@ class Clock:
 
 
 class Rig:
-    """A consumer's worker. Only the test advances it."""
+    """The worker of a consumer. It does nothing until the test calls `advance()`."""
 
     def __init__(
         self,
@@ -304,8 +308,8 @@ class Rig:
         """Create a worker.
 
         Args:
-            engine: heads of all workers of the consumer.
-            memory: makes the memory of blocks [num_blocks, bytes]. The default is HostMemory.
+            engine: KV heads of each worker of the consumer; empty for this worker only.
+            memory: makes the memory from blocks [num_blocks, bytes]; None for HostMemory.
         """
         self.clock = Clock()
         self.layout = layout_of(heads)
@@ -388,7 +392,7 @@ class Rig:
         self.advance()
 
     def deliver(self, worker: Worker, message: side_channel.ToConsumer) -> None:
-        """Send a message and process it. An event of the connection may arrive before it."""
+        """Send a message from `worker`, wait until it has arrived, and process it."""
         worker.send(message)
         sockets = [
             peer.socket for peer in self.consumer.peers() if peer.name.endswith(f":{worker.port}")
@@ -404,7 +408,7 @@ class Rig:
     def subscribed(
         self, transfer_id: str, worker: Worker, block_ids: Sequence[int], first: int = 0
     ) -> Subscribe:
-        """Begin a load from a worker, with a handshake if needed. Return its SUBSCRIBE."""
+        """Begin a load from `worker`, with a handshake if needed. Return the SUBSCRIBE."""
         is_connected = any(peer.is_ready for peer in self.consumer.peers())
         self.begin(transfer_id, worker, block_ids, first)
         if not is_connected:
@@ -412,7 +416,7 @@ class Rig:
         return worker.receive(Subscribe)
 
     def holds(self, transfer_id: str, num_blocks: int) -> bool:
-        """Return whether the first blocks of the load have the right content."""
+        """Return whether the first `num_blocks` blocks of a load have the right content."""
         request, heads = self.requests[transfer_id], self.layout.heads
         for position in range(num_blocks):
             whole = content(transfer_id, request.first_block_index + position)
@@ -431,7 +435,7 @@ class Rig:
 
 
 def tensor_parallel(size: int, instance_id: str = "P") -> list[Worker]:
-    """Return the workers of a producer of this size. Each one lists all."""
+    """Return the workers of a producer with `size` ranks. Each worker lists all ranks."""
     count = NUM_HEADS // size
     workers = [Worker(instance_id, rank, HeadRange(rank * count, count)) for rank in range(size)]
     ranks = [RankAddress(HOST, worker.port, worker.layout.heads) for worker in workers]
@@ -446,7 +450,7 @@ def failures(rig: Rig) -> dict[str, int]:
 
 
 class Staging:
-    """Memory whose blocks are staged in a few slots."""
+    """Makes memory whose blocks are staged in `num_slots` slots."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots

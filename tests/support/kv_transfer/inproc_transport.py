@@ -1,4 +1,4 @@
-"""A transport inside one process: the caller of a transfer copies the bytes."""
+"""A transport inside one process. The thread that starts a transfer copies the bytes."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class InprocTransport(Transport):
             _transports[self.address] = self
 
     def _find(self, peer: str) -> InprocTransport | None:
-        """Return the transport at the peer's address."""
+        """Return the transport at the peer's address; None if the peer is unknown or has ended."""
         with _lock:
             return _transports.get(self._peers.get(peer, b""))
 
     def _copy(self, transfer: Transfer) -> str:
-        """Copy the rows. Return the error, if any."""
+        """Copy the rows of a transfer. Return the error, or an empty text."""
         target = self._find(transfer.peer)
         if target is None:
             return f"peer {transfer.peer} is gone"

@@ -1,4 +1,4 @@
-"""Connectors of engines in processes that a test controls over a pipe and may kill."""
+"""Run the connectors of engines in processes, which a test controls over pipes and may kill."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class _EngineMethods:
         self.words[block_id] = np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)
 
     def damage_once_summed(self, block_id: int) -> None:
-        """Damage the block after its next checksum was computed."""
+        """Damage the block right after its next checksum is computed."""
         self.memory.damaged[block_id] = self.words[block_id]
 
     def holds(self, block_id: int, value: int) -> bool:
@@ -204,7 +204,13 @@ class Engine(_Process):
     def load(
         self, transfer_id: str, producer: Engine, block_ids: list[int], first: int = 0, of: str = ""
     ) -> None:
-        """Load the blocks from `first` on of transfer_id, or, as a fault, of other tokens."""
+        """Start a load of the blocks of a transfer.
+
+        Args:
+            first: index of the first block to load.
+            of: transfer id whose chain hashes are requested, to simulate a load of other tokens;
+                empty for `transfer_id`.
+        """
         hashes = [chain_hash(of or transfer_id, first + i) for i in range(len(block_ids))]
         load = LoadRequest(
             transfer_id, HOST, producer.port, producer.instance_id, first, block_ids, hashes
@@ -215,7 +221,7 @@ class Engine(_Process):
         self.call("start", ConnectorMetadata(cancels=[transfer_id]))
 
     def save(self, transfer_id: str, first: int, block_ids: list[int], last: bool) -> None:
-        """Fill the blocks with content that depends on their index, and save them."""
+        """Fill blocks with content that depends on their index, and save the blocks."""
         for offset, block_id in enumerate(block_ids):
             self.call("fill", block_id, first + offset + 1)
         hashes = [chain_hash(transfer_id, first + i) for i in range(len(block_ids))]

@@ -33,7 +33,7 @@ MAX_FROZEN_S = 2.0
 
 
 def _serve(pipe: Connection, specs: Sequence[EngineSpec], seed: str, ports: dict[str, int]) -> None:
-    """Run engines in this process."""
+    """Run engines in this process, and execute commands from `pipe` until "stop"."""
     wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
     wakeup = lambda: os.eventfd_write(wake_fd, 1)  # noqa: E731
     engines = {
@@ -93,7 +93,7 @@ class Soak:
     """A soak test.
 
     Args:
-        processes: the engines of each process. Engines of one transport reach each other.
+        processes: the engines of each process. Engines with the same transport can connect.
         num_transfers: total number of transfers.
         num_at_a_time: number of concurrent transfers.
         kills, freezes: number of kills and freezes.
@@ -131,7 +131,11 @@ class Soak:
         self._context = mp.get_context("forkserver")
 
     def run(self) -> None:
-        """Raise AssertionError for wrong blocks, missing or repeated ends, and leaked resources."""
+        """Run the soak test.
+
+        Raises:
+            AssertionError: a block is wrong, a transfer ends never or twice, or resources leak.
+        """
         self._context.set_forkserver_preload([__name__])
         # The server does not get sys.path.
         with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
@@ -179,7 +183,7 @@ class Soak:
                 return
 
     def _pick(self) -> tuple[tuple[_Process, EngineSpec], tuple[_Process, EngineSpec]] | None:
-        """Return a producer and a consumer that reach each other, or None while they start."""
+        """Return a random producer and a consumer of the same transport; None while none runs."""
         transport = self._rng.choice(self._transports)
         engines = [(process, spec) for process in self._processes for spec in process.specs]
         engines = [
@@ -261,7 +265,7 @@ class Soak:
         self.counts["freezes"] += 1
 
     def _kill(self, process: _Process) -> None:
-        """Kill a process and start it again at the same address."""
+        """Kill a process, and start a new one with the same engines and ports."""
         process.process.kill()
         process.process.join()
         self.counts["kills"] += 1

@@ -63,7 +63,7 @@ def chain_hash(sequence: int, index: int) -> bytes:
 
 
 def head_content(block_hash: bytes, head: int, num_words: int) -> NDArray[np.uint64]:
-    """Return the content of a head of a block: [num_words]."""
+    """Return the expected content of one head of a block: [num_words]."""
     key = int.from_bytes(
         hashlib.blake2b(block_hash + bytes([head]), digest_size=8).digest(), "little"
     )
@@ -74,9 +74,10 @@ def head_content(block_hash: bytes, head: int, num_words: int) -> NDArray[np.uin
 
 
 class SoakMemory(HostMemory):
-    """Memory that counts used slots, sometimes has none, and damages blocks in transit.
+    """Memory that counts used slots, sometimes refuses slots, and damages blocks in transit.
 
-    A producer's block is damaged after its checksum was computed, a consumer's before.
+    A producer's block is damaged after its checksum is computed. A consumer's block is damaged
+    before.
     """
 
     def __init__(self, spec: EngineSpec, layout: KVCacheLayout, rng: random.Random) -> None:
@@ -223,10 +224,14 @@ class Report:
 
 
 class SoakEngine:
-    """An engine. Not thread-safe. Call `step` repeatedly."""
+    """The connectors and memory of one engine. Call `step()` repeatedly. Not thread-safe."""
 
     def __init__(self, spec: EngineSpec, seed: str, port: int, wakeup: Callable[[], None]) -> None:
-        """Create an engine. `port` is that of the first worker's side channel, 0 for any."""
+        """Create an engine.
+
+        Args:
+            port: side-channel port of the first worker; 0 for any.
+        """
         self.spec = spec
         self.instance_id = f"{spec.name}-{uuid.uuid4().hex[:8]}"
         self._rng = random.Random(seed)
@@ -285,7 +290,7 @@ class SoakEngine:
 
     @property
     def is_active(self) -> bool:
-        """Return whether `step` has work without a wakeup."""
+        """Whether `step()` has work even without a wakeup."""
         return bool(self._backlog or self._loads) or any(
             not send.done for send in self._sends.values()
         )
@@ -301,7 +306,7 @@ class SoakEngine:
         self._backlog.append(("load", (transfer_id, port, producer, sequence, first, num_blocks)))
 
     def step(self) -> list[Ended]:
-        """Take some random actions. Return the transfers that ended."""
+        """Take random actions, and return the transfers that ended."""
         self._admit()
         for transfer_id, send in list(self._sends.items()):
             self._advance(transfer_id, send)
@@ -361,7 +366,7 @@ class SoakEngine:
             connector.start(metadata)
 
     def _admit(self) -> None:
-        """Start requests that wait for memory, in order."""
+        """Start waiting requests in order, while enough blocks are free."""
         while self._backlog:
             kind, arguments = self._backlog[0]
             transfer_id = arguments[0]

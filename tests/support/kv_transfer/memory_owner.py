@@ -1,4 +1,4 @@
-"""A process with registered memory: it prints its metadata and runs until its stdin is closed.
+"""Script that registers memory, prints the agent's metadata, and runs until its stdin is closed.
 
 python -m support.kv_transfer.memory_owner TRANSPORT HOST NUM_BYTES
 """

@@ -1,4 +1,4 @@
-"""A program that transfers KV blocks with NIXL, a ZeroMQ socket and side-channel messages only."""
+"""Transfer KV blocks with only NIXL, a ZeroMQ socket and side-channel messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlainMethods:
         self.words[block_id] = np.arange(self.words.shape[1], dtype=np.uint64) * np.uint64(value)
 
     def produce(self, transfer_id: str, block_ids: list[int]) -> bool:
-        """Serve one consumer until it releases the transfer. Return whether it got all blocks."""
+        """Serve one consumer until it releases the transfer. Return whether it has all blocks."""
         consumer_id, consumer_nonce, nonce = "", b"", auth.new_nonce()
         theirs: MemoryDescription | None = None
         while True:
@@ -81,7 +81,7 @@ class PlainMethods:
     def consume(
         self, port: int, producer_id: str, transfer_id: str, block_ids: list[int], push: bool
     ) -> None:
-        """Read a transfer's blocks into these, or let the producer write them."""
+        """Load the blocks of a transfer into `block_ids`: by reads or, with `push`, by writes."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket.setsockopt(zmq.RCVTIMEO, RECEIVE_TIMEOUT_MS)
         socket.connect(f"tcp://{HOST}:{port}")

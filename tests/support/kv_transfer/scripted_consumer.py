@@ -49,7 +49,10 @@ def chain_hash(index: int) -> bytes:
 
 
 class HeldAgent(TransportAgent):
-    """An agent over inproc. The test executes posted writes. They fail when the peer is removed."""
+    """An agent over inproc whose posted writes wait until the test executes them.
+
+    Posted writes fail when their peer is removed.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "inproc")
@@ -102,7 +105,7 @@ class HeldAgent(TransportAgent):
 
 
 class CountedMemory(HostMemory):
-    """KV memory with at most `free` slots that records its calls."""
+    """KV memory with at most `free` free slots. It records exposed blocks and checksum calls."""
 
     def __init__(self, layout: KVCacheLayout) -> None:
         self.bytes = np.zeros((layout.num_blocks, layout.block_nbytes), dtype=np.uint8)
@@ -129,7 +132,7 @@ class CountedMemory(HostMemory):
 
 
 class Producer:
-    """Instance P with messages inside this process. Only the test advances it."""
+    """The producer instance P. It does nothing until the test calls `advance()`."""
 
     def __init__(
         self,
@@ -166,7 +169,7 @@ class Producer:
         self.side = ProducerSide(context, self.router, self.finished.append)
 
     def advance(self, seconds: float = 0.0) -> None:
-        """Advance the clock in small steps, so the thread is never late."""
+        """Advance the clock and the producer in steps of at most 1 s."""
         while seconds > 0:
             step = min(1.0, seconds)
             self.now, seconds = self.now + step, seconds - step
@@ -265,7 +268,7 @@ class Consumer:
         self.description = description
 
     def send(self, *messages: side_channel.ToProducer | bytes) -> list[Any]:
-        """Send a message and let the producer process it. Return the producer's messages."""
+        """Send messages, and let the producer process them. Return the producer's messages."""
         for message in messages:
             self.socket.send(
                 message if isinstance(message, bytes) else side_channel.encode(message)

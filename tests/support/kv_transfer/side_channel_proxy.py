@@ -1,8 +1,8 @@
 """A proxy of the KV side channel that can hold, drop, replace or inject messages.
 
-It relays TCP between a consumer's DEALER and a producer's ROUTER and parses ZMTP
-(https://rfc.zeromq.org/spec/23) only to find messages. So a closed connection is also closed on the
-other side, and ZMQ's own heartbeats pass while messages are held.
+The proxy relays TCP between a consumer's DEALER and a producer's ROUTER. It parses ZMTP
+(https://rfc.zeromq.org/spec/23) only to find messages. A closed connection is therefore also closed
+on the other side, and ZMQ's own heartbeats pass while messages are held.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Connection:
     held: dict[bool, list[bytes]] = field(default_factory=lambda: {True: [], False: []})
 
     def inject(self, frame: bytes, *, to_producer: bool) -> None:
-        """Send a forged message now."""
+        """Send a forged message immediately."""
         self.proxy.call(self._write, _zmtp(frame), to_producer)
 
     def release(self) -> None:
@@ -87,8 +87,8 @@ class Connection:
 class SideChannelProxy:
     """A proxy on a free port of `host`. Consumers use `address` instead of the producer's address.
 
-    A producer lists its engine's workers. They get their own proxies, so that no connection
-    bypasses this one.
+    A producer lists all workers of its engine. The proxy also listens for each of these workers, so
+    that no connection bypasses the proxy.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class SideChannelProxy:
         """Start the proxy.
 
         Args:
-            producer: host and port of its first worker's side channel.
-            hook: called in the proxy's thread with every message. Returns what to do with it.
+            producer: host and port of the side channel of the producer's first worker.
+            hook: called in the proxy's thread with every message. Returns the message's verdict.
         """
         self.host = host
         self.hook = hook
@@ -120,7 +120,7 @@ class SideChannelProxy:
         return self.host, self.port
 
     def messages(self, kind: type[Any]) -> list[Passing]:
-        """Return the messages of one kind that passed."""
+        """Return all messages of type `kind` that have reached the proxy."""
         return [passing for passing in list(self.seen) if isinstance(passing.message, kind)]
 
     def release(self) -> None:
@@ -147,7 +147,7 @@ class SideChannelProxy:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
     def close(self) -> None:
-        """Close all connections and end the thread. Raise the exception of a hook."""
+        """Close all connections and end the thread. Raise the first exception of a hook, if any."""
         if not self._thread.is_alive():
             return
         self.run(self._end())
@@ -195,7 +195,7 @@ class SideChannelProxy:
     async def _pump(
         self, reader: asyncio.StreamReader, connection: Connection, *, to_producer: bool
     ) -> None:
-        """Relay one direction until its sender closes it."""
+        """Relay one direction of a connection until its sender closes the connection."""
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             left = GREETING_BYTES
             while left:  # in parts, because the second half responds to the first

@@ -36,7 +36,7 @@ class Raw:
 
     @classmethod
     def to(cls, transport: TCPTransportHere, name: str = "raw") -> Raw:
-        """Connect to `transport`. With a name, send a valid hello."""
+        """Connect to `transport`. If `name` is given, send a valid hello."""
         raw = cls(socket.create_connection((transport.address.host, transport.address.port)))
         if name:
             raw.send(HELLO, 0, msgspec.msgpack.encode(Hello(transport.address.secret, name)))

@@ -1,4 +1,4 @@
-"""A transport in this process, for the tests of each transport."""
+"""Run a transport in this process, for the tests of each transport."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TransportHere:
 
 
 def move_rows_of_all_sizes(one: TransportHere, owner: TransportHere, op: str) -> int:
-    """Check that exactly the bytes of the rows are moved. Return their number."""
+    """Transfer rows of many sizes, and check that only their bytes move. Return how many do."""
     one.words[:] = -1 - one.words
     runs = [
         (0, 300_001),
@@ -101,7 +101,7 @@ def move_rows_of_all_sizes(one: TransportHere, owner: TransportHere, op: str) ->
 
 
 def open_and_close(kind: type[TransportHere]) -> None:
-    """Connect two transports, fence one and close both. A closed transport must refuse calls."""
+    """Connect two transports, fence one and close both. Check that closed ones refuse calls."""
     one, other = kind("one"), kind("other")
     one.transport.add_peer("other", other.transport.address)
     one.transport.send_notif("other", b"hello")

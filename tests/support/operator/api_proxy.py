@@ -19,7 +19,7 @@ from kubernetes.aio import client, config
 
 @dataclass(frozen=True)
 class Fault:
-    """Faults of one response. They may be combined."""
+    """The faults of one response. Several faults may be combined."""
 
     #: With another status the request does not reach the API server.
     status: int = 200
@@ -36,7 +36,7 @@ class Fault:
 
 @dataclass
 class ApiProxy:
-    """The requests that passed, and the fault of the next ones."""
+    """The requests that the proxy has received, and the fault of later responses."""
 
     kubeconfig: Path
     #: (monotonic time of arrival, method, path) of every request that is not a GET.
@@ -53,7 +53,7 @@ class ApiProxy:
 
 @contextmanager
 def api_proxy(kubeconfig: Path, folder: Path) -> Iterator[ApiProxy]:
-    """Run a proxy. Clients use it through `proxy.kubeconfig`."""
+    """Run a proxy during the block. Clients connect to it with `proxy.kubeconfig`."""
     folder.mkdir(parents=True, exist_ok=True)
     proxy = ApiProxy(folder / "kubeconfig")
     started, loop = threading.Event(), asyncio.new_event_loop()
@@ -145,7 +145,7 @@ async def _fail(
     headers: dict[str, str],
     host: str,
 ) -> web.StreamResponse:
-    """Respond with the fault. Only GET requests fail, because they have no body."""
+    """Respond to a request with `fault`. The request's body is not forwarded."""
     if fault.status != 200:
         retry = {} if fault.retry_after_s is None else {"Retry-After": str(fault.retry_after_s)}
         status = {

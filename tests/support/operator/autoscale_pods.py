@@ -1,4 +1,4 @@
-"""Pods for the autoscaler: objects, and HTTP servers with metrics of engines and gateways."""
+"""Pods for tests of the autoscaler: Pod objects, and HTTP servers that serve their metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HOSTS = (f"127.91.{os.getpid() % 250}.{number}" for number in count(1))
 
 
 class FakePod:
-    """One pod. `start` starts its HTTP server."""
+    """The Pod object and the metrics of one engine or gateway. `serving()` serves the metrics."""
 
     def __init__(self, name: str, role: MemberRole | None) -> None:
         self.name, self.role, self.host = name, role, next(_HOSTS)
@@ -63,7 +63,7 @@ class FakePod:
         }
 
     def serve_load(self, *, tokens: int, itl_s: float, running: int = 4) -> None:
-        """Add this many tokens of this latency."""
+        """Record `tokens` generated tokens with the inter-token latency `itl_s`."""
         self.requests.histograms["inter_token_latency_seconds"].observe(itl_s, tokens)
         self.stats.num_requests_running = running
 
@@ -89,7 +89,7 @@ class FakePod:
 
 
 class Clock:
-    """A clock that tests set. Real time does not move it."""
+    """A clock that only tests advance, by setting `now`."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()

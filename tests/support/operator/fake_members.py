@@ -22,7 +22,7 @@ from support.waiting import until
 
 
 class DrainingEngine:
-    """HTTP server of an engine with POST /drain, which may require a key."""
+    """An HTTP server with POST /drain, as an engine has it. The server may require a key."""
 
     def __init__(self, unfinished: int, key: ServiceKey | None = None) -> None:
         self.unfinished, self.asked, self.refused = unfinished, 0, 0
@@ -40,7 +40,7 @@ class DrainingEngine:
 
 
 class FakeCoordinator:
-    """HTTP server of a coordinator on the address of its Service. Tests advance its operations."""
+    """An HTTP server with the coordinator's API. Tests advance the operations."""
 
     def __init__(self) -> None:
         self.topology = TopologyStatus(generation=0, desired=[], members=[])
@@ -57,7 +57,7 @@ class FakeCoordinator:
         return await self.get(request)
 
     def commit(self) -> None:
-        """Make all requested members ranks. Earlier ranks stand by."""
+        """Make all requested members serving ranks, and all other ranks STANDBY."""
         left = [each for each in self.topology.members if each.name not in self.topology.desired]
         for each in left:
             each.rank, each.phase = None, RankPhase.STANDBY

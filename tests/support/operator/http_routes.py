@@ -1,4 +1,4 @@
-"""The part of the Gateway API that the operator uses: a CRD that accepts any HTTPRoute."""
+"""A CRD that accepts any HTTPRoute. The operator uses no other part of the Gateway API."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """An evaluator of NetworkPolicies for incoming connections.
 
-https://kubernetes.io/docs/concepts/services-networking/network-policies/: a pod without a policy is
-reachable by all. Other pods are reachable by what at least one rule of their policies allows. Peers
-of a rule are ORed, the selectors of a peer are ANDed, and a missing `from` or `ports` means all.
+The rules are those of https://kubernetes.io/docs/concepts/services-networking/network-policies/. A
+pod without a policy accepts all connections. Any other pod accepts a connection if at least one
+rule of its policies allows the connection. Peers of a rule are ORed, and the selectors of a peer
+are ANDed. A missing `from` or `ports` means all.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def admits(
     """Return whether `source` can open a TCP connection to `port` of `target`.
 
     Args:
-        policies: applied policies of any namespace.
-        namespaces: labels by name.
+        policies: all NetworkPolicies of the cluster.
+        namespaces: name of each namespace -> labels.
     """
     selecting = [policy["spec"] for policy in policies if _selects(policy, target)]
     if not selecting:
@@ -93,7 +94,7 @@ def _to(ports: list[Object] | None, target: Pod, port: int) -> bool:
 
 
 def _match(selector: Object, labels: dict[str, str]) -> bool:
-    """Return whether a label selector matches. The empty one matches everything."""
+    """Return whether a label selector matches. An empty selector matches everything."""
     if not (selector.get("matchLabels") or {}).items() <= labels.items():
         return False
     for expression in selector.get("matchExpressions") or []:

@@ -1,4 +1,4 @@
-"""The operator process on a real kube-apiserver, with exactly the rights of its manifests.
+"""Run the operator process on a real kube-apiserver, with exactly the rights of its manifests.
 
 Tests write the status of objects, as the kubelet and the Deployment controller do.
 """
@@ -38,7 +38,7 @@ async def install(admin: Path) -> Path:
     """Apply the CRD, the account and the cluster-wide RBAC of manifests/, as an administrator does.
 
     Returns:
-        A kubeconfig of the operator's ServiceAccount, beside `admin`.
+        The path of a kubeconfig for the operator's ServiceAccount, in the folder of `admin`.
     """
     accounts = "/api/v1/namespaces/baton-system/serviceaccounts"
     paths = {
@@ -89,7 +89,7 @@ class Operator:
         return next(float(line.split()[-1]) for line in lines if line.split()[0] == name)
 
     async def wait_for_reconciles(self, times: int) -> None:
-        """Return when the operator has reconciled every service `times` more times."""
+        """Wait until the operator has reconciled every service `times` more times."""
         looks = times * self.metric("baton_operator_services") + self.metric(
             "baton_operator_reconcile_seconds_count"
         )
@@ -101,7 +101,7 @@ class Operator:
 
 
 class Cluster:
-    """One service, and the kubelet of its pods."""
+    """One LLMService. Tests write the status of its pods in place of a kubelet."""
 
     def __init__(self, kube: Kube, name: str) -> None:
         self.kube, self.name = kube, name
@@ -126,7 +126,7 @@ class Cluster:
         return {pod["metadata"]["name"]: pod for pod in pods}
 
     async def names(self, *wanted: str) -> dict[str, Object]:
-        """Wait until exactly these pods exist."""
+        """Wait until exactly the pods `wanted` of the service exist. Return name -> pod."""
         full = {f"{self.name}-{short}" for short in wanted}
 
         async def check() -> Any:
@@ -136,7 +136,7 @@ class Cluster:
         return dict(await until(check, f"exactly the pods {sorted(full)}"))
 
     async def run(self, pod: str, ip: str = "127.201.0.1", ready: bool = True) -> None:
-        """Write the status of a running pod."""
+        """Write the status of the running pod `pod` of the service."""
         flag = "True" if ready else "False"
         container = {
             "name": "engine", "image": "x", "imageID": "x", "restartCount": 0, "ready": ready,
@@ -151,7 +151,7 @@ class Cluster:
         await self.kube.merge("Pod", NAMESPACE, f"{self.name}-{pod}", {"status": status}, "status")
 
     async def run_gateway(self) -> None:
-        """Write the status of the gateway's Deployment and pods."""
+        """Create a pod of the gateway's Deployment. Write the status of the pod and Deployment."""
 
         async def deployed() -> Any:
             return await self.kube.read("Deployment", NAMESPACE, f"{self.name}-gateway")
@@ -179,7 +179,7 @@ class Cluster:
         return found
 
     async def condition(self, type_: str, status: str, reason: str | None = None) -> Object:
-        """Wait for a condition of the newest generation."""
+        """Wait until the service has this condition for its newest generation. Return it."""
 
         async def check() -> Any:
             service = await self.service()

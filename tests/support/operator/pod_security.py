@@ -1,7 +1,7 @@
 """Check pods against the `restricted` profile of Kubernetes' Pod Security Standards.
 
-Every control of `baseline` and `restricted`, with the fields and values that
-https://kubernetes.io/docs/concepts/security/pod-security-standards/ allows.
+All controls of the profiles `baseline` and `restricted` are checked, with the fields and values of
+https://kubernetes.io/docs/concepts/security/pod-security-standards/.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ APPARMOR = "container.apparmor.security.beta.kubernetes.io/"
 
 
 def violations(metadata: Object, spec: Object) -> list[str]:
-    """Return the violations of a Linux pod or pod template. An empty list means it is admitted."""
+    """Return the violations of a Linux pod or pod template; empty if the profile admits the pod."""
     return [*_pod(metadata, spec), *(f"{where}: {what}" for where, what in _containers(spec))]
 
 
@@ -103,7 +103,7 @@ def _container(container: Object, pod: Object) -> Iterator[str]:
 
 
 def _shared(security: Object) -> Iterator[str]:
-    """Check the fields that the security contexts of pods and containers share."""
+    """Yield violations in the fields that security contexts of pods and containers share."""
     if security.get("runAsUser") == 0:
         yield "runAsUser is 0"
     if security.get("runAsNonRoot") is False:

@@ -1,4 +1,4 @@
-"""Services and pods for tests of the operator's pure parts."""
+"""Services and pods for tests of the operator's pure functions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 def resolved(
     name: str = "demo", coordinator: str | None = None, key_name: str = "", **spec: Any
 ) -> ResolvedService:
-    """Return a service with this spec."""
+    """Return a resolved service with the spec `spec`."""
     body = {"model": {"uri": "file:///models/x"}, **spec}
     return ResolvedService(
         name=name,
@@ -53,7 +53,7 @@ def pod(
     phase: str = "Running",
     status: Object | None = None,
 ) -> Object:
-    """Return a member pod as the API returns it."""
+    """Return a member pod of a service, as the API server returns it."""
     container = {
         "name": "engine",
         "restartCount": restarts,

@@ -18,7 +18,7 @@ from support.waiting import eventually
 
 
 class ApiServer(RealControlPlane):
-    """An API server. `request` sends JSON requests of an administrator."""
+    """A real API server. `request()` sends JSON requests as an administrator."""
 
     def __init__(self, assets: Path, folder: Path) -> None:
         flags = ("--disable-admission-plugins=ServiceAccount,TaintNodesByCondition",)
@@ -49,7 +49,7 @@ class ApiServer(RealControlPlane):
         return answer
 
     def get(self, path: str) -> Object | None:
-        """Return the object, or None if there is none."""
+        """Return the object at `path`, or None if it does not exist."""
         try:
             return self.request("GET", path)
         except urllib.error.HTTPError as error:
@@ -84,7 +84,7 @@ class KubeletProcess:
         eventually(self._ready, "the node being Ready")
 
     def kill(self) -> None:
-        """SIGKILL: the kubelet gets no chance to clean up."""
+        """Kill the kubelet with SIGKILL, so that it cannot clean up."""
         self.process.kill()
         self.process.wait()
 

@@ -23,7 +23,7 @@ SCALED_S = 90.0
 
 
 def service_of(checkpoint: Path) -> dict[str, Any]:
-    """Return a service with two ranks, whose served name is the one that `Load` requests."""
+    """Return a service with two ranks. Its served name is the model name that `Load` requests."""
     engine = {"device": "cpu", "numThreads": 1, "maxNumBatchedTokens": 256, "kvCacheMemory": "32Mi"}
     service = manifest(NAME, checkpoint, prefill=0, decode=2, engine=engine)
     service["spec"]["model"]["servedName"] = "m"
@@ -32,7 +32,7 @@ def service_of(checkpoint: Path) -> dict[str, Any]:
 
 
 class ExpertService:
-    """A user's view of the service and actions on it."""
+    """Reads the state of the service, and changes or disturbs the service."""
 
     def __init__(self, cluster: LocalClusterUnderTest) -> None:
         self._cluster = cluster
@@ -55,7 +55,11 @@ class ExpertService:
         return topology
 
     def topology(self) -> TopologyStatus:
-        """Return the coordinator's topology. Raise AssertionError if it does not respond."""
+        """Return the coordinator's topology.
+
+        Raises:
+            AssertionError: the coordinator does not respond.
+        """
         url = f"http://{self._coordinator}:{COORDINATOR_HTTP_PORT}/topology"
         try:
             with urllib.request.urlopen(url, timeout=5) as response:
@@ -70,9 +74,10 @@ class ExpertService:
         return int(found["status"]["containerStatuses"][0]["restartCount"])
 
     def wait_at_rest(self, *ordinals: int) -> dict[str, Any]:
-        """Wait until exactly these pods are serving ranks and no operation runs.
+        """Wait until exactly the pods `ordinals` are serving ranks and no operation runs.
 
-        Return the topology in the service's status.
+        Returns:
+            The topology in the service's status.
         """
         names = [f"{NAME}-decode-{ordinal}" for ordinal in ordinals]
 
@@ -97,7 +102,11 @@ class ExpertService:
 
     @contextlib.contextmanager
     def watching_deletions(self) -> Iterator[dict[str, bool]]:
-        """Collect terminating decode pods and whether the coordinator still lists them as ranks."""
+        """Record during the block which decode pods terminate.
+
+        Yields:
+            name of each terminating pod -> whether the coordinator still listed the pod as a rank.
+        """
         deleted: dict[str, bool] = {}
         columns = "custom-columns=:.metadata.name,:.metadata.deletionTimestamp"
         labels = f"serving.baton.dev/service={NAME},serving.baton.dev/role=decode"

@@ -25,7 +25,7 @@ ASSETS = (
 
 
 def require_control_plane(kind: str) -> None:
-    """Skip, or fail if CI requires it, if kubectl or the control plane's binaries are missing."""
+    """Skip the test if kubectl or the control plane's binaries are missing. Fail it in CI."""
     missing = ""
     if shutil.which("kubectl") is None:
         missing = "no kubectl on this machine: install 1.32 or newer"
@@ -45,7 +45,7 @@ def require_control_plane(kind: str) -> None:
 
 
 def processes_with_home(home: Path) -> list[psutil.Process]:
-    """Return the running processes of the cluster in this folder, found by their environment."""
+    """Return the running processes of the cluster in the folder `home`, found by environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -92,7 +92,11 @@ class LocalClusterUnderTest:
     def kubectl(
         self, *args: str, check: bool = True, stdin: str | None = None, timeout_s: float = 120.0
     ) -> str:
-        """Return stdout. With check=False return stdout and stderr, also of a failed command."""
+        """Run kubectl, and return its stdout.
+
+        Args:
+            check: fail if the command fails. If False, return stdout and stderr in any case.
+        """
         done = subprocess.run(
             ["kubectl", "--kubeconfig", str(self.home / "control-plane" / "kubeconfig"), *args],
             capture_output=True,
@@ -110,7 +114,7 @@ class LocalClusterUnderTest:
 
     @contextlib.contextmanager
     def following(self, *args: str) -> Iterator[Callable[[], str]]:
-        """Run a kubectl command that does not end. Yield a function that returns its output."""
+        """Run a kubectl command during the block. Yield a function that returns the output."""
         command = [
             "kubectl",
             "--kubeconfig",
@@ -160,7 +164,7 @@ class LocalClusterUnderTest:
         return self.get("pods", "-l", labels)["items"]
 
     def pod_processes(self) -> list[tuple[str, psutil.Process]]:
-        """Return (name of the pod, process) of all processes of pods."""
+        """Return (pod name, process) for each process of a pod."""
         found = []
         for process in processes_with_home(self.home):
             with contextlib.suppress(psutil.Error):
@@ -170,7 +174,7 @@ class LocalClusterUnderTest:
         return found
 
     def process_of(self, pod: str) -> psutil.Process:
-        """Return the first process of the pod, which is its container's."""
+        """Return the first process of the pod, which is the main process of its container."""
         for name, process in self.pod_processes():
             if name == pod:
                 return process
@@ -191,7 +195,7 @@ def local_cluster(control_plane: str) -> Iterator[LocalClusterUnderTest]:
 def manifest(
     name: str, checkpoint: Path, *, prefill: int = 1, decode: int = 1, **spec: Any
 ) -> dict[str, Any]:
-    """Return an LLMService so small that several fit on two cores."""
+    """Return a small LLMService. Several such services fit on two cores."""
     return {
         "apiVersion": "serving.baton.dev/v1alpha1",
         "kind": "LLMService",

@@ -1,4 +1,4 @@
-"""Loss of pods of a service: which pod replaces a deleted one, and after what time."""
+"""Remove pods of a service, and measure how fast they are replaced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPLACED_S = 120.0
 
 @dataclass
 class Loss:
-    """The replacement of one pod, in seconds after its deletion."""
+    """How fast one pod was replaced. All times are in seconds since its removal."""
 
     pod: str
     #: Time until the pod does not exist.
@@ -39,7 +39,7 @@ def uids(cluster: LocalClusterUnderTest, service: str, role: str) -> set[str]:
 
 
 def delete_pod(cluster: LocalClusterUnderTest, service: str, role: str, *flags: str) -> Loss:
-    """Delete one pod of the role, with flags of `kubectl delete`. See `lose_pod`."""
+    """Delete one pod of the role with `kubectl delete` and `flags`. Wait as `lose_pod()` does."""
     return lose_pod(
         cluster,
         service,
@@ -51,9 +51,9 @@ def delete_pod(cluster: LocalClusterUnderTest, service: str, role: str, *flags: 
 def lose_pod(
     cluster: LocalClusterUnderTest, service: str, role: str, take: Callable[[str], object]
 ) -> Loss:
-    """Let `take` remove one pod of the role and wait for a ready replacement.
+    """Remove one pod of the role by `take`, and wait until its replacement is ready.
 
-    No other pod may be removed.
+    Check that no other pod is removed.
     """
     before = cluster.pods(service, role)
     known = {pod["metadata"]["uid"] for pod in before}

@@ -1,6 +1,6 @@
 """A simulated API server, and the operator's connection to it, which may fail.
 
-It is the embedded control plane's API server without HTTP, on a simulated clock.
+The server is that of pocketkube's embedded control plane, without HTTP and on a simulated clock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SYSTEM = WriteOptions("test")
 
 
 class Crash(BaseException):
-    """Simulated crash of the operator."""
+    """The operator crashes in the simulation."""
 
 
 class Fault(enum.Enum):
@@ -51,7 +51,7 @@ class Fault(enum.Enum):
 
 @dataclass
 class ApiServer:
-    """Stores objects by Kubernetes' rules."""
+    """Stores objects by the rules of Kubernetes, on a simulated clock."""
 
     now: datetime = NOW
     cluster: ClusterState = field(default_factory=lambda: ClusterState("token", "10.96.0.0/20"))
@@ -66,11 +66,11 @@ class ApiServer:
         self.cluster.store.listen(self._confirm)
 
     def seconds(self) -> float:
-        """Time since the start."""
+        """Return the simulated seconds since the start."""
         return (self.now - NOW).total_seconds()
 
     def wire(self, resource: tuple[str, str]) -> Wire:
-        """Watches by (apiVersion, plural)."""
+        """Return the watches of a resource, given as (apiVersion, plural)."""
         api_version, plural = resource
         group = api_version.rpartition("/")[0]
         return self.wire_of(f"{plural}.{group}".rstrip("."))
@@ -95,7 +95,11 @@ class ApiServer:
     def request(
         self, method: str, path: str, body: Any, query: dict[str, str], content_type: str
     ) -> Any:
-        """Return the body of the reply. Raise KubeError if the request is refused."""
+        """Process a request, and return the body of the response.
+
+        Raises:
+            KubeError: the request is refused.
+        """
         try:
             return _copy(self._answer(method, path, _copy(body), query, content_type))
         except ApiError as error:
@@ -184,14 +188,14 @@ class ApiServer:
         return self.cluster.store.get(storage, NAMESPACE, name)
 
     def edit(self, storage: str, name: str, change: Callable[[Object], None]) -> None:
-        """Change an object as a controller or kubelet does."""
+        """Apply `change` to a stored object, as a write of a controller or kubelet."""
         obj = copy.deepcopy(self.cluster.store.get(storage, NAMESPACE, name))
         assert obj is not None, name
         change(obj)
         self.cluster.store.put(storage, obj)
 
     def put(self, obj: Object, plural: str) -> Object:
-        """Create an object as another client."""
+        """Create an object, as a write of a client other than the operator."""
         info = RequestInfo(self.cluster.catalog.builtin(plural), NAMESPACE)
         return self._made(info.resource, self.cluster.registry.create(info, obj, SYSTEM))
 
@@ -201,7 +205,7 @@ class ApiServer:
 
 
 class SimulatedClient(KubeClient):
-    """The connection of one operator process. Planned faults hit its requests."""
+    """The API client of one operator process. Planned faults hit the client's requests."""
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
@@ -235,11 +239,13 @@ class SimulatedClient(KubeClient):
         hit_writes: bool,
         delays: list[int],
     ) -> None:
-        """Start counting requests from 0.
+        """Reset the records, and count requests from 0 again.
 
         Args:
-            actions: by number of a request, what runs before that request takes effect.
-            delays: loop iterations that each request and each reply takes, repeated in a cycle.
+            faults: number of a request -> fault of the request.
+            actions: number of a request -> function to call before the request takes effect.
+            hit_writes: whether `faults` and `actions` count only writes.
+            delays: loop iterations that each request and each response takes, repeated in a cycle.
         """
         self.requests, self.waits, self.writes, self.confirmed = 0, 0, [], []
         self.faults, self.faults_hit_writes, self._actions = faults, hit_writes, actions
@@ -295,7 +301,7 @@ class SimulatedClient(KubeClient):
         return answer
 
     def _note(self, method: str, path: str, body: Object, answer: Object) -> None:
-        """Record what this reply shows or confirms to the operator."""
+        """Record the objects that a response shows, and the actions that it confirms."""
         if method == "GET" and path.startswith(service_path()) and path != service_path():
             self.seen_service = answer
         elif method == "GET" and path.endswith("/pods"):
@@ -325,7 +331,7 @@ class SimulatedClient(KubeClient):
 
 
 def _without_rules(node: Any) -> Any:
-    """Remove the CEL rules: their evaluation is slow, and the simulated user breaks none."""
+    """Return `node` without CEL rules, which are slow and which no simulated edit breaks."""
     if isinstance(node, dict):
         return {
             key: _without_rules(value)

@@ -3,9 +3,10 @@
 Prefill: each engine computes one prompt at a time, in order. A request is sent to the engine with
 the least work.
 
-Decode: a step takes `step_s + sequence_s` times the number of sequences, and gives each sequence
-one token. A sequence uses `1 / max_sequences` of the engine's KV blocks. Sequences that do not fit
-wait. New engines need `load_s` to be ready, and engines that leave drain.
+Decode: a step of n sequences takes `step_s + n * sequence_s`, and gives each sequence one token. A
+sequence uses `1 / max_sequences` of the engine's KV blocks. Sequences that do not fit wait.
+
+New engines need `load_s` to become ready. Engines that are removed drain.
 
 Histograms have fine buckets, so that the formulas see exact latencies.
 """
@@ -77,8 +78,9 @@ class Simulation:
     """A simulated service.
 
     Args:
-        rate: function from time to requests per second.
-        prefill_bounds, decode_bounds: bounds of the sizes, which start at the minimum or 1.
+        rate: function from time in seconds to requests per second.
+        prefill_bounds, decode_bounds: bounds of the number of engines.
+        start: initial number of engines by role; by default the minimum, but at least 1.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Simulation:
         return self._wanted[role]
 
     def changes(self, role: MemberRole, since: float = 0.0) -> list[int]:
-        """Return the changes of the size, in order."""
+        """Return the changes of the group's size since `since`, in order: +1, -2, ..."""
         return [
             b[role] - a[role]
             for (_, a), (at, b) in pairwise(self.sizes)
@@ -137,7 +139,7 @@ class Simulation:
         ]
 
     def latency(self, role: MemberRole) -> float | None:
-        """Return the p95 of the last window in seconds: TTFT of prefill, ITL of decode."""
+        """Return the p95 of the last window in seconds: TTFT for prefill, ITL for decode."""
         measured = self._window()
         assert measured is not None, "nothing was scraped"
         return measured.roles[role].ttft_s if role == "prefill" else measured.roles[role].itl_s

@@ -1,7 +1,7 @@
-"""A state machine over the real operator, kopf included, on a simulated cluster.
+"""A Hypothesis state machine that tests the real operator, with kopf, on a simulated cluster.
 
-Its rules edit the service and let pods, nodes, engines, the coordinator, the API server, watches
-and the operator itself fail. The operator must reach the desired state, leave no object behind, and
+Its rules edit the service, and make pods, nodes, engines, the coordinator, the API server, watches
+and the operator fail. The operator must reach the desired state, leave no unused object, and
 restart no pod without need.
 """
 
@@ -33,7 +33,7 @@ def template(value: str, broken: bool) -> dict[str, Any]:
 
 
 class Machine(RuleBasedStateMachine):
-    """`Service.reconcile` checks every step, and `Service.settle` the final state."""
+    """The state machine. `Service.reconcile()` checks each step, `Service.settle()` the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,10 @@ class Machine(RuleBasedStateMachine):
             self.service.close()
 
     def _settle(self) -> None:
-        """Let everything succeed, also on full nodes and with an edit during a pause."""
+        """End all faults, and check that the service reaches the desired state.
+
+        Also check this on full nodes, and check that an edit during a pause changes no pod.
+        """
         self._mend("y")
         spec = self.service.object()["spec"]
         wanted = sum(spec[role]["replicas"] for role in self._roles())

@@ -1,4 +1,4 @@
-"""A simulated coordinator. It may be absent, or lose its state."""
+"""A simulated coordinator, which may be down or lose its state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REGISTERED_WITHIN_S = 5.0
 
 @dataclass
 class Coordinator:
-    """A requested topology is committed by `step` when all members have started."""
+    """A simulated coordinator. `step()` commits a requested topology of the running members."""
 
     #: Running ranks: instance by name.
     started: Callable[[], dict[str, str]]
@@ -80,10 +80,10 @@ class Coordinator:
             self.is_up, self._strangers, self._since = True, set(self.started()), self.clock()
 
     def step(self, *, found: bool = True) -> None:
-        """Take one step.
+        """Advance the coordinator: commit the requested topology if possible.
 
         Args:
-            found: whether all ranks have registered.
+            found: whether all ranks have registered since the last restart.
         """
         if not self.is_up:
             return

@@ -29,7 +29,7 @@ REGISTERED_WITHIN = timedelta(seconds=5)
 
 @dataclass
 class Pod:
-    """A pod and its process."""
+    """A simulated pod and its process."""
 
     ordinal: int
     revision: str
@@ -92,7 +92,7 @@ class Simulation:
 
     @property
     def _revision(self) -> str:
-        """Revision of new pods."""
+        """The revision of new pods."""
         return f"{self.group}-{self.revision}"
 
     # The operator
@@ -128,7 +128,7 @@ class Simulation:
         return plan
 
     def _answered(self) -> TopologyStatus | None:
-        """Return the reply to the next request."""
+        """Return the coordinator's response to a request; None for no response."""
         if self.refuses:
             self.refuses -= 1
             return None
@@ -223,7 +223,7 @@ class Simulation:
         )
 
     def _known(self) -> bool:
-        """Whether a living rank has reported the generation."""
+        """Return whether a running rank has reported its generation to the coordinator."""
         return any(
             self._lives(name, instance) and self.pods[name].registered
             for name, instance in self.ranks.items()
@@ -243,7 +243,7 @@ class Simulation:
         return self.operation is not None and self.operation.phase in changing
 
     def coordinate(self) -> None:
-        """Take one step of the coordinator."""
+        """Simulate one step of the coordinator."""
         if not self.coordinator_up:
             return
         living = {name: each for name, each in self.ranks.items() if self._lives(name, each)}
@@ -304,17 +304,17 @@ class Simulation:
             )
 
     def container_dies(self, pod: Pod) -> None:
-        """The container dies, and the kubelet starts another one."""
+        """Simulate that the container of `pod` dies and the kubelet starts another container."""
         pod.running = pod.registered = False
         pod.unfinished = 0
         pod.instance = f"i{next(self._instances)}"
 
     def pod_vanishes(self, pod: Pod) -> None:
-        """The pod is lost with its node."""
+        """Simulate that `pod` is lost together with its node."""
         del self.pods[pod.name]
 
     def pod_is_deleted(self, pod: Pod) -> None:
-        """Another client deletes the pod. Its process keeps running for a while."""
+        """Simulate that another client deletes `pod`, whose process keeps running for a while."""
         pod.deletion = pod.deletion or self.now + timedelta(seconds=30)
 
     def coordinator_dies(self) -> None:
@@ -327,7 +327,7 @@ class Simulation:
             self.coordinator_up, self.coordinator_since = True, self.now
 
     def world(self, moves: Callable[[], bool], seconds: float) -> None:
-        """Let time pass. Each part may or may not make progress."""
+        """Let time pass. `moves()` decides for each part of the cluster whether it progresses."""
         self.now += timedelta(seconds=seconds)
         for pod in list(self.pods.values()):
             if not moves():
@@ -346,7 +346,7 @@ class Simulation:
         self.coordinate()
 
     def settle(self) -> None:
-        """Let everything succeed. The group must reach the desired state."""
+        """End all faults, and check that the group reaches the desired state."""
         self.coordinator_returns()
         self.fail_next = False
         self.refuses = self.loses = 0

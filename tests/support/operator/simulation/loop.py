@@ -1,4 +1,4 @@
-"""An event loop on a simulated clock. It runs everything that is due, and never waits."""
+"""An event loop on a simulated clock. The loop runs everything that is due, and never waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Selector(selectors.DefaultSelector):
-    """A selector that records that nothing is due instead of waiting."""
+    """A selector that calls `idle()` instead of waiting when nothing is due."""
 
     idle: Callable[[], None]
 
@@ -22,7 +22,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """A simulated loop.
+    """An event loop on a simulated clock.
 
     Args:
         clock: returns seconds. Tests advance it between runs.
@@ -39,15 +39,19 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self._simulated_clock() + self._ended_s
 
     def run_until_idle(self) -> None:
-        """Run everything that is due at this time."""
+        """Run everything that is due at the current simulated time."""
         self.run_forever()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine. Raise RuntimeError if it waits for something that is not due."""
+        """Run a coroutine, and return its result.
+
+        Raises:
+            RuntimeError: the coroutine waits for something that is not due.
+        """
         return self.run_until_complete(work)
 
     def end(self) -> None:
-        """Close the loop after all cancelled tasks have ended, within 100 s of simulated time."""
+        """Wait up to 100 s of simulated time until all tasks have ended, then close the loop."""
         while asyncio.all_tasks(self) and self._ended_s < 100.0:
             self.run_until_idle()
             self._ended_s += 10.0

@@ -1,4 +1,4 @@
-"""Simulated scheduler, kubelets and Deployment controller."""
+"""A simulated scheduler, simulated kubelets and a simulated Deployment controller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEMBER_NAME = re.compile(r"-(prefill|decode)-(0|[1-9][0-9]*)$")
 
 
 class Nodes:
-    """Runs pods, one change at a time."""
+    """Simulates the nodes. Each call makes one change to one pod."""
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
@@ -30,7 +30,7 @@ class Nodes:
         self._addresses = (f"10.1.{n // 250}.{n % 250 + 1}" for n in itertools.count())
 
     def pods(self) -> list[Object]:
-        """Return the member pods of the present service."""
+        """Return the member pods of the service that exists now."""
         services = self.server.list(f"{names.PLURAL}.{names.GROUP}")
         uids = [service["metadata"]["uid"] for service in services]
         found = [
@@ -39,7 +39,7 @@ class Nodes:
         return [pod for pod in found if MEMBER_NAME.search(pod["metadata"]["name"])]
 
     def kubelet(self, pod: Object) -> None:
-        """Make the next change to a member."""
+        """Make the next change of a member pod, such as binding, starting or becoming ready."""
         name, now = pod["metadata"]["name"], self.server.now
         observed = member(pod)
         if observed.deletion is not None:
@@ -120,7 +120,7 @@ class Nodes:
         self.server.remove("pods", name)
 
     def pod_is_deleted(self, name: str) -> None:
-        """Another client deletes the pod, with its grace period."""
+        """Simulate that another client deletes the pod, with the pod's grace period."""
         path = f"/api/v1/namespaces/{NAMESPACE}/pods/{name}"
         self.server.request("DELETE", path, None, {}, "application/json")
 

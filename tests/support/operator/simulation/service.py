@@ -1,7 +1,7 @@
 """A service on a simulated cluster, with the real operator.
 
-API server, nodes, engines and coordinator are simulated. kopf, the handlers, the controller and the
-Reconciler are real.
+The API server, nodes, engines and the coordinator are simulated. kopf, the handlers, the controller
+and the Reconciler are real.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROUNDS = 200
 
 
 class Service:
-    """An LLMService and its cluster. `reconcile` checks every step, `settle` the final state."""
+    """An LLMService and its cluster. `reconcile()` checks each step, `settle()` the final state."""
 
     def __init__(self) -> None:
         self.server = ApiServer()
@@ -131,7 +131,7 @@ class Service:
         )
 
     async def _reconcile(self, key: Key, freshness: Freshness) -> Outcome:
-        """The reconcile function of the controller. It records errors."""
+        """Reconcile the service for the controller. Record an error before raising it."""
         try:
             return await self._reconciler.reconcile(key, freshness)
         except Exception as error:
@@ -148,7 +148,7 @@ class Service:
         self._operator_starts()
 
     async def drain(self, host: str, key: Any = None) -> int | None:
-        """Return the reply of the engine at `host`."""
+        """Return the unfinished requests of the engine at `host`; None if it does not respond."""
         return None if host in self.silent else self.nodes.unfinished.get(host, 0)
 
     def wire(self, kind: str) -> Wire:
@@ -156,7 +156,7 @@ class Service:
         return self.server.wire(self.runtime.kube.resource(kind))
 
     def events_come(self) -> None:
-        """Let the pending events arrive."""
+        """Deliver the pending watch events to the operator."""
         self._loop.run_until_idle()
         assert not self._kopf.done(), f"kopf ended: {self._kopf}"
 
@@ -174,12 +174,14 @@ class Service:
         delays: list[int] | None = None,
         deliver_events: bool = True,
     ) -> bool:
-        """Reconcile once. Return False if that failed, or if the operator crashed and restarted.
+        """Reconcile once, and check the step.
 
         Args:
-            faults, hit_writes: see SimulatedClient.
-            actions, delays: see SimulatedClient.begin.
+            faults, actions, hit_writes, delays: see SimulatedClient.begin.
             deliver_events: whether pending events arrive before the step.
+
+        Returns:
+            True if the step succeeded without any disturbance.
         """
         if deliver_events:
             self.events_come()
@@ -242,7 +244,7 @@ class Service:
         }
 
     def world(self, moves: Callable[[], bool], seconds: float) -> None:
-        """Let time pass. Each part may or may not make progress."""
+        """Let time pass. `moves()` decides for each part of the cluster whether it progresses."""
         self.passes(seconds)
         of_services = [
             pod for pod in self.server.list("pods") if MEMBER_NAME.search(pod["metadata"]["name"])
@@ -258,7 +260,7 @@ class Service:
     # The end
 
     def settle(self) -> None:
-        """Let everything succeed. The service must reach the desired state."""
+        """End all faults, and check that the service reaches the desired state."""
         self.silent.clear()
         self.nodes.unfinished.clear()
         self.coordinator.returns()
@@ -359,7 +361,7 @@ class Service:
 
 @contextlib.contextmanager
 def settled(spec: Object) -> Iterator[Service]:
-    """Return a service whose pods all serve."""
+    """Yield a service that has reached the desired state of `spec`."""
     with contextlib.closing(Service()) as service:
         service.create(spec)
         service.settle()

@@ -1,7 +1,7 @@
 """Invariants of every step of the operator.
 
-The operator's observation may be outdated. So a step is checked against that observation, the
-operator's earlier actions and the present cluster.
+The operator's observation may be outdated. Each step is therefore checked against the observation,
+the operator's earlier actions and the current cluster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pods = dict[str, Object]
 
 
 class StepChecks:
-    """Invariants of one service."""
+    """Checks the invariants of one service after each step of the operator."""
 
     def __init__(self, server: ApiServer) -> None:
         self._server = server
@@ -42,11 +42,12 @@ class StepChecks:
         ranks: dict[str, str],
         went_well: bool,
     ) -> None:
-        """Check one step.
+        """Check one step of the operator.
 
         Args:
-            before, after: the members before and after the step.
-            ranks: uids of the ranks before the step, by name.
+            before, after: the member pods before and after the step.
+            ranks: name -> uid of the ranks before the step.
+            went_well: whether the step succeeded without any disturbance.
         """
         service = client.seen_service
         self._nothing_is_done_twice(client, {**before, **after})
@@ -146,7 +147,7 @@ class StepChecks:
         self._departed += [seen[m.name] for m in taken]
 
     def _no_member_leaves_without_need(self) -> None:
-        """Check that no serving member of the newest revision leaves, unless the size shrinks."""
+        """Check that serving members of the newest revision leave only if the size shrinks."""
         services = self._server.list(f"{names.PLURAL}.{names.GROUP}")
         for role in names.MEMBER_ROLES:
             reported = (services[0].get("status") or {}).get(role) or {} if services else {}
@@ -191,7 +192,7 @@ class StepChecks:
 def _size(role: names.MemberRole, spec: Spec, service: Object) -> int:
     """Return the desired size of a group.
 
-    A group that is removed by an edit during a pause keeps the size in the status.
+    If an edit during a pause removes the group, the size is the desired size in the status.
     """
     group = spec.prefill if role == "prefill" else spec.decode
     if group is None and spec.paused:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedSession:
-    """The part of aiohttp's session that kopf uses.
+    """A fake aiohttp session with the methods that kopf uses.
 
     Args:
         middlewares: middlewares of an aiohttp client, the outermost first.

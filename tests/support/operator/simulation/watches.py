@@ -22,7 +22,7 @@ BOOKMARK_S = 60.0
 
 @dataclass(eq=False)
 class Wire:
-    """The consecutive watches of one kind. They survive a restart of the operator."""
+    """The events of one kind, and how watches receive them. Restarts of the operator keep both."""
 
     events: list[Event] = field(default_factory=list)
     #: History of the API server.
@@ -51,7 +51,7 @@ class Wire:
         self._stirred.set()
 
     def breaks(self, *, forgets: bool) -> None:
-        """Drop the history, so that a list is needed."""
+        """Break the watch. With `forgets`, also drop the history, so that a list is needed."""
         self._cut = True
         self.forgotten = self.version if forgets else self.forgotten
         self._stirred.set()
@@ -73,7 +73,7 @@ class Wire:
         """Return the items and the version of a list from the watch cache.
 
         The cache's version is that of the last event of this kind, as in a kube-apiserver without
-        progress notifications. Events of other kinds do not move it.
+        progress notifications. Events of other kinds do not change this version.
         """
         newest = self.events[-1].version if self.events else self.version
         version = self.shown if self.is_behind else newest
@@ -89,7 +89,11 @@ class Wire:
     async def watch(
         self, matches: Matches, since: int, *, timeout_s: float
     ) -> AsyncGenerator[Object]:
-        """Yield the events after `since`. Raise ConnectionError if the watch breaks."""
+        """Yield the watch events after the version `since`.
+
+        Raises:
+            ConnectionError: the watch breaks.
+        """
         if since < self.forgotten:
             yield {
                 "type": "ERROR",
@@ -129,7 +133,7 @@ class Wire:
                 yield {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}
 
     def _shown(self, event: Event, matches: Matches) -> list[Object]:
-        """Return the event as a watch with a selector sees it."""
+        """Return the watch events for `event` in a watch with the selector `matches`."""
         was = event.previous is not None and matches(event.previous)
         is_there = event.type != "DELETED" and matches(event.object)
         type_ = {(False, True): "ADDED", (True, True): "MODIFIED", (True, False): "DELETED"}.get(
