@@ -86,7 +86,7 @@ class EventRecorder:
             self._queue.put_nowait(event)
         except asyncio.QueueFull:
             logger.warning(
-                "Event %s of %s is lost, because too many Events wait to be written: %s",
+                "Event %s of %s is dropped, because too many Events wait to be written: %s",
                 reason,
                 metadata["name"],
                 message,

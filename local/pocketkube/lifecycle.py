@@ -43,7 +43,7 @@ def die_with_parent() -> None:
     parent = os.getppid()
     set_parent_death_signal(signal.SIGTERM)
     if os.getppid() != parent:
-        sys.exit(f"parent process {parent} is gone; not starting without it")
+        sys.exit(f"the parent process {parent} has ended, so this process ends")
 
 
 def run_until_terminated(

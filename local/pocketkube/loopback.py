@@ -63,8 +63,8 @@ class LoopbackAddresses:
         self._added.add(address)
         self._save()
         error = _ip("add", address)
-        # A killed process that recorded the address in another file left it. This process takes
-        # the address over.
+        # The address exists already. A killed process recorded it in another file. This process
+        # takes the address over.
         there = "File exists" in error or "already assigned" in error
         if error and not there:
             self._added.discard(address)

@@ -3,7 +3,7 @@
 The reference runs once over the prompt and the generated tokens (teacher forcing). Each generated
 token is therefore compared with the reference's choice *after the same tokens*. A near-tie is a
 different token whose logit is within 1e-4 of the best logit. Only near-ties are accepted, for at
-most 0.1 % of the tokens, and each near-tie is printed.
+most 0.1 % of the tokens. Each near-tie is reported as a warning.
 
 A mixture of experts has a second kind of near-tie. The router logits of the last chosen expert and
 the first rejected expert may differ by less than rounding, so that either expert may be chosen. All

@@ -159,11 +159,11 @@ class PodVolumes:
             above = next(
                 (other for other in mounted if other in path.parents or other == path), None
             )
-            # Mounts are links. A mount inside another one is a link in that folder.
+            # Mounts are links. A mount inside another mount is a link in the folder of the volume.
             if above is not None and (above == path or mounted[above] not in own):
                 raise MountError(
                     f"mountPath {path} lies inside mountPath {above}, "
-                    "which is not a volume of the pod's own"
+                    "which is not a volume that belongs to the pod alone"
                 )
             mounted[path] = mount["name"]
             link = in_root(root, path)

@@ -139,7 +139,7 @@ class Node:
             }
             for kind, reason in pressures.items()
         ]
-        running = "the kubelet of processes is running"
+        running = "the kubelet is running"
         return [
             *conditions,
             {

@@ -97,7 +97,7 @@ def inherited_state(previous: Object, restart_policy: str, *, init: bool = False
         result.last = Terminated(
             137,
             "ContainerStatusUnknown",
-            "the kubelet that ran this container ended, and the container with it",
+            "the container ended together with the kubelet that ran it",
             started_at=parse_time(running.get("startedAt")),
             container_id=result.container_id,
         )
@@ -183,7 +183,7 @@ def _conditions(runtime: PodRuntime, phase: str, previous: Object, now: datetime
     elif unready or incomplete:
         text = f"containers with unready status: [{' '.join(unready)}]"
         ready = (False, "ContainersNotReady", text)
-    # (is it True, reason, message)
+    # Condition type -> (whether the condition is True, reason, message).
     verdicts = {
         "PodScheduled": (True, "", ""),
         "Initialized": initialized,

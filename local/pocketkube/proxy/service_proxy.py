@@ -83,7 +83,7 @@ class ServiceProxy:
                 if (port.get("protocol") or "TCP") == "TCP":
                     wanted[(address, port["port"])] = key
                 else:
-                    message = f"port {port['port']}/{port['protocol']} is not proxied; only TCP is"
+                    message = f"port {port['port']}/{port['protocol']} is not proxied; use TCP"
                     self._events.record(service, "Service", "UnsupportedProtocol", message)
         for endpoint in self._listeners.keys() - wanted.keys():
             # Open connections continue until one side ends them.
@@ -119,7 +119,7 @@ class ServiceProxy:
                 accept, address, port, backlog=1024
             )
             if port != endpoint[1]:
-                message = f"{address}:{endpoint[1]} needs root here; it is served on port {port}"
+                message = f"only root can use {address}:{endpoint[1]}; use port {port} instead"
                 self._events.record(service, "Service", "PortMoved", message)
         except OSError as error:
             message = f"cannot listen on {endpoint[0]}:{endpoint[1]}: {error}"

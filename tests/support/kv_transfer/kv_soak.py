@@ -183,7 +183,7 @@ class Soak:
                 return
 
     def _pick(self) -> tuple[tuple[_Process, EngineSpec], tuple[_Process, EngineSpec]] | None:
-        """Return a random producer and a consumer of the same transport; None while none runs."""
+        """Return a random producer and a consumer with one transport; None if none are running."""
         transport = self._rng.choice(self._transports)
         engines = [(process, spec) for process in self._processes for spec in process.specs]
         engines = [

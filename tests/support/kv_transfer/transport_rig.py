@@ -81,7 +81,7 @@ class TransportHere:
 
 
 def move_rows_of_all_sizes(one: TransportHere, owner: TransportHere, op: str) -> int:
-    """Transfer rows of many sizes, and check that only their bytes move. Return how many do."""
+    """Check that a transfer moves exactly the bytes of its rows. Return the number of bytes."""
     one.words[:] = -1 - one.words
     runs = [
         (0, 300_001),

@@ -25,7 +25,10 @@ ASSETS = (
 
 
 def require_control_plane(kind: str) -> None:
-    """Skip the test if kubectl or the control plane's binaries are missing. Fail it in CI."""
+    """Skip the test if kubectl or the control plane's binaries are missing.
+
+    The test fails instead if `BATON_REQUIRE_REAL_CONTROL_PLANE` is 1.
+    """
     missing = ""
     if shutil.which("kubectl") is None:
         missing = "no kubectl on this machine: install 1.32 or newer"

@@ -174,7 +174,7 @@ class Registry:
                 f"accepted media types include: {', '.join(accepted)}"
             )
         if not isinstance(result, dict) or not isinstance(result.get("metadata"), dict):
-            raise errors.bad_request("the patched document is no object with metadata")
+            raise errors.bad_request("the patched document is not an object with metadata")
         return result
 
     def _apply(self, info: RequestInfo, body: Any, options: WriteOptions) -> Object:

@@ -297,7 +297,7 @@ def _page(objects: Sequence[Object], query: Any, version: str) -> tuple[list[Obj
     try:
         limit = int(query.get("limit") or 0)
     except ValueError as error:
-        raise errors.bad_request(f"limit: {query['limit']!r} is no number") from error
+        raise errors.bad_request(f"limit: {query['limit']!r} is not a number") from error
     rest = list(objects)
     if token := query.get("continue"):
         try:

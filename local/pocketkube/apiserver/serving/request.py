@@ -177,8 +177,8 @@ def parse_body(raw: bytes, content_type: str) -> Any:
         return json.loads(raw)
     except ValueError as error:
         if "yaml" not in content_type:
-            raise errors.bad_request(f"the request's body is no JSON: {error}") from error
+            raise errors.bad_request(f"the request's body is not JSON: {error}") from error
     try:
         return yaml.load(raw, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise errors.bad_request(f"the request's body is no YAML: {error}") from error
+        raise errors.bad_request(f"the request's body is not YAML: {error}") from error

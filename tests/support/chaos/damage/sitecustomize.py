@@ -1,4 +1,4 @@
-"""Corrupt the blocks that an engine receives before their verification, as a faulty network would.
+"""Corrupt received blocks before an engine verifies them, as a faulty network would.
 
 Blocks are corrupted while the file `$BATON_TEST_DAMAGE/$POD_IP` exists. If it contains "once", only
 the blocks of the next verification are corrupted.

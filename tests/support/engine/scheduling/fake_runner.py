@@ -119,7 +119,7 @@ class FakeRunner:
         return output
 
     def fail_to_run(self, step: SchedulerOutput) -> None:
-        """Apply a step whose forward pass fails: the KV of its tokens is left half-written."""
+        """Apply a step whose forward pass fails. The KV of the step's tokens becomes invalid."""
         for request_id, start in self._begin(step).items():
             sequence = self.sequences[request_id]
             for position in range(start, start + step.num_scheduled_tokens[request_id]):

@@ -19,7 +19,7 @@ MEMBER_NAME = re.compile(r"-(prefill|decode)-(0|[1-9][0-9]*)$")
 
 
 class Nodes:
-    """Simulates the nodes. Each call makes one change to one pod."""
+    """Simulates the nodes. Each call of `kubelet()` makes one change to one pod."""
 
     def __init__(self, server: ApiServer) -> None:
         self.server = server
