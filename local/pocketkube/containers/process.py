@@ -136,7 +136,7 @@ class Guard:
 
 
 class Process:
-    """The processes of a container: a command and its descendants. `start()` creates one."""
+    """The processes of a container: a command and its descendants. Create it with `start()`."""
 
     def __init__(
         self, popen: subprocess.Popen[bytes], guard: Guard, marker: str, log: ContainerLog

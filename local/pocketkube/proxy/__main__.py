@@ -26,7 +26,7 @@ def main() -> None:
         "--ingress-port",
         type=parse_port,
         default=0,
-        help="0 lets the system choose; the log says which",
+        help="0 lets the system choose a port, which the log shows",
     )
     args = parser.parse_args()
     die_with_parent()
