@@ -21,6 +21,8 @@ ENGINE_PORT = 5557
 KV_PORT = 5558
 ENGINE_HTTP_PORT = 8000
 GATEWAY_PORT = 8080
+#: Types to which weights can be rounded.
+QUANTIZATIONS = ("int8", "int4")
 
 _PORT = Bound("be in [0, 65535]", lambda value: 0 <= value < 65536)
 _QUALIFIED_NAME = Bound("be a qualified name, package.module.Class", lambda value: "." in value)
@@ -50,12 +52,15 @@ class ModelConfig(_Config, frozen=True):
     ] = ""
     #: auto is the checkpoint's dtype, or float32 on a CPU without native products in that dtype.
     dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
-    #: int8 rounds weights to eight bits, with a scale per output. None does not quantize weights.
+    #: Of QUANTIZATIONS. None does not quantize weights.
     quantization: Annotated[
         str | None,
         Option(
-            "int8: weights in eight bits, on a CPU",
-            Bound("be int8 or not given", lambda value: value == "int8"),
+            "on a CPU: int8, a scale per output; int4, a scale per 32 inputs of an output",
+            Bound(
+                f"be {' or '.join(QUANTIZATIONS)}, or not given",
+                lambda value: value in QUANTIZATIONS,
+            ),
         ),
     ] = None
     #: None is the model's own maximum.

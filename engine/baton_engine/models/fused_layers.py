@@ -1,11 +1,14 @@
-"""Joins the layers of a dense model with packed or int8 weights into one compiled operation."""
+"""Joins the layers of a dense model into one compiled operation.
+
+Their weights must be packed or quantized.
+"""
 
 from __future__ import annotations
 
 from baton_engine.models.layers import CausalLM, DecoderLayer, GatedMLP
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear
 from baton_kernels.decoder_layers import DecoderLayers, LayerWeights, Projection
-from baton_kernels.linear import Int8Weight, PackedWeight
+from baton_kernels.linear import PackedWeight, QuantizedWeight
 
 
 def fuse_layers(model: CausalLM) -> DecoderLayers | None:
@@ -48,6 +51,6 @@ def _weights_of(layer: DecoderLayer) -> LayerWeights | None:
 def _compiled(layer: ColumnParallelLinear | RowParallelLinear) -> Projection | None:
     """Return the layer's weight and bias, or None if the C++ operations cannot read the weight."""
     weight: object = layer.weight
-    if isinstance(weight, PackedWeight | Int8Weight) and weight.is_compiled:
+    if isinstance(weight, PackedWeight | QuantizedWeight) and weight.is_compiled:
         return Projection(weight, layer.bias)
     return None

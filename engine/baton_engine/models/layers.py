@@ -36,7 +36,7 @@ from baton_engine.models.sharding import (
 from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.decoder_layers import DecoderLayers
-from baton_kernels.linear import Int8Weight, PackedWeight, linear
+from baton_kernels.linear import PackedWeight, QuantizedWeight, linear
 from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotate_qk
 
@@ -73,7 +73,7 @@ class VocabParallelEmbedding(nn.Module):
         self.group = group
         self.weight = parameter(num_rows, hidden_size)
         #: Packed or quantized copy of the weight for `logits`. `forward` cannot read such a copy.
-        self.packed_weight: PackedWeight | Int8Weight | None = None
+        self.packed_weight: PackedWeight | QuantizedWeight | None = None
 
     def forward(self, input_ids: Tensor) -> Tensor:
         if self.group.size == 1:

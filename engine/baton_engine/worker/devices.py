@@ -8,6 +8,7 @@ import torch
 
 from baton_engine.models.errors import ConfigurationError
 from baton_kernels.linear import native_instructions
+from baton_protocol.config import QUANTIZATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +70,16 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
     """
     if quantization is None:
         return
-    if quantization != "int8":
+    if quantization not in QUANTIZATIONS:
         raise ConfigurationError(
-            "InvalidConfig", f"quantization must be int8 or not given, got {quantization!r}"
+            "InvalidConfig",
+            f"quantization must be {' or '.join(QUANTIZATIONS)}, or not given, "
+            f"got {quantization!r}",
         )
     if device.type != "cpu":
         raise ConfigurationError(
             "InvalidConfig",
-            f"quantization int8 is for CPUs, but the model runs on {device.type}; leave "
+            f"quantization {quantization} is for CPUs, but the model runs on {device.type}; leave "
             "quantization out, or set device to cpu",
         )
 

@@ -487,8 +487,8 @@ class ModelRunner:
         plan = plan_compilation(
             self.config, self.model_config, self.max_model_len, has_graphs=backend is not None
         )
-        if self.config.model.quantization is not None:
-            quantize_weights(self._model)
+        if (quantization := self.config.model.quantization) is not None:
+            quantize_weights(self._model, quantization)
         elif plan.mode == "none":  # a packed weight cannot be traced
             pack_weights(self._model)
         if plan.mode == "none":  # the operation cannot be cut at attention

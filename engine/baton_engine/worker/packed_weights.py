@@ -6,6 +6,7 @@ The formats are in `baton_kernels.linear`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.projections import ColumnParallelLinear, Linear, RowParallelLinear
 from baton_engine.models.sparse_moe import SparseMoE
-from baton_kernels.linear import Int8Weight, PackedWeight, packing
+from baton_kernels.linear import PackedWeight, QuantizedWeight, packing
 
-Prepare = Callable[[Tensor], PackedWeight | Int8Weight]
+Prepare = Callable[[Tensor], PackedWeight | QuantizedWeight]
 
 
 @torch.no_grad()
@@ -29,21 +30,26 @@ def pack_weights(model: CausalLM) -> None:
     """
     parameter = next(model.parameters())
     if packing(parameter.dtype, parameter.device) is not None:
-        _replace_weights(model, PackedWeight, routers=True)
+        _replace_weights(model, PackedWeight, routers=True, prepare_head=PackedWeight)
 
 
 @torch.no_grad()
-def quantize_weights(model: CausalLM) -> None:
-    """Round the weights of all matrix products of a model to eight bits, in place.
+def quantize_weights(model: CausalLM, quantization: str) -> None:
+    """Round the weights of all matrix products of a model to int8 or int4, in place.
 
+    The output layer has int8 weights in both cases: its errors change the tokens directly.
     Embeddings, norms and routers of sparse layers keep their dtype. Routers are small, and another
     choice of experts would change the output more than rounded weights do. Plain weights are freed
     as in `pack_weights`.
     """
-    _replace_weights(model, Int8Weight, routers=False)
+    to_int8, to_int4 = partial(QuantizedWeight, bits=8), partial(QuantizedWeight, bits=4)
+    prepare = to_int8 if quantization == "int8" else to_int4
+    _replace_weights(model, prepare, routers=False, prepare_head=to_int8)
 
 
-def _replace_weights(model: CausalLM, prepare: Prepare, *, routers: bool) -> None:
+def _replace_weights(
+    model: CausalLM, prepare: Prepare, *, routers: bool, prepare_head: Prepare
+) -> None:
     kept = set() if routers else set(_routers(model))
     for module in model.modules():
         if isinstance(module, (Linear, ColumnParallelLinear, RowParallelLinear)):
@@ -55,9 +61,9 @@ def _replace_weights(model: CausalLM, prepare: Prepare, *, routers: bool) -> Non
     if head is None:
         return
     if head is model.embed_tokens and model.parallel.is_first_stage:
-        head.packed_weight = prepare(head.weight)
+        head.packed_weight = prepare_head(head.weight)
     else:
-        _replace(head, "weight", prepare)
+        _replace(head, "weight", prepare_head)
 
 
 def _routers(model: CausalLM) -> Iterator[nn.Module]:

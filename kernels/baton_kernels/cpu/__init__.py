@@ -41,8 +41,8 @@ class Ops:
     paged_attention: Op
     pack_weight: Op
     linear: Op
-    pack_int8: Op
-    int8_linear: Op
+    pack_quantized: Op
+    quantized_linear: Op
     decoder_layers: Op
     draw_tokens: Op
     sum_runs: Op
@@ -140,9 +140,11 @@ def _register_fakes() -> None:
     def _(x: Tensor, panels: Tensor, out_features: int, bias: Tensor | None) -> Tensor:
         return x.new_empty((*x.shape[:-1], out_features))
 
-    @fake("int8_linear")
-    def _(x: Tensor, panels: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        return x.new_empty((*x.shape[:-1], len(scales)))
+    @fake("quantized_linear")
+    def _(
+        x: Tensor, panels: Tensor, scales: Tensor, out_features: int, bias: Tensor | None
+    ) -> Tensor:
+        return x.new_empty((*x.shape[:-1], out_features))
 
     @fake("draw_tokens")
     def _(logits: Tensor, *parameters: object) -> Tensor:

@@ -18,13 +18,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from baton_kernels import cpu
-from baton_kernels.linear import Int8Weight, PackedWeight
+from baton_kernels.linear import PackedWeight, QuantizedWeight
 
 
 class Projection(NamedTuple):
     """A linear layer whose weight is packed for the C++ operations."""
 
-    weight: PackedWeight | Int8Weight
+    weight: PackedWeight | QuantizedWeight
     bias: Tensor | None
 
 
@@ -48,8 +48,9 @@ class LayerWeights:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Projection):
-                scales = value.weight.scales if isinstance(value.weight, Int8Weight) else None
-                tensors += [value.weight.data, scales, value.bias]
+                weight = value.weight
+                scales = weight.scales if isinstance(weight, QuantizedWeight) else None
+                tensors += [weight.data, scales, value.bias]
             elif field.name != "window":
                 tensors.append(value)
         return tensors

@@ -1,11 +1,11 @@
 """Linear layers: y = x W^T + b, summed in float32.
 
-On a CPU a weight may be packed or quantized to int8. For plain float32 weights, torch calls MKL,
+On a CPU a weight may be packed or quantized. For plain float32 weights, torch calls MKL,
 which takes slower paths on processors that are not Intel's. The engine's benchmark prints the rates
 of plain and of packed weights.
 
     packed      weights reordered for a faster product
-    int8        weights in int8 with a scale per output
+    quantized   weights in int8 or int4
 """
 
 from __future__ import annotations
@@ -13,17 +13,24 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import functional
 
-from baton_kernels.linear.int8 import Int8Weight, int8_linear
 from baton_kernels.linear.packed import (
     PackedWeight,
     native_instructions,
     packed_linear,
     packing,
 )
+from baton_kernels.linear.quantized import QuantizedWeight, quantized_linear
 
-__all__ = ["Int8Weight", "PackedWeight", "Weight", "linear", "native_instructions", "packing"]
+__all__ = [
+    "PackedWeight",
+    "QuantizedWeight",
+    "Weight",
+    "linear",
+    "native_instructions",
+    "packing",
+]
 
-Weight = Tensor | PackedWeight | Int8Weight
+Weight = Tensor | PackedWeight | QuantizedWeight
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
@@ -31,7 +38,8 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: tensor of shape [..., in_features].
-        weight: plain, packed or int8; plain weights have the shape [out_features, in_features].
+        weight: plain, packed or quantized. A plain weight has the shape [out_features,
+            in_features].
         bias: tensor of shape [out_features].
 
     Returns:
@@ -39,6 +47,6 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """
     if isinstance(weight, PackedWeight):
         return packed_linear(x, weight, bias)
-    if isinstance(weight, Int8Weight):
-        return int8_linear(x, weight, bias)
+    if isinstance(weight, QuantizedWeight):
+        return quantized_linear(x, weight, bias)
     return functional.linear(x, weight, bias)

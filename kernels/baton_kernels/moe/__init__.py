@@ -55,7 +55,7 @@ def run_experts(
     Args:
         x: tensor of shape [num_tokens, hidden].
         gate_up: gate rows, then up rows of each expert: [num_experts, 2 * intermediate, hidden]. On
-            a CPU, also a sequence with one packed or int8 weight per expert; see `linear`.
+            a CPU, also a sequence with one packed or quantized weight per expert; see `linear`.
         down: tensor of shape [num_experts, hidden, intermediate]. On a CPU, also a sequence.
         weights: routing weights of shape [num_tokens, top_k].
         expert_ids: int64 of shape [num_tokens, top_k].

@@ -29,7 +29,7 @@ def run_experts_reference(
 ) -> Tensor:
     """Implement `baton_kernels.moe.run_experts` in torch, one expert after the other.
 
-    Weights must be plain tensors, not packed or int8.
+    Weights must be plain tensors, not packed or quantized.
     """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, (gate_up_rows, down_rows) in enumerate(zip(gate_up, down, strict=True)):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.linear import Weight, linear
 
-#: A matrix per expert: stacked in one tensor, or a sequence of plain, packed or int8 matrices.
+#: A matrix per expert: stacked in one tensor, or a sequence of plain, packed or quantized matrices.
 ExpertWeights = Tensor | Sequence[Weight] | nn.ModuleList
 
 

@@ -57,9 +57,9 @@ class Model(ApiStruct, frozen=True):
     #: native multiplication in it. Engines with different types cannot exchange KV blocks. So set
     #: it if the pods run on different machines.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    #: int8: weights are rounded to 8 bits. Only engines on CPUs support it. Unset: weights keep
-    #: their type.
-    quantization: Literal["int8"] | None = None
+    #: Type to which weights are rounded: int8, with a scale per output, or int4, with a scale per
+    #: 32 inputs of an output. Only engines on CPUs support it. Unset: weights keep their type.
+    quantization: Literal["int8", "int4"] | None = None
     #: Maximum number of tokens of a sequence, prompt included. Unset: the model's own maximum.
     max_model_len: Tokens | None = None
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.loader import read_ahead, read_slices, read_tensor_index
 from baton_engine.models.sparse_moe import SparseMoE
-from baton_kernels.linear import Int8Weight, PackedWeight, Weight, packing
+from baton_kernels.linear import PackedWeight, QuantizedWeight, Weight, packing
+from baton_kernels.linear.quantized import Bits
 from baton_kernels.moe import ExpertWeights
 
 
@@ -38,20 +39,24 @@ class ExpertForm(enum.Enum):
     PLAIN = enum.auto()
     PACKED = enum.auto()
     INT8 = enum.auto()
+    INT4 = enum.auto()
+
+
+_BITS: dict[ExpertForm, Bits] = {ExpertForm.INT8: 8, ExpertForm.INT4: 4}
 
 
 def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.device) -> ExpertForm:
     """Return the storage format of experts: the same as `packed_weights` uses for other weights."""
     if quantization is not None:
-        return ExpertForm.INT8
+        return ExpertForm[quantization.upper()]
     return ExpertForm.PLAIN if packing(dtype, device) is None else ExpertForm.PACKED
 
 
 class ExpertStore:
     """Creates experts of one model from its checkpoint, or from another rank's messages.
 
-    Messages carry dense or int8 weights in host memory. Packed weights are unpacked before they are
-    sent, without loss. All methods can be called from any thread.
+    Messages carry dense or quantized weights in host memory. Packed weights are unpacked before
+    they are sent, without loss. All methods can be called from any thread.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class ExpertStore:
         return Expert(self._prepare(gate_up), self._prepare(down))
 
     def to_parts(self, expert: Expert) -> list[Tensor]:
-        """Return the tensors to send to another rank for an expert: dense or int8, on the host."""
+        """Return the tensors to send to another rank for an expert, in host memory."""
         return [part for weight in expert for part in _parts_of(weight)]
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:
@@ -104,22 +109,15 @@ class ExpertStore:
             weight.shape
             for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))
         ]
-        if self._form is not ExpertForm.INT8:
+        if (bits := _BITS.get(self._form)) is None:
             return [torch.empty(shape, dtype=self._dtype) for shape in shapes]
-        return [
-            part
-            for shape in shapes
-            for part in (
-                torch.empty(shape, dtype=torch.int8),
-                torch.empty(shape[0], dtype=torch.float32),
-            )
-        ]
+        return [part for shape in shapes for part in QuantizedWeight.new_parts(shape, bits)]
 
     def from_parts(self, parts: list[Tensor]) -> Expert:
         """Build an expert from tensors that `to_parts` has returned on another rank."""
-        if self._form is ExpertForm.INT8:
+        if self._form in _BITS:
             values_and_scales = zip(parts[::2], parts[1::2], strict=True)
-            return Expert(*(Int8Weight.from_parts(*parts) for parts in values_and_scales))
+            return Expert(*(QuantizedWeight.from_parts(*parts) for parts in values_and_scales))
         return Expert(*(self._prepare(part.to(self.device)) for part in parts))
 
     def _prepare(self, weight: Tensor) -> Weight:
@@ -128,8 +126,8 @@ class ExpertStore:
                 return weight
             case ExpertForm.PACKED:
                 return PackedWeight(weight)
-            case ExpertForm.INT8:
-                return Int8Weight(weight)
+            case form:
+                return QuantizedWeight(weight, _BITS[form])
 
 
 def stack_experts(
@@ -147,6 +145,6 @@ def stack_experts(
 
 
 def _parts_of(weight: Weight) -> list[Tensor]:
-    if isinstance(weight, Int8Weight):
+    if isinstance(weight, QuantizedWeight):
         return list(weight.parts())
     return [weight.unpack() if isinstance(weight, PackedWeight) else weight.cpu().contiguous()]

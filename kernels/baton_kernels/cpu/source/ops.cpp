@@ -12,8 +12,8 @@
 #include "attention.h"
 #include "block_checksum.h"
 #include "elementwise.h"
-#include "int8_linear.h"
 #include "linear.h"
+#include "quantized_linear.h"
 #include "sampling.h"
 
 // Calls a lambda with scalar_t as `type`, which is one of DTYPES in ../__init__.py.
@@ -274,48 +274,77 @@ Tensor pack_weight_op(const Tensor& weight_) {
     return panels;
 }
 
-Tensor pack_int8_op(const Tensor& values_) {
+// Number of packed steps of a quantized weight.
+template <typename Format>
+int64_t quantized_steps(int64_t in_features) {
+    return (in_features + GROUP - 1) / GROUP * GROUP_BYTES<Format> / INT8_STEP;
+}
+
+template <typename Format>
+Tensor pack_quantized_as(const Tensor& values) {
+    const int64_t out_features = values.size(0), in_features = values.size(1);
+    const auto dtype = Format::OFFSET > 0 ? at::kByte : at::kChar;
+    Tensor panels = at::empty(
+        {(out_features + PANEL - 1) / PANEL, quantized_steps<Format>(in_features), PANEL, INT8_STEP},
+        values.options().dtype(dtype)
+    );
+    use_huge_pages(panels.mutable_data_ptr(), panels.nbytes());
+    pack_quantized<Format>(
+        static_cast<uint8_t*>(panels.mutable_data_ptr()), {values.const_data_ptr<int8_t>(), in_features}, in_features,
+        out_features
+    );
+    return panels;
+}
+
+Tensor pack_quantized_op(const Tensor& values_, int64_t bits) {
     const Tensor values = values_.contiguous();
     TORCH_CHECK(
         values.dim() == 2 && values.scalar_type() == at::kChar,
         "values must be int8 of shape [out_features, in_features]"
     );
-    const int64_t out_features = values.size(0), in_features = values.size(1);
-    const int64_t steps = (in_features + GROUP - 1) / GROUP * GROUP / INT8_STEP;
-    const auto dtype = std::is_same_v<Packed, uint8_t> ? at::kByte : at::kChar;
-    Tensor panels =
-        at::empty({(out_features + PANEL - 1) / PANEL, steps, PANEL, INT8_STEP}, values.options().dtype(dtype));
-    use_huge_pages(panels.mutable_data_ptr(), panels.nbytes());
-    pack_int8(
-        panels.mutable_data_ptr<Packed>(), {values.const_data_ptr<int8_t>(), in_features}, in_features, out_features
-    );
-    return panels;
+    TORCH_CHECK(bits == 8 || bits == 4, "values have 8 or 4 bits, not ", bits);
+    return bits == 8 ? pack_quantized_as<Int8>(values) : pack_quantized_as<Int4>(values);
 }
 
-Tensor int8_linear_op(
-    const Tensor& x_, const Tensor& panels, const Tensor& scales, const std::optional<Tensor>& bias
+template <typename Format>
+Tensor quantized_linear_as(
+    const Tensor& x, const Tensor& panels, const Tensor& scales, int64_t out_features,
+    const std::optional<Tensor>& bias
 ) {
-    const Tensor x = x_.contiguous();
-    TORCH_CHECK(x.dim() > 0, "x must have the shape [..., in_features]");
-    const int64_t in_features = x.size(-1), out_features = scales.numel();
+    const int64_t in_features = x.size(-1), num_panels = (out_features + PANEL - 1) / PANEL;
     TORCH_CHECK(
-        panels.dim() == 4 && panels.size(0) == (out_features + PANEL - 1) / PANEL &&
-            panels.size(1) * INT8_STEP == (in_features + GROUP - 1) / GROUP * GROUP && panels.size(2) == PANEL &&
-            panels.size(3) == INT8_STEP && panels.is_contiguous(),
+        panels.dim() == 4 && panels.size(0) == num_panels && panels.size(1) == quantized_steps<Format>(in_features) &&
+            panels.size(2) == PANEL && panels.size(3) == INT8_STEP && panels.is_contiguous(),
         "packed values of shape ", panels.sizes(), " do not have ", out_features, " outputs of ", in_features,
         " inputs"
     );
-    TORCH_CHECK(scales.scalar_type() == at::kFloat && scales.is_contiguous(), "scales must be float32");
+    const int64_t groups = (in_features + GROUP - 1) / GROUP;
+    TORCH_CHECK(
+        scales.numel() == (Format::HAS_GROUP_SCALES ? num_panels * groups * PANEL : out_features) &&
+            scales.scalar_type() == c10::CppTypeToScalarType<typename Format::Scale>::value && scales.is_contiguous(),
+        "scales of shape ", scales.sizes(), " and dtype ", scales.scalar_type(), " do not fit the values"
+    );
     Tensor y = empty_outputs(x, out_features, bias);
-    DISPATCH(x.scalar_type(), "int8_linear", [&] {
-        int8_linear<scalar_t>(
+    DISPATCH(x.scalar_type(), "quantized_linear", [&] {
+        quantized_linear<Format, scalar_t>(
             {y.mutable_data_ptr<scalar_t>(), out_features}, {x.const_data_ptr<scalar_t>(), in_features},
-            out_features == 0 ? 0 : y.numel() / out_features, panels.const_data_ptr<Packed>(),
-            scales.const_data_ptr<float>(), bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr,
-            in_features, out_features
+            out_features == 0 ? 0 : y.numel() / out_features, static_cast<const uint8_t*>(panels.const_data_ptr()),
+            scales.const_data_ptr<typename Format::Scale>(),
+            bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr, in_features, out_features
         );
     });
     return y;
+}
+
+// The shape of the scales tells the format: [out_features], or [panels, groups, PANEL].
+Tensor quantized_linear_op(
+    const Tensor& x_, const Tensor& panels, const Tensor& scales, int64_t out_features,
+    const std::optional<Tensor>& bias
+) {
+    const Tensor x = x_.contiguous();
+    TORCH_CHECK(x.dim() > 0, "x must have the shape [..., in_features]");
+    return scales.dim() == 1 ? quantized_linear_as<Int8>(x, panels, scales, out_features, bias)
+                             : quantized_linear_as<Int4>(x, panels, scales, out_features, bias);
 }
 
 Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, const std::optional<Tensor>& bias) {
@@ -341,7 +370,7 @@ Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, c
 }
 
 // Entries of a layer in the list of weights. A projection has three entries: the packed weight, the
-// scales (int8 only) and the bias. Biases and the norms of heads may be missing.
+// scales (quantized weights only) and the bias. Biases and the norms of heads may be missing.
 enum LayerWeight : int64_t {
     INPUT_NORM = 0, QKV = 1, Q_NORM = 4, K_NORM = 5, O = 6, MLP_NORM = 9, GATE_UP = 10, DOWN = 13, NUM_WEIGHTS = 16
 };
@@ -379,7 +408,7 @@ std::tuple<Tensor, Tensor> decoder_layers_op(
         const auto project = [&](const Tensor& input, LayerWeight which, int64_t out_features) {
             const int64_t entry = layer * NUM_WEIGHTS + which;
             const std::optional<Tensor> scales = weights.get(entry + 1), bias = weights.get(entry + 2);
-            return scales.has_value() ? CALL(int8_linear, input, weight(which), *scales, bias)
+            return scales.has_value() ? CALL(quantized_linear, input, weight(which), *scales, out_features, bias)
                                       : CALL(linear, input, weight(which), out_features, bias);
         };
         if (residual.defined()) {
@@ -452,8 +481,10 @@ TORCH_LIBRARY(baton_cpu, library) {
     );
     library.def("pack_weight(Tensor weight) -> Tensor");
     library.def("linear(Tensor x, Tensor panels, int out_features, Tensor? bias) -> Tensor");
-    library.def("pack_int8(Tensor values) -> Tensor");
-    library.def("int8_linear(Tensor x, Tensor panels, Tensor scales, Tensor? bias) -> Tensor");
+    library.def("pack_quantized(Tensor values, int bits) -> Tensor");
+    library.def(
+        "quantized_linear(Tensor x, Tensor panels, Tensor scales, int out_features, Tensor? bias) -> Tensor"
+    );
     library.def(
         "decoder_layers(Tensor hidden, Tensor?[] weights, Tensor cos, Tensor sin, Tensor(a!) kv_cache, "
         "Tensor slot_mapping, Tensor block_tables, Tensor cu_seqlens_q, Tensor seq_lens, int num_heads, "
@@ -473,8 +504,8 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("paged_attention", baton::paged_attention_op);
     library.impl("pack_weight", baton::pack_weight_op);
     library.impl("linear", baton::linear_op);
-    library.impl("pack_int8", baton::pack_int8_op);
-    library.impl("int8_linear", baton::int8_linear_op);
+    library.impl("pack_quantized", baton::pack_quantized_op);
+    library.impl("quantized_linear", baton::quantized_linear_op);
     library.impl("decoder_layers", baton::decoder_layers_op);
     library.impl("draw_tokens", baton::draw_tokens_op);
 }

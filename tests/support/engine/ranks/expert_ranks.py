@@ -102,8 +102,8 @@ class ThreadRank:
         self.model = load_model(path, config, torch.float32, CPU, parallel, expert_parallel=True)
         if form is ExpertForm.PACKED:
             pack_weights(self.model)
-        elif form is ExpertForm.INT8:
-            quantize_weights(self.model)
+        elif form is not ExpertForm.PLAIN:
+            quantize_weights(self.model, form.name.lower())
         self.store = ExpertStore(path, self.model, torch.float32, CPU, form)
         #: Tests replace it.
         self.join = network.join

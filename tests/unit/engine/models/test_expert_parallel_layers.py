@@ -26,6 +26,7 @@ from baton_engine.worker.experts.expert_weights import ExpertForm
 from baton_engine.worker.packed_weights import quantize_weights
 from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.moe.reference import run_experts_reference
+from baton_protocol.config import QUANTIZATIONS
 from support.engine.model_cases import CPU, load, run_model, run_threads
 from support.engine.ranks.expert_ranks import (
     ThreadNetwork,
@@ -235,20 +236,20 @@ def test_logits_equal_those_of_one_rank(
             torch.testing.assert_close(logits, run_model(alone, own, chunk), atol=TOLERANCE, rtol=0)
 
 
-def test_layers_with_int8_experts_compute_the_same_as_those_of_a_quantized_model(
-    checkpoint: Path, layout: str
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_layers_with_quantized_experts_compute_the_same_as_those_of_a_quantized_model(
+    checkpoint: Path, layout: str, quantization: str
 ) -> None:
     """A whole model rounds at every product, which would amplify differences of the last bits."""
     network = ThreadNetwork()
-    ranks = [
-        ThreadRank(f"r{number}", checkpoint, network, form=ExpertForm.INT8) for number in range(3)
-    ]
+    form = ExpertForm[quantization.upper()]
+    ranks = [ThreadRank(f"r{number}", checkpoint, network, form=form) for number in range(3)]
     num_experts = ranks[0].store.num_experts
     commit_everywhere(ranks[:2], generation(1, ["r0", "r1"], place_experts(2, num_experts, 2)))
     # The third rank receives its experts from the others.
     commit_everywhere(ranks, generation(2, ["r0", "r1", "r2"], place_experts(2, num_experts, 3)))
     model = load(checkpoint)
-    quantize_weights(model)
+    quantize_weights(model, quantization)
     x = torch.randn(12, 64)
     parts = x.split([7, 0, 5])
     for (_, whole), *layers in zip(

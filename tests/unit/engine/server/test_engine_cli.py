@@ -114,7 +114,10 @@ def test_flags_override_the_file(tmp_path):
             r"compilation\.cudagraph_mode must be auto, none, piecewise, .* got 'some'",
         ),
         ("--device tpu", r"device must be auto, cpu or cuda, got 'tpu'"),
-        ("--quantization int3", r"model\.quantization must be int8 or not given, got 'int3'"),
+        (
+            "--quantization int3",
+            r"model\.quantization must be int8 or int4, or not given, got 'int3'",
+        ),
         ("--num-threads 0", r"num_threads must be at least 1"),
         (
             "--no-enable-chunked-prefill --max-model-len 4096",

@@ -10,6 +10,7 @@ from baton_engine.compilation.dispatch import CudagraphMode
 from baton_engine.models.checkpoint_config import CheckpointConfig, load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.compilation_plan import CompilationPlan, plan_compilation
+from baton_protocol.config import QUANTIZATIONS
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +79,11 @@ def test_sizes_are_sorted_and_sizes_outside_the_token_budget_are_refused(
             plan_from_flags(models["llama"], flags, has_graphs=True)
 
 
-def test_a_model_with_int8_experts_is_not_compiled(
-    models: dict[str, CheckpointConfig], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_model_with_quantized_experts_is_not_compiled(
+    models: dict[str, CheckpointConfig], caplog: pytest.LogCaptureFixture, quantization: str
 ) -> None:
-    flags = "--compilation-mode inductor --quantization int8"
+    flags = f"--compilation-mode inductor --quantization {quantization}"
     assert plan_from_flags(models["llama"], flags, has_graphs=False).mode == "inductor"
     assert plan_from_flags(models["qwen3_moe"], flags, has_graphs=False).mode == "none"
     assert "experts with quantized weights are not traced" in caplog.text

@@ -17,7 +17,7 @@ from baton_engine.models.errors import ConfigurationError, ModelNotFound
 from baton_engine.worker.devices import check_quantization
 from baton_engine.worker.model_runner import ModelRunner
 from baton_kv_transfer.memory.layout import explain_layout_mismatch
-from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig
+from baton_protocol.config import QUANTIZATIONS, CacheConfig, EngineConfig, ModelConfig
 from baton_protocol.kv_compatibility import differences
 from baton_protocol.sampling import SamplingParams
 from support.engine.step_driver import (
@@ -265,9 +265,9 @@ def test_the_compatibility_hash_depends_on_the_quantization(checkpoints: dict[st
                 device="cpu",
             )
         ).compatibility_hash
-        for quantization in (None, "int8")
+        for quantization in (None, *QUANTIZATIONS)
     ]
-    assert hashes[0] != hashes[1]
+    assert len(set(hashes)) == 3
 
 
 def test_kv_compatibility_differs_exactly_where_the_handshake_would_refuse(
@@ -319,7 +319,7 @@ def test_a_missing_model_and_invalid_settings_are_refused(
     with pytest.raises(ConfigurationError, match="max_model_len"):
         ModelRunner(EngineConfig(model=too_long)).load_model()
     with pytest.raises(
-        ConfigurationError, match="quantization must be int8 or not given, got 'int3'"
+        ConfigurationError, match="quantization must be int8 or int4, or not given, got 'int3'"
     ):
         ModelRunner(
             EngineConfig(model=ModelConfig(path=str(checkpoints["llama"]), quantization="int3"))
