@@ -1,7 +1,7 @@
 """A worker's KV memory.
 
 layout          ranges of heads, the shape of the memory, and the addresses of workers
-slot_memory     the interface of the memory, divided into slots; memory that peers reach directly
-staged_memory   memory whose blocks are copied through slots of host memory
+slot_memory     SlotMemory: slots that peers read and write; HostMemory: each block is its own slot
+staged_memory   StagedMemory: blocks are copied through slots of host memory
 checksum        the checksum of a range of heads of a block
 """

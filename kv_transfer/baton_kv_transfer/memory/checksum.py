@@ -10,10 +10,10 @@
     checksum = first 8 bytes, little-endian, of
                BLAKE2b(sum, generation, heads, transfer id; key = chain hash)
 
-The table of the weights' first factors takes 64 KiB for any block size, so it stays in a core's
-cache. This module computes the sum with numpy. `baton_kernels.block_checksum` computes the same sum
-with compiled code and on GPUs. The checksum finds torn, stale and misplaced blocks. The checksum
-does not protect against forged blocks.
+The first factors of the weights, u(0) to u(8191), take 64 KiB for any block size and stay in a
+core's cache. This module computes the sum with numpy. `baton_kernels.block_checksum` computes the
+same sum with compiled code and on GPUs. The checksum finds torn, stale and misplaced blocks. The
+checksum does not protect against forged blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton_kv_transfer.memory.layout import HeadRange
 from baton_protocol.block_hash import BlockHash
 
 WORD_BYTES = 8
-#: Words after which the first factor of the weights repeats.
+#: Number of words after which the first factor of the weights repeats.
 PERIOD = 8192
 _OUTER_OFFSET = 2**32
 
@@ -73,7 +73,7 @@ def bind(
     Args:
         word_sum: see `sum_runs`.
         transfer_id: id of the transfer.
-        generation: random number of the load from the consumer, 0 to 2^64 - 1.
+        generation: random number that the consumer chose for the load, 0 to 2^64 - 1.
         chain_hash: hash of the tokens of the block and of all blocks before it.
         heads: heads of the model that the sum covers.
     """

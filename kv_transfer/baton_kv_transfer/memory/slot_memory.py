@@ -115,10 +115,10 @@ class HostMemory(SlotMemory):
 def slot_rows(
     base_address: int, num_slots: int, layout: KVCacheLayout, heads: HeadRange, *, device_id: int
 ) -> NDArray[np.int64]:
-    """Return one descriptor of these heads for each slot of a worker's memory.
+    """Return the memory range of these heads in each slot of a worker's memory.
 
     Returns:
-        [num_slots, 3] of (address, length, device id); [0, 3] without heads.
+        [num_slots, 3] of (address, length, device id); [0, 3] if `heads` is empty.
     """
     if heads.count == 0:
         return np.zeros((0, 3), dtype=np.int64)

@@ -39,7 +39,7 @@ class StagedMemory(SlotMemory):
         copy_in: CopyIn,
         sum_runs: checksum.SumRuns = checksum.sum_runs,
     ) -> None:
-        """Divide host memory that the caller owns into slots.
+        """Divide the caller's host memory into slots.
 
         Args:
             base_address: address of slot 0 in host memory. Slot i begins at
@@ -96,7 +96,7 @@ class StagedMemory(SlotMemory):
         """Copy the heads into the blocks. See SlotMemory.
 
         Raises:
-            ValueError: a slot was not accepted for its block.
+            ValueError: a slot is not the slot that `accept` returned for the block.
         """
         for slot, block_id in zip(slots, block_ids, strict=True):
             if self._used.get(slot) != block_id:
