@@ -25,7 +25,7 @@ LOADERS: dict[str, Callable[[], type[Transport]]] = {
 
 
 def choose_transports(kind: str) -> dict[str, type[Transport]]:
-    """Return the classes of the transports that `kind` selects, by name, in order of preference.
+    """Return name and class of each transport that `kind` selects, in order of preference.
 
     Raises:
         ValueError: the kind is unknown.

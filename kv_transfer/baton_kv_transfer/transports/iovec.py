@@ -22,7 +22,7 @@ MAX_TRANSFER_BYTES = 2**40
 
 
 def pack(rows: Descriptors) -> bytes:
-    """Return the iovec of rows of (address, length, ...), [n, 2 or more]."""
+    """Return the iovec of these rows: the first two columns, address and length."""
     return rows[:, :2].tobytes()
 
 
@@ -39,8 +39,8 @@ def check(iovec: bytes) -> None:
     """Check the iovec of a request.
 
     Raises:
-        ValueError: the iovec is empty, ends within a run, or has more than MAX_TRANSFER_BYTES bytes
-            of memory.
+        ValueError: the iovec is empty, its last entry is incomplete, or the runs have more than
+            MAX_TRANSFER_BYTES bytes in total.
     """
     if not iovec or len(iovec) % RUN_BYTES:
         raise ValueError(
@@ -73,7 +73,7 @@ def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
 
 
 def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
-    """Return the number of runs that are not inside any region. Invalid runs also count."""
+    """Return how many runs no region contains completely. Runs of length 0 or less also count."""
     if _are_few(iovec):
         outside = 0
         for address, length in _RUN.iter_unpack(iovec):

@@ -43,7 +43,7 @@ class Region:
 
 
 class Post:
-    """A transfer that was posted."""
+    """State and error of a posted transfer."""
 
     def __init__(self) -> None:
         #: Set before the state becomes ERR.

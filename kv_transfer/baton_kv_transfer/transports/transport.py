@@ -46,7 +46,7 @@ class TransportContext:
     def refuse(self, iovec: bytes) -> str:
         """Return why a peer's request is refused; empty if all its runs are in registered memory.
 
-        Runs outside registered memory are added to `num_refused`.
+        The number of runs outside registered memory is added to `num_refused`.
         """
         outside = count_outside(iovec, self.regions)
         self.num_refused += outside

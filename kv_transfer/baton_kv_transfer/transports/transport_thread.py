@@ -1,7 +1,7 @@
 """The thread that does the work of an agent's transports: sockets, commands, timers and copies.
 
-Several copies take turns, one batch at a time. While a user of the agent waits in `waiting`, that
-user does the work instead of the thread (see `work_loan`).
+Several copies take turns, one batch at a time. A *user* is another thread that waits for the agent
+in `waiting`. The user does the work itself, instead of the transports' thread (see `work_loan`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from baton_kv_transfer.transports.work_loan import WorkLoan
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-#: Time that a leaving user spends on remaining work if no event was found.
+#: Limit of the time that a user works when it leaves `waiting`. An event ends the work earlier.
 HELP_S = 0.005
 #: How late a timer may be while a user waits.
 MAX_PARKED_S = 1.0
 
 
 class SteppedCopy(Protocol):
-    """A copy that is made in steps of one batch."""
+    """A copy of any length. Each `step` copies one batch."""
 
     target: bytes
 
@@ -89,7 +89,8 @@ class TransportThread:
     """The thread that all transports of an agent share.
 
     Any thread may use `mailbox`, `waiting`, `on_event`, `start` and `close`. After `start`, only
-    handlers may call the other methods. Handlers run in the thread that does the work.
+    handlers, commands, timers and copies may call the other methods. All of these run in the thread
+    that does the work.
     """
 
     def __init__(self, name: str) -> None:
@@ -108,14 +109,14 @@ class TransportThread:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.watch(self._event_fd, lambda: None)
         self._has_event = False
-        #: Identity of the thread that does the work now. This thread runs its own commands before
-        #: it waits.
+        #: Ident of the thread that does the work now. A command from this thread needs no signal,
+        #: because the thread runs all commands at the end of its turn.
         self._worker: int | None = None
         self.mailbox = Mailbox(self._signal)
-        #: Held while the work is done.
+        #: Held during each turn of the work.
         self._work = threading.Lock()
         self._loan = WorkLoan()
-        #: Raised while a user did the work. The thread reports it.
+        #: Exception that was raised while a user did the work. The thread reports it.
         self._failure: Exception | None = None
         #: Why the thread ended; empty while it runs, and after `close`.
         self.failure = ""
@@ -153,14 +154,14 @@ class TransportThread:
         """Record an event for the users, so that a user that does the work leaves `waiting`.
 
         Returns:
-            Whether to wake the users. False: the only user has found the event itself.
+            Whether to wake the users. False: the calling thread is the only user.
         """
         self._has_event = True
         me = threading.get_ident()
         return self._loan.num_users > 1 or me != self._worker or me == self._thread.ident
 
     def waiting(self) -> AbstractContextManager[int | None]:
-        """Return a context in which the caller does the work. See Agent.waiting."""
+        """Return the context of Agent.waiting. On exit, the caller does the work of this thread."""
         return _Waiting(self._loan.borrow, self._leave, self._epoll)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
@@ -189,7 +190,7 @@ class TransportThread:
         heapq.heappush(self._later, (time.monotonic() + delay_s, next(self._serial), command))
 
     def take_jobs(self, of: object) -> list[Job]:
-        """Remove and return the copies that an owner requested."""
+        """Remove and return the jobs whose owner is `of`."""
         taken = [job for job in self.jobs if job.owner is of]
         for job in taken:
             self.jobs.remove(job)
@@ -239,7 +240,10 @@ class TransportThread:
         self._close()
 
     def _wait(self) -> None:
-        """Wait for events and timers until the thread holds the work (see `work_loan`)."""
+        """Wait for an event or a timer, then until no user does the work (see `work_loan`).
+
+        If a timer is due while a user waits, do one turn of the work and wake the user.
+        """
         self._loan.rest()
         poller = select.poll()
         poller.register(self._epoll.fileno(), select.POLLIN)
@@ -265,7 +269,11 @@ class TransportThread:
     # The work
 
     def _turn(self) -> bool:
-        """Do the work that can be done at once; return whether there is more."""
+        """Do one turn of the work: events, a batch of one copy, due timers and commands.
+
+        Returns:
+            Whether more work can be done at once.
+        """
         self._worker = threading.get_ident()
         try:
             for fd, _ in self._epoll.poll(0):

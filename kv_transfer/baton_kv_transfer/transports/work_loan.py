@@ -13,7 +13,7 @@ the work has these states:
     NOBODY -> USER      a user begins to wait
     USER   -> NOBODY    the user leaves, and no work is left
     USER   -> THREAD    the user leaves while work is left; the alarm expires at once
-    NOBODY -> THREAD    the alarm expires, or an event or a timer comes while it is expired
+    NOBODY -> THREAD    the alarm expires, or an event or a timer comes after it has expired
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import threading
 
 from baton_kv_transfer.transports.alarm import Alarm
 
-#: A user that waits again within this time keeps the work, because waking the thread costs more.
+#: A user that waits again within this time gets the work again, and the thread need not wake up.
 AWAY_NS = 1_000_000
 
 
@@ -37,7 +37,7 @@ class Holder(enum.Enum):
 
 
 class WorkLoan:
-    """The current holder of the transports' work. The first holder is the thread."""
+    """Records the holder of the transports' work. The first holder is the transports' thread."""
 
     def __init__(self) -> None:
         self.holder = Holder.THREAD
@@ -53,7 +53,7 @@ class WorkLoan:
         self._closed = False
 
     def borrow(self) -> bool:
-        """Add a waiting user. Return whether this user holds the work now."""
+        """Count the caller as a waiting user. Return whether the caller holds the work now."""
         with self._lock:
             self.num_users += 1
             if self.holder is not Holder.NOBODY or self._closed:
@@ -65,17 +65,20 @@ class WorkLoan:
         return True
 
     def give_back(self, more: bool) -> None:
-        """Take the work back from the user that holds it.
+        """Give back the work that `borrow` lent. The user that holds the work calls this.
 
         Args:
-            more: work is left that can be done at once.
+            more: whether work is left that can be done at once.
         """
         with self._lock:
             self.holder = Holder.THREAD if more else Holder.NOBODY
             self.alarm.set(1 if more else AWAY_NS)
 
     def leave(self) -> None:
-        """Remove a waiting user that does not hold the work."""
+        """Stop counting the caller as a waiting user.
+
+        A caller that holds the work calls `give_back` first.
+        """
         with self._lock:
             self.num_users -= 1
 
@@ -86,10 +89,10 @@ class WorkLoan:
             self._thread_polls = True
 
     def resume(self) -> bool:
-        """End the thread's wait for events. Return whether the thread holds the work now.
+        """End the thread's wait for events, and return whether the thread holds the work now.
 
-        If not, wait for the alarm and call again. After `close` the result is always True, even if
-        a user still holds the work.
+        If the result is False, wait for the alarm and call again. After `close` the result is
+        always True, even if a user still holds the work.
         """
         with self._lock:
             self._thread_polls = False

@@ -1,9 +1,9 @@
-"""Read the memory of another process with process_vm_readv, in batches that verify the process.
+"""Read the memory of another process with process_vm_readv. Each call verifies the process.
 
 A process id alone is no proof of identity, because the kernel reuses ids. So each process has a
 `Cell`: random bytes whose address and content the process sends to its peers. Each batch reads the
-cell of the other process last, in the same call. The expected content shows that this is the right
-process, and that it had not withdrawn its memory. A process that dies during the call keeps its
+cell of the other process last, in the same call. If the cell has the expected content, the process
+is the right one and had not withdrawn its memory. A process that dies during the call keeps its
 memory until the end of the call. After a failed call, a pidfd shows whether the process is dead.
 """
 
@@ -31,7 +31,7 @@ BATCH_BYTES = 4 * 2**20
 
 
 class Cell:
-    """Random bytes at a fixed address, by which peers identify this process, until cleared."""
+    """Random bytes at a fixed address. Peers identify this process by these bytes until `clear`."""
 
     def __init__(self) -> None:
         self.value = os.urandom(CELL_BYTES)
@@ -39,7 +39,7 @@ class Cell:
         self.address = c.addressof(self._buffer)
 
     def clear(self) -> None:
-        """Clear the cell. Every later read of this process with this cell fails."""
+        """Set the cell to zeros. Peers that check this cell can no longer read this memory."""
         c.memset(self.address, 0, CELL_BYTES)
 
 
@@ -56,7 +56,7 @@ class Process:
 
         Raises:
             OSError: there is no such process, or the process is not visible.
-            OverflowError: the numbers are invalid.
+            OverflowError: the process id or the address is out of range.
             CopyError: the cell has another content, or the memory may not be read.
         """
         self.pid = pid
@@ -125,7 +125,7 @@ class Process:
 
 
 class BatchedCopy:
-    """A read of any length, made in steps of one batch."""
+    """A read of any length from another process. Each `step` reads one batch."""
 
     def __init__(self, process: Process, local: bytes, remote: bytes) -> None:
         """Prepare the read.

@@ -42,7 +42,7 @@ INLINE_BYTES = 16 * 2**20
 
 
 class _SHMLink(PeerLink):
-    """A link to a peer process whose memory this process may read. The first request connects."""
+    """A link to a peer process whose memory this process may read. The first message connects."""
 
     def __init__(self, context: TransportContext, peer: str, address: HostAddress) -> None:
         """Check that this process may read the peer's memory, without connecting.

@@ -20,15 +20,15 @@ from baton_kv_transfer.transports.sockets.rows import FRAME_BYTES, Rows
 #: Kind of the frames with data. All other kinds are messages.
 DATA = 0
 MAX_PAYLOAD_BYTES = 64 * 2**20
-#: Bytes of the payload, kind, number of the transfer.
+#: Header of a frame: size of the payload in bytes, kind, number of the transfer.
 _HEADER = struct.Struct("<IIQ")
 _SEND_BYTES = 2**18
-#: Data moved in one call, in about a millisecond. Then other sockets have their turn.
+#: Limit of the data moved in one call, which takes about 1 ms. Then other sockets have their turn.
 _TURN_BYTES = 4 * 2**20
 #: Size of the buffer for messages. One read usually empties the socket.
 _BUFFER_BYTES = 4096
 _ZEROS = c.create_string_buffer(FRAME_BYTES)
-#: Number in place of a transfer whose frame is completed with zeros.
+#: Replaces the number of a stopped transfer while its frame is completed with zeros.
 _STOPPED = -1
 
 
@@ -51,9 +51,9 @@ class FramedSocket:
 
         Args:
             end: the socket.
-            max_payload_bytes: limit for messages of the other side.
-            takes_data: the other side may send data. Data without an expected transfer are
-                discarded.
+            max_payload_bytes: largest payload that the other side may send in a message.
+            takes_data: the other side may send data. Data of transfers that were not passed to
+                `expect` are discarded.
             moved: counter whose entry "sockets" grows by the data bytes sent and received.
         """
         end.setblocking(False)
@@ -86,7 +86,7 @@ class FramedSocket:
 
     @property
     def transfers(self) -> dict[int, Rows]:
-        """Rows of the transfers whose data are being sent or received, by number."""
+        """Rows of each transfer that has data left to send or receive, by transfer number."""
         sending = dict([self._sending] if self._sending else [])
         sending.pop(_STOPPED, None)
         return {**self._expected, **self._waiting, **sending}
@@ -134,8 +134,8 @@ class FramedSocket:
         """Stop using the rows of a transfer; return False if no rows were in use.
 
         Only the thread that runs `receive` may call this. A frame that was sent in part is
-        completed with zeros. If `is_sending_last_frame`, close the connection instead: the other
-        side would mistake the zeros for data.
+        completed with zeros. In the last frame (see `is_sending_last_frame`) the other side would
+        mistake the zeros for data, so close the connection instead of calling `stop`.
         """
         rows = self._expected.pop(number, None)
         if rows is not None and rows is self._target:
@@ -218,7 +218,7 @@ class FramedSocket:
     def _receive_some(self) -> tuple[int, bool]:
         """Read once from the socket. Return the number of bytes, and whether more may be readable.
 
-        Call this only when the buffer was consumed.
+        Call this only after `_next_message` has returned None.
         """
         if self._target is not None:
             received = self._target.receive(self.fileno())
@@ -238,7 +238,7 @@ class FramedSocket:
         return received, self._filled == _BUFFER_BYTES
 
     def _next_message(self) -> tuple[int, int, bytes] | None:
-        """Return the next complete message; None if the buffer was consumed."""
+        """Return the next complete message; None if more bytes must be received first."""
         while self._frame is not None or self._filled - self._read >= _HEADER.size:
             if self._frame is None:
                 self._begin_incoming(*_HEADER.unpack_from(self._buffer, self._read))

@@ -14,7 +14,7 @@ from baton_kv_transfer.transports.sockets.rows import Rows
 from baton_kv_transfer.transports.transfer import Transfer, TransportError
 from baton_kv_transfer.transports.transport import TransportContext
 
-#: Kinds of messages. The number of a frame names the transfer that it requests, answers or carries.
+#: Kinds of messages. A frame's number is that of the transfer that the frame belongs to.
 HELLO, READ, WRITE, NOTIF, ANSWER = range(DATA + 1, DATA + 6)
 
 logger = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ class PeerLink(abc.ABC):
 
     @abc.abstractmethod
     def connect(self) -> FramedSocket:
-        """Start a connection and send HELLO.
+        """Begin to connect to the peer, send HELLO, and return the socket.
 
         Raises:
             OSError: the connection cannot be started.
         """
 
     def withdraw(self) -> None:  # noqa: B027
-        """Revoke the peer's access to this process's memory. `give_up` follows."""
+        """Revoke the peer's access to this process's memory. Call `give_up` afterwards."""
 
     def on_lost(self, reason: str) -> None:  # noqa: B027
         """Handle the loss of the connection."""
@@ -77,7 +77,7 @@ class PeerLink(abc.ABC):
             logger.warning("notification to %s was lost: %s", self.peer, error)
 
     def give_up(self, reason: str) -> None:
-        """End all transfers in flight in ERR. Later posts fail at once."""
+        """End all transfers in flight with the state ERR. Later posts fail at once."""
         with self._lock:
             self.error = self.error or reason
             connection = self._socket

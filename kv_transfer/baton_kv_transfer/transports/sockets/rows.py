@@ -32,8 +32,8 @@ class Rows:
         self.iovec = iovec
         self._nbytes = total_bytes(iovec)
         self._rows = iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES)
-        #: An iovec: one free entry, then the rows. The entry of a row that has moved in part is the
-        #: rest of the row. `send` puts the header into the entry before the next row.
+        #: An iovec: one free entry, then the rows. After a part of a row has moved, the entry of
+        #: the row describes the rest. `send` puts the header into the entry before the next row.
         self._left = bytearray(RUN_BYTES) + self._rows
         self._numbers = memoryview(self._left).cast("q")
         self._base = c.addressof(c.c_char.from_buffer(self._left))

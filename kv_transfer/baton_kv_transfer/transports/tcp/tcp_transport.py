@@ -6,9 +6,9 @@
             bytes, delivers the notification and answers.
 
 The requesting side connects to the owner, and first sends the secret from the owner's metadata
-(`peer_link`, `tcp_server`). Bytes move directly between rows and socket (`rows`), in frames of
-several transfers that take turns (`framed_socket`). Data that belong to no running transfer are
-discarded.
+(`peer_link`, `tcp_server`). Bytes move directly between rows and socket (`rows`). The data of a
+transfer travel in frames, and the frames of several transfers take turns (`framed_socket`). Data
+that belong to no running transfer are discarded.
 """
 
 from __future__ import annotations

@@ -5,8 +5,9 @@
             writer: WRITE that awaits GO         owner: GO          (or REFUSED)
             writer: the data                     owner: DONE
 
-A short WRITE always arrives before its data, so the owner posts receives in time. After a long
-WRITE, the writer waits for GO before it sends the data.
+A WRITE message whose rows and notification have up to `UCXContext.max_eager_bytes` bytes always
+arrives before the data sent after it, so the owner posts receives in time. After a larger WRITE
+message, the writer waits for GO before it sends the data.
 
 A side sends HELLO before its first request over a new endpoint. The secret in HELLO proves that the
 sender has the receiver's metadata. HELLO also has a random session id. Every later message about
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import msgspec
 
-#: Tag of all messages.
+#: Tag of all messages that this module defines.
 CONTROL_TAG = 1
 #: Set in the tags of data: DATA_BIT | transfer << PIECE_BITS | piece.
 DATA_BIT = 1 << 63

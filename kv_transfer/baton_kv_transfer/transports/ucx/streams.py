@@ -32,7 +32,7 @@ class Pieces:
         self._rows = c.c_char.from_buffer(rows)
         self._address = c.addressof(self._rows)
         self._cuts = [0]
-        #: Bytes up to each cut. `_cuts` has the rows.
+        #: Number of bytes before each cut. `_cuts` has the number of rows before each cut.
         self._bytes = [0]
         while self._cuts[-1] < len(ends):
             end = bisect_right(ends, self._bytes[-1] + PIECE_BYTES, self._cuts[-1])
@@ -62,12 +62,12 @@ class Stream:
 
         Args:
             connection: carries the messages.
-            transfer: number in the tags.
+            transfer: number of the transfer, which is a part of each tag.
             iovec: the rows.
             on_end: called when UCX has completed all requests and no further request follows.
 
         Raises:
-            ValueError: one transfer cannot have this many pieces.
+            ValueError: the rows need more pieces than one transfer may have.
         """
         self.transfer = transfer
         self.pieces = Pieces(iovec)

@@ -1,4 +1,6 @@
-"""Transfers over UCX. Only the owner of memory passes it to UCX, after checking each row.
+"""Transfers over UCX.
+
+Each side passes only its own memory to UCX, and checks every row of a peer's request.
 
 Each UCX request belongs to a connection. A connection is cut when it fails, when it is silent, or
 when its peer is removed. Then UCX closes the endpoint by force, and each transfer ends when UCX has
@@ -38,9 +40,9 @@ from baton_kv_transfer.transports.ucx.worker import SETTINGS, Buffer, UCXContext
 
 logger = logging.getLogger(__name__)
 
-#: A peer with transfers under way is given up when nothing arrives for this many seconds.
+#: A connection in use is cut when nothing arrives during this many ticks (_TICK_S).
 SILENT_TICKS = 10
-#: How long UCX may take to complete the requests of a cut connection. Then its worker is replaced.
+#: How long UCX may take to end the requests of a cut connection. Then UCX's worker is replaced.
 RETURN_TIMEOUT_S = 0.5
 #: How long a fence waits for a network on which a new worker can be created.
 NETWORK_TIMEOUT_S = 20.0
@@ -308,7 +310,10 @@ class UCXTransport(Transport):
             self._end_outgoing(connection, answer.transfer)  # a short WRITE's stream had ended
 
     def _end_outgoing(self, connection: Connection, number: int) -> None:
-        """End a transfer that has failed or was answered, once UCX has completed its requests."""
+        """End a transfer if it has failed or was answered, and UCX has completed its requests.
+
+        Otherwise do nothing.
+        """
         outgoing = connection.outgoing.get(number)
         if outgoing is None:
             return
@@ -391,8 +396,8 @@ class UCXTransport(Transport):
     def _tick(self) -> None:
         """Cut connections that are silent, and check that UCX still listens.
 
-        Silence is counted in ticks instead of seconds. So a process that was suspended reads the
-        messages that have arrived before it cuts a connection.
+        Silence is counted in ticks instead of seconds. So a process that was suspended first reads
+        the messages that have arrived, and cuts connections only afterwards.
         """
         for connection in self._by_address.values():
             connection.silent_ticks = connection.silent_ticks + 1 if connection.is_busy else 0

@@ -71,7 +71,7 @@ class UCXContext:
 
     @property
     def max_eager_bytes(self) -> int:
-        """Size up to which messages arrive in order; 0 if the environment sets a threshold."""
+        """Size in bytes up to which messages arrive in order; 0 if a variable UCX_RNDV* is set."""
         has_thresholds = any(name.startswith("UCX_RNDV") for name in os.environ)
         return 0 if has_thresholds else MAX_EAGER_BYTES
 
@@ -100,7 +100,7 @@ class UCXContext:
 
 
 def find_devices(host: str) -> str:
-    """Return UCX_NET_DEVICES for `host`: the network device of `host` and all RDMA devices."""
+    """Return the value of UCX_NET_DEVICES: the network device of `host` and all RDMA devices."""
     devices = [
         f"{port.parts[-3]}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*")
     ]
@@ -161,7 +161,10 @@ class Buffer:
 
     @classmethod
     def of(cls, address: int, nbytes: int) -> Buffer:
-        """Return a buffer of contiguous memory. A buffer of 0 bytes discards received bytes."""
+        """Return a Buffer that refers to one run of memory.
+
+        A receive into a Buffer of 0 bytes discards the message.
+        """
         run = c.create_string_buffer(pack_run(address, nbytes), RUN_BYTES)
         return cls(run, c.addressof(run), 1 if nbytes else 0, nbytes)
 
@@ -244,7 +247,10 @@ class UCXWorker:
         return endpoint
 
     def disconnect(self, endpoint: Any, on_end: Callable[[str], None]) -> None:
-        """Close an endpoint at once: its requests end, and no message of it arrives any more."""
+        """Close an endpoint by force. Its requests end, and no more messages arrive over it.
+
+        A later `progress` calls `on_end(error)`.
+        """
         request, key = self._new_request(None, on_end)
         if endpoint.alive:
             endpoint.close_blocking()
@@ -274,7 +280,7 @@ class UCXWorker:
         return self._begin(request, key, pointer, buffer.nbytes)
 
     def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
-        """Receive a tag message. A message of another length than the buffer is an error.
+        """Post a receive for a tag message, which must be exactly as long as the buffer.
 
         A later `progress` calls `on_end(error)` when UCX has released the memory.
         """
@@ -286,7 +292,7 @@ class UCXWorker:
         return self._begin(request, key, pointer, self._info.length)
 
     def probe(self, tag: int, mask: int) -> tuple[int, int] | None:
-        """Return an arrived message that no posted receive matches, to be passed to `take`.
+        """Return an arrived message that no posted receive matches. `take` receives its content.
 
         Returns:
             The message and its size in bytes; None if there is no such message.
@@ -295,7 +301,7 @@ class UCXWorker:
         return (message, self._info.length) if message else None
 
     def take(self, message: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
-        """Receive a message that `probe` returned."""
+        """Receive the content of a message that `probe` returned."""
         request, key = self._new_request(buffer, on_end)
         self._receive.user_data = key
         pointer = self._ucp.ucp_tag_msg_recv_nbx(
@@ -309,7 +315,10 @@ class UCXWorker:
             self.take(arrived[0], Buffer.of(0, 0), lambda error: None)
 
     def cancel(self, request: Request) -> None:
-        """Cancel a receive that no message has matched. Other requests end with their endpoint."""
+        """Cancel a receive that no message has matched.
+
+        Other requests end when their endpoint is closed.
+        """
         if request.pointer is not None:
             self._ucp.ucp_request_cancel(self._handle, request.pointer)
 
@@ -339,7 +348,10 @@ class UCXWorker:
         return not self._ended and bool(self._worker.arm())
 
     def query_lanes(self, endpoint: Any) -> str:
-        """Return the transports and devices of an endpoint, such as `tcp/lo`."""
+        """Return the transports and devices of an endpoint, such as `tcp/lo`, separated by commas.
+
+        The result is `unknown` if the query fails.
+        """
         entries = (library.TransportEntry * 32)()
         attributes = library.EpAttr(
             field_mask=library.EP_ATTR_TRANSPORTS,
