@@ -98,7 +98,7 @@ def timed_out(timeout_s: float) -> APIError:
 
 
 def engine_failure(message: str, code: ErrorCode | None) -> APIError:
-    """Return the error for the client from the error message and code of an engine."""
+    """Convert an engine's error message and error code to the error that the client receives."""
     if code is ErrorCode.INVALID:
         return APIError(400, message)
     if code is ErrorCode.LENGTH:

@@ -83,7 +83,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         If the prompt is echoed, the choice's first output also has the prompt's logprobs.
 
         Args:
-            offset: number of characters of the choice before this output.
+            offset: number of characters that the choice had before this output.
         """
         if request.logprobs is None:
             return None

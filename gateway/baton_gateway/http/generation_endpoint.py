@@ -269,7 +269,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         """Return the chunk that a stream sends for `output`.
 
         Args:
-            offset: number of characters of the choice before this output.
+            offset: number of characters that the choice had before this output.
         """
 
     @abc.abstractmethod

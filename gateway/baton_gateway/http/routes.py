@@ -123,11 +123,11 @@ class Routes:
         return web.Response()
 
     async def _get_ready(self, _: web.Request) -> web.Response:
-        """Return 200 once a decode engine has been ready, or at once if the queue is enabled.
+        """Return 200 if a decode engine was ever ready or the scale-from-zero queue is enabled.
 
-        The status stays 200 when all engines are lost, so that the Service still has this endpoint.
-        Clients then wait in the queue or get 503 with Retry-After. Without an endpoint, their
-        connections would be refused.
+        Otherwise, and during shutdown, return 503. The status stays 200 when all engines are lost,
+        so that the Service keeps this gateway as an endpoint. Clients then wait in the queue or get
+        503 with Retry-After. Without an endpoint, their connections would be refused.
         """
         self._admission.check_open()
         if self._shutdown.has_begun:

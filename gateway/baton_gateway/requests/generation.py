@@ -151,7 +151,7 @@ def _num_options(request: GenerationRequest) -> int:
 async def _texts(
     request: GenerationRequest, run: Run, output: EngineCoreOutput
 ) -> list[tuple[Choice, TextOutput]]:
-    """Convert one output of an engine to text, for the choice of the run or for every beam."""
+    """Return the text of one engine output for each choice of `run`: one choice, or all beams."""
     if output.beams is not None:
         size = sum(len(beam.token_ids) for beam in output.beams)
         return await run_off_loop(partial(_beams, run, output), size, INLINE_TOKENS)
@@ -174,8 +174,8 @@ def _without_tokens(output: EngineCoreOutput) -> EngineCoreOutput:
 def _beams(run: Run, output: EngineCoreOutput) -> list[tuple[Choice, TextOutput]]:
     """Return the text of each beam with its choice, the best beam first.
 
-    A search may end with fewer beams than its width. The remaining choices are then removed from
-    `run`.
+    A search may end with fewer beams than the requested beam width. The choices without a beam are
+    then removed from `run`.
     """
     beams = output.beams or []
     del run.choices[len(beams) :]

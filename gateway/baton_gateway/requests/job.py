@@ -50,10 +50,10 @@ class PromptJob:
         return [choice for run in self.runs for choice in run.choices]
 
     async def share_logprobs(self, run: Run, output: EngineCoreOutput) -> PromptLogprobs:
-        """Return the prompt's logprobs, which only the first output of the first run contains.
+        """Return the prompt's logprobs, which all runs of the prompt share.
 
-        The first run takes the logprobs from `output`. The other runs wait for them. If the first
-        run fails, the job fails.
+        Only the first run receives prompt logprobs from the engine, in the first output. The other
+        runs wait for the first run. If the first run fails, the job fails.
         """
         if run is self.runs[0]:
             self.logprobs = output.prompt_logprobs or []  # a prompt of one token has none

@@ -54,7 +54,7 @@ class JobBuilder:
     def max_model_len(self) -> int | None:
         """The decode engines' limit on tokens of prompt and answer together.
 
-        None before the first decode engine.
+        None until a decode engine has been ready.
         """
         return self._pool.max_model_len
 

@@ -68,7 +68,8 @@ class PromptBounds:
 class TextBounds:
     """How many tokens a text to tokenize or detokenize may have.
 
-    The limit is higher than that of a prompt, because clients tokenize overlong texts to cut them.
+    The limit is higher than the limit for a prompt, because clients tokenize texts that are too
+    long for a prompt, and cut them.
     """
 
     prompt: PromptBounds

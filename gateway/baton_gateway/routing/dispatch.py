@@ -127,11 +127,11 @@ class Dispatcher:
             client.abort([attempt_id])
 
     async def _wait_for_prompt(self, placement: Placement) -> None:
-        """Wait until another resumed sample of the prompt has a token, for at most PROMPT_WAIT_S.
+        """Wait until the first resumed sample has computed the prompt on the placement's engine.
 
-        The first caller returns at once. The later samples then find the prompt's blocks in the
-        engine's prefix cache. Resumed samples cannot be sent as a group, because the samples of a
-        group start right after the prompt.
+        The first resumed sample itself does not wait. The other samples wait at most PROMPT_WAIT_S,
+        and then find the prompt's blocks in the prefix cache. Resumed samples cannot be sent as a
+        group, because all samples of a group start right after the prompt.
         """
         if not placement.has_resumed_sample:
             placement.has_resumed_sample = True
@@ -354,12 +354,20 @@ def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams
 
 
 async def _first_output(client: EngineClient, request: EngineCoreRequest) -> EngineCoreOutput:
-    """Send ADD to the engine and return the first output. Raises EngineDeadError."""
+    """Send ADD to the engine and return the first output.
+
+    Raises:
+        EngineDeadError: the engine is dead.
+    """
     return await anext(client.add(request))
 
 
 async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:
-    """Await an output of the decode engine. Raises AttemptError if the engine is dead."""
+    """Await and return an output of the decode engine.
+
+    Raises:
+        AttemptError: the engine is dead.
+    """
     try:
         return await output
     except EngineDeadError as error:

@@ -177,7 +177,9 @@ class Placer:
     async def _wait_for_capacity(
         self, state: RetryState, requirements: Requirements
     ) -> PoolMember | None:
-        """Wait for another engine. If none becomes available, allow the full engines again.
+        """Wait for an engine that has not received the sequence yet.
+
+        If no such engine becomes available within OVERLOAD_RETRY_S, wait for any engine.
 
         Returns:
             The engine; None if the sequence has waited for resume_wait_s.
@@ -198,7 +200,7 @@ def _requirements(state: RetryState) -> Requirements:
 
 
 def _final_error(state: RetryState) -> APIError:
-    """Return the error for a sequence that is not retried again."""
+    """Return the error that the client receives when the sequence is not retried any more."""
     failure = state.last_failure
     if failure is None:
         if state.rank is not None:

@@ -121,8 +121,8 @@ class EnginePool:
     def max_model_len(self) -> int | None:
         """Limit on tokens per request, which is the smallest limit of an available decode engine.
 
-        While no decode engine is available, the last value stays. None before the first decode
-        engine.
+        While no decode engine is available, the last value stays. None until a decode engine has
+        been ready.
         """
         self._read_decode_limits()
         return self._max_model_len
