@@ -66,10 +66,10 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class LoadWait:
-    """Consumer: a load whose blocks are not allocated here yet.
+    """Consumer: a load that starts later, after the scheduler has allocated the request's blocks.
 
-    The worker asks the producer to keep the blocks until a LoadRequest follows. That LoadRequest
-    may have no blocks.
+    The worker asks the producer to keep the producer's blocks until the LoadRequest follows. That
+    LoadRequest may have no blocks.
     """
 
     remote_host: str

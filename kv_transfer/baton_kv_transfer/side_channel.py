@@ -20,7 +20,7 @@ With push, DESCRIBE describes the consumer's memory. Each write carries a PUBLIS
 notification. The last PUBLISH is sent as a message and names all written blocks again. RELEASE
 means that all blocks were verified, that the load failed, or that a CANCELLED was received.
 
-A consumer's worker connects to each worker of the producer that has needed heads. The scheduler
+A worker of the consumer and a worker of the producer connect if they share KV heads. The scheduler
 gives the address of the producer's first worker, whose DESCRIPTION lists the others. A side
 describes its memory only after hash and token matched. No message carries a point in time.
 
@@ -193,7 +193,7 @@ def encode(message: ToProducer | ToConsumer) -> bytes:
 
 
 def decode_to_producer(frame: bytes) -> ToProducer:
-    """Return the message to a producer in this frame.
+    """Decode a frame that holds a message for a producer.
 
     Raises:
         msgspec.DecodeError: the frame is not such a message.
@@ -202,7 +202,7 @@ def decode_to_producer(frame: bytes) -> ToProducer:
 
 
 def decode_to_consumer(frame: bytes) -> ToConsumer:
-    """Return the message to a consumer in this frame.
+    """Decode a frame that holds a message for a consumer.
 
     Raises:
         msgspec.DecodeError: the frame is not such a message.
@@ -211,7 +211,7 @@ def decode_to_consumer(frame: bytes) -> ToConsumer:
 
 
 def decode_notification(message: bytes) -> Publish:
-    """Return the PUBLISH in the notification of a producer's write.
+    """Decode the notification of a producer's write, which is a PUBLISH.
 
     Raises:
         msgspec.DecodeError: the bytes are not a PUBLISH.

@@ -129,18 +129,18 @@ class Agent(abc.ABC):
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
         """Set the function that is called after a transfer ended or a notification arrived.
 
-        The function may be called by any thread. It is not called for events that a caller of
-        `waiting` finds itself. NIXL's own interface has no wakeup function.
+        Any thread may call the function. The function is not called for events that the exit of
+        `waiting` handles. NIXL's own interface has no wakeup function.
         """
         self._wakeup = wakeup
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """Return a context in which the caller may sleep until the agent has an event.
 
-        The context yields a file descriptor to poll together with the caller's own, or None. When
-        the descriptor is readable, leave the context and check for ended transfers and
-        notifications. On exit, the caller does the agent's pending work, so the agent's thread need
-        not wake up. NIXL's own interface has no such function.
+        The context yields a file descriptor for the caller's `poll`, or None. When the descriptor
+        is readable, leave the context and check for ended transfers and notifications. The exit
+        of the context does the agent's pending work on the calling thread, so the agent's thread
+        need not wake up. NIXL's own interface has no such function.
         """
         return contextlib.nullcontext()
 
@@ -179,11 +179,12 @@ class Agent(abc.ABC):
         """Add a peer and return its name.
 
         Adding the same metadata again has no effect. Different metadata replaces the peer's earlier
-        metadata. Transfers made with the earlier metadata end in ERR, in flight or when posted.
+        metadata. Transfers made with the earlier metadata end in ERR: at once if they are in
+        flight, otherwise when they are posted.
 
         Raises:
-            ValueError: the metadata is damaged, this agent's own, or of another version or
-                transport.
+            ValueError: the metadata is damaged, or is this agent's own, or the peer's metadata
+                version or transport differs from this agent's.
             TransportError: the transport connects at once (NIXL), and the peer cannot be reached.
         """
 

@@ -120,8 +120,8 @@ def run_starts(
 ) -> NDArray[np.int64]:
     """Return the index of the first row of each run: [runs].
 
-    A run is a sequence of rows that are adjacent on both sides. If the regions of a side are given,
-    a run stays within one region there.
+    A run is a sequence of rows that are adjacent on both sides. If a side's region indices are
+    given, all rows of a run are in the same region of that side.
     """
     lengths = local[:, 1]
     joins = (local[1:, 0] == local[:-1, 0] + lengths[:-1]) & (
@@ -135,9 +135,9 @@ def run_starts(
 
 
 def may_merge(local: Descriptors, remote: Descriptors) -> bool:
-    """Return False if `merge` certainly cannot join any rows.
+    """Return whether `merge` may find adjacent rows to join.
 
-    More than FEW_RUNS rows are not compared, and the result is True.
+    Up to FEW_RUNS rows are compared. For longer lists the result is True without a comparison.
     """
     if len(local) > FEW_RUNS:
         return True
@@ -155,7 +155,7 @@ def merge(
     local_regions: NDArray[np.int64],
     remote_regions: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors]:
-    """Return the local and the remote rows, [runs, 3], with each run joined. See `run_starts`."""
+    """Return the local and the remote rows, [runs, 3] each: one row per run of `run_starts`."""
     starts = run_starts(local, remote, local_regions, remote_regions)
     lengths = local[:, 1]
     local, remote = local[starts], remote[starts]

@@ -62,7 +62,8 @@ def create(api: Any, name: str) -> Any:
 def _quiet_ucx() -> Iterator[None]:
     """Set UCX's log level to error while NIXL loads UCX, unless UCX_LOG_LEVEL is set.
 
-    At the default level, UCX logs a warning for every request that a UCX worker ends.
+    At the default level, UCX logs a warning for each request that is unfinished when its UCX
+    worker is destroyed.
     """
     if "UCX_LOG_LEVEL" in os.environ:
         yield

@@ -49,7 +49,7 @@ class BlockVerifier:
 
     @property
     def has_unverified(self) -> bool:
-        """Whether arrived blocks are not verified yet. If so, call `advance` again at once."""
+        """Whether some arrived blocks are still unverified. If so, call `advance` again at once."""
         return bool(self._arrived)
 
     @property
@@ -67,7 +67,7 @@ class BlockVerifier:
         window.enqueue(rank_transfer, positions)
 
     def written(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
-        """Add blocks that the producer wrote to the load's slots."""
+        """Queue blocks for verification. The producer has written them into the load's slots."""
         load, step = rank_transfer.load, blocks_per_batch(rank_transfer, self._memory)
         assert load.slots is not None
         for start in range(0, len(positions), step):
@@ -117,7 +117,7 @@ class BlockVerifier:
             self._discard(self._arrived.popleft())
 
     def post(self) -> None:
-        """Post the queued reads that fit into the peers' windows."""
+        """Post queued reads, up to each peer's limit of bytes in flight."""
         for peer, window in self._windows.items():
             while not peer.error and (batch := window.take_batch(self._memory)) is not None:
                 assert peer.blocks is not None
@@ -141,7 +141,10 @@ class BlockVerifier:
                     self._stats.descriptors_posted += handle.num_descs
 
     def _collect(self) -> None:
-        """Collect the reads that ended. After DONE, verify the blocks; after ERR, fail the peer."""
+        """Check all reads in flight.
+
+        After DONE, queue the blocks for `_verify`. After ERR, fail the peer.
+        """
         in_flight = []
         for batch in self._in_flight:
             assert batch.handle is not None
@@ -167,7 +170,11 @@ class BlockVerifier:
         self._discard(batch)
 
     def _verify(self, batch: Batch) -> None:
-        """Verify a batch: commit blocks whose checksums match, and read the others once more."""
+        """Commit the batch's blocks whose checksums match, and call `on_verified`.
+
+        Blocks that differ are read again, unless a block of the batch differs for the second time.
+        If the load is not LOADING, only discard the batch.
+        """
         rank_transfer, load = batch.rank_transfer, batch.rank_transfer.load
         if load.state is not LoadState.LOADING:
             self._discard(batch)

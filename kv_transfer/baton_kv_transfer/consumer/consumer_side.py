@@ -163,7 +163,8 @@ class ConsumerSide:
     def _notifications(self) -> Iterator[tuple[Peer, side_channel.Publish]]:
         """Yield (peer, PUBLISH) for each notification of a producer's write.
 
-        Invalid notifications are dropped, because their sender is not verified.
+        An invalid notification does not fail the peer, because any agent can send one under the
+        peer's name.
         """
         for sender, messages in self._agent.get_new_notifs().items():
             for peer in self._peers:

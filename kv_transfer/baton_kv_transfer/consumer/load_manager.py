@@ -140,7 +140,10 @@ class LoadManager:
     # A load's states
 
     def advance_all(self, now: float) -> None:
-        """Advance all loads, repeatedly while loads end, because an ended load may free slots."""
+        """Advance all loads, send RELEASE messages and post reads.
+
+        If a load ends, all loads are advanced again, because the ended load may have freed slots.
+        """
         count = 0
         while count != len(self._loads):
             count = len(self._loads)
@@ -175,7 +178,10 @@ class LoadManager:
                 self.end(load, now)
 
     def _open_rank_transfers(self, load: Load, now: float) -> None:
-        """Create a per-rank transfer for each worker of the producer that has needed heads."""
+        """Create a RankTransfer for each worker of the producer that shares heads with this worker.
+
+        If a worker cannot be connected, fail the load.
+        """
         first, heads = load.first_worker, self._memory.layout.heads
         if first.rank != 0:
             why = f"{first.name} is worker {first.rank}, not the first one"
@@ -207,7 +213,8 @@ class LoadManager:
     def _subscribe(self, rank_transfer: RankTransfer, now: float) -> None:
         """Send SUBSCRIBE to a ready worker of the producer.
 
-        A load without blocks sends only RELEASE, later. With push, SUBSCRIBE waits for free slots.
+        A load without blocks sends no SUBSCRIBE, only RELEASE at its end. With push, SUBSCRIBE is
+        sent after the load has its slots.
         """
         load, peer, rank = rank_transfer.load, rank_transfer.peer, rank_transfer.rank
         expected, heads = load.first_worker.ranks[rank].heads, peer.ranks[peer.rank].heads
@@ -240,9 +247,9 @@ class LoadManager:
         )
 
     def _accept(self, load: Load) -> bool:
-        """Give a load with push its slots; return False if the load has to wait.
+        """Try to allocate the slots of a load with push. Return whether the load has its slots.
 
-        The load that has waited longest gets slots first.
+        Only the load that has waited longest may take slots.
         """
         self._want_slots.setdefault(load.transfer_id, load)
         if next(iter(self._want_slots.values())) is load:
@@ -281,7 +288,10 @@ class LoadManager:
         self._releases.clear()
 
     def fail(self, load: Load, reason: FailureReason, error: str, now: float) -> None:
-        """Record a failure, to report it after the drain. Do nothing if the load is DRAINING."""
+        """Move a load to DRAINING, and keep the failure for the load's LoadResult.
+
+        Do nothing if the load is DRAINING already.
+        """
         if load.state is LoadState.DRAINING:
             return
         load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S

@@ -38,7 +38,7 @@ from baton_kv_transfer.transports.transfer import TransportError
 from baton_protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
 
 MIN_LEASE_S = 0.05
-#: Limit of a peer's text in errors and logs.
+#: Longer texts of a peer are cut in errors and logs.
 MAX_REASON_CHARACTERS = 500
 #: Interval of ZeroMQ's own probes. They find hosts that vanished without closing the connection.
 ZMQ_HEARTBEAT_MS = 2_000
@@ -90,9 +90,9 @@ class Peer:
         #: READY.
         self.blocks: DlistHandle | None = None
         self.num_slots = 0
-        #: Rank among the workers of its engine.
+        #: Rank of the peer in its engine; -1 before READY.
         self.rank = -1
-        #: All workers of its engine.
+        #: All workers of the peer's engine, in rank order.
         self.ranks: list[RankAddress] = []
         #: How long the peer keeps blocks without a message of this engine.
         self.lease_s = 0.0

@@ -19,7 +19,7 @@ BATCH_BYTES = 4 * 2**20
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Blocks of one per-rank transfer that are verified together, after one read or write."""
+    """Blocks that are verified together after one read or write. All belong to `rank_transfer`."""
 
     rank_transfer: RankTransfer
     positions: list[int]
@@ -41,9 +41,9 @@ def blocks_per_batch(rank_transfer: RankTransfer, memory: SlotMemory) -> int:
 
 
 def _accept(memory: SlotMemory, block_ids: list[int]) -> list[int]:
-    """Return slots for the first blocks, for as many as possible; empty if no slot is free.
+    """Allocate and return slots for all blocks or only the leading ones; empty if none is free.
 
-    Slots are requested for all blocks, then for half of the blocks, then for a quarter, and so on.
+    The number of blocks is halved until there are enough free slots.
     """
     while block_ids:
         slots = memory.accept(block_ids)

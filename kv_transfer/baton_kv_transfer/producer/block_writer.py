@@ -55,12 +55,12 @@ class BlockWriter:
         written: Callable[[Subscriber, list[PublishedBlock]], None],
         failed: Callable[[Subscriber, str], None],
     ) -> None:
-        """Create a writer without writes.
+        """Create a writer with no queued blocks.
 
         Args:
             context: state that both sides of the connector share.
-            written: called when blocks are in the subscriber's memory, after num_writes was
-                reduced.
+            written: called when blocks are in the subscriber's memory. Subscriber.num_writes was
+                reduced before the call.
             failed: called with the reason when blocks will not reach the subscriber's memory.
         """
         self._context = context
@@ -175,5 +175,5 @@ class BlockWriter:
         self._written(subscriber, write.blocks)
 
     def _nbytes(self, subscriber: Subscriber) -> int:
-        """Return the bytes of the subscriber's heads in one block."""
+        """Return the size of the subscriber's heads in one block, in bytes."""
         return subscriber.heads.count * self._context.memory.layout.head_nbytes

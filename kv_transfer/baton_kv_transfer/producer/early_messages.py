@@ -74,7 +74,10 @@ class EarlyMessages:
         return ""
 
     def release(self, session: Session, message: side_channel.Release) -> None:
-        """Hold a release in place of the subscription, until the transfer is offered."""
+        """Replace a held SUBSCRIBE by its RELEASE, and hold the RELEASE until the offer.
+
+        A RELEASE without an earlier SUBSCRIBE is held too.
+        """
         known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if known is None:
             if self._num_early < MAX_EARLY:

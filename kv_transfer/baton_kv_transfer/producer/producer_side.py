@@ -111,9 +111,9 @@ class ProducerSide:
         self._router.close(linger=0)
 
     def memory_fenced(self) -> None:
-        """End the sessions with push after a fence.
+        """Fail the sessions that use push, after a fence.
 
-        The fence has removed all peers from the agent, so these consumers must connect again.
+        The fence has removed the agents of these consumers, so the consumers must connect again.
         """
         self._sessions.fail_all("the producer cut all its peers off")
 
@@ -147,7 +147,7 @@ class ProducerSide:
         return deadline if deadline < math.inf else None
 
     def _receive(self, now: float) -> bool:
-        """Handle the messages of consumers; return False if more may be waiting."""
+        """Handle messages of consumers. Return True if the socket has no more messages."""
         for _ in range(side_channel.MAX_MESSAGES_PER_ROUND):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)

@@ -194,11 +194,11 @@ class SessionRegistry:
         self._fail(self._users(session.agent_name), reason)
 
     def fail_all(self, reason: str) -> None:
-        """Fail all sessions with memory, after a fence has removed all peers from the agent."""
+        """Fail all sessions that use push, after a fence has removed the consumers' agents."""
         self._fail([session for session in self._open.values() if session.agent_name], reason)
 
     def refuse_failed(self, busy: Callable[[Session], bool]) -> None:
-        """Remove failed sessions and send REFUSED, except to sessions with writes in flight.
+        """Remove the failed sessions that have no write in flight, and send REFUSED to them.
 
         Args:
             busy: returns whether a session has writes in flight.

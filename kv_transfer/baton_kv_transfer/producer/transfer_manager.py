@@ -412,7 +412,7 @@ class TransferManager:
     # One transfer
 
     def _expose(self, transfer: Transfer) -> None:
-        """Publish waiting blocks while slots are free."""
+        """Publish the blocks of waiting saves, until a save needs more slots than are free."""
         while transfer.waiting:
             save = transfer.waiting[0]
             slots = self._memory.expose(save.block_ids)
@@ -440,7 +440,8 @@ class TransferManager:
     def _close(self, transfer: Transfer, reason: str) -> None:
         """Close a transfer, so that no further subscriber is admitted.
 
-        Each present subscriber receives CANCELLED, and has one more lease to send RELEASE.
+        Each ACTIVE subscriber receives CANCELLED, and its lease is renewed once. Within this time
+        the subscriber should send RELEASE.
         """
         transfer.closed = reason
         transfer.waiting.clear()
@@ -452,7 +453,11 @@ class TransferManager:
         self._confirm_and_end(transfer)
 
     def _confirm_and_end(self, transfer: Transfer) -> None:
-        """Send RELEASED where all writes have ended. End the transfer if all subscribers left."""
+        """End the transfer if all subscribers have left and no further subscriber is expected.
+
+        With push, first send RELEASED to each subscriber that is STOPPED or LEFT and has no write
+        in flight. A transfer with a write in flight does not end.
+        """
         if self._transfers.get(transfer.transfer_id) is not transfer:
             return
         subscribers = transfer.subscribers.values()

@@ -55,7 +55,7 @@ class Subscriber:
     confirmed: bool = False
     #: Push: blocks to be written.
     queue: deque[Block] = field(default_factory=deque)
-    #: Writes in flight.
+    #: Number of writes in flight.
     num_writes: int = 0
     #: A posted write ended in ERR. Its bytes may still arrive, so RELEASED is never sent.
     has_failed_write: bool = False
@@ -91,13 +91,13 @@ class Transfer:
     peer_instance_id: str
     #: HOLDING: end of the lease of the workers that have not subscribed yet.
     deadline: float
-    #: Time at which its first blocks were saved; 0: not yet.
+    #: Time at which the first blocks were saved; 0: not yet.
     held_since: float = 0.0
-    #: 0: no subscription yet.
+    #: Number of the consumer's workers that are expected to subscribe; 0 before one has subscribed.
     num_subscribers: int = 0
-    #: By the consumer's index of its workers.
+    #: Key: `Subscribe.subscriber`.
     subscribers: dict[int, Subscriber] = field(default_factory=dict)
-    #: Published, in slots of the memory.
+    #: Published blocks, each in a slot of this worker's memory.
     blocks: list[Block] = field(default_factory=list)
     #: Saves that wait for free slots. The transfer also holds the blocks of these saves.
     waiting: deque[BlockSave] = field(default_factory=deque)
@@ -211,9 +211,9 @@ def explain_refusal(
 def checksum_blocks(
     memory: SlotMemory, subscriber: Subscriber, blocks: Sequence[Block]
 ) -> list[PublishedBlock]:
-    """Return the blocks with checksums for this subscriber.
+    """Return `blocks` as entries of a PUBLISH, with checksums of the subscriber's heads.
 
-    Word sums that are not known yet are computed in one call.
+    The checksums are computed from `Block.sums`. Missing sums are computed first, in one call.
     """
     heads, transfer_id = subscriber.heads, subscriber.transfer.transfer_id
     unknown = [block for block in blocks if heads not in block.sums]
