@@ -16,7 +16,7 @@ Load
 Per-rank transfer
 
     HANDSHAKE   The transfer waits for the connection to its worker and, with push, for slots.
-    OPEN        SUBSCRIBE was sent. The worker does not write here.
+    OPEN        SUBSCRIBE was sent, unless the load has no blocks. The worker does not write here.
     PUSHING     SUBSCRIBE was sent with slots. The worker may write to these slots.
     QUARANTINE  RELEASE was sent, or the worker is lost. The worker may still write to the slots.
     ENDED       RELEASE was sent, or the worker is lost. The worker cannot write.
@@ -118,7 +118,7 @@ class RankTransfer:
 
     @property
     def is_open(self) -> bool:
-        """Whether SUBSCRIBE was sent, and RELEASE was not."""
+        """Whether the state is OPEN or PUSHING."""
         return self.state in (RankTransferState.OPEN, RankTransferState.PUSHING)
 
     @property

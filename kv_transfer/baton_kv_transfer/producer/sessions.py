@@ -8,7 +8,8 @@ The connector's thread calls all methods. A session has these states:
               sent when all writes of the session have ended.
 
 A session is removed when its connection is lost, when the consumer sends HELLO again, or when too
-many consumers have connected. The consumer's agent is removed with the last session that uses it.
+many consumers have connected. The consumer's agent is removed with the last session that uses it,
+or when a write to the consumer fails.
 """
 
 from __future__ import annotations
