@@ -40,7 +40,7 @@ Address = tuple[str, int]
 
 
 class Connection(NamedTuple):
-    """A socket of this process. The inode identifies the socket after its descriptor is reused."""
+    """A socket of this process. The inode shows whether `fd` still refers to this socket."""
 
     fd: int
     inode: int
@@ -82,7 +82,10 @@ def connections_among(listening: Collection[Address]) -> list[Connection]:
 
 
 def connected_from(listening: Collection[Address]) -> list[tuple[Address, Address]]:
-    """Return (own address, peer's address) for each connection of this process to `listening`."""
+    """Return this process's connections to the addresses in `listening`.
+
+    Each connection is described by (own address, peer's address).
+    """
     return [(own, peer) for _, own, peer in _connected() if peer in listening]
 
 
@@ -160,9 +163,10 @@ def _connected() -> Iterator[tuple[Connection, Address, Address]]:
 
 
 def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:
-    """Yield (descriptor, inode, duplicate) for each TCP socket of this process.
+    """Yield (descriptor, inode, socket object) for each TCP socket of this process.
 
-    Each duplicate is closed when the next item is requested.
+    The socket object has a duplicate of the descriptor. The duplicate is closed when the next item
+    is requested.
     """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # it was closed since the listing

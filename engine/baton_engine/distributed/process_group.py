@@ -219,8 +219,8 @@ class TorchGroup:
         self.rank = rank
         self.size = size
         self._backend: Backend | None = backend
-        #: Kept alive for NCCL, which uses it when two ranks first send. The backend keeps
-        #: only the C++ object alive.
+        #: NCCL uses the store when two ranks first exchange data with send and recv. This
+        #: reference keeps the Python object alive. The backend keeps only the C++ object alive.
         self._store: Store | None = store
         self._timeout_s = timeout_s
         self._abort = abort
@@ -306,11 +306,11 @@ class TorchGroup:
         start: Callable[[Backend], Any],
         timeout: timedelta | None = None,
     ) -> None:
-        """Start an operation and wait for its end. Errors name the operation and the ranks.
+        """Start an operation and wait for its end.
 
         Args:
-            operation: Name for errors.
-            peers: Ranks for errors.
+            operation: Name of the operation, for error messages.
+            peers: The other ranks that take part, for error messages.
             start: Starts the operation and returns torch's work handle.
             timeout: None: the backend's timeout. send and recv need their own timeout, because gloo
                 would use the timeout of its connection.

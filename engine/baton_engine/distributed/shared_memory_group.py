@@ -13,9 +13,9 @@ remains. Each rank has two buffers and one 64-bit counter, its word. In exchange
 Two buffers are enough. A rank starts exchange k + 2 only when all words are at least k + 2. A rank
 sets its word to k + 2 only after it has read all buffers of exchange k.
 
-An all_to_all starts with an exchange of the counts. The same exchange contains the rows if they fit
-into every rank's buffer. Otherwise the rows follow in several exchanges of equal shares. The rank
-with the most rows determines the number of exchanges.
+An all_to_all starts with an exchange of the counts. The same exchange contains the rows if the
+rows of every rank fit into that rank's buffer. Otherwise the rows follow in several exchanges of
+equal shares. The rank with the most rows determines the number of exchanges.
 """
 
 from __future__ import annotations
@@ -183,11 +183,16 @@ class SharedMemoryGroup:
     ) -> list[list[int]]:
         """Exchange the byte counts of an all_to_all.
 
+        Args:
+            half: Index (0 or 1) of the buffers that contain the counts.
+            send_nbytes: Number of bytes that this rank sends to each rank.
+            recv_nbytes: Number of bytes that this rank expects from each rank.
+
         Returns:
             [source][target]: number of bytes that rank `source` sends to rank `target`.
 
         Raises:
-            ValueError: A rank sends another number of bytes than `recv_nbytes` says.
+            ValueError: A rank does not send the number of bytes that this rank expects.
         """
         number = self._number_of(self.rank, half)
         self._numbers[number : number + self.size] = array("Q", send_nbytes)
@@ -209,7 +214,7 @@ class SharedMemoryGroup:
     ) -> None:
         """Exchange the bytes of an all_to_all that do not fit into the buffers at once.
 
-        Each round exchanges an equal share of the bytes for each rank.
+        Each of n rounds sends 1/n of the bytes for each rank.
 
         Args:
             sources: Bytes to send to each rank, [bytes] uint8.
@@ -320,7 +325,7 @@ class SharedMemoryGroup:
         self._deaths.register(fd, select.POLLIN)
 
     def _done(self, rank: int) -> int:
-        """Return the number of exchanges that a rank has published."""
+        """Return in how many exchanges a rank has published its buffer."""
         return self._words[self._word_of(rank)] & ~LEFT
 
     def _word_of(self, rank: int) -> int:
@@ -334,7 +339,10 @@ class SharedMemoryGroup:
         return f"{operation} in group {self.name}, rank {self.rank} of {self.size}"
 
     def _fence(self) -> None:
-        """Order memory writes. Taking a lock is a memory barrier on every architecture."""
+        """Act as a memory barrier: no read or write is reordered across this call.
+
+        Taking a lock is a barrier on every architecture.
+        """
         with self._word_lock:
             pass
 
@@ -345,7 +353,7 @@ def _pieces(dense: Tensor) -> Iterator[Tensor]:
 
 
 def _share_of(nbytes: int, turn: int, rounds: int) -> slice:
-    """Return the slice of `nbytes` bytes that one round exchanges."""
+    """Return the slice of `nbytes` bytes that round `turn` of `rounds` rounds exchanges."""
     return slice(nbytes * turn // rounds, nbytes * (turn + 1) // rounds)
 
 

@@ -7,8 +7,8 @@
                                              <-  Answer
 
 The secret itself is not sent. A side that receives a wrong proof closes the connection. Later
-messages are neither encrypted nor signed. The handshake refuses clients without the key, but does
-not protect against an attacker on the network path.
+messages are neither encrypted nor signed. The handshake refuses clients without the secret, but
+does not protect against an attacker on the network path.
 """
 
 from __future__ import annotations

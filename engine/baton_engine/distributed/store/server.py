@@ -208,10 +208,10 @@ class StoreServer:
             self._update(client)
 
     def _update(self, client: StoreClient) -> None:
-        """Update the selector and the sum of all buffers after a read from or write to a client.
+        """Update the selector and the buffered bytes after reading from or writing to a client.
 
-        If the buffers of all clients exceed MAX_BUFFERED_BYTES, drop the clients with the largest
-        buffers.
+        If the buffers of all clients together exceed MAX_BUFFERED_BYTES, drop the clients with the
+        largest buffers.
         """
         if client not in self._clients:
             return

@@ -76,7 +76,7 @@ class Values:
         return next((key for key in keys if key not in self._values), None)
 
     def get(self, keys: Sequence[str]) -> Answer:
-        """Return the values of existing keys.
+        """Return the values of these keys, which must all exist.
 
         Raises:
             ValueError: The values do not fit into one message.

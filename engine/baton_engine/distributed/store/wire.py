@@ -45,7 +45,7 @@ class Get(msgspec.Struct, tag=True):
 
 
 class Add(msgspec.Struct, tag=True):
-    """Add `amount` to a decimal number. The answer's `number` is the sum.
+    """Add `amount` to the value of a key, a decimal number. The answer's `number` is the sum.
 
     A missing key counts as 0.
     """
