@@ -9,7 +9,7 @@ from baton_engine.elastic.coordinator.expert_placement import TOLERANCE, imbalan
 from baton_engine.elastic.coordinator.roster import Roster, key_of
 from baton_protocol.topology import ExpertLoads, Generation, Member, Placement
 
-#: An automatic rebalance must reduce the imbalance to this fraction.
+#: An automatic rebalance must reduce the imbalance to less than this fraction of its value.
 WORTHWHILE = 0.95
 
 #: [sparse layer][expert]: tokens.
@@ -83,7 +83,11 @@ class Balance:
         )
 
     def is_worthwhile(self, present: Generation, now: float) -> bool:
-        """Return whether a measuring window ends now and a rebalance would reduce its imbalance."""
+        """Return whether a measuring window ends now, and its imbalance calls for a rebalance.
+
+        The window's imbalance must exceed the threshold. The imbalance of a new placement must be
+        less than WORTHWHILE times the window's imbalance.
+        """
         if not self._threshold:
             return False
         loads = self._window(present, now)
@@ -118,9 +122,9 @@ class Balance:
 
 
 def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]] | None:
-    """Return a generation's placement and the instance ids of its ranks. None: no generation.
+    """Return a generation's placement and the instance ids of its ranks.
 
-    `plan_placement` takes a previous placement in this form.
+    Return None if `generation` is None. `plan_placement` takes the result as `previous`.
     """
     if generation is None:
         return None

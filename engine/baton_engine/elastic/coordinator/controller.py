@@ -3,8 +3,8 @@
 It computes at most one operation, and a directive for each rank, from desired members and statuses.
 
 The controller is level-triggered. Each decision depends on the reported statuses and not on earlier
-actions, so a restarted controller continues where another controller ended. A commit that was sent
-is the exception. A commit is never revoked, because a rank may act on it at any time. If a commit
+actions, so a restarted controller continues where another controller ended. There is one exception:
+a commit is never revoked after it was sent, because a rank may act on it at any time. If a commit
 cannot be completed, the controller creates an urgent generation with a higher number.
 
 The controller has no sockets and no clock. Callers pass the time as `now`, in seconds.
@@ -330,7 +330,7 @@ class Controller:
         return now < self._first_ready_at + self._config.form_after_s
 
     def _is_present(self, need: Need) -> bool:
-        """Return whether scaling would change nothing, because members are still missing."""
+        """Return whether scaling would keep the same members, because new members are missing."""
         return (
             need.kind == "scale"
             and self._present is not None

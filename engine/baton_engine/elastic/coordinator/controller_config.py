@@ -23,7 +23,7 @@ class ControllerConfig:
     #: should exceed the longest step. The group runs an interrupted step again, and the limit
     #: doubles, at most to 8 times this value.
     step_stall_after_s: float = 30.0
-    #: Time that the first generation waits for further ranks after the first one.
+    #: Time to wait for further ranks after the first rank is ready, if there is no generation.
     form_after_s: float = 30.0
     #: Time that scaling waits for missing ranks.
     wait_s: float = 60.0
@@ -34,7 +34,8 @@ class ControllerConfig:
     retry_s: float = 1.0
     #: Maximum delay. A rank that could not be prepared is excluded for this time.
     retry_max_s: float = 60.0
-    #: Tokens of the busiest rank over the average, above which experts move; 0: only on request.
+    #: Imbalance above which experts move: the tokens of the busiest rank divided by the mean of
+    #: all ranks. 0: experts move only on request.
     rebalance_threshold: float = 0.0
     #: Time over which the imbalance is measured.
     rebalance_window_s: float = 300.0

@@ -44,7 +44,7 @@ MAX_RANKS = 2**12
 
 
 class Coordinator:
-    """The process of one group. `run` is its loop.
+    """The coordinator process of one expert-parallel group. `run` is its loop.
 
     HTTP threads call the `TopologyAdmin` methods.
     """
@@ -57,7 +57,7 @@ class Coordinator:
         config: ControllerConfig,
         key: ServiceKey | None = None,
     ) -> None:
-        """Bind both ports.
+        """Bind the port for ranks and the port for HTTP.
 
         Args:
             host: Address to bind.
@@ -138,8 +138,8 @@ class Coordinator:
     def run(self) -> int:
         """Run until `stop` is called, and return the exit code.
 
-        After `stop`, the loop continues for up to LINGER_S while ranks serve. It continues longer
-        while all serving ranks are leaving.
+        After `stop`, the loop ends as soon as no rank serves. Once LINGER_S have passed, the loop
+        also ends if a serving rank is not leaving.
         """
         self._server.start()
         poller = zmq.Poller()

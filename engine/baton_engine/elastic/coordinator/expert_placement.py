@@ -20,8 +20,8 @@ therefore
 No packing of these copies has a heaviest rank below max(mean, w).
 
 With a previous placement, survivors keep their experts. Only missing copies are packed, and surplus
-copies are dropped. The heaviest rank may be heavier than in a new placement by the tolerance. If
-swaps do not reach this limit, a new placement is used.
+copies are dropped. The tolerance limits how much heavier the heaviest rank may be than the heaviest
+rank of a new placement. If swaps do not reach this limit, the new placement is used.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def plan_placement(
         num_redundant: Minimum number of slots beyond one per expert.
         loads: [layer][expert], tokens. None: all experts have the same load.
         previous: A placement and the instance ids of its ranks.
-        tolerance: How much heavier than in a new placement the heaviest rank may be, as a fraction.
-            A higher value moves fewer experts. With infinity no expert moves for balance alone.
+        tolerance: Limit of the heaviest rank's load. With 0.1, the load may be 10% higher than the
+            load of the heaviest rank of a new placement. A higher value moves fewer experts. With
+            infinity no expert moves for balance alone.
 
     Raises:
         ValueError: The arguments contradict each other.
@@ -164,7 +165,7 @@ def _plan_layer(
 
 
 def _permute_for_few_moves(layer: Layer, held: list[set[int]]) -> Layer:
-    """Return the layer with its ranks permuted so that few experts move."""
+    """Return the layer's placement with its ranks permuted, so that few experts move."""
     ranks = range(len(held))
     common = [
         (-len(held[rank].intersection(layer[part])), rank, part) for rank in ranks for part in ranks
@@ -341,10 +342,12 @@ class _Packing:
     def _make_way(self, expert: int, rank: int) -> int:
         """Assign `expert` to a full rank in place of another expert, and return the other expert.
 
-        Called if all ranks with free slots already hold `expert`, and `rank` is one of these.
-        `rank` can hold the returned expert. Such an expert exists. A copy of `expert` is left, so
-        some rank does not hold `expert`. That rank holds num_slots other experts, and `rank` holds
-        at most num_slots - 2 of them.
+        Call this method if every rank with a free slot already holds `expert`. `rank` is a rank
+        with a free slot. `rank` does not hold the returned expert and can therefore take it.
+
+        Such an expert always exists. A copy of `expert` is unassigned, so at least one full rank
+        does not hold `expert`. This full rank holds num_slots other experts. `rank` holds at most
+        num_slots - 2 other experts.
         """
         # Prefer experts that `full` did not hold before. They move anyway.
         choices = (

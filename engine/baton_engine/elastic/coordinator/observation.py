@@ -23,7 +23,7 @@ class Observation:
     excluded: Set[str]
 
     def wanted(self) -> frozenset[str]:
-        """Return the desired names, except those of processes that are shutting down."""
+        """Return the names of the desired members, without members that are shutting down."""
         return frozenset(name for name in self.desired if not self._leaves(name))
 
     def unfit(self, status: Status) -> str:
@@ -109,10 +109,10 @@ class Observation:
         )
 
     def _recover(self, present: Generation, reason: str) -> Need:
-        """Return the change to a generation of survivors, followed by new members.
+        """Return the change to a generation of the survivors and new members.
 
-        Survivors keep their order. Unwanted and excluded survivors leave, unless no member would be
-        left.
+        In rank order, the survivors come first and keep their order. Unwanted and excluded
+        survivors leave, unless no member would be left.
         """
         wanted = self.wanted()
         serving = {status.member.instance_id for status, _ in self.roster.serving()}

@@ -123,9 +123,9 @@ def is_in(status: Status, generation: Generation) -> bool:
 
 
 def overtaken(roster: Roster, target: Generation) -> bool:
-    """Return whether a rank is in another generation with the same or a higher number.
+    """Return whether a rank is in a generation that makes the rank refuse the target.
 
-    Such a rank refuses the target.
+    Such a generation is not the target, and its number is at least the target's number.
     """
     return any(
         generation.number >= target.number and generation.nonce != target.nonce

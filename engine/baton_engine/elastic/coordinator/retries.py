@@ -13,7 +13,7 @@ FEW_FAILURES = 2
 
 
 class Retries:
-    """Records failures, and until when each failure delays a retry."""
+    """Records failures, and the time until which each failure delays a retry."""
 
     def __init__(self, config: ControllerConfig) -> None:
         self._config = config
@@ -22,7 +22,7 @@ class Retries:
         self._retry_at: dict[str, float] = {}
         #: End of a member's exclusion, by instance id.
         self._excluded_until: dict[str, float] = {}
-        #: Last failed preparation with a member's store, by the member's instance id.
+        #: Time of the last failed preparation that used a member's store, by instance id.
         self._store_failed_at: dict[str, float] = {}
 
     def may_begin(self, kind: str, now: float) -> bool:
@@ -69,7 +69,10 @@ class Retries:
         )
 
     def begin_at_once(self, kind: str) -> None:
-        """Remove the delay of this kind of operation. The next attempt has other members."""
+        """Remove the delay of this kind of operation.
+
+        Call this method when the next attempt has other members.
+        """
         self._retry_at.pop(kind, None)
 
     def clear(self) -> None:

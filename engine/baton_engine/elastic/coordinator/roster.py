@@ -20,7 +20,7 @@ def key_of(generation: Generation) -> GenerationKey:
 
 
 def nonce_of(number: int, drawn: str) -> str:
-    """Return a nonce that contains the generation's number and the drawn text.
+    """Return a nonce that contains a generation's number and the random text `drawn`.
 
     The coordinator reads the number from nonces that ranks report.
     """
@@ -94,10 +94,12 @@ class Roster:
             rank.seen, rank.moved = min(rank.seen + gap_s, now), min(rank.moved + gap_s, now)
 
     def update(self, now: float) -> None:
-        """Decide which instances are living: one per name, with a recent status.
+        """Decide which instances are living.
 
-        The deadline is shorter for instances that other ranks cannot reach. Instances without a
-        status for FORGET_AFTER_S are removed.
+        A living instance has sent a status within its deadline and is not stalled. Of several such
+        instances with one name, only the last registered instance is living. The deadline is
+        shorter for instances that other ranks cannot reach. Instances without a status for
+        FORGET_AFTER_S are removed.
         """
         for instance_id in [
             each for each, rank in self.ranks.items() if now - rank.seen > FORGET_AFTER_S
@@ -131,7 +133,7 @@ class Roster:
         )
 
     def is_left_behind(self, instance_id: str, present: Generation | None) -> bool:
-        """Return whether an instance still serves in a generation that the group has replaced."""
+        """Return whether an instance serves although it or its generation was replaced."""
         rank = self.ranks.get(instance_id)
         generation = None if rank is None else serves_in(rank.status)
         if generation is None:

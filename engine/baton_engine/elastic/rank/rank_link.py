@@ -1,11 +1,11 @@
 """A rank's connections to the coordinator and to other ranks, and the link thread. Needs no torch.
 
-coordinator  a DEALER that reconnects. It sends the latest Status every STATUS_INTERVAL_S and on
-             every change, and receives Directives.
+coordinator  a DEALER that reconnects. It sends the latest Status every STATUS_INTERVAL_S, and
+             at once when a field in `_decisive_fields` changes. It receives Directives.
 other ranks  a ROUTER on the pod's address receives StartWaves; one DEALER per rank sends them.
 
-The link thread delivers each message without interpreting generations. It repeats a StartWave until
-`end_start` is called.
+The link thread passes each received message to `deliver`, whatever the message's generation. The
+link thread repeats a StartWave until `end_start` is called.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RankLink:
             amend: Returns a status with current values. The link's thread calls it with each status
                 before sending. It must not block.
             key: Key of the service, which all peers must have. None: no authentication.
-            wakeup_interval_s: Interval between statuses without a change.
+            wakeup_interval_s: Interval between statuses if no decisive field changes.
 
         Raises:
             zmq.ZMQError: `host` cannot be bound, or `coordinator` is not an address.
