@@ -131,7 +131,7 @@ class Executor(abc.ABC):
         """Interrupt a step that waits for other engines of the expert-parallel group.
 
         The step's future raises GroupBrokenError. Any thread may call this method. Executors
-        without this method refuse expert-parallel configurations.
+        that do not implement this method refuse expert-parallel configurations.
 
         Args:
             nonce: interrupt only workers in the generation with this nonce. Empty: in any

@@ -124,7 +124,8 @@ class ExternalLauncherExecutor(UniProcExecutor):
     ) -> list[Any]:
         """Call a method of every rank's worker. Every rank must make the same call.
 
-        Results of other ranks are decoded from msgpack: a tuple becomes a list, a dataclass a dict.
+        Results of other ranks are decoded from msgpack: a tuple becomes a list, and a
+        dataclass becomes a dict.
         """
         future = self._thread.submit(self._call_everywhere, method, args)
         try:

@@ -195,7 +195,7 @@ class RayExecutor(Executor):
         """Register a future that fails when the executor fails.
 
         Returns:
-            False if the executor has failed already. Then the future has the error.
+            False if the executor has already failed. In this case the future now has the error.
         """
         ticket = next(self._tickets)
         with self._lock:
@@ -278,7 +278,7 @@ class _RankActor:
         threading.Event().wait()
 
     def host(self) -> Any:
-        """Return the address of this actor's node, or the Failure of the worker's creation."""
+        """Return the address of this actor's node, or a Failure if the worker cannot be created."""
         return self._failure or _import_ray().util.get_node_ip_address()
 
     def join_groups(self, store_address: tuple[str, int], hosts: list[str], secret: bytes) -> Any:

@@ -27,7 +27,7 @@ from baton_protocol.sampling import SamplingParams
 
 
 class BlockCopy(NamedTuple):
-    """A copy of one whole KV block to another block. Workers make the copies of a list in order."""
+    """A copy of one whole KV block to another block. Workers run a list of copies in order."""
 
     source: int
     target: int
@@ -151,13 +151,15 @@ class ModelRunnerOutput:
 
     #: The token of each request that sampled in this step.
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
-    #: By request, if requested. Requests with a beam_width always have 2 * beam_width top entries.
+    #: By request id, for requests that ask for logprobs. A request with a beam_width always gets
+    #: 2 * beam_width top entries.
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    #: By request, if requested: for the prompt tokens that this step predicted, from position
-    #: num_computed_tokens + 1 on.
+    #: By request id, for requests that ask for prompt logprobs. The entries belong to the prompt
+    #: tokens that this step predicted, from position num_computed_tokens + 1 on.
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
     #: By request that sampled, if config.observability.count_nans_in_logits is set.
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
-    #: By request, if requested: for the tokens that this step ran.
+    #: By request id, for requests that ask for routed experts. The entries belong to the tokens
+    #: that this step ran.
     routed_experts: dict[str, RoutedExperts] = field(default_factory=dict)
     connector: ConnectorOutput = field(default_factory=ConnectorOutput)

@@ -299,7 +299,7 @@ class MultiprocExecutor(Executor):
             self._fail(WorkerDiedError(reason), died=True)
 
     def _fail(self, error: Exception, *, died: bool) -> None:
-        """Fail all pending and later steps. If a worker `died`, also fail all calls."""
+        """Fail all pending and later steps. If `died` (a worker has died), also fail all calls."""
         with self._lock:
             self._failure = self._failure or error
             callback = self._on_failure if died and not self._died and not self._stopping else None

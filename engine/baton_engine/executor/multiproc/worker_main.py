@@ -180,8 +180,8 @@ def _bind(cpus: frozenset[int]) -> None:
 def _die_with_parent(connection_fd: int, parent_pid: int) -> None:
     """Make this process end when its parent ends.
 
-    The kernel kills this process when the parent's thread that started it ends. In addition, a
-    thread ends this process when the parent closes the connection.
+    The kernel kills this process when the parent ends, or when the thread that started this process
+    ends. In addition, a thread ends this process when the parent closes the connection.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
