@@ -37,7 +37,8 @@ from baton_protocol.messages import EngineCoreRequestType as RequestType
 from baton_protocol.messages import Pong
 from baton_protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
 
-#: Phases in which requests are accepted. Between generations they wait.
+#: Phases in which requests are accepted. In BROKEN, requests wait for the next
+#: generation.
 _ACCEPTING = (RankPhase.SERVING, RankPhase.BROKEN)
 #: A loop that does not process a dismissal within this time counts as stalled.
 DISMISSED_PATIENCE_S = 10.0

@@ -40,7 +40,7 @@ class RankReport:
             self.commit_seen = standby.generation.nonce
 
     def on_generation_changed(self) -> None:
-        """Clear the failure, the suspects and the expert loads of the previous generation."""
+        """Clear the failure, unreachable members and expert loads of the previous generation."""
         self.failed = self.failure = ""
         self.suspects, self.loads = (), None
 
