@@ -159,7 +159,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return False
 
     def requested_max_tokens(self) -> int | None:
-        """Return the limit on generated tokens. None means that only the context length limits."""
+        """Return the limit on generated tokens. None means the context length."""
         return self.max_tokens
 
     def requested_logprobs(self) -> int | None:

@@ -50,7 +50,7 @@ class OutputProcessor:
         stops: strings that end the text.
         include_stop: include the stop string or stop token in the text.
         skip_special_tokens: leave special tokens out of the text.
-        min_tokens: number of tokens at the start in whose text stop strings are ignored.
+        min_tokens: stop strings are ignored in the text of this many first tokens.
         stop_token_ids: stop tokens of the request. A stop token that ends the text becomes the
             stop_reason.
     """
@@ -113,7 +113,7 @@ class OutputProcessor:
         return result
 
     def push_beam(self, request_id: str, beam: BeamOutput) -> TextOutput:
-        """Add a finished beam as the only output of the sequence, and return its text."""
+        """Add a finished beam as the only output of the sequence, and return the beam's text."""
         return self.push(beam_as_output(request_id, beam))
 
     def _scan(self, text: str) -> str:
@@ -208,7 +208,7 @@ def prompt_token_logprobs(
 
 
 def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, PromptTokenLogprob]:
-    """Return the logprobs of one position by token id: the actual token, then the likeliest."""
+    """Return logprobs of one position by token id: the actual token, then the likeliest ones."""
 
     def entry(token_id: int, logprob: float, rank: int) -> PromptTokenLogprob:
         return PromptTokenLogprob(

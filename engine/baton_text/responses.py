@@ -41,7 +41,7 @@ class PromptTokenLogprob(msgspec.Struct, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Logprobs in the form of OpenAI's completions. Those of a prompt's first token are None."""
+    """Logprobs in the form of OpenAI's completions. A prompt's first token has no logprob."""
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []

@@ -30,7 +30,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     json_object: bool | None = None
 
     def given(self) -> list[str]:
-        """Return the names of the fields that describe a structure."""
+        """Return the names of the fields that are set. False counts as unset, except for `json`."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return [
             name

@@ -24,7 +24,7 @@ def environment_key(
 ) -> str:
     """Return a hash of source files, versions, settings and device.
 
-    Compiled code can be reused if both this hash and the `piece_key` are equal.
+    Compiled code can be reused if both this hash and the `piece_key` are unchanged.
 
     Args:
         source_files: Files whose code was traced.

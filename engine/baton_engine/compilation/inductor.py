@@ -39,7 +39,7 @@ class PieceCompiler(Protocol):
 
         Args:
             graph: Piece to compile.
-            arguments: Example arguments of the trace. With `size`, real arguments.
+            arguments: Arguments of the piece: real ones with `size`, else examples from the trace.
             size: The only number of tokens that the function must support. None: any number.
         """
 

@@ -188,7 +188,7 @@ def _overload(target: Any) -> Any:
 
 
 def _call_functions_directly(part: fx.GraphModule, operators: SplittingOperators) -> bool:
-    """Replace the operators in a part of the graph by their functions.
+    """Replace operator calls in a part of the graph by calls of the functions in `operators`.
 
     Returns:
         Whether the part contains any of `operators`.

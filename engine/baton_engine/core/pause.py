@@ -218,7 +218,7 @@ class PauseControl:
             future.set_result(None)
 
     def _cancel(self, level: int, reason: str) -> bool:
-        """Fail all pending sleeps of at least `level`. With _NOT_ASLEEP, fail pending pauses too.
+        """Fail pending sleeps of at least `level`. With the level _NOT_ASLEEP, fail pauses too.
 
         Returns:
             Whether any call was pending at these levels.

@@ -33,7 +33,7 @@ class FetchRequest:
 
 
 def fetch(request: FetchRequest, progress: Progress, retries: RetryPolicy) -> Marker:
-    """Download the model unless the folder is complete. Return the folder's marker.
+    """Download the model unless the folder is complete. Return the content of its marker file.
 
     Raises:
         FetchError: the model cannot be downloaded.
@@ -67,7 +67,10 @@ def fetch(request: FetchRequest, progress: Progress, retries: RetryPolicy) -> Ma
 def _fetch_once(
     request: FetchRequest, source: Source, progress: Progress, retries: RetryPolicy
 ) -> Marker:
-    """List the model's files, download the selected ones and commit the folder.
+    """Download the selected files of the model, and commit them as the model's folder.
+
+    Returns:
+        The content of the folder's marker file.
 
     Raises:
         FetchError: a retry does not help.

@@ -88,7 +88,7 @@ def _is_file(path: Path, size: int) -> bool:
 
 
 class Partial:
-    """The folder into which one fetcher downloads, before it is renamed to the model's folder.
+    """A folder into which one fetcher downloads. `commit` renames it to the model's folder.
 
     Several threads may call the methods at the same time, each for a different file.
     """

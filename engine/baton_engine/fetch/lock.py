@@ -46,8 +46,9 @@ class FetchLock:
     def try_acquire(self) -> bool:
         """Try to take the lock without waiting.
 
-        The lock can be taken if it is free or if its holder's heartbeat has stopped. After a
-        heartbeat has stopped, a second call may be needed.
+        The lock can be taken if it is free or if its holder's heartbeat has stopped. If a frozen
+        holder keeps the file locked, the first call only removes the file. The next call can then
+        take the lock.
 
         Returns:
             Whether this process holds the lock.

@@ -35,8 +35,8 @@ class Progress:
 
         Args:
             message: what the step does.
-            measure: called for every health report. Returns the progress of the step. None:
-                unknown.
+            measure: returns the progress of the step, or None if unknown. It is called for every
+                health report. If `measure` is None, the progress is unknown.
         """
         self._measure = measure or (lambda: None)
         if message != self._message:

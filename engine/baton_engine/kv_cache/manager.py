@@ -144,7 +144,8 @@ class KVCacheManager:
                 become the request's first blocks. An offloaded block gets a device block, which
                 enters the prefix cache at once. The step under construction restores the KV before
                 the step's tokens run.
-            keep_free: number of blocks that must stay free, unless no free block is taken.
+            keep_free: number of blocks that must stay free afterwards. Ignored if the request needs
+                no free block.
 
         Returns:
             Ids of the added blocks, including cached ones. None, with nothing changed, if too few
@@ -167,9 +168,9 @@ class KVCacheManager:
     def fork(self, parent: KVSequence, child: KVSequence, num_tokens: int) -> None:
         """Share the parent's blocks of the first `num_tokens` tokens with `child`.
 
-        Both sequences have these tokens. A partial last block is shared too. That block may also
-        hold later tokens of the parent, which the child does not read. Before a sequence writes to
-        a shared block, `make_writable` must replace the block by a copy.
+        These tokens must be equal in both sequences. A partial last block is shared too. That block
+        may also hold later tokens of the parent, which the child does not read. Before a sequence
+        writes to a shared block, `make_writable` must replace the block by a copy.
 
         Raises:
             ValueError: the parent's blocks hold fewer tokens, or the child has blocks already.
@@ -319,7 +320,9 @@ class KVCacheManager:
         self._free_host_blocks(request)
 
     def take_offload_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Return the offload tier's copies for the step under construction, and finish that step.
+        """Remove and return the offload tier's copies for the step under construction.
+
+        Call this once per step. Later steps may then reuse the slots that this step uses.
 
         Returns:
             Copies from device blocks to slots, and copies from slots to device blocks.
@@ -387,7 +390,8 @@ def _take_counterparts(
     A new block gets one reference per table that contains the old block.
 
     Returns:
-        The tables with the new blocks, and one copy per distinct block, from old to new.
+        The tables with new blocks in place of old ones, and one block copy per distinct block, from
+        old to new.
     """
     distinct = list(dict.fromkeys(block for table in tables for block in table))
     counterpart = dict(zip(distinct, target.allocate(len(distinct)), strict=True))

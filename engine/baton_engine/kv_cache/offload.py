@@ -63,8 +63,8 @@ class OffloadTier:
     def store(self, block_hash: BlockHash, block_id: int) -> BlockHash | None:
         """Store a computed block before the step under construction overwrites it.
 
-        Without a free slot, the block replaces the least recently used block. If the step needs
-        that block's slot, the new block is not stored.
+        Without a free slot, the block replaces the least recently used block. If the step
+        already reads or writes the slot of that block, the new block is not stored.
 
         Returns:
             The hash of the block that is lost: the replaced block's, or `block_hash` if the new
@@ -88,7 +88,7 @@ class OffloadTier:
         return lost
 
     def hold(self, blocks: Sequence[OffloadedBlock]) -> None:
-        """Mark blocks as used, and keep their slots until the step under construction is finished.
+        """Mark blocks as recently used, and keep their slots until `take_copies` is called.
 
         Args:
             blocks: in the order of the sequence. Later blocks count as less recently used, because
@@ -104,7 +104,9 @@ class OffloadTier:
         self.num_restored += 1
 
     def take_copies(self) -> tuple[list[BlockCopy], list[BlockCopy]]:
-        """Return the copies of the step under construction, and finish that step.
+        """Remove and return the copies of the step under construction.
+
+        Later steps may then reuse the slots that this step uses.
 
         Returns:
             Copies from device blocks to slots, and copies from slots to device blocks.

@@ -195,9 +195,11 @@ class EngineCollector(Collector):
     def _fields(
         self, kind: type[_Family], prefix: str, texts: Mapping[str, str], stats: object
     ) -> Iterator[Metric]:
-        """Yield one metric per key of `texts`, whose value is the field of that name in `stats`.
+        """Yield one metric for each field of `stats` that is a key of `texts`.
 
         Args:
+            kind: class of the metrics: gauge or counter.
+            prefix: text between `baton:` and the field name in the metric's name.
             texts: help texts by field name.
         """
         for field, text in texts.items():

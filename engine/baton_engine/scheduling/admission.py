@@ -99,7 +99,7 @@ class Admission:
         )
 
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
-        """Allocate blocks for all tokens of a request. Return None if there is no room now."""
+        """Admit a request, with blocks for all its tokens. Return None if there is no room now."""
         sequence, kv = request.sequences[0], self.state.kv
         # The last token always runs, because its logits are needed. prompt_logprobs needs the
         # logits of every position.
@@ -166,10 +166,13 @@ class Admission:
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
-        """Allocate blocks into which a CONSUME request loads KV. None if too few are free.
+        """Allocate blocks for the KV that a CONSUME request loads, and return the decision to load.
 
         Args:
-            keep_for: earlier request that waits to run. Enough blocks for this request stay free.
+            keep_for: earlier request that waits to run. Enough blocks for `keep_for` stay free.
+
+        Returns:
+            None if too few blocks are free.
         """
         kv = self.state.kv
         if keep_for is not None:

@@ -59,7 +59,7 @@ class GrammarQueue:
         self._waiting.pop(request.request_id, None)
 
     def take_compiled(self) -> Iterator[tuple[Request, ValueError | None]]:
-        """Remove and yield requests whose compilation has ended, each with the error or None."""
+        """Remove and yield each request whose compilation has ended, with its error or None."""
         for request in list(self._waiting.values()):
             future = self._futures[request.request_id]
             if not future.done():

@@ -62,7 +62,7 @@ class RequestLifecycle:
         self.state.handoff.load(request, num_cached_blocks)
 
     def swap_in(self, step: StepBuilder, decision: SwappedIn) -> None:
-        """Return requests to the batch, and add the host-to-device copies of blocks to `step`."""
+        """Add swapped requests to the batch, and their host-to-device block copies to `step`."""
         step.output.swap_in += decision.copies
         self.state.swapped.remove(decision.requests)
         self.state.counters.num_swapped_in_blocks += len(decision.copies)
@@ -109,7 +109,7 @@ class RequestLifecycle:
             self.enqueue(request)
 
     def swap_out(self, step: StepBuilder, decision: SwappedOut) -> None:
-        """Remove requests from the batch, and add the device-to-host copies of blocks to `step`."""
+        """Remove requests from the batch, and add their device-to-host block copies to `step`."""
         step.output.swap_out += decision.copies
         self.state.swapped.add(decision.requests)
         self.state.counters.num_swapped_out_blocks += len(decision.copies)

@@ -97,7 +97,10 @@ class RunningPlanner:
     def _plan_beams(
         self, step: StepBuilder, root: Request, group: BeamGroup
     ) -> Iterator[Preempted | SwappedOut | Finished]:
-        """Schedule the beams that have not run since the search last advanced."""
+        """Schedule the beams that have not run since the search last advanced.
+
+        Yield the preemptions that this requires.
+        """
         beams = [
             beam for beam in group.live if beam.num_uncomputed_tokens > 0 and not beam.num_in_flight
         ]
@@ -109,7 +112,7 @@ class RunningPlanner:
     def _plan_decodes(
         self, step: StepBuilder, request: Request, sequences: Sequence[Request]
     ) -> Iterator[Preempted | SwappedOut | Finished]:
-        """Schedule one token of each sequence of `request`, or of none if memory stays short.
+        """Schedule one token of every sequence of `request`, or no token if memory stays short.
 
         Yield preemptions until the memory suffices. A beam search is preempted as a whole, so a
         step must not contain only some of its beams.

@@ -80,10 +80,13 @@ class Preemptor:
             yield SwappedIn(unit, copies)
 
     def _last_running(self, first: Request) -> Request | None:
-        """Return the last running request that may be preempted, back to `first`, or None.
+        """Return the last running request, not before `first`, that may be preempted.
 
         Requests before `first` may already be in the step. PRODUCE requests are skipped, because a
         peer may read their blocks at any time.
+
+        Returns:
+            None if there is no such request.
         """
         for request in reversed(self.state.running.in_order):
             if not request.produces:
@@ -95,8 +98,8 @@ class Preemptor:
     def _preempt(self, victim: Request, *, beneficiary: Request) -> Preempted | SwappedOut:
         """Return the decision that swaps out or preempts `victim`.
 
-        A swap includes all running requests of the victim's sample group. If `beneficiary` belongs
-        to the same group, `victim` is preempted without a swap.
+        A swap includes all running requests of the victim's sample group. If `beneficiary`, the
+        request that needs the memory, is in the same group, `victim` is preempted without a swap.
         """
         group = victim.group
         if group is None or group is not beneficiary.group:

@@ -37,7 +37,7 @@ class RequestOutputs:
         request.report.events.append(EngineCoreEvent(event_type, time.monotonic()))
 
     def collect(self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str) -> None:
-        """Keep a step's prompt logprobs and routed experts until an output has tokens.
+        """Keep a step's prompt logprobs and routed experts for the next output that has tokens.
 
         Args:
             start: first position that the step ran.

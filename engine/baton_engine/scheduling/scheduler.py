@@ -186,7 +186,7 @@ class Scheduler:
         return found
 
     def _finish_step(self, step: StepBuilder, moved: bool) -> SchedulerOutput:
-        """Complete and return a step: add KV transfers, offload copies and removed requests."""
+        """Return the step, with KV transfers, offload copies and ids of removed requests added."""
         for entry in step.ranges:
             if entry.request.kv_transfer is not None and entry.request.produces:
                 self.state.handoff.save(entry.request, entry.end)

@@ -24,7 +24,7 @@ class StepResults:
     def take(
         self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput
     ) -> Iterator[Finished | Queued]:
-        """Apply the results of a step. Yield the requests that end or can be queued again.
+        """Apply the results of a step. Yield decisions that end requests or queue them again.
 
         The caller applies each decision before it takes the next decision.
 
@@ -73,7 +73,7 @@ class StepResults:
     def discard(self, ranges: Sequence[ScheduledRange]) -> Iterator[Queued]:
         """Undo the scheduling of a step whose tokens have not run. Later steps run these tokens.
 
-        Yield the preempted requests that can be queued again.
+        Yield decisions that queue preempted requests again.
 
         Args:
             ranges: ranges that the step was scheduled to run.
@@ -91,7 +91,11 @@ class StepResults:
                 yield Queued(request)
 
     def advance_beams(self, root: Request) -> Finished | None:
-        """Advance a beam search once all its beams have run. Return None unless the search ends."""
+        """Advance a beam search if all its beams have run.
+
+        Returns:
+            The decision that ends the search, or None if the search continues.
+        """
         group = root.beams
         if group is None or not group.complete:
             return None

@@ -25,10 +25,10 @@ class StopRules:
         )
 
     def reason(self, request: Request) -> FinishReason | None:
-        """Return why the last token ends the request, by stop tokens and length limits only.
+        """Check whether the last token ends the request by a stop token or a length limit.
 
         Returns:
-            None if the request continues.
+            The finish reason. None if the request continues.
         """
         params = request.sampling_params
         num_tokens = len(request.token_ids)

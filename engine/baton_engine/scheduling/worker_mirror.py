@@ -31,7 +31,8 @@ class WorkerMirror:
         """Add to `output` the data that the worker needs to run positions [start, end).
 
         Args:
-            copies: block copies of this step. Each replaces a block of the sequence by its target.
+            copies: block copies of this step. The worker replaces the source of each copy by the
+                target in the sequence's block table.
         """
         state, blocks = sequence.worker, sequence.blocks
         if state.is_known:

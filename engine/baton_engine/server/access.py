@@ -62,7 +62,7 @@ class Access:
         return False
 
     def refused(self, door: Door, count: int = 1) -> None:
-        """Count refused connections. Log at most once per LOG_INTERVAL_S for each port."""
+        """Count refused connections to a port. Log at most once per port and LOG_INTERVAL_S."""
         self.refusals.labels(door).inc(count)
         now = self._clock()
         with self._lock:

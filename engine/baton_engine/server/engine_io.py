@@ -125,8 +125,8 @@ class EngineIO:
 
         Args:
             port: 0 selects a free port. The attribute `port` contains the bound port.
-            load: returns the engine's load, which PONG messages carry. The sequence number is
-                overwritten.
+            load: returns a PONG message with the engine's load. The I/O thread sets the sequence
+                number.
             access: checks whether clients have the service key.
             client_timeout_s: after this time without a message, a client is gone and its requests
                 are aborted.

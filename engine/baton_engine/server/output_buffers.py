@@ -28,7 +28,7 @@ class Payload:
             self.tracker = self._frame.tracker
 
     def send(self, socket: zmq.Socket[bytes]) -> None:
-        """Send the message as the last frame of a multipart message.
+        """Send the payload as the last frame of a multipart message.
 
         Raises:
             zmq.ZMQError: the client is gone, or its queue is full.
@@ -62,9 +62,9 @@ class OutputBuffers:
             self._give_back(buffer)
 
     def _reclaim(self) -> None:
-        """Free the buffers that ZMQ has finished with, up to the oldest one that ZMQ still reads.
+        """Take back sent buffers, oldest first. Stop at the first buffer that ZMQ still reads.
 
-        Later buffers are rarely finished earlier, because ZMQ sends the messages to one client in
+        ZMQ rarely finishes a later buffer first, because it sends the messages to one client in
         order.
         """
         while self._lent and self._lent[0][1].done:

@@ -55,9 +55,9 @@ class ScheduledRows:
 class InputBatch:
     """Arrays with one row for each of at most `max_num_seqs` requests.
 
-    A row holds the token ids of a request (prompt, then generated), the block table, and the length
-    of each. It also holds the number of tokens whose KV is in the cache, and three flags of the
-    sampling parameters.
+    A row holds the token ids of a request (prompt, then generated) and the block table, each with
+    its length. A row also holds the number of tokens whose KV is in the cache, and three flags that
+    follow from the sampling parameters.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -297,7 +297,7 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 def _is_plain(params: SamplingParams) -> bool:
-    """Return whether a sample is the argmax of the raw logits, without log-probabilities."""
+    """Return whether `params` select the argmax of the raw logits and no log-probabilities."""
     return params.temperature == 0 and not (
         params.logit_bias
         or params.min_tokens

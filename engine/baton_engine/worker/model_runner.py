@@ -292,7 +292,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """Copy the blocks that the step evicts to the offload tier.
+        """Copy the step's evicted blocks to the offload tier.
 
         Call this before the step's KV transfers start, because they may overwrite these blocks.
         """
@@ -357,8 +357,8 @@ class ModelRunner:
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
         """Sample a token for each request whose last token ran, and add the requested reports.
 
-        The sampled tokens are appended to the input batch of this worker. The scheduler sends them
-        only to other pipeline stages. Stages before the last return an empty output.
+        The sampled tokens are appended to the input batch of this worker. The scheduler sends the
+        tokens only to other pipeline stages. Stages before the last return an empty output.
         """
         output = ModelRunnerOutput()
         if self._in_flight is None:
@@ -536,9 +536,10 @@ class ModelRunner:
         return self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1)
 
     def _receive_routed_experts(self, num_tokens: int) -> list[Tensor]:
-        """Receive the chosen expert ids of each sparse layer of earlier stages.
+        """Receive the ids of the experts that the sparse layers of earlier stages chose.
 
-        The sparse layers of this stage append their expert ids to the returned list.
+        Returns:
+            One tensor per sparse layer. The sparse layers of this stage append to this list.
         """
         earlier = sum(layer < self.shard.first_layer for layer in self.model_config.sparse_layers)
         if not earlier:

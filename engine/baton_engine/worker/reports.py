@@ -1,4 +1,4 @@
-"""Reports that requests can ask a step for: prompt log-probabilities and routed experts."""
+"""Optional results that a request can ask for: prompt log-probabilities and routed experts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prompt_logprobs_of(
     compute_logits: Callable[[Tensor], Tensor],
     vocab_size: int,
 ) -> dict[str, PromptLogprobs]:
-    """Return the log-probabilities of prompt tokens that a step predicts, by request id.
+    """Return the log-probabilities that a step predicts for prompt tokens, by request id.
 
     The result of request i begins with the prompt token at position `starts[i] + 1`. Requests
     without `prompt_logprobs` are left out.

@@ -227,7 +227,7 @@ class Worker:
         self._publish_blocks()
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample tokens for the last executed step. Report transfers that have ended."""
+        """Sample the last executed step. Return the tokens and the ended KV transfers."""
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
         output = (
@@ -335,14 +335,14 @@ class Worker:
         self._leave_groups()
 
     def _publish_blocks(self) -> None:
-        """Publish the blocks that the current step completes. Further calls do nothing."""
+        """Publish the blocks that the current step completes. Do nothing on a repeated call."""
         step, self._unpublished = self._unpublished, None
         if step is not None and self.connector is not None and step.connector.saves:
             self._mark_queued_work()
             self.connector.save(step.connector)
 
     def _mark_queued_work(self) -> None:
-        """Make later copies of the KV connector wait for the work queued on the device now."""
+        """Make the KV connector's later block copies wait for the work now queued on the device."""
         if self._peer_memory is not None:
             self._peer_memory.mark()
 

@@ -88,7 +88,9 @@ class BeamSearches:
         beam.candidates = logprobs.top
 
     def advance(self, root: Request) -> None:
-        """Replace the live beams by their best continuations. If none is left, the search is over.
+        """Replace the live beams by their best continuations.
+
+        If no live beam is left, the search is over.
 
         A parent's first child continues the parent's sequence. Each further child is a new sequence
         that shares the parent's blocks.

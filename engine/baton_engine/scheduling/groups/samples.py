@@ -61,7 +61,7 @@ class SampleGroups:
         return None
 
     def is_computing_prompt(self, group: SampleGroup, step: StepBuilder | None = None) -> bool:
-        """Return whether the group's leader still computes the prompt, so that others must wait.
+        """Return whether a request of the group still computes the prompt, and others must wait.
 
         Args:
             step: step under construction. Tokens scheduled in this step count as not yet computed.
@@ -73,14 +73,14 @@ class SampleGroups:
         return leader.num_computed_tokens - num_scheduled < leader.num_prompt_tokens
 
     def wait(self, request: Request) -> None:
-        """Hold `request` until the group's leader has computed the prompt or no longer runs."""
+        """Hold `request` while another request of its group runs and computes the prompt."""
         assert request.group is not None
         request.status = RequestStatus.WAITING_FOR_PROMPT
         request.group.waiting.append(request)
         self._with_waiting[id(request.group)] = request.group
 
     def take_ready(self) -> Iterator[Request]:
-        """Remove and yield the held requests whose leader no longer computes the prompt."""
+        """Remove and yield the held requests of groups in which no request computes the prompt."""
         for key, group in list(self._with_waiting.items()):
             if not self.is_computing_prompt(group):
                 del self._with_waiting[key]

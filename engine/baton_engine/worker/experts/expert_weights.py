@@ -27,7 +27,7 @@ class ExpertKey(NamedTuple):
 
 
 class Expert(NamedTuple):
-    """The weights of one expert that this tensor rank holds."""
+    """This tensor rank's part of the weights of one expert."""
 
     gate_up: Weight
     down: Weight
@@ -100,7 +100,7 @@ class ExpertStore:
         return Expert(self._prepare(gate_up), self._prepare(down))
 
     def to_parts(self, expert: Expert) -> list[Tensor]:
-        """Return the tensors to send to another rank for an expert, in host memory."""
+        """Convert an expert to plain or quantized tensors in host memory, to send to a rank."""
         return [part for weight in expert for part in _parts_of(weight)]
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:

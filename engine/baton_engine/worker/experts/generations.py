@@ -211,7 +211,7 @@ class _LocalGeneration:
     def abort(self) -> None:
         """Abort all operations in the generation's groups, in all threads.
 
-        Idempotent, even after `close`.
+        May be called more than once, and after `close`.
         """
         with self._lock:
             groups = list(self._groups)

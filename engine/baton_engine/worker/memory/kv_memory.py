@@ -55,7 +55,7 @@ class KVMemory:
         return self.cache.untyped_storage().nbytes() == 0
 
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """Copy the blocks that the step evicts to the offload tier.
+        """Copy the step's evicted blocks to the offload tier.
 
         Call this before any other write of the step to the cache.
         """
@@ -69,7 +69,7 @@ class KVMemory:
             torch.cuda.current_stream(self.cache.device).synchronize()
 
     def move_blocks(self, step: SchedulerOutput) -> None:
-        """Run the step's other block copies.
+        """Run all block copies of the step except those of `store_evicted`.
 
         The order is: swap out, swap in, restore from the offload tier, copy within the cache.
         """

@@ -68,7 +68,7 @@ class PeerMemory:
         )
 
     def mark(self) -> None:
-        """Make later copies of the connector wait for the GPU work that this thread has queued.
+        """Make the connector's later copies wait for the GPU work that this thread has queued.
 
         The call itself does not wait.
         """

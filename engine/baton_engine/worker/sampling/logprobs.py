@@ -1,7 +1,8 @@
 """Computes log-probabilities of sampled tokens, of prompt tokens and of beam candidates.
 
-Those of sampled and prompt tokens come from the raw logits, those of beam candidates from the
-processed logits. None is below MIN_LOGPROB, because JSON has no infinity.
+Log-probabilities of sampled and prompt tokens come from the raw logits. Log-probabilities of beam
+candidates come from the processed logits. All are at least MIN_LOGPROB, because JSON has no
+infinity.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], num_top: int)
 
 
 def beam_candidates(processed: Tensor, num_candidates: Sequence[int]) -> list[TokenLogprobs]:
-    """Return the likeliest next tokens of each beam in `top`, the likeliest first.
+    """Return the likeliest next tokens of each beam.
 
-    Tokens that are impossible are left out, so `top` may have fewer than `num_candidates` tokens.
+    The attribute `top` of a result has these tokens, the likeliest first. Impossible tokens are
+    left out, so `top` may have fewer than `num_candidates` tokens.
 
     Args:
         processed: processed logits of one beam per row, float32 [rows, vocab_size], without NaN.

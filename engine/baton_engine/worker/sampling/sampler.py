@@ -61,9 +61,9 @@ def sample(
 ) -> SamplerOutput:
     """Sample one token per row.
 
-    For a row of a beam search, `logprobs[row].top` has the best continuations instead. There are at
-    least 2 * beam_width of them, including at least beam_width that are not end tokens. There are
-    fewer only if fewer tokens are possible.
+    For a row of a beam search, `logprobs[row].top` has the best continuations: at least
+    2 * beam_width, of which at least beam_width are not end tokens. If fewer tokens are possible,
+    `top` has all possible tokens.
 
     Args:
         logits: raw logits, float32 [rows, vocab_size]; not changed.
