@@ -67,8 +67,8 @@ def piece_key(graph: fx.GraphModule) -> str | None:
     """Return a hash of the computation in a piece's graph. Names of nodes do not affect the hash.
 
     Returns:
-        The hash, or None if the graph owns tensors or submodules. The name of a tensor or submodule
-        does not identify its content.
+        The hash. None if the graph owns tensors or submodules, because their names do not identify
+        their content.
     """
     numbers: dict[fx.Node, int] = {}
     digest = hashlib.blake2b(digest_size=16)

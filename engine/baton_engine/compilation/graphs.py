@@ -21,23 +21,23 @@ T = TypeVar("T")
 
 class GraphBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
-        """Return a context manager inside which captures and their warm-up runs must run."""
+        """Return a context manager for captures and their warm-up runs. Both need this context."""
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         """Capture the kernels that `run` launches.
 
-        `run` must have run once before. The addresses of its tensors must not change later.
+        `run` must have been called once before. Its tensors must keep their addresses later.
 
         Returns:
             (result, replay). `result` is the value that `run` returned, without meaningful content.
             As long as `result` is referenced, later captures do not use its memory. `replay` runs
-            the graph on the current content of the inputs. It returns its tensors at the same
+            the graph on the current content of the inputs, and returns tensors that have the same
             addresses each time. These tensors are valid until a graph runs that was captured after
             `result` was released.
         """
 
     def start_over(self) -> None:
-        """Begin a new memory pool. All graphs captured before must have been dropped."""
+        """Begin a new memory pool. Drop all references to earlier graphs before this call."""
 
 
 class CudaGraphs:

@@ -69,8 +69,8 @@ class EngineCore:
     """One engine. Only one thread may use it.
 
     The caller adds requests, calls `step_fn` while `has_requests` is true, and delivers the outputs
-    that `step_fn` returns. Futures of utility methods are resolved during later calls by the same
-    thread.
+    that `step_fn` returns. A Future that `pause` or `sleep` returns is resolved during a later
+    call of a method by the same thread.
     """
 
     #: Exceptions of a step after which the engine continues.

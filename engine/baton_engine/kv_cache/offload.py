@@ -35,7 +35,7 @@ class OffloadTier:
         """Create a tier in which all slots are free.
 
         Args:
-            num_slots: blocks of host memory on every worker.
+            num_slots: number of slots on every worker. A slot holds one block.
         """
         if num_slots < 1:
             raise ValueError(f"an offload tier needs one slot at least, got {num_slots}")

@@ -210,7 +210,7 @@ class EngineCollector(Collector):
         """Add one sample per entry of `values` to `family`, and return `family`.
 
         Args:
-            values: values by the labels after model_name.
+            values: value of each sample by the sample's label values, without model_name.
         """
         for labels, value in values.items():
             family.add_metric([self._model_name, *labels], value)

@@ -342,7 +342,7 @@ class Scheduler:
         self.pause_state = state
 
     def preempt_all(self) -> None:
-        """Free the blocks of all running, swapped and loaded requests, to compute the KV again.
+        """Free the blocks of all running, swapped and loaded requests. Their KV is computed again.
 
         PRODUCE requests keep their blocks, because a peer may read them.
         """

@@ -31,7 +31,8 @@ def typical(
 
     Triton compiles a kernel separately for integer arguments that are 1 or a multiple of 16, and
     for each tile size. Therefore a GPU runs more steps than a CPU: single queries, few queries and
-    mixed lengths. The steps also include prompts of each power of two, which select the tile sizes.
+    mixed lengths. The number of tokens selects the tile size, so the steps also include a prompt
+    of each power of two.
 
     Args:
         longest: maximum number of tokens of one sequence.

@@ -55,7 +55,7 @@ class _Send:
 class _Load:
     """Blocks that this engine loads from a producer."""
 
-    #: None: an empty load that only releases the producer.
+    #: None: an empty load that only releases the producer's blocks.
     request: Request | None
     num_blocks: int
     result: LoadResult | None = None
@@ -137,10 +137,11 @@ class KVHandoff:
     # Consumer
 
     def wait(self, request: Request) -> None:
-        """Ask the producer to keep the blocks of a new CONSUME request until the load starts.
+        """Make the producer keep the blocks of a new CONSUME request until the load starts.
 
-        Without this message, the lease of the blocks could expire while the request waits for
-        memory. If the load starts in the next step, the message is not sent.
+        The connector sends a message that extends the lease of the blocks. Otherwise the lease
+        could expire while the request waits for memory. If the load starts in the next step, the
+        message is not sent.
         """
         transfer = _transfer(request)
         self._metadata.waits[transfer.transfer_id] = LoadWait(

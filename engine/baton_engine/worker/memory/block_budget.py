@@ -27,7 +27,7 @@ class BlockSize:
 
 
 def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
-    """Return the numbers of (cache blocks, host swap blocks) that the configured budgets hold.
+    """Return the numbers of (cache blocks, host swap blocks) that fit in the configured budgets.
 
     Raises:
         ConfigurationError: the budget is less than one block or more than the available memory.
@@ -112,9 +112,9 @@ def offload_blocks(cache: CacheConfig, size: BlockSize) -> int:
 def available_host_memory(root: Path = ROOT) -> int:
     """Return the bytes that this process can still allocate without swapping or an OOM kill.
 
-    The result is the minimum of the machine's available memory and what the limits of the process's
-    control groups (version 2) leave. Page cache counts as available, because the kernel reclaims
-    page cache.
+    The result is the minimum of the machine's available memory and the memory that the limits of
+    the process's control groups (version 2) leave. Page cache counts as available,
+    because the kernel reclaims page cache.
     """
     lefts = map(_left_in, control_groups(root, "memory"))
     return min([psutil.virtual_memory().available, *(left for left in lefts if left is not None)])
