@@ -37,7 +37,7 @@ def token_logprobs(
 
 
 def prompt_logprobs(logits: Tensor, next_token_ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """Return the log-probability and rank of n prompt tokens, and the likeliest tokens.
+    """Return each prompt token's log-probability and rank, and the likeliest tokens.
 
     Args:
         logits: raw logits of n consecutive prompt positions, float32 [n, vocab_size].
