@@ -92,8 +92,8 @@ class EngineClient:
         #: The latest READY. An engine of an expert-parallel group sends READY again when its rank
         #: or the size of the group changes.
         self.ready: Ready | None = None
-        #: Changes to a number unique in this process each time the engine becomes ready. Requests
-        #: that the engine refused may then be sent again.
+        #: A new number, unique in this process, each time the engine becomes ready. Requests that
+        #: the engine refused may then be sent again.
         self.readiness = 0
         self.dead_reason: str | None = None
         self._client_id = client_id
@@ -332,7 +332,7 @@ class EngineClient:
             self._take_arrived()
 
     def _take_arrived(self) -> None:
-        """Handle the received message, if `_receive` has not handled it yet."""
+        """Handle the message that `_receive` has received but not handled yet, if any."""
         if self._arriving is not None and self._arriving.done():
             frames, self._arriving = self._arriving.result(), None
             self._handle(frames)

@@ -18,8 +18,8 @@ SUSPECT_AFTER_INTERVALS = 2
 class Heartbeat:
     """Measures how long an engine has sent no message, in intervals that begin with a PING.
 
-    A longer interval than planned counts for at most twice `interval_s`. During the rest of the
-    interval, this process itself was stopped or short of CPU.
+    An interval counts for at most twice `interval_s`. If an interval lasts longer, this process
+    itself was stopped or short of CPU, so the rest says nothing about the engine.
     """
 
     def __init__(self, interval_s: float, timeout_s: float) -> None:
@@ -45,7 +45,10 @@ class Heartbeat:
         return Ping(self._sequence)
 
     def end_interval(self, elapsed_s: float) -> None:
-        """End the interval after `elapsed_s` seconds. Without a message, `silence_s` grows."""
+        """End the interval, which lasted `elapsed_s` seconds.
+
+        If no message arrived in the interval, add the interval to `silence_s`.
+        """
         if not self._has_received:
             self.silence_s += min(max(elapsed_s, self.interval_s), 2 * self.interval_s)
 
@@ -67,17 +70,17 @@ class Heartbeat:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether the engine has sent no message for too long to get new requests."""
+        """Whether the engine has sent no message recently and must get no new requests."""
         return self.silence_s >= SUSPECT_AFTER_INTERVALS * self.interval_s
 
     def is_dead(self, *, loading: bool) -> bool:
         return self.silence_s >= self._timeout_s * (LOADING_FACTOR if loading else 1)
 
     def num_requests(self, num_unfinished: int) -> int:
-        """Return an estimate of the number of requests at the engine, of all clients.
+        """Return the estimated number of requests at the engine, including those of other clients.
 
-        The estimate is the number in the last PONG, plus the change in this client's own requests
-        since the PING that the PONG answers.
+        The estimate is the number in the last PONG, plus the change in the number of this client's
+        own requests since the PING that the PONG answers.
 
         Args:
             num_unfinished: number of this client's requests in flight.

@@ -24,8 +24,8 @@ frame a message has three frames, in both directions:
                                       <- DEAD       Dead                 the engine loop failed
                                       <- KV_EVENTS  KVEventBatch         to subscribers
 
-A message with another instance id is refused, so a message for a dead process never reaches its
-successor.
+An engine refuses a message with an instance id other than its own. So a message for a dead process
+never reaches its successor.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ class EngineCoreRequest(_Wire):
     generated_token_ids: list[int] = []
     #: Index of this sample among the n samples of a client's request. Part of the noise key.
     sample_index: int = 0
-    #: Wall clock of the client, in seconds. Only orders requests; compare it with no local clock.
+    #: Time by the client's wall clock, in seconds. Used only to order requests, because the clocks
+    #: of client and engine may differ.
     arrival_time: float = 0.0
     #: Lower values run first, then earlier arrivals.
     priority: int = 0
@@ -213,7 +214,8 @@ class EngineCoreRequest(_Wire):
 class PrefillResult(_Wire):
     """Result of a request's prefill stage.
 
-    The gateway sends one PREFILL_RESULT to the decode engine for each CONSUME request.
+    The gateway sends one PREFILL_RESULT for each request that fetches KV blocks (KVSide.CONSUME).
+    The receiver is the decode engine.
     """
 
     request_id: str

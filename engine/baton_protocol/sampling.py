@@ -66,7 +66,7 @@ class StructuredOutput(_Params):
     spec: str = ""
 
     def validate(self) -> None:
-        """Validate the length of `spec`, and the list of a CHOICE.
+        """Validate the length of `spec`. For kind CHOICE, also validate the list of choices.
 
         Schemas, regular expressions and grammars are checked later, when they are compiled.
 

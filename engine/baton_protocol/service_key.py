@@ -6,10 +6,11 @@ pods. No process sends the key itself. Processes use derived secrets:
     ZMQ sockets        CURVE, with one derived key pair for servers and one for clients
     HTTP admin         `Authorization: Bearer <derived>` on every request that changes something
     KV handshake,      HMAC proofs over nonces, with a secret derived for this purpose
-    store of ranks
+    rendezvous store
 
 A secret is HMAC-SHA256(key, "baton/" + purpose), so one secret reveals no other secret. A server
-without a key accepts every client without a key. Connections fail if only one process has a key.
+without a key accepts every client without a key. A connection fails if only one side has
+a key.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from baton_protocol.config import container_path
 from baton_protocol.zap import require_client_key
 
 MIN_KEY_BYTES = 16
-#: Socket monitor events of a client and a server whose keys differ. Only these events report it.
+#: Events of a ZMQ socket monitor after a failed handshake, for example because the keys differ.
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

@@ -92,7 +92,7 @@ class RankPhase(enum.StrEnum):
 
 
 class Activity(enum.StrEnum):
-    """Activity of a rank's engine loop. The rank reports the activity of a stalled loop too."""
+    """Activity of a rank's engine loop, reported even if the loop is stalled."""
 
     #: The loop is outside steps.
     RESTS = "rests"
@@ -103,7 +103,7 @@ class Activity(enum.StrEnum):
 
 
 class ExpertLoads(_Wire, frozen=True):
-    """Numbers of this rank's tokens routed to each expert since the generation began."""
+    """Number of this rank's tokens that were routed to each expert since the generation began."""
 
     #: Indexed by [sparse layer][expert].
     tokens: tuple[tuple[int, ...], ...]
@@ -117,9 +117,10 @@ class Status(_Wire, frozen=True):
     #: Experts of each sparse layer; known once loaded.
     num_experts: int = 0
     num_sparse_layers: int = 0
-    #: Configured minimum number of slots in each layer of the group beyond one per expert.
+    #: Minimum number of slots in each layer of the group in addition to one slot per expert, from
+    #: the configuration.
     num_redundant_experts: int = 0
-    #: The generation in which the rank serves, or which broke.
+    #: The generation of which the rank is a member, even if that generation is broken.
     generation: Generation | None = None
     #: Nonce of the prepared generation, until that generation is committed.
     prepared: str = ""
@@ -147,16 +148,16 @@ class Status(_Wire, frozen=True):
 class Directive(_Wire, frozen=True):
     target: Generation | None = None
     commit: bool = False
-    #: The group continues or ends without this instance. The instance returns its requests and
-    #: becomes STANDBY.
+    #: The group continues or ends without this instance. The instance ends its requests with
+    #: DRAINING, so the gateway continues them elsewhere, and becomes STANDBY.
     dismissed: bool = False
 
 
 class StartWave(_Wire, frozen=True):
-    """Message of a rank with new work, which starts a wave on the other ranks.
+    """Message that starts a wave: a period in which all ranks take every step together.
 
-    In a wave, all ranks take every step together. The rank repeats the message until the first
-    exchange of votes in the wave. A late or lost message does no harm.
+    A rank that gets work between waves sends this message to the other ranks. The rank repeats the
+    message until all ranks have joined the wave. A late or lost message does no harm.
     """
 
     generation: int
@@ -170,8 +171,8 @@ class StartWave(_Wire, frozen=True):
 class TopologyRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of PUT /topology: the requested topology.
 
-    A repeated operation id changes nothing. A new id supersedes an operation that has not
-    committed.
+    A request that repeats an operation id changes nothing. A request with a new id replaces an
+    operation that has not committed.
     """
 
     operation_id: str
