@@ -72,7 +72,10 @@ class KubeClient:
         self.write_timeout_s: Callable[[], float] = lambda: REQUEST_TIMEOUT_S
 
     def sibling(self) -> KubeClient:
-        """Return a client on the same connections, with its own `on_request` and write timeout."""
+        """Return a new client that shares only the connections with this client.
+
+        `on_request` and `write_timeout_s` of the new client have their defaults.
+        """
         return KubeClient(self._api)
 
     async def get(self, path: str, *, metadata_only: bool = False, query: Query = ()) -> Object:
@@ -311,9 +314,9 @@ class KubeClient:
 
 
 def error_text(error: Exception) -> str:
-    """Return the message of `error`, or its class name if the message is empty.
+    """Return the message of `error`, or the name of the error's class if the message is empty.
 
-    The URL is left out, because the URL of a proxy contains a password.
+    The URL of the request is left out, because the URL of a proxy may contain a password.
     """
     if isinstance(error, aiohttp.ClientResponseError):
         return f"HTTP {error.status} {error.message}"

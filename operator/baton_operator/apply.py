@@ -145,14 +145,14 @@ async def apply_members(
 ) -> Refusal | None:
     """Take the planned step of one group: mark members as draining, delete and create members.
 
-    If a mark fails, the step continues, and the error is raised at the end. After the first pod
-    that the API server refuses, no further pod is created.
+    If marking a pod fails, the step continues, and the error is raised at the end. After the first
+    pod that the API server refuses, no further pod is created.
 
     Returns:
         Why the API server refused a pod; None if no pod was refused.
 
     Raises:
-        NameConflict: a pod or ConfigMap with the name of a new one has another owner.
+        NameConflict: an object of another owner has the name of a pod or ConfigMap to create.
         KubeError: the API server refused a request.
     """
     uids = {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in observed.pods}

@@ -21,7 +21,7 @@ OURS = f"{names.LABEL_MANAGED_BY}={names.MANAGER}"
 
 
 class NoDiffBase(kopf.DiffBaseStorage):
-    """A storage for kopf that stores nothing.
+    """Replaces kopf's storage of the last handled version of each object, and stores nothing.
 
     kopf's default storage would copy every object that a watch shows.
     """

@@ -1,4 +1,7 @@
-"""Log formats that include the service of a line and the id of its topology operation."""
+"""Log formats that include the service that is being reconciled.
+
+JSON lines also have the id of the topology operation that the reconcile has requested.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ async def run(args: argparse.Namespace) -> None:
 async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
     """Run the coroutines concurrently until one of them ends, then cancel the others.
 
-    They are cancelled one by one, in the order of `work`.
+    The other coroutines are cancelled one by one, in the order of `work`.
 
     Raises:
         KopfHangsError: kopf did not stop. This error takes priority over other errors and over a

@@ -43,7 +43,7 @@ class PreviousRevision(msgspec.Struct, frozen=True):
 
 
 async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
-    """Record the service's spec as the newest one, and delete the oldest records beyond LIMIT.
+    """Record the service's spec as the newest record, and delete the oldest records beyond LIMIT.
 
     The record in `status.servedRevision` is not deleted.
 
@@ -83,7 +83,7 @@ async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
 async def recorded_spec(kube: Kube, service: Object) -> Object | None:
     """Return the last spec that was rolled out, with the present group sizes.
 
-    The result is used instead of a paused or an invalid spec.
+    This spec is used while the service is paused, and instead of an invalid spec.
 
     Returns:
         None if no spec was rolled out, or if the record of that spec was deleted.

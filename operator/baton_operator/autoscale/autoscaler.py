@@ -150,7 +150,7 @@ class Autoscaler:
         return None if state is None else state.status
 
     def take_events(self, resolved: ResolvedService) -> list[Event]:
-        """Return the Events since the last call, for the reconcile to write."""
+        """Return the autoscaling Events since the last call. The reconcile must write them."""
         known = self._services.get(names.Key(resolved.namespace, resolved.name))
         if known is None:
             return []

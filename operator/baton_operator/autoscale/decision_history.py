@@ -46,7 +46,8 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     #: Recent size changes, oldest first. The last change is kept at any age.
     changes: tuple[Change, ...] = ()
     breach: Breach | None = None
-    #: Time since which no request was in progress. None: one is, or this is not known.
+    #: Time since which no request was in progress. None: a request is in progress, or the time
+    #: is not known.
     idle_since: float | None = None
     #: Last time at which the pods differed from the desired ones. Measurements before this time do
     #: not count.
@@ -62,7 +63,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         return [run.size for run in runs if run.until >= now - seconds]
 
     def changed(self, now: float, seconds: float) -> int:
-        """Return by how many engines the size changed in the last `seconds`."""
+        """Return the net change of the size in the last `seconds`, in engines."""
         return sum(change.delta for change in self.changes if change.at > now - seconds)
 
     def knows(self, now: float) -> bool:

@@ -8,8 +8,8 @@ minutes to load. The rules apply in this order:
 2. A role without engines gets one engine as soon as a gateway holds a request.
 3. If the minimum is 0, a role without requests for `idle_s` is scaled to zero.
 4. The size stays while measurements are missing or stale, and while the pods differ from the
-   desired ones. When the pods are the desired ones again, the size stays until the window has no
-   measurements from the time before (as in Dynamo's planner).
+   desired ones. When the pods are the desired ones again, the size still stays until all
+   measurements in the window are newer than this change (as in Dynamo's planner).
 5. The largest size in `recommendations` is the recommendation.
 6. The size grows to the smallest recommendation of the last `up_window_s`. The size shrinks to the
    largest recommendation of the last `down_window_s`, if recommendations cover all of that time.
@@ -89,7 +89,8 @@ class Behavior(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float = 60.0
     #: Engines that may be added within `step_s`. Doubling is always allowed.
     up_step: int = 4
-    #: Fraction of the engines that may be removed within `step_s`. One is always allowed.
+    #: Fraction of the engines that may be removed within `step_s`. Removing one engine is
+    #: always allowed.
     down_fraction: float = 0.25
     idle_s: float = 600.0
     breach_memory_s: float = 3600.0

@@ -23,7 +23,7 @@ from baton_operator.autoscale.decision_history import Breach
 from baton_operator.autoscale.queueing import wait_quantile_s
 from baton_operator.autoscale.windows import RoleWindow
 
-#: Minimum number of observations of a quantile that raises the size.
+#: A quantile raises the size only if it has at least this many observations.
 MIN_SAMPLES = 20
 #: Fraction of the TTFT target. More engines do not help requests that wait for less than this.
 QUEUE_SHARE = 0.1
@@ -31,7 +31,7 @@ QUEUE_SHARE = 0.1
 #: step.
 WAITING_PER_ENGINE = 1.0
 WAITING_AT_REST = 0.1
-#: Larger than any bound.
+#: Largest recommended size. It exceeds every bound that the spec allows.
 LARGEST = 10_000
 #: Time in which the recommended engines drain a queue of prompts.
 DRAIN_S = 60.0
@@ -280,10 +280,10 @@ def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
 def recommend_after_breach(
     n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float
 ) -> Recommendation:
-    """Recommend the smallest size that stays below the load at which a target was missed.
+    """Recommend the smallest size at which no engine gets the load at which a target was missed.
 
-    The load per engine is at most (1 - tolerance) times the load in `breach`. The recommendation is
-    at most `n`.
+    At this size, the load per engine is at most (1 - tolerance) times the load in `breach`. The
+    recommendation is at most `n`.
     """
     limit = (1 - tolerance) * breach.load_per_engine
     size = n if limit <= 0 else min(n, _ceil(n * load_per_engine(n, prefill, role) / limit))

@@ -118,7 +118,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """The metrics from one scrape of one container, without those that no decision needs."""
+    """The metrics that decisions need, from one scrape of one container."""
 
     #: Role of the engine. None: a gateway.
     role: MemberRole | None
@@ -131,7 +131,10 @@ class Sample(msgspec.Struct, frozen=True):
     busy_s: float | None = None
 
     def began_after(self, before: Sample) -> bool:
-        """Return whether a counter is lower than in `before`, because the process restarted."""
+        """Return whether the process was restarted after the sample `before`.
+
+        True if a counter is lower than in `before`.
+        """
         return self.requests < before.requests or any(
             name in before.histograms and histogram.count < before.histograms[name].count
             for name, histogram in self.histograms.items()

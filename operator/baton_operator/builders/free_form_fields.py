@@ -58,7 +58,7 @@ def check_resources(resources: Any, path: str) -> None:
 
 
 def strings(values: Any, path: str) -> dict[str, str]:
-    """Return labels or annotations without null values.
+    """Return `values`, which are labels or annotations, without the null values.
 
     Raises:
         ValueError: a value is not a string. The message names the field.

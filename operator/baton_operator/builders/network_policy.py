@@ -66,7 +66,10 @@ def _http(resolved: ResolvedService, port: int, operator_namespace: str | None) 
 
 
 def _pods(labels: dict[str, str]) -> Object:
-    """Return the peer of a rule that matches the pods with these labels in the same namespace."""
+    """Return a NetworkPolicyPeer that selects the pods with these labels.
+
+    Without a namespaceSelector, only pods in the namespace of the policy match.
+    """
     return {"podSelector": {"matchLabels": labels}}
 
 

@@ -157,7 +157,7 @@ def _merge_overlay(
 ) -> Object:
     """Return the pod template `own` with the changes of the user's overlay `template`.
 
-    An overlay cannot change the labels that selectors use, the id of the service key and the
+    An overlay cannot change the labels that selectors use, the id of the service key or the
     variables of `identity_env`.
     """
     path = f"{role}.template"

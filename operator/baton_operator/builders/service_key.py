@@ -64,7 +64,7 @@ def name_of(key: ServiceKey) -> str:
 def volume(resolved: ResolvedService) -> Object:
     """Return the pod volume with the service key.
 
-    Every user can read the file, because an overlay may change the user of the container.
+    Every user in the container can read the key, because an overlay may change the user.
     """
     return {
         "name": VOLUME,

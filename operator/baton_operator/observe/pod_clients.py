@@ -45,8 +45,8 @@ class _PodClient:
     ) -> _Reply | None:
         """Send a request, and return the decoded body of a response with status 200.
 
-        None: there was no such response. A log line gives the reason, except in the SILENT_S
-        seconds after a timeout, when no request is sent.
+        None: there was no such response. A log line gives the reason. In the SILENT_S seconds after
+        a timeout, None is returned without a request and without a log line.
         """
         authority, now = f"{names.url_host(host)}:{self._port}", monotonic()
         self._silent_until = {

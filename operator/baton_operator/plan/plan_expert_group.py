@@ -6,7 +6,7 @@ coordinator a topology that contains the member.
 A member leaves in three steps. Each step is observed before the next one:
 
 1. A topology without the member is requested.
-2. When the member stands by outside the topology, it is marked as draining.
+2. When the member is outside the topology, it is marked as draining.
 3. When the member has no unfinished request or transfer, it is deleted.
 
 Only failed pods are deleted while a topology is being prepared or committed, and while the
@@ -86,7 +86,7 @@ class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
 
 
 class _Division(NamedTuple):
-    """The members that have neither failed nor are being deleted: which stay and which leave."""
+    """Which members stay and which leave. Failed members and members in deletion are not listed."""
 
     current: list[Member]  # of the newest revision, and needed
     kept: list[Member]  # of another revision or expert group, and still needed

@@ -52,7 +52,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     created: datetime | None = None
     unready_since: datetime | None = None  # last ready, or else created; None: it is ready
     expert_group: str = ""  # ranks with the same value can share a topology; empty: no rank
-    #: Since when it has been unschedulable only because other pods use the resources.
+    #: Since when the pod has been unschedulable only because other pods use the resources.
     no_room_since: datetime | None = None
 
 
@@ -174,7 +174,7 @@ def present_members(members: list[Member], now: datetime) -> list[Member]:
 
 
 def plan_failed(present: list[Member], now: datetime) -> tuple[list[Delete], list[float]]:
-    """Return the failed members to delete now, and the seconds until the next plan.
+    """Return (failed members to delete now, seconds until the next plan).
 
     The list of seconds is empty unless a failed member is younger than FAILED_HOLD.
     """

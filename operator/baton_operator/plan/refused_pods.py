@@ -49,7 +49,7 @@ class RefusedPods:
     def hold_back(
         self, key: names.Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime
     ) -> GroupPlan:
-        """Return `plan`, without pods to create while the retry delay after a refusal runs.
+        """Return `plan` or, during the retry delay after a refusal, a copy that creates no pods.
 
         The refusal is dropped if the plan creates no pod or the revision has changed.
         """

@@ -1,8 +1,8 @@
 """The topology of an expert-parallel group, from the coordinator and from the status. Pure.
 
-After a restart the coordinator reports only the ranks that have registered again. So ranks that
-only the status contains also count, unless the coordinator reports a newer generation than the
-status.
+After a restart the coordinator reports only the ranks that have registered again. So a rank in the
+status that the coordinator does not report still counts as a rank. It does not count if the
+coordinator reports a newer generation than the status.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TopologyView:
         )
 
     def stands_by(self, name: str) -> bool:
-        """Return whether the member is loading or stands by, outside the current generation."""
+        """Return whether the member is in phase LOADING or STANDBY and is not a rank."""
         entries = self._entries.get(name, ())
         idle = any(entry.phase in (RankPhase.STANDBY, RankPhase.LOADING) for entry in entries)
         return idle and not self.is_rank(name)

@@ -85,7 +85,7 @@ def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | N
 
 
 def _waiting(pod: Object, reason: str, states: Collection[str], words: str) -> Diagnosis | None:
-    """Return a diagnosis with `reason` if a container of the pod waits in one of `states`."""
+    """Return a diagnosis with `reason` if a waiting reason of the pod is in `states`, else None."""
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in states:
@@ -259,9 +259,9 @@ def may_lack_objects(pod: Object) -> bool:
 
 
 def references(pod: Object) -> dict[Reference, str]:
-    """Return the Secrets and ConfigMaps that must exist before the pod starts.
+    """Return the Secrets and ConfigMaps that must exist before the pod starts, as keys.
 
-    Each value names the part of the pod's spec with the reference, for example `volume tls`.
+    The value names the part of the pod's spec that needs the object, for example `volume tls`.
     """
     spec = pod.get("spec") or {}
     containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]

@@ -165,7 +165,8 @@ def _scaling(members: list[Group]) -> Verdict | None:
 def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verdict | None:
     """Return the condition Scaling of a service; None if nothing scales its groups.
 
-    A topology that changes decides the condition. Otherwise the autoscaler decides.
+    If the topology is at rest, the condition describes the groups in `sized`. In all other cases,
+    and if `sized` is empty, the condition is `of_topology`.
 
     Args:
         sized: the groups with `autoscaling`.

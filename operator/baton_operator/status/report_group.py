@@ -49,7 +49,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     updated: bool = True
     #: Newest revision of the Deployment's pods.
     template_revision: str | None = None
-    #: Topology of an expert-parallel group. Such a group is ready by its ranks and not by its pods.
+    #: Topology of an expert-parallel group. For such a group, `ready` counts ranks
+    #: if the coordinator replies.
     topology: GroupTopology | None = None
     #: Autoscaling status of a group with `autoscaling`.
     autoscaling: AutoscalingStatus | None = None
@@ -61,12 +62,13 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     missing: frozenset[Reference] = frozenset()
     #: Pods of the coordinator of an expert-parallel group. No group forms without a coordinator.
     coordinators: list[Object] = []
-    #: Why no Gateway accepts the HTTPRoute. None: one accepts it, or there is no HTTPRoute.
+    #: Why no Gateway accepts the HTTPRoute. None: a Gateway accepts it, or there is no
+    #: HTTPRoute.
     route: Diagnosis | None = None
 
     @property
     def current(self) -> list[Object]:
-        """The pods that are not draining, being deleted or ended."""
+        """The pods, without those that are draining, are being deleted or have ended."""
         ended = ("Failed", "Succeeded")  # for example an evicted pod, whose replacement counts
         return [
             pod

@@ -90,9 +90,9 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
 
 
 def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
-    """Return the condition ModelAvailable when earlier pods had the model.
+    """Return the condition ModelAvailable for groups without pods of the newest revision.
 
-    At this time no pod of the newest revision exists.
+    Call this function only if earlier pods had the model.
     """
     if any(group.current for group in members):
         text = "earlier pods had the model; no pod of the newest revision runs yet"

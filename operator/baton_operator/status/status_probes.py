@@ -27,8 +27,8 @@ from baton_protocol.progress import Health
 TIMEOUT_S = 1.0
 #: Concurrent requests to ready engines, over all services.
 CONCURRENCY = 16
-#: Maximum number of loading pods to probe in one reconcile, and of Secrets and ConfigMaps.
-#: Conditions name only the first ones.
+#: Maximum number of loading pods that one reconcile probes. Also the maximum number of Secrets and
+#: ConfigMaps that one reconcile requests. Conditions name only the first ones.
 MAX_PROBED = 16
 LOADING_REASONS = ("Fetching", "Loading")
 
