@@ -125,7 +125,7 @@ async def _metrics(gateway: PodStatus) -> str:
 
 
 def _num_engines_ready(metrics: str, role: str) -> float:
-    """Return `baton:engines_ready` of `role` in a gateway's metrics; 0 if the metric is missing."""
+    """Return the number of ready engines of `role` in a gateway's metrics; 0 without the metric."""
     name = f'baton:engines_ready{{role="{role}"}} '
     values = [line.removeprefix(name) for line in metrics.splitlines() if line.startswith(name)]
     return float(values[0]) if values else 0.0

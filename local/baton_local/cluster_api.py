@@ -73,7 +73,7 @@ class ClusterApi:
         raise UnknownKindError(f"the API server has no {kind} in {version}")
 
     async def account_token(self, namespace: str, account: str) -> str:
-        """Return a new token for a ServiceAccount, which is valid for one year."""
+        """Create and return a token for a ServiceAccount. The token is valid for one year."""
         spec = {"audiences": [], "expirationSeconds": ACCOUNT_TOKEN_S}
         request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
         answer = await self._kube.create(
@@ -158,7 +158,10 @@ class ClusterApi:
 
 
 def _reachable(endpoint: str) -> str:
-    """Return `endpoint` with the port at which the cluster's proxy serves it on this machine."""
+    """Return the URL `endpoint` with the port on which the cluster's proxy listens.
+
+    The URL stays unchanged if the proxy listens on the URL's default port, 80 or 443.
+    """
     usual = 443 if endpoint.startswith("https:") else 80
     port = served_port(usual)
     return f"{endpoint}:{port}" if endpoint and port != usual else endpoint

@@ -36,7 +36,7 @@ async def _with_kv_bytes(pod: PodStatus) -> PodStatus:
 
 
 def kv_bytes_received(pods: list[PodStatus]) -> Counter[str]:
-    """Return how many KV bytes the decode pods have received in total, by transport."""
+    """Return the KV bytes that all decode pods together have received: transport -> bytes."""
     return sum((Counter(pod.kv_bytes) for pod in pods if pod.role == "decode"), Counter[str]())
 
 

@@ -371,7 +371,7 @@ class _Server:
     async def _fail(self, error: _ChildEndedError) -> None:
         """End all child processes after a child has failed, and print the failure.
 
-        A gateway whose engine has failed first reports the failure to waiting clients.
+        If the engine has failed, the gateway first gets time to send the error to waiting clients.
         """
         await self._until_noticed()
         for child in reversed(self._children):

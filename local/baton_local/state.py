@@ -55,7 +55,7 @@ class StateDir:
         self.root = (root or _default_root()).absolute()
         self.logs = self.root / "logs"
         self.models = self.root / "models"
-        #: Folder in which hostPath volumes look up their path before this machine's `/`.
+        #: Folder in which the path of a hostPath volume is looked up first, before `/`.
         self.host_root = self.root / "host"
         self._lock_file: int | None = None
 

@@ -74,9 +74,9 @@ class UpOptions:
     def answer_timeout_s(self) -> float:
         """Longest time from the start to the answer: the sum of the timeouts of all steps.
 
-        CONTROL_PLANE_TIMEOUT_S limits the start of the control plane and the creation of the CRD.
-        `timeout_s` limits the wait for Ready, the wait for the gateways' connections, and the
-        answer.
+        CONTROL_PLANE_TIMEOUT_S applies to two steps: the start of the control plane and the
+        creation of the CRD. `timeout_s` applies to three steps: the wait for Ready, the wait for
+        the gateways' connections, and the answer.
         """
         return 2 * CONTROL_PLANE_TIMEOUT_S + 3 * self.timeout_s
 
@@ -139,7 +139,10 @@ class _Up:
         self.stopped = asyncio.Event()
 
     async def run(self) -> int:
-        """Run until SIGINT or SIGTERM, or with --once until the answer. Return the exit status."""
+        """Run until SIGINT or SIGTERM, and return the exit status.
+
+        With --once, the run ends after the service has answered.
+        """
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, self.stopped.set)
@@ -345,10 +348,10 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
 async def provide_model(
     model: Path | None, service: Object, state: StateDir, console: Console
 ) -> None:
-    """Link the model's folder to the path of spec.model.uri, where the pods look for it.
+    """Create a link to the model's folder, so that pods find the model at spec.model.uri.
 
     The folder is --model, or the demo checkpoint if the URI is DEMO_MODEL_URI. In other cases
-    nothing is linked.
+    no link is created.
 
     Raises:
         UpError: --model is not a checkpoint, or spec.model.uri is not a folder.

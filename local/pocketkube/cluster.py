@@ -142,7 +142,7 @@ class LocalCluster:
         return started
 
     def stop(self) -> None:
-        """Stop controllers and clients, then kubelet and proxy, then the API server. Idempotent.
+        """Stop all components: kubelet and proxy after the others, the API server last. Idempotent.
 
         Controllers stop before the kubelet, so that they do not replace stopped pods.
         """

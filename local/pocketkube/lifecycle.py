@@ -18,7 +18,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def set_parent_death_signal(signum: int) -> None:
-    """Ask the kernel to send `signum` when the thread that forked this process ends.
+    """Ask the kernel to send `signum` to this process at the end of the thread that forked it.
 
     Safe between fork and exec. Linux only.
     """

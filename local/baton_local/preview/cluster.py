@@ -24,22 +24,22 @@ GONE_AFTER = timedelta(seconds=1)
 class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     """How the simulated cluster behaves."""
 
-    #: Time from the binding of a pod to a node until it serves.
+    #: Time from the binding of a pod to a node until the pod serves.
     ready_after_s: float = 30.0
     #: Time from the start of a drain until all requests are finished.
     drain_after_s: float = 5.0
-    #: Pods of the new spec never become ready.
+    #: Whether pods of the new spec never become ready.
     never_ready: bool = False
     #: Member pods that the nodes have room for; None for no limit.
     capacity: int | None = None
 
 
 class Pod(Member, frozen=True, kw_only=True):
-    """A simulated member pod: the planner's `Member`, and the times of its next state changes."""
+    """A simulated member pod: the planner's `Member` with the times of the next state changes."""
 
     role: names.MemberRole
     becomes_ready: bool = True
-    #: Time at which the pod is ready; None if it is not bound to a node.
+    #: Time at which the pod becomes ready; None if the pod is not bound to a node.
     ready_at: datetime | None = None
     drained_at: datetime | None = None
     gone_at: datetime | None = None

@@ -28,7 +28,7 @@ class Coordinator:
     def __init__(self, ranks: Iterable[str]) -> None:
         """Start with `ranks` as topology generation 1. Without ranks there is no topology."""
         self.ranks = sorted(ranks)
-        #: `NEVER` if no operation is running.
+        #: Time at which the current phase ends; `NEVER` if no operation is running.
         self.phase_ends_at = NEVER
         self._generation = 1 if self.ranks else 0
         self._operation: OperationStatus | None = None
@@ -57,7 +57,9 @@ class Coordinator:
         )
 
     def advance(self, now: datetime, usable: set[str]) -> list[str]:
-        """End the phase that is due, and begin the next operation.
+        """Remove unusable ranks, end the current phase if its time is over, and begin an operation.
+
+        An operation begins if the requested ranks differ from the current ranks.
 
         Args:
             usable: names of the members that can be ranks.

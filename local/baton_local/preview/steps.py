@@ -61,7 +61,7 @@ class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
 
     role: MemberRole
     sizes: tuple[int, int]
-    #: The first is empty if no member existed before.
+    #: The first revision is empty if no member existed before.
     revisions: tuple[str, str]
     #: Limits of the update strategy after the edit, as numbers of members.
     max_surge: int
@@ -76,7 +76,7 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[Step] = []
     #: Simulated time from the edit to the end.
     seconds: float = 0.0
-    #: Beside the member pods: "creates", "changes" and "deletes" -> kinds and names.
+    #: Objects other than member pods: "creates", "changes" or "deletes" -> kinds and names.
     objects: dict[str, list[str]] = {}
     #: Fields whose edits wait for the end of a pause.
     held_back: tuple[str, ...] = ()
@@ -84,11 +84,11 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
     waits_for: list[str] = []
 
     def fewest_ready(self, group: GroupChange) -> int:
-        """Return the lowest number of members of the role that were ready at the same time."""
+        """Return the lowest number of the group's members that were ready at the same time."""
         return min([group.sizes[0], *(_count(step, group.role, {"ready"}) for step in self.steps)])
 
     def most_members(self, group: GroupChange) -> int:
-        """Return the highest number of members of the role that existed at the same time."""
+        """Return the highest number of the group's members that existed at the same time."""
         return max([group.sizes[0], *(_count(step, group.role) for step in self.steps)])
 
 

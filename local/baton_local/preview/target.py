@@ -73,7 +73,7 @@ def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
 
 
 def object_changes(old: Target | None, new: Target) -> dict[str, list[str]]:
-    """Return the objects other than members that an edit creates, changes and deletes.
+    """Return the objects, except member pods, that an edit creates, changes and deletes.
 
     The result maps `creates`, `changes` and `deletes` to the kinds and names of objects.
     """

@@ -39,7 +39,9 @@ class StartError(Exception):
 
 
 class Guard:
-    """Starts the guardian process, and sends it the sessions to kill when the kubelet ends.
+    """Starts the guardian process, and sends it the sessions of the containers.
+
+    The guardian kills the processes of these sessions when the kubelet ends.
 
     The guardian holds the lock of the state folder until all processes of containers have ended. A
     new kubelet waits for the lock.

@@ -113,7 +113,7 @@ class ContainerRunner:
         await self._stopped.wait()
 
     def settle(self) -> None:
-        """Mark a container that is still waiting as terminated. Call this after `stop()`."""
+        """Change the state of a waiting container to terminated. Call this after `stop()`."""
         if isinstance(self.state.state, Waiting):
             self.state.state = self.state.last or Terminated(
                 137,

@@ -173,7 +173,7 @@ class PodVolumes:
         return root
 
     def _source(self, mount: Object) -> Path:
-        """Return the path in the volume that the mount links to. Create a missing `subPath`."""
+        """Return the target of the mount's link, a path in the volume. Create a missing `subPath`."""
         sub_path = mount.get("subPath") or ""
         if ".." in PurePosixPath(sub_path).parts or sub_path.startswith("/"):
             raise MountError(f"subPath {sub_path!r} must stay inside its volume")

@@ -254,7 +254,10 @@ class RealControlPlane:
         self._children.start(name, [str(self._assets / name), *arguments], environment)
 
     def _no_insecure_port(self, name: str) -> tuple[str, ...]:
-        """Return the flag that closes the insecure port; no flag for versions from 1.23 on."""
+        """Return the flag with which the binary `name` does not open its insecure port.
+
+        The result is empty for versions from 1.23 on.
+        """
         command = [str(self._assets / name), "--version"]
         version = _numbers(
             subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout

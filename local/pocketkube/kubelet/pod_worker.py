@@ -242,7 +242,7 @@ class PodWorker:
             await asyncio.sleep(RETRY_S)
 
     async def _refresh(self, volumes: PodVolumes) -> None:
-        """Refresh the volume files made from API objects every `refresh_s`, until cancelled."""
+        """Refresh configMap, secret and token files every `refresh_s`, until cancelled."""
         while True:
             await asyncio.sleep(self._services.refresh_s)
             volumes.pod = with_service_account_token(self.pod, self._account)

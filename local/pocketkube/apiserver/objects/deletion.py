@@ -78,8 +78,10 @@ class Deletion:
     def _grace(resource: Resource, obj: Object, asked: int | None) -> int:
         """Return the grace period in seconds. It is 0 unless `obj` is a pod that may still run.
 
+        A later request can only shorten the grace period of a terminating pod.
+
         Args:
-            asked: the grace period in the request, in seconds; None for that of the pod.
+            asked: the grace period in the request, in seconds. None: use the pod's own period.
         """
         if resource.storage_key != "pods":
             return 0
@@ -105,7 +107,7 @@ class Deletion:
         self._store.put(storage, {**obj, "metadata": metadata})
 
     def release(self, storage: str, obj: Object, finalizer: str) -> None:
-        """Remove `finalizer` from the stored object `obj`. If none is left, delete the object."""
+        """Remove `finalizer` from the stored object `obj`. Delete `obj` if no finalizer is left."""
         metadata = obj["metadata"]
         left = [name for name in metadata.get("finalizers") or () if name != finalizer]
         if left:

@@ -1,4 +1,4 @@
-"""Delete dependents without owners, the content of terminating namespaces and CRDs, old Events."""
+"""Delete old Events, and objects whose owners are gone or whose namespace or CRD is terminating."""
 
 from __future__ import annotations
 

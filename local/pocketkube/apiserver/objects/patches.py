@@ -147,7 +147,10 @@ def _without_directives(value: Any) -> Any:
 
 
 def _ordered(items: list[Any], order: list[Any], merge_key: str) -> list[Any]:
-    """Return the items: first those listed in `order`, in that order, then all others."""
+    """Return the items: first those listed in `order`, in that order, then all others.
+
+    An entry of `order` is a scalar, or a map with the `merge_key` of an item.
+    """
     if merge_key and merge_key != "$primitive":
         wanted = [entry.get(merge_key) for entry in order]
         keys = [item.get(merge_key) for item in items]

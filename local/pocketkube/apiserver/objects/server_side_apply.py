@@ -111,7 +111,9 @@ def track(
     types: FieldTypes,
     now: str,
 ) -> None:
-    """Set metadata.managedFields of `stored` after a write. A changed field loses other owners.
+    """Set metadata.managedFields of `stored` after a write.
+
+    Other managers no longer own the fields that the write changed or removed.
 
     Args:
         live: the object before the write; None for a new object.

@@ -28,12 +28,15 @@ class Strategy:
         """Restore the fields of `new` that an update cannot change. `new` has no defaults yet."""
 
     def after_write(self, stored: Object) -> Object:
-        """Handle a completed write, except of a subresource. Return the object now in the store."""
+        """Run the steps that follow the write of `stored`. Return the object now in the store.
+
+        The registry does not call this method after writes of subresources.
+        """
         return stored
 
 
 class PodStrategy(Strategy):
-    """Sets the initial status of a new pod, with the quality of service class."""
+    """Sets the initial status of a new pod, including the quality of service class."""
 
     def before_create(self, new: Object) -> None:
         new["status"] = {"phase": "Pending", "qosClass": qos_class(new.get("spec") or {})}

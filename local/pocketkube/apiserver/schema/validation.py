@@ -158,7 +158,10 @@ def _pod_spec(spec: Object, path: str) -> list[FieldError]:
 
 
 def _unique_label(name: str, path: str, seen: set[str]) -> list[FieldError]:
-    """Check that `name` is a DNS label and not yet in `seen`, and add it. Return the errors."""
+    """Check that `name` is a DNS label and not in `seen`. Return the errors.
+
+    A valid name is added to `seen`.
+    """
     if not name:
         return [required(path)]
     if not _LABEL.fullmatch(name) or len(name) > 63:

@@ -104,7 +104,7 @@ def openapi_v3(catalog: Catalog, group_name: str, version: str) -> Object:
 
     The document has the paths with their query parameters, and the schemas of custom resources.
     From the parameters, kubectl detects that the server validates fields and supports dry runs.
-    Built-in kinds are plain objects, because clients have compiled-in schemas for them.
+    The schema of a built-in kind is only `type: object`, because clients have their own schemas.
     """
     paths: Object = {}
     schemas: Object = {}

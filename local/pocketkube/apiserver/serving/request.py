@@ -126,7 +126,10 @@ def parse_path(path: str, catalog: Catalog) -> RequestInfo | None:
 
 
 def parse_selectors(info: RequestInfo, query: Mapping[str, str]) -> selectors.Predicate:
-    """Return a predicate for the selectors in `query` and for the name in `info`, if any."""
+    """Return a predicate that is True for objects that match the selectors in `query`.
+
+    If `info` has a name, the objects must also have this name.
+    """
     by_label = selectors.label_selector(query.get("labelSelector", ""))
     by_field = selectors.field_selector(query.get("fieldSelector", ""), info.resource.storage_key)
     name = info.name
@@ -152,7 +155,7 @@ def require_object(body: Any) -> Object:
 
 
 class _Loader(yaml.CSafeLoader):
-    """Loads YAML as Kubernetes does: timestamps are strings."""
+    """Loads YAML as Kubernetes does: timestamps remain strings."""
 
 
 _Loader.yaml_implicit_resolvers = {
