@@ -173,7 +173,10 @@ class PodVolumes:
         return root
 
     def _source(self, mount: Object) -> Path:
-        """Return the target of the mount's link, a path in the volume. Create a missing `subPath`."""
+        """Return the target of the mount's link, a path in the volume.
+
+        A `subPath` that does not exist is created as a folder.
+        """
         sub_path = mount.get("subPath") or ""
         if ".." in PurePosixPath(sub_path).parts or sub_path.startswith("/"):
             raise MountError(f"subPath {sub_path!r} must stay inside its volume")
