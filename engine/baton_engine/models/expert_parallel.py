@@ -161,7 +161,11 @@ class ExpertShard:
         return total.to(x.dtype)
 
     def _run(self, format_: _RowFormat, rows: Tensor) -> Tensor:
-        """Run this rank's experts on received rows. Return each row's sum, [len(rows), hidden]."""
+        """Run this rank's experts on received rows.
+
+        Returns:
+            The weighted sum of the expert outputs of each row, [len(rows), hidden].
+        """
         slots, weights, x = format_.read(rows)
         if not len(x):
             return x
@@ -174,7 +178,7 @@ def uses_masked_layout(wave_tokens: Sequence[int]) -> bool:
 
 
 class _Copies(NamedTuple):
-    """The copies of each expert to which one rank sends tokens."""
+    """For each expert, the copies to which one rank sends its tokens."""
 
     ranks: Tensor  # int64 [num_experts, max copies]: rank of the copy
     slots: Tensor  # int64 [num_experts, max copies]: slot of the copy on that rank

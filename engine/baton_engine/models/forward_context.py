@@ -52,8 +52,8 @@ class ForwardContext:
     max_seqlen_q: int | None = None  # most tokens of one sequence in this step; None: unknown
     #: If not None, each sparse layer appends the chosen experts: int [num_tokens, top_k].
     routed_experts: list[Tensor] | None = None
-    #: With expert parallelism: each rank's number of tokens in this step. Empty: a step of this
-    #: rank alone.
+    #: With expert parallelism: each rank's number of tokens in this step. Empty: this rank runs the
+    #: step alone.
     wave_tokens: tuple[int, ...] = ()
     #: Set when the expert group breaks. The results of this step are then invalid.
     broken: GroupBrokenError | None = None

@@ -1,7 +1,7 @@
 """Checks the tensors of a safetensors checkpoint, and loads them into a model's parameters.
 
-A model's `weight_targets` give the slice to read of each tensor, and the parameter to fill. So this
-file needs no code for fused parameters (QKV, gate and up, stacked experts) or split models.
+For each tensor, a model's `weight_targets` name the slice to read and the parameter to fill. So
+this file needs no code for fused parameters (QKV, gate and up, stacked experts) or split models.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def load_weights(
 
     Args:
         path: Folder of the checkpoint.
-        targets: Slice to read of each tensor, and parameter to fill, by tensor name.
+        targets: For each tensor name, the slice to read and the parameter to fill.
         expected: Shape of each tensor that the checkpoint must contain, by name.
         ignored: Names of tensors that the checkpoint may contain in addition.
         show_progress: Whether to show a progress bar of the bytes read on stderr.
@@ -133,8 +133,8 @@ def read_slices(
     Values are converted to the dtype of the parameter.
 
     Args:
-        entries: All tensors of a checkpoint whose names and shapes were checked.
-        targets: Slice to read of each tensor, and parameter to fill, by tensor name.
+        entries: All tensors of the checkpoint. The caller has checked their names and shapes.
+        targets: For each tensor name, the slice to read and the parameter to fill.
         show_progress: Whether to show a progress bar of the bytes read on stderr.
 
     Returns:

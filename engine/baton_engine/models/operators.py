@@ -188,5 +188,5 @@ _define(
     _like_first,
 )
 
-#: Operators at which a traced graph is cut, each with the function to call there directly.
+#: Operators at which a traced graph is cut -> the function that replaces the operator then.
 SPLITTING = {torch.ops.baton.attend.default: _attend_to_real_tokens}

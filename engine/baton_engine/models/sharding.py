@@ -117,7 +117,10 @@ def split_kv_heads(num_kv_heads: int, group: Group) -> Part:
 
 
 def split_vocabulary(vocab_size: int, group: Group) -> tuple[Part, int]:
-    """Return this rank's rows of the vocabulary, and every rank's number of rows with padding."""
+    """Return this rank's part of the vocabulary, and the number of rows that each rank allocates.
+
+    The number includes padding, and is the same for all ranks.
+    """
     padded = -(-vocab_size // group.size)
     start = min(group.rank * padded, vocab_size)
     return Part(vocab_size, start, min(padded, vocab_size - start)), padded
