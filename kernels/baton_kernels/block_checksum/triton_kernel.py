@@ -94,5 +94,5 @@ def block_sums_triton(
 
 @functools.lru_cache(maxsize=8)
 def _weights(num_words: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return both factors of the weights on the device: [PERIOD] and [periods of a run]."""
+    """Return the two factors of the weights w_i on `device`: [PERIOD] and [periods of a run]."""
     return factors(0, PERIOD).to(device), factors(OUTER_OFFSET, -(-num_words // PERIOD)).to(device)

@@ -102,7 +102,7 @@ def _check_pairs(pairs: Tensor) -> None:
 
 
 def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
-    """Split the pairs into runs of pairs whose order has no effect. Usually there is one run."""
+    """Split the pairs into runs, usually one. The order of the pairs in a run has no effect."""
     start = 0
     sources: set[int] = set()
     targets: set[int] = set()
@@ -137,7 +137,7 @@ def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
 
 
 def _adjacent_runs(pairs: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield (first source, first target, length) of each run of blocks adjacent in both caches."""
+    """Yield (first source, first target, length) for each run of pairs of consecutive blocks."""
     first_source = first_target = length = 0
     for source, target in pairs.tolist():
         if length and (source, target) == (first_source + length, first_target + length):

@@ -10,8 +10,9 @@ token is always kept.
 
 The implementations are C++ (../cpu/source/sampling.h), torch (torch_cpu.py) and Triton
 (triton_kernel.py). None of them sorts a whole row. All use the same random bits, compare logits in
-float32, sum probabilities in fixed point (exact in any order), and compute scores in float64. Their
-tokens can differ only if two scores, or a sum and top_p, agree up to the last bits of exp and log.
+float32, sum probabilities in fixed point (exact in any order), and compute scores in float64. Two
+implementations can draw different tokens only if two scores, or a probability sum and top_p, are
+equal except for the last bits of exp and log.
 
 Counted cost (`benchmarks/kernels/costs.py`):
 

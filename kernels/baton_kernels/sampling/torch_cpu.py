@@ -54,7 +54,8 @@ class _Rows:
     top_k: Tensor  #: int64; vocab_size: no top_k.
     top_p: Tensor  #: inf: no top_p.
     best: Tensor  #: The largest of logits / temperature.
-    #: Sum of the probabilities that top_p refers to, in fixed point. 0: the candidates' sum.
+    #: Sum in fixed point of the probabilities that min_p keeps. top_p is a share of this sum. 0: use
+    #: the candidates' sum.
     total: Tensor
 
     def take(self, index: Tensor) -> _Rows:
@@ -175,7 +176,7 @@ def _top_p_bound(
 
 
 def _fixed_point(scaled: Tensor, best: Tensor) -> Tensor:
-    """Return probabilities relative to the best token's in units of 2**-32, rounded to integers."""
+    """Return each probability divided by the best token's, in units of 2**-32, rounded."""
     return (scaled - best).exp_().mul_(_UNIT).round_()
 
 

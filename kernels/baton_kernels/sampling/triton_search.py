@@ -90,7 +90,7 @@ def gumbel_of(noise_key, token_id):
 
 @triton.jit
 def relative_weight(scaled, best):
-    """Return the probability relative to the best token's in units of 2**-32, as an integer."""
+    """Return the probability divided by the best token's, in units of 2**-32, rounded."""
     return (tl.exp(scaled - best) * _UNIT + _TO_INTEGER) - _TO_INTEGER
 
 
@@ -106,7 +106,10 @@ def load_places(tokens: Tokens, start, TILE: tl.constexpr):
 
 @triton.jit
 def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
-    """Return each token's probability, or 1 without WEIGH; 0 for tokens that min_p removes."""
+    """Return each token's probability, or 1 without WEIGH.
+
+    The amount is 0 for masked tokens and for tokens that min_p removes.
+    """
     x = logit_of(place)
     scaled = x.to(tl.float64) / tokens.temperature
     amount = tl.full(place.shape, 1.0, tl.float64)
@@ -117,7 +120,7 @@ def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
 
 @triton.jit
 def reaching(tokens: Tokens, threshold, WEIGH: tl.constexpr, TILE: tl.constexpr):
-    """Return the number of tokens that reach the threshold, or with WEIGH their probability sum."""
+    """Return the sum of `amount_of` over the tokens whose places reach the threshold."""
     result = tl.zeros([], tl.float64)
     for start in range(0, tokens.in_row + tokens.gathered, TILE):
         place = load_places(tokens, start, TILE)
@@ -144,8 +147,8 @@ def search(
     equal logits.
 
     Returns:
-        A place that the tokens of the set reach, and no other token with a positive amount. The
-        place is `left` if all tokens together have less than `wanted`.
+        A place that all tokens of the set reach. No other token with a positive amount reaches
+        this place. The result is `left` if all tokens together have less than `wanted`.
     """
     while (left < right) & (amount - amount_of(tokens, left, WEIGH) >= wanted):
         step = (right - left) // (PIVOTS + 1)

@@ -1,7 +1,7 @@
 """Finds the best tokens of each row without sorting, by the maxima of vocabulary blocks.
 
-At least k tokens reach the k-th largest block maximum. No token of a block with a smaller maximum
-reaches this maximum.
+At least k tokens reach the k-th largest block maximum. Blocks with a smaller maximum contain none
+of these tokens.
 """
 
 from __future__ import annotations
