@@ -145,7 +145,7 @@ class _Rollout:
         )
 
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
-        """Apply `plan` to the cluster, in the operator's order. Return the actions."""
+        """Carry out `plan` on the simulated cluster in the operator's order. Return the actions."""
         cluster, template = self._cluster, self._templates[role]
         replicas, update = self._owner.replicas(role), update_of(self._owner, role)
         present = cluster.of_role(role)

@@ -57,7 +57,7 @@ class Resource:
     subresources: tuple[Subresource, ...] = ()
     singular: str = ""
     list_kind: str = ""
-    #: Kinds with the same storage are views of the same objects.
+    #: Storage key; empty for `qualified`. Kinds with the same key are views of the same objects.
     storage: str = ""
     custom: bool = False
     note: str = ""

@@ -280,10 +280,10 @@ class Registry:
     def _decode(
         self, info: RequestInfo, obj: Any, options: WriteOptions, *, require_type: bool = False
     ) -> Object:
-        """Check the type and namespace of `obj`. Return the stored form, without unknown fields.
+        """Check the type and namespace of `obj`. Return the object to store, without defaults.
 
-        The metadata of the result is a copy. Other parts may be shared with `obj` until
-        `_default()` copies them.
+        Unknown fields are dropped or refused. The metadata of the result is a copy. Other parts may
+        be shared with `obj` until `_default()` copies them.
         """
         resource = info.resource
         _check_type(resource, obj, require_type or resource.custom)

@@ -37,7 +37,7 @@ class Catalog:
         return self._resources["", "v1", plural]
 
     def by_storage(self, storage: str) -> Resource:
-        """Return the first resource whose objects are in `storage`."""
+        """Return the first resource with the storage key `storage`."""
         return next(
             resource for resource in self._resources.values() if resource.storage_key == storage
         )
