@@ -11,9 +11,9 @@ A slot is the place of one expert on a rank. An expert may have copies on severa
 Every rank calls `ExpertShard.mix` for the same layers in the same order, even without tokens. All
 ranks know each rank's number of tokens, and choose the same layout from these numbers:
 
-    masked       Each rank sends every rank as many rows as the largest batch has tokens. Rows that
-                 the receiver does not need are masked. The host does not wait for the device. Used
-                 for decode.
+    masked       Each rank sends the same number of rows to every rank: the number of tokens of the
+                 largest batch. Rows that the receiver does not need are masked. The host does not
+                 wait for the device. Used for decode.
     contiguous   Ranks first exchange the numbers of rows, then only the needed rows. Used for
                  prefill.
 """
@@ -244,7 +244,7 @@ class _RowFormat:
         """Write tokens into the first rows, and slots into all rows.
 
         Args:
-            rows: uint8 [..., num_rows, nbytes].
+            rows: Memory to write to, uint8 [..., num_rows, nbytes].
             slots: Slots of all rows, [..., num_rows, top_k].
             weights: Routing weights of the tokens, [num_tokens, top_k].
             x: Hidden states of the tokens, [num_tokens, hidden].

@@ -331,7 +331,7 @@ class CausalLM(nn.Module):
         return head.logits(hidden)
 
     def weight_targets(self) -> WeightTargets:
-        """Return the targets of all checkpoint tensors that this rank needs."""
+        """Return a `WeightTarget` for each checkpoint tensor that this rank needs, by name."""
         targets: WeightTargets = {}
         if self.embed_tokens is not None:
             targets |= self.embed_tokens.weight_targets("model.embed_tokens")

@@ -120,7 +120,10 @@ class SparseMoE(nn.Module):
     def expert_targets(
         self, prefix: str, expert: int, gate_up: Tensor, down: Tensor
     ) -> WeightTargets:
-        """Return the targets of one expert's weights. `new_expert` gives the tensors' shapes."""
+        """Return the `WeightTarget` of each weight of one expert, by name in the checkpoint.
+
+        The tensors to fill are `gate_up` and `down`, which have the shapes from `new_expert`.
+        """
         total, start, length = self.part
         hidden_size = down.shape[0]
         name = f"{prefix}.experts.{expert}"
