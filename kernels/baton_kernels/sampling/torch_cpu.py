@@ -54,8 +54,8 @@ class _Rows:
     top_k: Tensor  #: int64; vocab_size: no top_k.
     top_p: Tensor  #: inf: no top_p.
     best: Tensor  #: The largest of logits / temperature.
-    #: Sum in fixed point of the probabilities that min_p keeps. top_p is a share of this sum. 0: use
-    #: the candidates' sum.
+    #: Sum in fixed point of the probabilities that min_p keeps, of which top_p is a share. 0: the
+    #: sum over the candidates is used.
     total: Tensor
 
     def take(self, index: Tensor) -> _Rows:
