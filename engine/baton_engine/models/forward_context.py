@@ -66,6 +66,11 @@ class ForwardContext:
     _plans: dict[int | None, LayerPlan] = field(default_factory=dict, init=False, repr=False)
     _layers: tuple[Tensor, ...] | None = field(default=None, init=False, repr=False)
 
+    @property
+    def reports_by_layer(self) -> bool:
+        """Whether single layers report something in this step: routed experts, or written KV."""
+        return self.routed_experts is not None or self.kv_written is not None
+
     def layer_cache(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the cached keys and values of layer number `layer` on this rank.
 

@@ -1,21 +1,31 @@
-"""Joins the layers of a dense model into one compiled operation.
+"""Joins the layers of a model into one compiled operation.
 
 Their weights must be packed or quantized.
 """
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from baton_engine.models.layers import CausalLM, DecoderLayer, GatedMLP
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear
-from baton_kernels.decoder_layers import DecoderLayers, LayerWeights, Projection
+from baton_engine.models.sparse_moe import SparseMoE
+from baton_kernels.decoder_layers import (
+    DecoderLayers,
+    DenseMLP,
+    LayerWeights,
+    Projection,
+    SparseMLP,
+)
 from baton_kernels.linear import PackedWeight, QuantizedWeight
+from baton_kernels.moe import ExpertList
 
 
 def fuse_layers(model: CausalLM) -> DecoderLayers | None:
     """Return one compiled operation that runs all layers of the model.
 
     Returns:
-        The operation. None if a layer is sparse, if the model is split over tensor ranks, or if
+        The operation. None if the model is split over tensor ranks or is expert-parallel, or if
         the C++ operations cannot read a layer's weights.
     """
     layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
@@ -27,12 +37,10 @@ def fuse_layers(model: CausalLM) -> DecoderLayers | None:
 
 
 def _weights_of(layer: DecoderLayer) -> LayerWeights | None:
-    attention, mlp = layer.self_attn, layer.mlp
-    if not isinstance(mlp, GatedMLP):
-        return None
-    projections = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-    qkv, o, gate_up, down = (_compiled(each) for each in projections)
-    if qkv is None or o is None or gate_up is None or down is None:
+    attention = layer.self_attn
+    qkv, o = _compiled(attention.qkv_proj), _compiled(attention.o_proj)
+    mlp = _sparse(layer.mlp) if isinstance(layer.mlp, SparseMoE) else _dense(layer.mlp)
+    if qkv is None or o is None or mlp is None:
         return None
     q_norm, k_norm = attention.q_norm, attention.k_norm
     return LayerWeights(
@@ -42,10 +50,26 @@ def _weights_of(layer: DecoderLayer) -> LayerWeights | None:
         k_norm=None if k_norm is None else k_norm.weight,
         o=o,
         mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=gate_up,
-        down=down,
+        mlp=mlp,
         window=attention.window,
     )
+
+
+def _dense(mlp: GatedMLP) -> DenseMLP | None:
+    gate_up, down = _compiled(mlp.gate_up_proj), _compiled(mlp.down_proj)
+    return None if gate_up is None or down is None else DenseMLP(gate_up, down)
+
+
+def _sparse(mlp: SparseMoE) -> SparseMLP | None:
+    if mlp.is_expert_parallel:
+        return None
+    gate_up, down = ExpertList(mlp.gate_up), ExpertList(mlp.down)
+    router: object = mlp.gate.weight
+    if isinstance(router, PackedWeight):
+        router = router.data if router.is_compiled else None
+    if not gate_up.data or not down.data or not isinstance(router, Tensor):
+        return None
+    return SparseMLP(router, gate_up, down, mlp.top_k, mlp.renormalize)
 
 
 def _compiled(layer: ColumnParallelLinear | RowParallelLinear) -> Projection | None:

@@ -285,8 +285,10 @@ class CausalLM(nn.Module):
             raise ValueError("a stage after the first needs the previous stage's hidden states")
         angles = self.rotary_embedding(positions)
         residual: Tensor | None = None
-        if self.fused_layers is not None and (context := current_context()).kv_written is None:
-            hidden, residual = self.fused_layers.run(
+        if (fused := self.fused_layers) is not None and (
+            not (context := current_context()).reports_by_layer
+        ):
+            hidden, residual = fused.run(
                 hidden,
                 angles.cos,
                 angles.sin,

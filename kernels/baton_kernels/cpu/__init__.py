@@ -43,7 +43,8 @@ class Ops:
     linear: Op
     pack_quantized: Op
     quantized_linear: Op
-    decoder_layers: Op
+    route: Op
+    run_experts: Op
     draw_tokens: Op
     sum_runs: Op
 

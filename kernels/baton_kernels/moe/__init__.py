@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from baton_kernels.cpu import ops_for
+from baton_kernels.moe.experts_cpu import ExpertList, ExpertWeights, run_experts_cpu
 from baton_kernels.moe.reference import route_top_k_reference
-from baton_kernels.moe.torch_cpu import ExpertWeights, run_experts_cpu
 
-__all__ = ["ExpertWeights", "route_top_k", "run_experts"]
+__all__ = ["ExpertList", "ExpertWeights", "route_top_k", "run_experts"]
 
 
 def route_top_k(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
@@ -38,6 +39,9 @@ def route_top_k(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[T
     Returns:
         Weights (dtype of the logits) and expert ids (int64), each of shape [num_tokens, top_k].
     """
+    if (ops := ops_for(router_logits)) is not None:
+        weights, expert_ids = ops.route(router_logits, top_k, renormalize)
+        return weights, expert_ids
     if not router_logits.is_cuda:
         return route_top_k_reference(router_logits, top_k, renormalize)
     from baton_kernels.moe.triton_kernel import route_top_k_triton
@@ -55,7 +59,8 @@ def run_experts(
     Args:
         x: tensor of shape [num_tokens, hidden].
         gate_up: gate rows, then up rows of each expert: [num_experts, 2 * intermediate, hidden]. On
-            a CPU, also a sequence with one packed or quantized weight per expert; see `linear`.
+            a CPU, also a sequence with one packed or quantized weight per expert, see `linear`. An
+            `ExpertList` is the fastest.
         down: tensor of shape [num_experts, hidden, intermediate]. On a CPU, also a sequence.
         weights: routing weights of shape [num_tokens, top_k].
         expert_ids: int64 of shape [num_tokens, top_k].

@@ -15,7 +15,7 @@ from baton_engine.models.loader import read_ahead, read_slices, read_tensor_inde
 from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.linear import PackedWeight, QuantizedWeight, Weight, packing
 from baton_kernels.linear.quantized import Bits
-from baton_kernels.moe import ExpertWeights
+from baton_kernels.moe import ExpertList, ExpertWeights
 
 
 class ExpertKey(NamedTuple):
@@ -140,7 +140,7 @@ def stack_experts(
     """
     gate_up, down = zip(*experts, strict=True)
     if device.type == "cpu":
-        return gate_up, down
+        return ExpertList(gate_up), ExpertList(down)
     return torch.stack(gate_up), torch.stack(down)
 
 

@@ -101,19 +101,41 @@ void multiply_tile(Matrix<T> y, Matrix<const T> x, const T* panel, const T* bias
     }
 }
 
-// Computes one panel for any number of rows. The first tile brings the weights into the cache.
-template <typename T, std::size_t... I>
-void multiply_panel(
-    Matrix<T> y, Matrix<const T> x, int64_t rows, const T* panel, const T* bias, int64_t in_features, int64_t count,
-    std::index_sequence<I...>
-) {
-    using Multiply = void (*)(Matrix<T>, Matrix<const T>, const T*, const T*, int64_t, int64_t);
-    constexpr Multiply first[] = {multiply_tile<I + 1, true, T>...}, others[] = {multiply_tile<I + 1, false, T>...};
-    for (int64_t row = 0; row < rows; row += TILE_ROWS) {
-        const Multiply* const multiply = row == 0 ? first : others;
-        multiply[std::min(TILE_ROWS, rows - row) - 1](y.from(row), x.from(row), panel, bias, in_features, count);
+// A packed weight. `Rows` is the form in which its product takes the rows of x.
+template <typename T>
+struct PackedMatrix {
+    const T* panels;
+    int64_t in_features, out_features;
+
+    static Matrix<const T> rows(Matrix<const T> x, int64_t, int64_t) { return x; }
+
+    static int64_t padded(int64_t in_features) {
+        return (in_features + STEP_INPUTS<T> - 1) / STEP_INPUTS<T> * STEP_INPUTS<T>;
     }
-}
+
+    int64_t panel_size() const { return padded(in_features) * PANEL; }
+
+    // Computes the outputs of one panel for `num_rows` rows. A missing bias is nullptr.
+    void multiply(Matrix<T> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias) const {
+        multiply(y, x, num_rows, panel, bias, std::make_index_sequence<TILE_ROWS>());
+    }
+
+  private:
+    // The first tile brings the weights into the cache.
+    template <std::size_t... I>
+    void multiply(
+        Matrix<T> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias, std::index_sequence<I...>
+    ) const {
+        using Multiply = void (*)(Matrix<T>, Matrix<const T>, const T*, const T*, int64_t, int64_t);
+        constexpr Multiply first[] = {multiply_tile<I + 1, true, T>...}, others[] = {multiply_tile<I + 1, false, T>...};
+        const int64_t output = panel * PANEL, count = std::min(PANEL, out_features - output);
+        if (bias != nullptr) bias += output;
+        for (int64_t row = 0; row < num_rows; row += TILE_ROWS) {
+            const Multiply* const tiles = row == 0 ? first : others;
+            tiles[std::min(TILE_ROWS, num_rows - row) - 1](y.from(row, output), x.from(row), panels + panel * panel_size(), bias, in_features, count);
+        }
+    }
+};
 
 // Calls `body(row, num_rows, panel)` for blocks of rows and panels, on several threads if there is
 // enough work.
@@ -130,20 +152,12 @@ void for_each_panel(int64_t rows, int64_t out_features, int64_t panel_size, Body
     });
 }
 
-// Computes y for `rows` rows of x. A missing bias is nullptr.
-template <typename T>
-void linear(
-    Matrix<T> y, Matrix<const T> x, int64_t rows, const T* panels, const T* bias, int64_t in_features,
-    int64_t out_features
-) {
-    const int64_t panel_size = (in_features + STEP_INPUTS<T> - 1) / STEP_INPUTS<T> * STEP_INPUTS<T> * PANEL;
-    for_each_panel(rows, out_features, panel_size, [&](int64_t row, int64_t num_rows, int64_t panel) {
-        const int64_t output = panel * PANEL;
-        multiply_panel(
-            y.from(row, output), x.from(row), num_rows, panels + panel * panel_size,
-            bias == nullptr ? nullptr : bias + output, in_features, std::min(PANEL, out_features - output),
-            std::make_index_sequence<TILE_ROWS>()
-        );
+// Computes y for `num_rows` rows of x. A missing bias is nullptr.
+template <typename T, typename Weight>
+void linear(Matrix<T> y, Matrix<const T> x, int64_t num_rows, const Weight& weight, const T* bias) {
+    const auto rows = Weight::rows(x, num_rows, weight.in_features);
+    for_each_panel(num_rows, weight.out_features, weight.panel_size(), [&](int64_t row, int64_t count, int64_t panel) {
+        weight.multiply(y.from(row), rows.from(row), count, panel, bias);
     });
 }
 
@@ -174,7 +188,7 @@ void pack_panels(Packed* panels, int64_t padded_inputs, int64_t out_features, Va
 
 template <typename T>
 void pack(T* panels, Matrix<const T> weight, int64_t in_features, int64_t out_features) {
-    const int64_t padded = (in_features + STEP_INPUTS<T> - 1) / STEP_INPUTS<T> * STEP_INPUTS<T>;
+    const int64_t padded = PackedMatrix<T>::padded(in_features);
     pack_panels<STEP_INPUTS<T>>(panels, padded, out_features, [&](int64_t output, int64_t input) {
         return output < out_features && input < in_features ? weight[output][input] : T(0);
     });

@@ -6,13 +6,17 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
+#include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include "attention.h"
 #include "block_checksum.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "moe.h"
 #include "quantized_linear.h"
 #include "sampling.h"
 
@@ -307,11 +311,10 @@ Tensor pack_quantized_op(const Tensor& values_, int64_t bits) {
 }
 
 template <typename Format>
-Tensor quantized_linear_as(
-    const Tensor& x, const Tensor& panels, const Tensor& scales, int64_t out_features,
-    const std::optional<Tensor>& bias
+QuantizedMatrix<Format> quantized_matrix(
+    const Tensor& panels, const Tensor& scales, int64_t in_features, int64_t out_features
 ) {
-    const int64_t in_features = x.size(-1), num_panels = (out_features + PANEL - 1) / PANEL;
+    const int64_t num_panels = (out_features + PANEL - 1) / PANEL;
     TORCH_CHECK(
         panels.dim() == 4 && panels.size(0) == num_panels && panels.size(1) == quantized_steps<Format>(in_features) &&
             panels.size(2) == PANEL && panels.size(3) == INT8_STEP && panels.is_contiguous(),
@@ -324,14 +327,46 @@ Tensor quantized_linear_as(
             scales.scalar_type() == c10::CppTypeToScalarType<typename Format::Scale>::value && scales.is_contiguous(),
         "scales of shape ", scales.sizes(), " and dtype ", scales.scalar_type(), " do not fit the values"
     );
-    Tensor y = empty_outputs(x, out_features, bias);
-    DISPATCH(x.scalar_type(), "quantized_linear", [&] {
-        quantized_linear<Format, scalar_t>(
-            {y.mutable_data_ptr<scalar_t>(), out_features}, {x.const_data_ptr<scalar_t>(), in_features},
-            out_features == 0 ? 0 : y.numel() / out_features, static_cast<const uint8_t*>(panels.const_data_ptr()),
-            scales.const_data_ptr<typename Format::Scale>(),
-            bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr, in_features, out_features
-        );
+    return {
+        static_cast<const uint8_t*>(panels.const_data_ptr()), scales.const_data_ptr<typename Format::Scale>(),
+        in_features, out_features
+    };
+}
+
+template <typename T>
+PackedMatrix<T> packed_matrix(const Tensor& panels, int64_t in_features, int64_t out_features) {
+    TORCH_CHECK(
+        panels.scalar_type() == c10::CppTypeToScalarType<T>::value && panels.is_contiguous(),
+        "the packed weight must be contiguous and of dtype ", c10::CppTypeToScalarType<T>::value, ", not ",
+        panels.scalar_type()
+    );
+    TORCH_CHECK(
+        panels.dim() == 4 && panels.size(0) == (out_features + PANEL - 1) / PANEL &&
+            panels.size(1) * STEP_INPUTS<T> == PackedMatrix<T>::padded(in_features) && panels.size(2) == PANEL &&
+            panels.size(3) == STEP_INPUTS<T>,
+        "a packed weight of shape ", panels.sizes(), " does not have ", out_features, " outputs of ", in_features,
+        " inputs"
+    );
+    return {panels.const_data_ptr<T>(), in_features, out_features};
+}
+
+template <typename T, typename Weight>
+Tensor linear_as(const Tensor& x, const Weight& weight, const std::optional<Tensor>& bias) {
+    Tensor y = empty_outputs(x, weight.out_features, bias);
+    linear<T>(
+        {y.mutable_data_ptr<T>(), weight.out_features}, {x.const_data_ptr<T>(), weight.in_features},
+        weight.out_features == 0 ? 0 : y.numel() / weight.out_features, weight,
+        bias.has_value() ? bias->const_data_ptr<T>() : nullptr
+    );
+    return y;
+}
+
+Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, const std::optional<Tensor>& bias) {
+    const Tensor x = x_.contiguous();
+    TORCH_CHECK(x.dim() > 0, "x must have the shape [..., in_features]");
+    Tensor y;
+    DISPATCH_PACKED(x.scalar_type(), "linear", [&] {
+        y = linear_as<scalar_t>(x, packed_matrix<scalar_t>(panels, x.size(-1), out_features), bias);
     });
     return y;
 }
@@ -343,37 +378,102 @@ Tensor quantized_linear_op(
 ) {
     const Tensor x = x_.contiguous();
     TORCH_CHECK(x.dim() > 0, "x must have the shape [..., in_features]");
-    return scales.dim() == 1 ? quantized_linear_as<Int8>(x, panels, scales, out_features, bias)
-                             : quantized_linear_as<Int4>(x, panels, scales, out_features, bias);
-}
-
-Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, const std::optional<Tensor>& bias) {
-    const Tensor x = x_.contiguous();
-    TORCH_CHECK(x.dim() > 0, "x must have the shape [..., in_features]");
-    const int64_t in_features = x.size(-1), step = 4 / x.element_size();
-    check_like(panels, x, "the packed weight");
-    TORCH_CHECK(
-        panels.dim() == 4 && panels.size(0) == (out_features + PANEL - 1) / PANEL &&
-            panels.size(1) == (in_features + step - 1) / step && panels.size(2) == PANEL && panels.size(3) == step,
-        "a packed weight of shape ", panels.sizes(), " does not have ", out_features, " outputs of ", in_features,
-        " inputs"
-    );
-    Tensor y = empty_outputs(x, out_features, bias);
-    DISPATCH_PACKED(x.scalar_type(), "linear", [&] {
-        linear<scalar_t>(
-            {y.mutable_data_ptr<scalar_t>(), out_features}, {x.const_data_ptr<scalar_t>(), in_features},
-            out_features == 0 ? 0 : y.numel() / out_features, panels.const_data_ptr<scalar_t>(),
-            bias.has_value() ? bias->const_data_ptr<scalar_t>() : nullptr, in_features, out_features
-        );
+    Tensor y;
+    DISPATCH(x.scalar_type(), "quantized_linear", [&] {
+        y = scales.dim() == 1
+            ? linear_as<scalar_t>(x, quantized_matrix<Int8>(panels, scales, x.size(-1), out_features), bias)
+            : linear_as<scalar_t>(x, quantized_matrix<Int4>(panels, scales, x.size(-1), out_features), bias);
     });
     return y;
 }
 
-// Entries of a layer in the list of weights. A projection has three entries: the packed weight, the
-// scales (quantized weights only) and the bias. Biases and the norms of heads may be missing.
-enum LayerWeight : int64_t {
-    INPUT_NORM = 0, QKV = 1, Q_NORM = 4, K_NORM = 5, O = 6, MLP_NORM = 9, GATE_UP = 10, DOWN = 13, NUM_WEIGHTS = 16
-};
+std::tuple<Tensor, Tensor> route_op(const Tensor& logits_, int64_t top_k, bool renormalize) {
+    const Tensor logits = logits_.contiguous();
+    TORCH_CHECK(
+        logits.dim() == 2 && top_k >= 1 && top_k <= logits.size(1), "logits must have the shape [num_tokens, ",
+        "num_experts], with at least ", top_k, " experts"
+    );
+    const int64_t num_tokens = logits.size(0);
+    Tensor weights = at::empty({num_tokens, top_k}, logits.options());
+    Tensor ids = at::empty({num_tokens, top_k}, logits.options().dtype(at::kLong));
+    DISPATCH(logits.scalar_type(), "route", [&] {
+        route<scalar_t>(
+            weights.mutable_data_ptr<scalar_t>(), ids.mutable_data_ptr<int64_t>(), logits.const_data_ptr<scalar_t>(),
+            num_tokens, logits.size(1), top_k, renormalize
+        );
+    });
+    return {weights, ids};
+}
+
+// Runs the experts with weights in one format; `weight(experts, index, in_features, out_features)`
+// is the weight of an expert.
+template <typename T, typename Weight>
+Tensor run_experts_as(
+    const Tensor& x, int64_t num_experts, int64_t intermediate_size, const Tensor& weights, const Tensor& ids,
+    Weight weight
+) {
+    const int64_t hidden_size = x.size(1);
+    std::vector<decltype(weight(true, 0, 0, 0))> gate_up, down;
+    for (int64_t expert = 0; expert < num_experts; ++expert) {
+        gate_up.push_back(weight(true, expert, hidden_size, 2 * intermediate_size));
+        down.push_back(weight(false, expert, intermediate_size, hidden_size));
+    }
+    Tensor out = at::empty_like(x);
+    run_experts<T>(
+        out.mutable_data_ptr<T>(), {x.const_data_ptr<T>(), hidden_size}, x.size(0), weights.const_data_ptr<T>(),
+        ids.const_data_ptr<int64_t>(), ids.size(1), gate_up, down
+    );
+    return out;
+}
+
+// Scales are empty for packed weights.
+Tensor run_experts_op(
+    const Tensor& x_, at::TensorList gate_up, at::TensorList gate_up_scales, at::TensorList down,
+    at::TensorList down_scales, int64_t intermediate_size, const Tensor& weights_, const Tensor& ids_
+) {
+    const Tensor x = x_.contiguous(), weights = weights_.contiguous(), ids = ids_.contiguous();
+    const int64_t num_experts = static_cast<int64_t>(gate_up.size());
+    check_like(weights, x, "the routing weights");
+    TORCH_CHECK(
+        x.dim() == 2 && ids.dim() == 2 && ids.size(0) == x.size(0) && weights.sizes() == ids.sizes() &&
+            ids.scalar_type() == at::kLong,
+        "x [num_tokens, hidden_size], weights and int64 ids [num_tokens, top_k] do not fit together"
+    );
+    const bool is_packed = gate_up_scales.empty();
+    TORCH_CHECK(
+        down.size() == gate_up.size() && gate_up_scales.size() == (is_packed ? 0 : gate_up.size()) &&
+            down_scales.size() == gate_up_scales.size(),
+        "every expert needs a gate-up and a down weight"
+    );
+    if (num_experts == 0 || x.size(0) == 0) return at::zeros_like(x);
+    Tensor out;
+    const auto quantized = [&](auto format) {
+        using Format = decltype(format);
+        return [&](bool is_gate_up, int64_t expert, int64_t in_features, int64_t out_features) {
+            const Tensor& panels = is_gate_up ? gate_up[expert] : down[expert];
+            const Tensor& scales = is_gate_up ? gate_up_scales[expert] : down_scales[expert];
+            return quantized_matrix<Format>(panels, scales, in_features, out_features);
+        };
+    };
+    if (is_packed) {
+        DISPATCH_PACKED(x.scalar_type(), "run_experts", [&] {
+            out = run_experts_as<scalar_t>(
+                x, num_experts, intermediate_size, weights, ids,
+                [&](bool is_gate_up, int64_t expert, int64_t in_features, int64_t out_features) {
+                    const Tensor& panels = is_gate_up ? gate_up[expert] : down[expert];
+                    return packed_matrix<scalar_t>(panels, in_features, out_features);
+                }
+            );
+        });
+    } else {
+        DISPATCH(x.scalar_type(), "run_experts", [&] {
+            out = gate_up_scales[0].dim() == 1
+                ? run_experts_as<scalar_t>(x, num_experts, intermediate_size, weights, ids, quantized(Int8{}))
+                : run_experts_as<scalar_t>(x, num_experts, intermediate_size, weights, ids, quantized(Int4{}));
+        });
+    }
+    return out;
+}
 
 // Calls an operation as the dispatcher would, so that torch's profiler shows it.
 #define CALL(name, ...) profiled("baton_cpu::" #name, name##_op, __VA_ARGS__)
@@ -384,59 +484,110 @@ auto profiled(const char* name, Op op, Args&&... args) {
     return op(std::forward<Args>(args)...);
 }
 
-std::tuple<Tensor, Tensor> decoder_layers_op(
-    const Tensor& hidden, const c10::List<std::optional<Tensor>>& weights, const Tensor& cos, const Tensor& sin,
-    const Tensor& kv_cache, const Tensor& slot_mapping, const Tensor& block_tables, const Tensor& cu_seqlens_q,
-    const Tensor& seq_lens, int64_t num_heads, int64_t intermediate_size, double scale, double eps,
-    at::IntArrayRef windows
-) {
-    const int64_t num_layers = static_cast<int64_t>(windows.size()), hidden_size = hidden.size(-1);
-    TORCH_CHECK(
-        kv_cache.dim() == 6 && kv_cache.size(2) == num_layers && kv_cache.size(3) == 2 &&
-            static_cast<int64_t>(weights.size()) == num_layers * NUM_WEIGHTS && num_layers > 0,
-        "the cache must have the shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim], and each layer ",
-        static_cast<int64_t>(NUM_WEIGHTS), " weights"
-    );
-    const int64_t num_kv_heads = kv_cache.size(1), head_dim = kv_cache.size(5);
-    const int64_t kv_width = num_kv_heads * head_dim, q_width = num_heads * head_dim;
-    Tensor x = hidden, residual;
-    for (int64_t layer = 0; layer < num_layers; ++layer) {
-        const auto optional = [&](LayerWeight which) -> std::optional<Tensor> {
-            return weights.get(layer * NUM_WEIGHTS + which);
-        };
-        const auto weight = [&](LayerWeight which) { return optional(which).value(); };
-        const auto project = [&](const Tensor& input, LayerWeight which, int64_t out_features) {
-            const int64_t entry = layer * NUM_WEIGHTS + which;
-            const std::optional<Tensor> scales = weights.get(entry + 1), bias = weights.get(entry + 2);
-            return scales.has_value() ? CALL(quantized_linear, input, weight(which), *scales, out_features, bias)
-                                      : CALL(linear, input, weight(which), out_features, bias);
-        };
-        if (residual.defined()) {
-            std::tie(x, residual) = CALL(add_rms_norm, x, residual, weight(INPUT_NORM), eps);
-        } else {
-            residual = x;
-            x = CALL(rms_norm, x, weight(INPUT_NORM), eps);
+// Consecutive decoder layers. See ../../decoder_layers/__init__.py.
+class DecoderLayers : public torch::CustomClassHolder {
+  public:
+    DecoderLayers(int64_t num_heads, double scale, double eps) : num_heads_(num_heads), scale_(scale), eps_(eps) {}
+
+    // Appends a layer. Lists have the order of `Weight` below. `experts` is empty in a dense layer,
+    // and otherwise has two entries for each expert: gate-up and down. A window of 0 has no limit.
+    void add(
+        std::vector<std::optional<Tensor>> weights, std::vector<Tensor> experts, std::vector<Tensor> expert_scales,
+        int64_t intermediate_size, int64_t window, int64_t top_k, bool renormalize
+    ) {
+        TORCH_CHECK(weights.size() == NUM_WEIGHTS, "a layer has ", static_cast<int64_t>(NUM_WEIGHTS), " weights");
+        Layer layer{std::move(weights), {}, {}, {}, {}, intermediate_size, window, top_k, renormalize};
+        for (size_t i = 0; i < experts.size(); ++i) {
+            (i % 2 == 0 ? layer.gate_up : layer.down).push_back(experts[i]);
+            if (!expert_scales.empty()) {
+                (i % 2 == 0 ? layer.gate_up_scales : layer.down_scales).push_back(expert_scales.at(i));
+            }
         }
-        const Tensor qkv = project(x, QKV, q_width + 2 * kv_width);
-        const auto [q, k] =
-            CALL(rotate_qk, qkv, num_heads, num_kv_heads, cos, sin, optional(Q_NORM), optional(K_NORM), eps);
-        const Tensor v = qkv.narrow(1, q_width + kv_width, kv_width).unflatten(1, {num_kv_heads, head_dim});
-        const Tensor layer_cache = kv_cache.select(2, layer);
-        Tensor keys = layer_cache.select(2, 0), values = layer_cache.select(2, 1);
-        CALL(write_kv, k, v, keys, values, slot_mapping);
-        Tensor attended = at::empty_like(q);
-        const std::optional<int64_t> window = windows[layer] > 0 ? std::optional(windows[layer]) : std::nullopt;
-        CALL(
-            paged_attention, attended, q, keys, values, block_tables, cu_seqlens_q, seq_lens, scale, window,
-            std::nullopt
-        );
-        x = project(attended.flatten(1), O, hidden_size);
-        std::tie(x, residual) = CALL(add_rms_norm, x, residual, weight(MLP_NORM), eps);
-        const Tensor gate_up = project(x, GATE_UP, 2 * intermediate_size);
-        x = project(CALL(silu_and_mul, gate_up), DOWN, hidden_size);
+        layers_.push_back(std::move(layer));
     }
-    return {x, residual};
-}
+
+    std::tuple<Tensor, Tensor> run(
+        const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& kv_cache, const Tensor& slot_mapping,
+        const Tensor& block_tables, const Tensor& cu_seqlens_q, const Tensor& seq_lens
+    ) const {
+        TORCH_CHECK(
+            kv_cache.dim() == 6 && kv_cache.size(2) == static_cast<int64_t>(layers_.size()) && kv_cache.size(3) == 2,
+            "the cache must have the shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]"
+        );
+        const int64_t hidden_size = hidden.size(-1), num_kv_heads = kv_cache.size(1), head_dim = kv_cache.size(5);
+        const int64_t kv_width = num_kv_heads * head_dim, q_width = num_heads_ * head_dim;
+        Tensor x = hidden, residual;
+        for (size_t index = 0; index < layers_.size(); ++index) {
+            const Layer& layer = layers_[index];
+            if (residual.defined()) {
+                std::tie(x, residual) = CALL(add_rms_norm, x, residual, *layer.weights[INPUT_NORM], eps_);
+            } else {
+                residual = x;
+                x = CALL(rms_norm, x, *layer.weights[INPUT_NORM], eps_);
+            }
+            const Tensor qkv = layer.project(x, QKV, q_width + 2 * kv_width);
+            const auto [q, k] = CALL(
+                rotate_qk, qkv, num_heads_, num_kv_heads, cos, sin, layer.weights[Q_NORM], layer.weights[K_NORM], eps_
+            );
+            const Tensor v = qkv.narrow(1, q_width + kv_width, kv_width).unflatten(1, {num_kv_heads, head_dim});
+            const Tensor layer_cache = kv_cache.select(2, static_cast<int64_t>(index));
+            Tensor keys = layer_cache.select(2, 0), values = layer_cache.select(2, 1);
+            CALL(write_kv, k, v, keys, values, slot_mapping);
+            Tensor attended = at::empty_like(q);
+            const std::optional<int64_t> window = layer.window > 0 ? std::optional(layer.window) : std::nullopt;
+            CALL(
+                paged_attention, attended, q, keys, values, block_tables, cu_seqlens_q, seq_lens, scale_, window,
+                std::nullopt
+            );
+            x = layer.project(attended.flatten(1), O, hidden_size);
+            std::tie(x, residual) = CALL(add_rms_norm, x, residual, *layer.weights[MLP_NORM], eps_);
+            x = layer.gate_up.empty() ? layer.run_mlp(x) : layer.run_sparse_mlp(x);
+        }
+        return {x, residual};
+    }
+
+  private:
+    // Entries of a layer's list. A projection has three entries: the packed weight, the scales
+    // (quantized weights only) and the bias. Biases and the norms of heads may be missing. A sparse
+    // layer has a router instead of gate-up and down.
+    enum Weight : int64_t {
+        INPUT_NORM = 0, QKV = 1, Q_NORM = 4, K_NORM = 5, O = 6, MLP_NORM = 9, GATE_UP = 10, DOWN = 13, ROUTER = 16,
+        NUM_WEIGHTS = 17
+    };
+
+    struct Layer {
+        std::vector<std::optional<Tensor>> weights;
+        std::vector<Tensor> gate_up, gate_up_scales, down, down_scales;  // of the experts
+        int64_t intermediate_size, window, top_k;
+        bool renormalize;
+
+        Tensor project(const Tensor& x, Weight which, int64_t out_features) const {
+            const std::optional<Tensor>&scales = weights[which + 1], &bias = weights[which + 2];
+            return scales.has_value() ? CALL(quantized_linear, x, *weights[which], *scales, out_features, bias)
+                                      : CALL(linear, x, *weights[which], out_features, bias);
+        }
+
+        Tensor run_mlp(const Tensor& x) const {
+            const Tensor gate_up_product = project(x, GATE_UP, 2 * intermediate_size);
+            return project(CALL(silu_and_mul, gate_up_product), DOWN, x.size(-1));
+        }
+
+        Tensor run_sparse_mlp(const Tensor& x) const {
+            const Tensor& router = *weights[ROUTER];  // packed, or a plain weight
+            const int64_t num_experts = static_cast<int64_t>(gate_up.size());
+            const Tensor logits =
+                router.dim() == 2 ? at::linear(x, router) : CALL(linear, x, router, num_experts, std::nullopt);
+            const auto [routing, ids] = CALL(route, logits, top_k, renormalize);
+            return CALL(
+                run_experts, x, gate_up, gate_up_scales, down, down_scales, intermediate_size, routing, ids
+            );
+        }
+    };
+
+    int64_t num_heads_;
+    double scale_, eps_;
+    std::vector<Layer> layers_;
+};
 
 Tensor draw_tokens_op(
     const Tensor& logits_, at::ArrayRef<double> temperature, at::IntArrayRef top_k, at::ArrayRef<double> top_p,
@@ -485,11 +636,15 @@ TORCH_LIBRARY(baton_cpu, library) {
     library.def(
         "quantized_linear(Tensor x, Tensor panels, Tensor scales, int out_features, Tensor? bias) -> Tensor"
     );
+    library.def("route(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)");
     library.def(
-        "decoder_layers(Tensor hidden, Tensor?[] weights, Tensor cos, Tensor sin, Tensor(a!) kv_cache, "
-        "Tensor slot_mapping, Tensor block_tables, Tensor cu_seqlens_q, Tensor seq_lens, int num_heads, "
-        "int intermediate_size, float scale, float eps, int[] windows) -> (Tensor, Tensor)"
+        "run_experts(Tensor x, Tensor[] gate_up, Tensor[] gate_up_scales, Tensor[] down, Tensor[] down_scales, "
+        "int intermediate_size, Tensor weights, Tensor ids) -> Tensor"
     );
+    library.class_<baton::DecoderLayers>("DecoderLayers")
+        .def(torch::init<int64_t, double, double>())
+        .def("add", &baton::DecoderLayers::add)
+        .def("run", &baton::DecoderLayers::run);
     library.def(
         "draw_tokens(Tensor logits, float[] temperature, int[] top_k, float[] top_p, float[] min_p, int[] keys) -> Tensor"
     );
@@ -506,7 +661,8 @@ TORCH_LIBRARY_IMPL(baton_cpu, CPU, library) {
     library.impl("linear", baton::linear_op);
     library.impl("pack_quantized", baton::pack_quantized_op);
     library.impl("quantized_linear", baton::quantized_linear_op);
-    library.impl("decoder_layers", baton::decoder_layers_op);
+    library.impl("route", baton::route_op);
+    library.impl("run_experts", baton::run_experts_op);
     library.impl("draw_tokens", baton::draw_tokens_op);
 }
 

@@ -9,6 +9,9 @@
 // value + OFFSET is stored.
 #pragma once
 
+#include <memory>
+
+#include "elementwise.h"
 #include "linear.h"
 
 namespace baton {
@@ -68,9 +71,9 @@ inline Ints multiply_add(Ints sums, Words weights, Words inputs) {
 
 // Rows of x in int8, padded with zeros to whole groups.
 struct QuantizedRows {
-    int8_t* values;  // [rows, groups * GROUP]
-    float* scales;   // [rows, groups]
-    int32_t* sums;   // [rows, groups]: of the values of a group
+    int8_t* values;  // [num_rows, groups * GROUP]
+    float* scales;   // [num_rows, groups]
+    int32_t* sums;   // [num_rows, groups]: of the values of a group
     int64_t groups;
 
     QuantizedRows from(int64_t row) const {
@@ -153,45 +156,69 @@ void multiply_quantized_tile(
     }
 }
 
-template <typename Format, typename T, std::size_t... I>
-void multiply_quantized_panel(
-    Matrix<T> y, QuantizedRows x, int64_t rows, const uint8_t* panel, const typename Format::Scale* scales,
-    const T* bias, int64_t count, std::index_sequence<I...>
-) {
-    using Multiply =
-        void (*)(Matrix<T>, QuantizedRows, const uint8_t*, const typename Format::Scale*, const T*, int64_t);
-    constexpr Multiply first[] = {multiply_quantized_tile<Format, I + 1, true, T>...};
-    constexpr Multiply others[] = {multiply_quantized_tile<Format, I + 1, false, T>...};
-    for (int64_t row = 0; row < rows; row += QUANTIZED_TILE_ROWS) {
-        const Multiply* const multiply = row == 0 ? first : others;
-        multiply[std::min(QUANTIZED_TILE_ROWS, rows - row) - 1](y.from(row), x.from(row), panel, scales, bias, count);
+// Rows of x, rounded for a product.
+class RoundedRows {
+  public:
+    template <typename T>
+    RoundedRows(Matrix<const T> x, int64_t num_rows, int64_t in_features)
+        : groups_((in_features + GROUP - 1) / GROUP),
+          values_(new int8_t[num_rows * groups_ * GROUP]),
+          scales_(new float[num_rows * groups_]),
+          sums_(new int32_t[num_rows * groups_]) {
+        for_each_row(num_rows, in_features, [&](int64_t row) { quantize_row(from(row), x[row], in_features); });
     }
-}
 
-// Computes y for `rows` rows of x. A missing bias is nullptr. Scales of groups have the shape
-// [panels, groups, PANEL].
-template <typename Format, typename T>
-void quantized_linear(
-    Matrix<T> y, Matrix<const T> x, int64_t rows, const uint8_t* panels, const typename Format::Scale* scales,
-    const T* bias, int64_t in_features, int64_t out_features
-) {
-    const int64_t groups = (in_features + GROUP - 1) / GROUP;
-    std::vector<int8_t> values(rows * groups * GROUP);
-    std::vector<float> x_scales(rows * groups);
-    std::vector<int32_t> sums(rows * groups);
-    const QuantizedRows quantized{values.data(), x_scales.data(), sums.data(), groups};
-    for_each_row(rows, in_features, [&](int64_t row) { quantize_row(quantized.from(row), x[row], in_features); });
-    const int64_t panel_size = groups * GROUP_BYTES<Format> * PANEL;
-    const int64_t panel_scales = Format::HAS_GROUP_SCALES ? groups * PANEL : PANEL;
-    for_each_panel(rows, out_features, panel_size, [&](int64_t row, int64_t num_rows, int64_t panel) {
-        const int64_t output = panel * PANEL;
-        multiply_quantized_panel<Format>(
-            y.from(row, output), quantized.from(row), num_rows, panels + panel * panel_size,
-            scales + panel * panel_scales, bias == nullptr ? nullptr : bias + output,
-            std::min(PANEL, out_features - output), std::make_index_sequence<QUANTIZED_TILE_ROWS>()
-        );
-    });
-}
+    QuantizedRows from(int64_t row) const {
+        return QuantizedRows{values_.get(), scales_.get(), sums_.get(), groups_}.from(row);
+    }
+
+  private:
+    int64_t groups_;
+    std::unique_ptr<int8_t[]> values_;
+    std::unique_ptr<float[]> scales_;
+    std::unique_ptr<int32_t[]> sums_;
+};
+
+// A quantized weight, with the members of PackedMatrix. Scales of groups have the shape [panels,
+// groups, PANEL].
+template <typename Format>
+struct QuantizedMatrix {
+    const uint8_t* panels;
+    const typename Format::Scale* scales;
+    int64_t in_features, out_features;
+
+    template <typename T>
+    static RoundedRows rows(Matrix<const T> x, int64_t num_rows, int64_t in_features) {
+        return {x, num_rows, in_features};
+    }
+
+    int64_t groups() const { return (in_features + GROUP - 1) / GROUP; }
+    int64_t panel_size() const { return groups() * GROUP_BYTES<Format> * PANEL; }
+
+    template <typename T>
+    void multiply(Matrix<T> y, QuantizedRows x, int64_t num_rows, int64_t panel, const T* bias) const {
+        multiply(y, x, num_rows, panel, bias, std::make_index_sequence<QUANTIZED_TILE_ROWS>());
+    }
+
+  private:
+    template <typename T, std::size_t... I>
+    void multiply(
+        Matrix<T> y, QuantizedRows x, int64_t num_rows, int64_t panel, const T* bias, std::index_sequence<I...>
+    ) const {
+        using Multiply =
+            void (*)(Matrix<T>, QuantizedRows, const uint8_t*, const typename Format::Scale*, const T*, int64_t);
+        constexpr Multiply first[] = {multiply_quantized_tile<Format, I + 1, true, T>...};
+        constexpr Multiply others[] = {multiply_quantized_tile<Format, I + 1, false, T>...};
+        const int64_t output = panel * PANEL, count = std::min(PANEL, out_features - output);
+        const typename Format::Scale* const own_scales =
+            scales + (Format::HAS_GROUP_SCALES ? panel * groups() * PANEL : output);
+        if (bias != nullptr) bias += output;
+        for (int64_t row = 0; row < num_rows; row += QUANTIZED_TILE_ROWS) {
+            const Multiply* const tiles = row == 0 ? first : others;
+            tiles[std::min(QUANTIZED_TILE_ROWS, num_rows - row) - 1](y.from(row, output), x.from(row), panels + panel * panel_size(), own_scales, bias, count);
+        }
+    }
+};
 
 template <typename Format>
 void pack_quantized(uint8_t* panels, Matrix<const int8_t> values, int64_t in_features, int64_t out_features) {

@@ -11,8 +11,8 @@ from torch import Tensor
 from baton_kernels.configurations import Configuration
 from baton_kernels.linear import PackedWeight, Weight, packing
 from baton_kernels.moe import route_top_k, run_experts
+from baton_kernels.moe.experts_cpu import run_experts_cpu
 from baton_kernels.moe.reference import run_experts_reference
-from baton_kernels.moe.torch_cpu import run_experts_cpu
 from baton_kernels.moe.triton_kernel import (
     CANDIDATES,
     default_configuration,

@@ -1,28 +1,70 @@
-"""Experts on a CPU, one after the other.
+"""Experts on a CPU: one compiled operation, or torch's operations for one expert after the other.
 
-The weights of an expert are read once for all rows routed to the expert. With several tokens, rows
-are sorted by expert. A single token needs no sorting.
+The weights of an expert are read once for all rows routed to the expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from baton_kernels.activation import silu_and_mul
-from baton_kernels.linear import Weight, linear
+from baton_kernels.cpu import ops_for
+from baton_kernels.linear import PackedWeight, QuantizedWeight, Weight, linear
 
 #: A matrix per expert: stacked in one tensor, or a sequence of plain, packed or quantized matrices.
 ExpertWeights = Tensor | Sequence[Weight] | nn.ModuleList
 
 
+class ExpertList(tuple[Any, ...]):
+    """A weight per expert, with the tensors that the C++ operation reads.
+
+    Attributes:
+        data: The packed weights. Empty if the operation cannot read one of the weights.
+        scales: The scales of the packed weights. Empty if the weights are not quantized.
+    """
+
+    data: list[Tensor]
+    scales: list[Tensor]
+
+    # Any: the items of a ModuleList are untyped.
+    def __new__(cls, weights: Iterable[Any]) -> ExpertList:
+        experts = super().__new__(cls, weights)
+        is_compiled = all(
+            isinstance(weight, PackedWeight | QuantizedWeight) and weight.is_compiled
+            for weight in experts
+        )
+        is_quantized = any(isinstance(weight, QuantizedWeight) for weight in experts)
+        experts.data = [weight.data for weight in experts] if is_compiled else []
+        experts.scales = (
+            [weight.scales for weight in experts] if is_compiled and is_quantized else []
+        )
+        return experts
+
+
 def run_experts_cpu(
     x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, weights: Tensor, expert_ids: Tensor
 ) -> Tensor:
-    """Implement `baton_kernels.moe.run_experts` in torch."""
+    """Implement `baton_kernels.moe.run_experts`."""
+    if not isinstance(gate_up, Tensor) and (ops := ops_for(x)) is not None:
+        assert not isinstance(down, Tensor)
+        first = gate_up if isinstance(gate_up, ExpertList) else ExpertList(gate_up)
+        second = down if isinstance(down, ExpertList) else ExpertList(down)
+        if first.data and second.data:
+            out: Tensor = ops.run_experts(
+                x,
+                first.data,
+                first.scales,
+                second.data,
+                second.scales,
+                first[0].shape[0] // 2,
+                weights,
+                expert_ids,
+            )
+            return out
     if expert_ids.shape[0] == 1:
         return _run_one_token(x, gate_up, down, weights, expert_ids)
     num_tokens, top_k = expert_ids.shape
