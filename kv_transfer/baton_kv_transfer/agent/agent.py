@@ -45,14 +45,14 @@ class RegDescs:
 
 
 class DlistHandle:
-    """A checked list of descriptors, either all local or all of one peer."""
+    """Descriptors that were checked against registered memory: all local, or all of one peer."""
 
     def __init__(self, agent: str, descs: XferDescs, known_peer: object) -> None:
         """Create a handle to checked descriptors.
 
         Args:
             agent: name of the peer; empty for the local side.
-            descs: the descriptors.
+            descs: the checked descriptors.
             known_peer: an object that stands for one version of the peer's metadata. New metadata
                 gets another object.
         """
@@ -61,7 +61,7 @@ class DlistHandle:
 
 
 class XferHandle:
-    """A transfer that can be posted."""
+    """A transfer between this agent and a peer, which can be posted repeatedly."""
 
     def __init__(self, peer: str, known_peer: object, num_descs: int, notif: bytes) -> None:
         """Create a handle that was not posted yet.
@@ -69,7 +69,7 @@ class XferHandle:
         Args:
             peer: name of the peer.
             known_peer: see DlistHandle.
-            num_descs: number of descriptors after merging.
+            num_descs: number of descriptors after adjacent ones are merged.
             notif: notification for the peer; empty for none.
         """
         self.peer, self.known_peer, self.num_descs, self.notif = peer, known_peer, num_descs, notif
@@ -79,7 +79,7 @@ class XferHandle:
 
     @property
     def state(self) -> XferState | None:
-        """State of the last post; None before the first."""
+        """State of the last post; None if the transfer was never posted."""
         return self.post.state if self.post else None
 
     @property
@@ -93,7 +93,7 @@ class Agent(abc.ABC):
 
     Any thread may call the methods. Registering and deregistering memory, `fence` and `close` may
     block. With NIXL, `add_remote_agent` blocks while it connects. Over shm, `transfer` itself
-    copies a READ of up to 16 MiB. All other calls return at once.
+    copies a READ of up to 16 MiB. All other calls return without waiting.
     """
 
     def __init__(self, name: str) -> None:
@@ -105,7 +105,7 @@ class Agent(abc.ABC):
     def num_refused(self) -> int:
         """Number of descriptors in peers' requests that were outside registered memory.
 
-        Such requests are refused. Always 0 with NIXL, which does not report them.
+        Such requests are refused. Always 0 with NIXL, which does not report such requests.
         """
         return 0
 
@@ -179,13 +179,13 @@ class Agent(abc.ABC):
         """Add a peer and return its name.
 
         Adding the same metadata again has no effect. Different metadata replaces the peer's earlier
-        metadata. Transfers made with the earlier metadata end in ERR: at once if they are in
+        metadata. Transfers made with the earlier metadata end in ERR: immediately if they are in
         flight, otherwise when they are posted.
 
         Raises:
             ValueError: the metadata is damaged, or is this agent's own, or the peer's metadata
                 version or transport differs from this agent's.
-            TransportError: the transport connects at once (NIXL), and the peer cannot be reached.
+            TransportError: the peer cannot be reached. Only NIXL connects during this call.
         """
 
     @abc.abstractmethod
@@ -210,7 +210,7 @@ class Agent(abc.ABC):
         xfer_list: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
         mem_type: str = "DRAM",
     ) -> DlistHandle:
-        """Return a checked list of descriptors for use in many transfers.
+        """Check descriptors and return them as a list that many transfers can use.
 
         Args:
             agent_name: NIXL_INIT_AGENT or "" for the local side; for the remote side, the name of a
@@ -353,7 +353,7 @@ def pair(
     remote: DlistHandle,
     theirs: NDArray[np.int64],
 ) -> tuple[Descriptors, Descriptors]:
-    """Return the selected rows of a local list and of a peer's list, [n, 3] each.
+    """Return the rows with the indices `ours` in `local` and `theirs` in `remote`, [n, 3] each.
 
     Raises:
         ValueError: as in make_prepped_xfer.

@@ -8,7 +8,7 @@ from baton_kv_transfer.agent.transport_agent import TransportAgent
 
 
 def create_agent(name: str, transport: str = "ucx", host: str = "") -> Agent:
-    """Return the agent called `name` over `transport`.
+    """Create an agent called `name` that moves bytes over `transport`.
 
     Args:
         name: the name under which peers know the agent.

@@ -40,7 +40,7 @@ def check_regions(regions: Sequence[tuple[int, int, object, object]], owner: str
 
 
 def check_rows(descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str) -> XferDescs:
-    """Return the rows as checked descriptors.
+    """Check rows of (address, length, device id), and return them as descriptors.
 
     Raises:
         ValueError: the shape is not [n, 3], there is no row, a length is below 1, or the memory

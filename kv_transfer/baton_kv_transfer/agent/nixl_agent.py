@@ -4,9 +4,10 @@ Any NIXL program over UCX can be a peer.
 
 What Baton adds around the library:
 
-- A thread polls NIXL and pauses between polls, because NIXL's own progress thread spins. Pauses
-  last up to POLL_BUSY_S while transfers are in flight, and otherwise up to POLL_IDLE_S. The thread
-  does not poll before a peer is added or this agent's metadata is requested.
+- A thread polls NIXL and pauses between polls. NIXL's own progress thread is off, because
+  that thread never pauses. Pauses last up to POLL_BUSY_S while transfers are in flight, and
+  otherwise up to POLL_IDLE_S. The thread does not poll before a peer is added or this agent's
+  metadata is requested.
 - NIXL 1.5.1 reports ERR at once for transfers with a removed peer, although bytes still arrive. So
   NIXL removes a peer only after the peer's transfers have ended. If these last longer than
   REMOVE_GRACE_S, NIXL's agent is destroyed and created again, which ends all transfers in flight.
@@ -89,8 +90,8 @@ class _Native:
 class _Peer:
     """One version of a peer's metadata.
 
-    A handle keeps this object. The handle is valid while the agent has the same object for the
-    peer.
+    Each DlistHandle and XferHandle for the peer refers to this object. The handle is valid until
+    the agent removes the peer or replaces this object.
     """
 
     def __init__(self, metadata: bytes = b"") -> None:

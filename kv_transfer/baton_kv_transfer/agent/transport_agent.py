@@ -56,8 +56,8 @@ class AgentMetadata(msgspec.Struct, array_like=True):
 class _Peer:
     """One version of a peer's metadata.
 
-    A handle keeps this object. The handle is valid while the agent has the same object for the
-    peer.
+    Each DlistHandle and XferHandle for the peer refers to this object. The handle is valid until
+    the agent removes the peer or replaces this object.
     """
 
     def __init__(self, regions: list[Region], digest: bytes = b"") -> None:
