@@ -24,8 +24,8 @@ VERIFY_SLICE_S = 0.02
 class BlockVerifier:
     """Reads and verifies the blocks of all per-rank transfers.
 
-    Callers add blocks with `read()` or `written()`. Verified batches are reported through
-    `on_verified`, unless the load has failed.
+    Callers add blocks with `read()` or `written()`. Verified batches of blocks are
+    reported through `on_verified`, unless the load has failed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class BlockVerifier:
 
     @property
     def has_unverified(self) -> bool:
-        """Whether some arrived blocks are still unverified. If so, call `advance` again at once."""
+        """Whether some arrived blocks are unverified. If so, call `advance` without waiting."""
         return bool(self._arrived)
 
     @property
@@ -108,7 +108,7 @@ class BlockVerifier:
                 return
 
     def discard_all(self) -> None:
-        """Drop all batches. Call only when the agent touches no memory any more."""
+        """Drop all blocks in flight or unverified. Call only when the agent touches no memory."""
         for batch in self._in_flight:
             self._ended(batch)
             self._discard(batch)
@@ -143,7 +143,7 @@ class BlockVerifier:
     def _collect(self) -> None:
         """Check all reads in flight.
 
-        After DONE, queue the blocks for `_verify`. After ERR, fail the peer.
+        If a read is DONE, queue its blocks for `_verify`. If a read is in ERR, fail the peer.
         """
         in_flight = []
         for batch in self._in_flight:
@@ -172,8 +172,8 @@ class BlockVerifier:
     def _verify(self, batch: Batch) -> None:
         """Commit the batch's blocks whose checksums match, and call `on_verified`.
 
-        Blocks that differ are read again, unless a block of the batch differs for the second time.
-        If the load is not LOADING, only discard the batch.
+        Blocks that differ from their checksums are read again, unless a block of the batch differs
+        for the second time. If the load is not LOADING, only discard the batch.
         """
         rank_transfer, load = batch.rank_transfer, batch.rank_transfer.load
         if load.state is not LoadState.LOADING:

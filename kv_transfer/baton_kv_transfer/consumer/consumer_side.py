@@ -72,7 +72,7 @@ class ConsumerSide:
     # From the scheduler
 
     def expect(self, transfer_id: str, wait: LoadWait) -> None:
-        """Send heartbeats for a waiting load, so that the producer keeps the load's blocks.
+        """Send heartbeats for a load that waits for memory, so that the producer keeps its blocks.
 
         The heartbeats end when the load begins or the producer is lost.
         """
@@ -112,7 +112,7 @@ class ConsumerSide:
             self._loads.advance(load, now)
 
     def fail_all(self, reason: str) -> None:
-        """Fail and end every load at once. Call this only after closing the agent."""
+        """Fail every load and report its LoadResult now. Call this only after closing the agent."""
         now = self._clock()
         self._blocks.discard_all()
         for load in self._loads:
@@ -150,7 +150,7 @@ class ConsumerSide:
         self._send_heartbeats(now)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `advance` must run even without an event; None if never."""
+        """Return the time at which `advance` must run even without an event; None: no such time."""
         if self._blocks.has_unverified or any(peer.error for peer in self._peers):
             return 0.0
         deadlines = [peer.handshake_deadline for peer in self._peers if not peer.is_ready]

@@ -68,7 +68,7 @@ class LoadManager:
         self._loads: dict[str, Load] = {}
         #: Loads with push that wait for slots, the oldest first.
         self._want_slots: dict[str, Load] = {}
-        #: Sent after the results were reported, because the engine waits for the results.
+        #: RELEASE messages, sent after the LoadResults, because the engine waits for the results.
         self._releases: list[tuple[Peer, side_channel.Release]] = []
 
     def __len__(self) -> int:
@@ -259,7 +259,7 @@ class LoadManager:
         return load.slots is not None
 
     def release(self, rank_transfer: RankTransfer) -> None:
-        """Queue RELEASE if it was not sent yet, and no batch is in flight or unverified.
+        """Queue RELEASE, unless it was queued before or some blocks are in flight or unverified.
 
         Without an earlier SUBSCRIBE, RELEASE is queued only if the peer is ready.
         """

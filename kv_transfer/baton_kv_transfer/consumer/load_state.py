@@ -11,7 +11,7 @@ Load
     HANDSHAKE -> LOADING    the first worker is ready
     HANDSHAKE -> DRAINING   the load failed
     LOADING   -> DRAINING   every per-rank transfer verified all blocks, or the load failed
-    DRAINING  -> (ended)    no batch is in flight or unverified, and the producer cannot write
+    DRAINING  -> (ended)    no block is in flight or unverified, and the producer cannot write
 
 Per-rank transfer
 
@@ -97,7 +97,7 @@ class RankTransfer:
     block_nbytes: int
     #: Time at which blocks were last published or verified.
     last_block: float
-    #: Time at which the load fails. Blocks and PENDING extend it.
+    #: Time at which the load fails. Each block and each PENDING postpones this time.
     deadline: float
     #: [num_blocks]: slot of the producer's memory; -1: not published.
     slots_there: NDArray[np.int64]
@@ -123,7 +123,7 @@ class RankTransfer:
 
     @property
     def is_released(self) -> bool:
-        """Whether RELEASE was sent, or the worker is lost."""
+        """Whether RELEASE was sent, or the producer's worker is lost."""
         return self.state in (RankTransferState.QUARANTINE, RankTransferState.ENDED)
 
     @property
@@ -135,7 +135,7 @@ class RankTransfer:
 
     @property
     def may_write(self) -> bool:
-        """Whether the worker may still write to the load's slots."""
+        """Whether the producer's worker may still write to the load's slots."""
         is_last_write_over = self.last or self.num_written == len(self.checksums)
         return self.state is RankTransferState.QUARANTINE or (
             self.state is RankTransferState.PUSHING
@@ -148,7 +148,7 @@ class RankTransfer:
         return self.state in (RankTransferState.HANDSHAKE, RankTransferState.ENDED)
 
     def end_writes(self) -> None:
-        """Record that the worker cannot write any more, after RELEASED or a fence."""
+        """Record that the producer's worker cannot write any more, after RELEASED or a fence."""
         if self.state is RankTransferState.PUSHING:
             self.state = RankTransferState.OPEN
         elif self.state is RankTransferState.QUARANTINE:
@@ -197,7 +197,7 @@ class Load:
         ]
 
     def result(self) -> LoadResult:
-        """Return how many leading blocks all per-rank transfers have verified, and the error."""
+        """Return how many leading blocks are verified, and the reason if the load failed."""
         if not self.rank_transfers:
             return LoadResult(0, self.error)
         unverified = np.flatnonzero(self.missing)

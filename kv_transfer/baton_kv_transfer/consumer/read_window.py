@@ -79,9 +79,10 @@ class ReadWindow:
             rank_transfer.queued.clear()
 
     def take_batch(self, memory: SlotMemory) -> Batch | None:
-        """Return the next batch that fits into the window and has slots; None if there is none.
+        """Return the next batch to read, with its slots; None if no batch can be read now.
 
-        From now on the batch counts as in flight. A batch larger than the window is read alone.
+        A batch must fit into the limit for bytes in flight, and needs free slots. A batch larger
+        than the limit is read alone. From now on the batch counts as in flight.
         """
         for _ in range(len(self._turns)):
             rank_transfer = self._turns.popleft()
