@@ -1,6 +1,6 @@
 """Push: writes blocks into consumers' memory, on the connector's thread.
 
-    queued      The block is in Subscriber.queue. `stop` drops it.
+    queued      The block is in Subscriber.queue. `stop` drops the block.
     in flight   A write of the block is posted to the agent. The write ends in DONE or ERR. Removing
                 the peer ends the write in ERR.
     written     The block was reported through `written`, and is no longer known here.
@@ -29,7 +29,7 @@ MAX_WRITE_BYTES = 4 * 2**20
 
 @dataclass(slots=True, eq=False)
 class _PeerWindow:
-    """The bytes in flight to one peer's agent, and the subscribers that wait for their turn."""
+    """The bytes in flight to one peer's agent, and its subscribers with queued blocks."""
 
     inflight_bytes: int = 0
     #: Subscribers with queued blocks, the next one first.
@@ -91,7 +91,7 @@ class BlockWriter:
         return any(write.subscriber.session is session for write in self._in_flight)
 
     def advance(self) -> None:
-        """Report the writes that ended, and post queued blocks that fit into the limits."""
+        """Report ended writes. Post queued blocks, up to each peer's limit of bytes in flight."""
         for write in list(self._in_flight):
             state = self._agent.check_xfer_state(write.handle)
             if state != "PROC":

@@ -111,9 +111,9 @@ class ProducerSide:
         self._router.close(linger=0)
 
     def memory_fenced(self) -> None:
-        """Fail the sessions that use push, after a fence.
+        """Fail the sessions that use push, because a fence has removed the consumers' agents.
 
-        The fence has removed the agents of these consumers, so the consumers must connect again.
+        These consumers must connect again.
         """
         self._sessions.fail_all("the producer cut all its peers off")
 
@@ -142,7 +142,7 @@ class ProducerSide:
             self._stats.handshakes_refused += count_refused(self._handshakes)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `advance` must run even without an event; None if never."""
+        """Return the time at which `advance` must run even without an event; None: no such time."""
         deadline = max(self.transfers.next_deadline(), self._no_expiry_before)
         return deadline if deadline < math.inf else None
 

@@ -7,8 +7,8 @@ The blocks of a transfer stay allocated until its end. A transfer has these stat
               busy engine.
     HOLDING   There are blocks. Each subscriber has a lease. Workers that have not subscribed yet
               share one lease.
-    CLOSED    The transfer was cancelled, a worker never subscribed, or no slots became free. No
-              further subscriber is admitted.
+    CLOSED    The transfer was cancelled, a worker of the consumer never subscribed, or no slots
+              became free. No further subscriber is admitted.
 
 A transfer ends when all subscribers have left and no write to a subscriber is in flight.
 """
@@ -89,7 +89,7 @@ class TransferManager:
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why
         #: Transfers that wait for slots, in the order in which they began to wait.
         self._waiting_for_slots: dict[str, Transfer] = {}
-        #: No lease ends before this time. Heartbeats do not change it; `expire` computes it again.
+        #: No lease ends before this time. Heartbeats leave it unchanged; `expire` updates it.
         self._next_expiry = math.inf
 
     # From the scheduler
@@ -109,7 +109,10 @@ class TransferManager:
                 self.release(session, message)
 
     def save(self, save: BlockSave) -> None:
-        """Publish the blocks of a step. Do nothing if the transfer has ended or is CLOSED."""
+        """Publish the blocks of a step as soon as slots are free.
+
+        Do nothing if the transfer has ended or is CLOSED.
+        """
         transfer = self._transfers.get(save.transfer_id)
         if transfer is None or transfer.closed:
             return
@@ -134,7 +137,7 @@ class TransferManager:
             self._close(transfer, "cancelled by the producer")
 
     def end_all(self, reason: str) -> None:
-        """End every transfer at once. Call this only after closing the agent."""
+        """End every transfer without waiting for consumers. Call only after closing the agent."""
         for transfer_id in list(self._transfers):
             del self._transfers[transfer_id]
             self._remember(transfer_id, reason)
@@ -261,7 +264,7 @@ class TransferManager:
     def expire(self, now: float) -> None:
         """End subscriptions and transfers whose lease has expired.
 
-        Read the messages of consumers first, because an unread heartbeat may renew a lease.
+        Before this call, read the messages of consumers: an unread heartbeat may renew a lease.
         """
         self._early.expire(now)
         if now < self._next_expiry:
@@ -282,7 +285,7 @@ class TransferManager:
         self._next_expiry = min(deadlines, default=math.inf)
 
     def next_deadline(self) -> float:
-        """Return the time of the next `expire` or `expose_waiting`; infinity if there is none."""
+        """Return the next time to call `expire` and `expose_waiting`; infinity if there is none."""
         deadline = min(self._next_expiry, self._early.next_expiry)
         return min(deadline, self._clock() + SLOT_RETRY_S) if self._waiting_for_slots else deadline
 
@@ -373,7 +376,7 @@ class TransferManager:
         Args:
             subscriber: the receiver.
             blocks: blocks that the consumer may read; empty with push.
-            more: the caller publishes further blocks at once.
+            more: the caller sends another PUBLISH directly after this one.
         """
         last = (
             not more
@@ -412,7 +415,7 @@ class TransferManager:
     # One transfer
 
     def _expose(self, transfer: Transfer) -> None:
-        """Publish the blocks of waiting saves, until a save needs more slots than are free."""
+        """Publish the blocks that wait for slots, one BlockSave at a time, while slots are free."""
         while transfer.waiting:
             save = transfer.waiting[0]
             slots = self._memory.expose(save.block_ids)
@@ -440,8 +443,8 @@ class TransferManager:
     def _close(self, transfer: Transfer, reason: str) -> None:
         """Close a transfer, so that no further subscriber is admitted.
 
-        Each ACTIVE subscriber receives CANCELLED, and its lease is renewed once. Within this time
-        the subscriber should send RELEASE.
+        Each ACTIVE subscriber receives CANCELLED, and its lease is renewed once. The subscriber
+        should send RELEASE before the lease ends.
         """
         transfer.closed = reason
         transfer.waiting.clear()
@@ -503,7 +506,7 @@ class TransferManager:
         )
 
     def _deadline_in(self, seconds: float) -> float:
-        """Return the time `seconds` from now, and make the thread wake up at that time."""
+        """Return the time `seconds` from now, and make the connector's thread wake up then."""
         deadline = self._clock() + seconds
         self._next_expiry = min(self._next_expiry, deadline)
         return deadline

@@ -63,7 +63,7 @@ class Subscriber:
     written: list[PublishedBlock] = field(default_factory=list)
     first_write: float = 0.0
     last_write: float = 0.0
-    #: While writes are in flight: when the first was posted, or when one last ended.
+    #: While writes are in flight: time at which the first was posted, or a write last ended.
     writing_since: float = 0.0
 
     @property
