@@ -20,7 +20,8 @@ class Mailbox:
         """Create an empty mailbox.
 
         Args:
-            signal: wakes the thread. `signal` is not called after `close` has returned.
+            signal: wakes the thread that runs the commands. `signal` is not called after `close`
+                has returned.
         """
         self._signal = signal
         self._lock = threading.Lock()
@@ -28,7 +29,7 @@ class Mailbox:
         self.closed = False
 
     def submit(self, command: Callable[[], None]) -> None:
-        """Queue a command for the thread.
+        """Queue a command for the thread that runs the commands.
 
         Raises:
             TransportError: the mailbox is closed. The command will not run.
@@ -40,7 +41,7 @@ class Mailbox:
             self._signal()
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """Run `function` on the thread; return its result or raise its exception.
+        """Run `function` on the mailbox's thread; return its result or raise its exception.
 
         Raises:
             TransportError: the mailbox is closed, or `function` does not end within CALL_TIMEOUT_S.
@@ -63,12 +64,12 @@ class Mailbox:
             ) from None
 
     def run(self) -> None:
-        """Run all queued commands. Only the thread calls this."""
+        """Run all queued commands. Only the mailbox's thread calls this."""
         while self._commands:
             self._commands.popleft()()
 
     def close(self) -> bool:
-        """Refuse further commands and wake the thread; return False if already closed."""
+        """Refuse further commands and wake the mailbox's thread; return False if already closed."""
         with self._lock:
             if self.closed:
                 return False
@@ -77,7 +78,7 @@ class Mailbox:
             return True
 
     def finish(self) -> None:
-        """Refuse further commands and run the remaining ones. Only the thread calls this.
+        """Refuse further commands and run the queued ones. Only the mailbox's thread calls this.
 
         After the return, `signal` is not called any more.
         """

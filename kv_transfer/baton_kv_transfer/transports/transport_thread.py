@@ -32,7 +32,7 @@ MAX_PARKED_S = 1.0
 
 
 class SteppedCopy(Protocol):
-    """A copy of any length. Each `step` copies one batch."""
+    """Interface for a copy of memory of any length. Each `step` copies one batch."""
 
     target: bytes
 
@@ -43,7 +43,7 @@ class SteppedCopy(Protocol):
         """Copy the next batch.
 
         Raises:
-            CopyError: the source cannot be read.
+            CopyError: the source memory cannot be read.
         """
 
 
@@ -135,7 +135,7 @@ class TransportThread:
         """Set the function that is called in every turn of the work.
 
         Args:
-            progress: returns whether it can do more work at once, without an event.
+            progress: returns whether it can do more work without waiting for an event.
         """
         self._progress = progress
 
@@ -272,7 +272,7 @@ class TransportThread:
         """Do one turn of the work: events, a batch of one copy, due timers and commands.
 
         Returns:
-            Whether more work can be done at once.
+            Whether more work can be done without waiting for an event.
         """
         self._worker = threading.get_ident()
         try:

@@ -68,7 +68,7 @@ class WorkLoan:
         """Give back the work that `borrow` lent. The user that holds the work calls this.
 
         Args:
-            more: whether work is left that can be done at once.
+            more: whether work is left that can be done without waiting for an event.
         """
         with self._lock:
             self.holder = Holder.THREAD if more else Holder.NOBODY
@@ -83,16 +83,19 @@ class WorkLoan:
             self.num_users -= 1
 
     def rest(self) -> None:
-        """Let users take the work, because the thread is about to wait for events."""
+        """Let users take the work. The transports' thread calls this before it waits for events."""
         with self._lock:
             self.holder = Holder.NOBODY
             self._thread_polls = True
 
     def resume(self) -> bool:
-        """End the thread's wait for events, and return whether the thread holds the work now.
+        """Take the work for the transports' thread if the alarm has expired.
 
-        If the result is False, wait for the alarm and call again. After `close` the result is
-        always True, even if a user still holds the work.
+        The thread calls this after its wait for events.
+
+        Returns:
+            Whether the thread may work now. If False, wait for the alarm and call again. After
+            `close` the result is always True, even if a user still holds the work.
         """
         with self._lock:
             self._thread_polls = False
@@ -101,7 +104,10 @@ class WorkLoan:
             return self.holder is Holder.THREAD or self._closed
 
     def close(self) -> None:
-        """Lend no work to users any more. The thread must not call `rest` afterwards."""
+        """Lend no work to users any more.
+
+        After this call, the transports' thread must not call `rest`.
+        """
         with self._lock:
             self._closed = True
 

@@ -131,7 +131,7 @@ class BatchedCopy:
         """Prepare the read.
 
         Args:
-            process: the source.
+            process: the process to read from.
             local: iovec of local runs.
             remote: iovec of the process's runs, of the same lengths.
         """
@@ -148,7 +148,7 @@ class BatchedCopy:
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
-        """For each run, the sum of the lengths of this run and all earlier runs, in bytes."""
+        """For each local run, the sum of the lengths of this run and all earlier runs, in bytes."""
         return ends_of(self._local)
 
     @property

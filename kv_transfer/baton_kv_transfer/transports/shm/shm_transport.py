@@ -9,7 +9,7 @@ Each side writes only to its own memory, and reads the memory of the other side 
 Requests, answers and notifications travel over a unix socket of the peer. The side that connects
 sends the peer's cell, which is in the peer's metadata. The kernel reports the process id of the
 side that connects (SO_PEERCRED). Both sides must have the same boot id, pid namespace and network
-namespace. A READ of up to INLINE_BYTES is copied at once by the thread that starts it.
+namespace. The thread that starts a READ of up to INLINE_BYTES makes the copy itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ INLINE_BYTES = 16 * 2**20
 
 
 class _SHMLink(PeerLink):
-    """A link to a peer process whose memory this process may read. The first message connects."""
+    """A link to a peer process whose memory this process may read.
+
+    Sending the first message opens the connection.
+    """
 
     def __init__(self, context: TransportContext, peer: str, address: HostAddress) -> None:
         """Check that this process may read the peer's memory, without connecting.

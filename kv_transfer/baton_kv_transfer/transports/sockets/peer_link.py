@@ -60,7 +60,9 @@ class PeerLink(abc.ABC):
         outgoing: Rows | None = None,
         incoming: Rows | None = None,
     ) -> None:
-        """Send a message and its rows. Bytes that the socket does not accept now are sent later.
+        """Send a message, then the bytes of the rows `outgoing`.
+
+        Bytes that the socket does not accept now are sent later.
 
         Args:
             kind: kind of the message.
@@ -77,7 +79,7 @@ class PeerLink(abc.ABC):
             logger.warning("notification to %s was lost: %s", self.peer, error)
 
     def give_up(self, reason: str) -> None:
-        """End all transfers in flight with the state ERR. Later posts fail at once."""
+        """End all transfers in flight with the state ERR. Later posts fail."""
         with self._lock:
             self.error = self.error or reason
             connection = self._socket

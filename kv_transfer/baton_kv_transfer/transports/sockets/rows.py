@@ -54,16 +54,16 @@ class Rows:
 
     @property
     def in_last_frame(self) -> bool:
-        """Whether the last frame has begun."""
+        """Whether the last frame of the rows has begun."""
         return self._frame_end == self._count
 
     @property
     def frame_missing(self) -> int:
-        """Bytes left in the current frame."""
+        """Bytes of the current frame that are left to send or receive."""
         return self._frame_bytes_end - self._moved
 
     def begin_frame(self) -> int:
-        """Begin the next frame with as many rows as fit; return the frame's size in bytes."""
+        """Begin the next frame to send, with as many rows as fit; return the bytes of the frame."""
         if self._nbytes - self._moved <= FRAME_BYTES:
             self._frame_end, self._frame_bytes_end = self._count, self._nbytes
         else:
@@ -72,7 +72,7 @@ class Rows:
         return self.frame_missing
 
     def take_frame(self, nbytes: int) -> None:
-        """Begin the next frame with the size that the other side announced.
+        """Begin the next frame to receive, with the size that the other side announced.
 
         Raises:
             ValueError: the frame does not end at the end of a row.
@@ -103,7 +103,7 @@ class Rows:
         return moved
 
     def send(self, fd: int, head: bytearray) -> tuple[int, int]:
-        """Send `head` and then rows of the current frame.
+        """Send `head` (messages and the frame's header), then rows of the current frame.
 
         Returns:
             The number of bytes sent of the head, and of the rows.

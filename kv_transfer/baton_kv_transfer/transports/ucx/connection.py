@@ -44,7 +44,7 @@ class Connection:
         Args:
             worker: the local worker.
             address: address of the remote worker.
-            on_close: called with `session` when UCX reports that the connection failed.
+            on_close: called with this connection's `session` when UCX reports a failure.
             moved: counter of bytes by lane, to which this connection adds its bytes.
 
         Raises:

@@ -192,7 +192,7 @@ class UCXTransport(Transport):
     # Progress
 
     def _progress(self) -> bool:
-        """Advance UCX and handle messages; return whether more can be done at once."""
+        """Advance UCX and handle messages; return whether work is left."""
         worker = self._worker
         if worker is None:
             return False
@@ -310,7 +310,7 @@ class UCXTransport(Transport):
             self._end_outgoing(connection, answer.transfer)  # a short WRITE's stream had ended
 
     def _end_outgoing(self, connection: Connection, number: int) -> None:
-        """End a transfer if it has failed or was answered, and UCX has completed its requests.
+        """End a transfer that has failed or was answered, if UCX has completed its requests.
 
         Otherwise do nothing.
         """
@@ -384,7 +384,7 @@ class UCXTransport(Transport):
         """Wait until UCX has completed the requests of all cut connections.
 
         Returns:
-            False after RETURN_TIMEOUT_S.
+            False if UCX has not completed the requests within RETURN_TIMEOUT_S.
         """
         deadline = time.monotonic() + RETURN_TIMEOUT_S
         while self._worker is not None and any(connection.is_busy for connection in self._cut):
@@ -394,7 +394,7 @@ class UCXTransport(Transport):
         return True
 
     def _tick(self) -> None:
-        """Cut connections that are silent, and check that UCX still listens.
+        """Cut connections that are in use but silent, and check that UCX still listens.
 
         Silence is counted in ticks instead of seconds. So a process that was suspended first reads
         the messages that have arrived, and cuts connections only afterwards.

@@ -19,8 +19,8 @@ from baton_kv_transfer.transports.iovec import RUN_BYTES, pack_run
 from baton_kv_transfer.transports.ucx import library
 from baton_kv_transfer.transports.ucx.library import UCXError
 
-#: Shorter messages are sent at once. The receiver fetches longer ones, so their completion proves
-#: that the receiver is alive.
+#: Shorter messages are sent without waiting for the receiver. The receiver fetches longer ones, so
+#: their completion proves that the receiver is alive.
 RENDEZVOUS_BYTES = 2**16
 #: UCX's settings, unless the environment has others.
 SETTINGS = {
@@ -71,7 +71,10 @@ class UCXContext:
 
     @property
     def max_eager_bytes(self) -> int:
-        """Size in bytes up to which messages arrive in order; 0 if a variable UCX_RNDV* is set."""
+        """Largest size in bytes of messages that arrive in order.
+
+        0 if an environment variable UCX_RNDV* is set.
+        """
         has_thresholds = any(name.startswith("UCX_RNDV") for name in os.environ)
         return 0 if has_thresholds else MAX_EAGER_BYTES
 
