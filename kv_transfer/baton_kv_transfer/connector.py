@@ -85,7 +85,7 @@ class ConnectorMetadata:
     saves: list[BlockSave] = field(default_factory=list)
     loads: list[LoadRequest] = field(default_factory=list)
     #: Producer: transfer id to the instance id of the only consumer that may fetch it. Sent when
-    #: the request is accepted.
+    #: the engine accepts the request.
     offers: dict[str, str] = field(default_factory=dict)
     #: Transfer ids that the scheduler cancelled. Each still ends in finished_sending or
     #: load_results.
@@ -99,7 +99,7 @@ class ConnectorMetadata:
 
 @dataclass(slots=True)
 class LoadResult:
-    """The result of a load."""
+    """How many blocks of a load are valid, and why the others are missing."""
 
     #: Number of leading blocks that arrived and were verified. The content of the other blocks is
     #: undefined. Nothing writes to the load's blocks any more.
@@ -139,8 +139,8 @@ class FailureReason(enum.StrEnum):
     PEER_LOST = "peer_lost"
     TIMEOUT = "timeout"
     CHECKSUM = "checksum"
-    #: The producer computed other tokens, or fewer, than requested: the engines were given
-    #: different requests.
+    #: The producer computed other tokens, or fewer tokens, than this engine's request has. The two
+    #: engines received different requests.
     OTHER_PROMPT = "other_prompt"
     #: The producer sent an invalid message.
     PROTOCOL = "protocol"

@@ -44,7 +44,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_HANDSHAKE_BYTES = 2**18
 #: A side reads at most this many messages of one socket before it does something else.
 MAX_MESSAGES_PER_ROUND = 1024
-#: Limit of MemoryDescription.num_slots. It also limits the memory that a receiver allocates.
+#: Limit of MemoryDescription.num_slots. The limit also bounds the memory that a receiver allocates.
 MAX_SLOTS = 2**22
 #: Time from HELLO to DESCRIPTION after which a consumer gives up. The producer waits twice as long
 #: for DESCRIBE, so that it does not refuse a consumer whose process was paused.

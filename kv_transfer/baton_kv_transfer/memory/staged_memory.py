@@ -108,7 +108,7 @@ class StagedMemory(SlotMemory):
         """Free the slots. See SlotMemory.
 
         Raises:
-            ValueError: a slot is free or named twice. Then no slot is freed.
+            ValueError: a slot is free already or named twice. Then no slot is freed.
         """
         self._check_used(slots)
         if len(set(slots)) != len(slots):
