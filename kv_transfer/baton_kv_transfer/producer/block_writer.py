@@ -87,7 +87,7 @@ class BlockWriter:
             subscriber.queue.clear()
 
     def any_to(self, session: Session) -> bool:
-        """Return whether a write to the session is in flight."""
+        """Return whether a write to the memory of the session's consumer is in flight."""
         return any(write.subscriber.session is session for write in self._in_flight)
 
     def advance(self) -> None:

@@ -52,7 +52,7 @@ class EarlyMessages:
         return self._num_early
 
     def add(self, session: Session, message: side_channel.Subscribe) -> str:
-        """Hold a subscription. Return why it is refused; empty if it is held.
+        """Hold a subscription until the offer. Return why it is refused; empty if it is held.
 
         A repeated subscription is held once.
         """

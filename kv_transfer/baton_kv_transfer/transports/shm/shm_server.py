@@ -34,7 +34,7 @@ class HostAddress(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """First message of a connection.
+    """First message on a connection, from the side that connects.
 
     `peer_cell` is the content of the receiver's cell, which proves that the sender has the
     receiver's metadata. The other fields describe the sender.

@@ -27,7 +27,7 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True):
-    """First message of a connection."""
+    """First message on a connection, from the side that connects."""
 
     #: The receiver's secret, which proves that the sender has the receiver's metadata.
     secret: bytes

@@ -59,7 +59,7 @@ _SECRET_BYTES = 16
 
 
 class PeerAddress(msgspec.Struct, array_like=True, frozen=True):
-    """Worker address and secret with which a peer can connect."""
+    """Address of a UCX worker, and the secret with which a peer can connect to the worker."""
 
     worker: bytes
     secret: bytes
