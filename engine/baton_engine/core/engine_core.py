@@ -52,7 +52,7 @@ _FAILURE_CHECK_S = 0.5
 class StepFailedError(RuntimeError):
     """A step failed and the engine cannot continue.
 
-    The message gives the reason, and the file with the step's input.
+    The message gives the reason and, if a crash dump was written, the path of the dump.
     """
 
 
@@ -69,8 +69,8 @@ class EngineCore:
     """One engine. Only one thread may use it.
 
     The caller adds requests, calls `step_fn` while `has_requests` is true, and delivers the outputs
-    that `step_fn` returns. A Future that `pause` or `sleep` returns is resolved during a later
-    call of a method by the same thread.
+    that `step_fn` returns. `pause` and `sleep` may return a Future, which is resolved during a
+    later method call.
     """
 
     #: Exceptions of a step after which the engine continues.
@@ -89,10 +89,10 @@ class EngineCore:
 
         Args:
             config: Configuration of the engine.
-            executor: Runs the model. It is not yet initialized.
-            take_aborts: Returns the ids of requests aborted since the last call. It is called after
-                each run of the model, so that no tokens are sent to a client that has just
-                disconnected.
+            executor: Runs the model. The executor must not be initialized yet.
+            take_aborts: Returns the ids of requests that clients have aborted since the last call.
+                Called after each run of the model, so that no tokens are sent to a client that has
+                just disconnected.
             request_metrics: Receives latencies and lengths of requests. None: they are not
                 exported.
             on_executor_failure: Called once with the reason, from any thread, when a worker process
@@ -111,9 +111,9 @@ class EngineCore:
         self.info = executor.initialize()
         self.scheduler = self._make_scheduler(config)
         #: Whether the last step ran tokens, moved requests or sent metadata to the connector.
-        #: Another step may then find work.
+        #: If so, another step may find work.
         self.made_progress = False
-        #: Runs one step, or starts one and ends the oldest. Returns the outputs for clients.
+        #: `step`, or `step_with_batch_queue` if several steps may be in flight.
         self.step_fn = (
             self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
         )
@@ -388,7 +388,7 @@ class EngineCore:
     def _dumping(self, step: SchedulerOutput | None) -> Iterator[None]:
         """If the `with` block fails, write a crash dump and raise StepFailedError.
 
-        Exceptions in `survivable` pass unchanged.
+        Exceptions of a type in `EngineCore.survivable` pass unchanged.
 
         Args:
             step: The step that runs. None: a step is being scheduled.

@@ -2,7 +2,7 @@
 
 pause(abort)   all requests end, then the engine is paused
 pause(wait)    running requests end, waiting ones are not admitted, then the engine is paused
-pause(keep)    the engine is paused at once, and requests stay where they are
+pause(keep)    steps in flight end, then the engine is paused; `resume` continues all requests
 sleep(level)   a pause in one of these modes, then level 1 moves weights to host memory, and
                level 2 drops them; both drop the KV cache; level 0 frees nothing
 
@@ -26,7 +26,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 SleepLevel = Literal[0, 1, 2]
 
 WEIGHTS, KV_CACHE, SCHEDULING = "weights", "kv_cache", "scheduling"
-#: Arguments of wake_up.
+#: Tags that `PauseControl.wake_up` accepts.
 TAGS = (WEIGHTS, KV_CACHE, SCHEDULING)
 
 _MEMORIES = frozenset({WEIGHTS, KV_CACHE})
@@ -211,14 +211,14 @@ class PauseControl:
         return future.result()
 
     def _answer(self, level: int) -> None:
-        """Resolve all pending pauses, and the pending sleeps of at most `level`."""
+        """Resolve all pending pauses, and the pending sleeps whose level is at most `level`."""
         done = [future for future, wanted in self._waiting if wanted <= level]
         self._waiting = [(future, wanted) for future, wanted in self._waiting if wanted > level]
         for future in done:
             future.set_result(None)
 
     def _cancel(self, level: int, reason: str) -> bool:
-        """Fail pending sleeps of at least `level`. With the level _NOT_ASLEEP, fail pauses too.
+        """Fail pending sleeps whose level is at least `level`. With _NOT_ASLEEP, fail pauses too.
 
         Returns:
             Whether any call was pending at these levels.
