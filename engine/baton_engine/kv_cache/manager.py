@@ -1,8 +1,8 @@
 """The KV cache manager: prefix lookup, allocation, copy-on-write, swapping, restoring.
 
 A sequence's blocks are in `KVSequence.blocks` and `KVSequence.swapped_blocks`. Only the manager
-changes these lists. The manager does not move KV, but returns block copies. Workers make the copies
-in the order that `executor/step.py` describes.
+changes these lists. The manager does not move KV, but returns `BlockCopy` tuples. Workers make
+these copies in the order that `executor/step.py` describes.
 
 Workers must read a block before they overwrite it. Therefore callers must not do the following
 within one step:
@@ -74,7 +74,8 @@ class KVCacheManager:
         self.swap_pool = BlockPool(num_swap_blocks)
         self.stats = PrefixCacheStats()
         self._model_key = model_key
-        #: May change at any time. When it is True again, earlier cached blocks are found again.
+        #: May change at any time. False keeps cached blocks, which are found again after a change
+        #: to True.
         self.enable_prefix_caching = enable_prefix_caching
 
     @property
@@ -142,8 +143,8 @@ class KVCacheManager:
         Args:
             cached: result of `find_cached_prefix`, for a request without blocks. These blocks
                 become the request's first blocks. An offloaded block gets a device block, which
-                enters the prefix cache at once. The step under construction restores the KV before
-                the step's tokens run.
+                this call adds to the prefix cache. The step under construction restores the KV
+                before the step's tokens run.
             keep_free: number of blocks that must stay free afterwards. Ignored if the request needs
                 no free block.
 
@@ -385,7 +386,7 @@ class KVCacheManager:
 def _take_counterparts(
     tables: Sequence[Sequence[Block]], target: BlockPool
 ) -> tuple[list[list[Block]], list[BlockCopy]]:
-    """Allocate a block of `target` for each distinct block in `tables`.
+    """Allocate a block of the pool `target` for each distinct block in `tables`.
 
     A new block gets one reference per table that contains the old block.
 

@@ -40,7 +40,7 @@ class OffloadTier:
         if num_slots < 1:
             raise ValueError(f"an offload tier needs one slot at least, got {num_slots}")
         self.num_slots = num_slots
-        #: Blocks stored since start.
+        #: Blocks stored since the engine's start.
         self.num_stored = 0
         self.num_restored = 0
         #: Slot by hash, least recently used first.
