@@ -65,7 +65,7 @@ class Admission:
                 yield Preempted(first)
 
     def admit(self, step: StepBuilder) -> Iterator[Admitted | WaitsForPrompt | LoadStarted]:
-        """Yield decisions that start waiting requests or loads of KV, while there is room."""
+        """Yield decisions to start waiting requests or KV loads, until one of them does not fit."""
         while True:
             to_load = self.state.queues.waiting_to_load.peek()
             to_run = self.state.queues.waiting.peek() if step.budget > 0 else None
@@ -83,7 +83,7 @@ class Admission:
             yield decision
 
     def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
-        """Return the decision on the first request of `waiting`. None if there is no room now."""
+        """Return the decision on the first request of `waiting`. None if `request` does not fit."""
         group = request.group
         if group is not None and self.state.groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
@@ -99,7 +99,7 @@ class Admission:
         )
 
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
-        """Admit a request, with blocks for all its tokens. Return None if there is no room now."""
+        """Admit a request with blocks for all its tokens. Return None if `request` does not fit."""
         sequence, kv = request.sequences[0], self.state.kv
         # The last token always runs, because its logits are needed. prompt_logprobs needs the
         # logits of every position.

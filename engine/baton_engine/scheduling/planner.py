@@ -23,7 +23,7 @@ class RunningPlanner:
 
     state: SchedulerState
     preemptor: Preemptor
-    #: Running requests of this step whose prompt is not computed.
+    #: Running requests with more than one token to compute, collected for the current step.
     _prefills: list[Request] = field(default_factory=list, init=False)
 
     def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
@@ -73,7 +73,7 @@ class RunningPlanner:
         )
 
     def _may_run_ahead(self, request: Request) -> bool:
-        """Return whether the next token may be scheduled before the previous token is known."""
+        """Return whether a request may run before the scheduler has the request's last token."""
         max_tokens = request.sampling_params.max_tokens
         num_tokens = len(request.token_ids) + request.num_placeholders
         return (

@@ -34,7 +34,7 @@ class Preemptor:
 
         1. the last running request behind `request` in order
         2. the last request behind `request` that has loaded its KV and does not run yet
-        3. `request` itself. If `request` is a beam search that holds all memory, it ends instead.
+        3. `request` itself. A beam search that holds all memory is not preempted, but ends.
 
         PRODUCE requests are never preempted.
 
@@ -55,7 +55,7 @@ class Preemptor:
         return self._preempt(victim, beneficiary=request)
 
     def resume(self) -> Iterator[SwappedIn]:
-        """Yield decisions that resume swapped requests, in order, while places and memory suffice.
+        """Yield decisions to resume swapped requests, in order, while batch and memory have room.
 
         The caller applies each decision before it takes the next decision.
         """

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from baton_engine.scheduling.request import Order, Request
 
-#: Dead heap entries below which the heap is not rebuilt.
+#: The heap is not rebuilt while it has fewer dead entries than this number.
 _MIN_DEAD = 64
 
 
@@ -128,7 +128,7 @@ class RunningRequests:
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
-        #: Read-only for others. The tail is preempted first.
+        #: Only this class changes the list. The last request is preempted first.
         self.in_order: list[Request] = []
         #: Places taken in the worker's batch. A beam search takes `beam_width` places.
         self.num_seqs = 0

@@ -24,9 +24,9 @@ class RequestLimits(NamedTuple):
 
     #: Limit of prompt plus generated tokens.
     max_model_len: int
-    #: Sequences that run at a time.
+    #: Limit on the sequences that run at the same time.
     max_num_seqs: int
-    #: Longest prompt of a step. None: prompts are chunked.
+    #: Length of the longest prompt that one step can run. None: prompts are chunked.
     max_step_tokens: int | None
     num_blocks: int
     block_size: int

@@ -32,7 +32,7 @@ _sequence = itertools.count()
 
 
 class RequestStatus(enum.Enum):
-    """Status of a request: what the request waits for, running, or finished."""
+    """Status of a request: running, finished, or what the request waits for."""
 
     #: Waits for memory, a place in the batch and token budget.
     WAITING = enum.auto()
@@ -67,10 +67,10 @@ class WorkerState:
 class Report:
     """Data, besides tokens, that the next output of a request carries."""
 
-    #: Whether an output has been sent.
+    #: Whether the request has had an output before.
     has_output: bool = False
     events: list[EngineCoreEvent] = field(default_factory=list)
-    #: None: not requested, or sent.
+    #: Logprobs for the next output with tokens. None: not requested, or already in an output.
     prompt_logprobs: list[TokenLogprobs] | None = None
     routed_experts: list[RoutedExperts] = field(default_factory=list)
 
@@ -97,10 +97,11 @@ class Request(KVSequence):
         self.kv_transfer = core_request.kv_transfer
         self.root = root
         self.num_prompt_tokens = len(core_request.prompt_token_ids)
-        #: Tokens known on arrival. A KV transfer covers these.
+        #: Number of tokens in the client's message. A KV transfer covers these tokens.
         self.num_arrival_tokens = len(self.token_ids)
         number = next(_sequence)
-        #: The smallest runs first and is preempted last. Members of a group are adjacent.
+        #: The request with the smallest order runs first and is preempted last. Samples of one
+        #: group are adjacent.
         self.order: Order = (core_request.priority, core_request.arrival_time, number, number)
         self.group: SampleGroup | None = None
         #: Set for the root of a beam search, which runs no tokens itself.
@@ -119,7 +120,7 @@ class Request(KVSequence):
         #: Number of generated tokens that were passed to the grammar.
         self.num_grammar_tokens = 0
 
-        #: Whether the request has had blocks, and its prompt has been counted.
+        #: Whether the request has joined the batch before. Statistics then include its prompt.
         self.started = False
         #: Number of prompt tokens that were cached, or shared with another sample, when the request
         #: first started.
@@ -176,7 +177,10 @@ BEAM_SEPARATOR = "#"
 
 
 def root_id(request_id: str) -> str:
-    """Return the search's id if `request_id` has the form of a beam's id, else an empty string."""
+    """Return the id of the beam search whose beam has the id `request_id`.
+
+    Return an empty string if `request_id` does not have the form of a beam's id.
+    """
     root, separator, number = request_id.rpartition(BEAM_SEPARATOR)
     return root if separator and number.isdecimal() else ""
 
@@ -226,5 +230,5 @@ class SampleGroup:
     members: dict[str, Request] = field(default_factory=dict)
     #: The member that was admitted to compute the prompt.
     leader: Request | None = None
-    #: Members that wait for the leader.
+    #: Members that wait until the leader has computed the prompt.
     waiting: list[Request] = field(default_factory=list)

@@ -23,7 +23,7 @@ class RequestOutputs:
     """
 
     def __init__(self) -> None:
-        #: Number of ended requests by reason.
+        #: Number of ended requests by finish reason.
         self.num_finished: Counter[FinishReason] = Counter()
         self._outputs: list[EngineCoreOutput] = []
 
@@ -37,7 +37,7 @@ class RequestOutputs:
         request.report.events.append(EngineCoreEvent(event_type, time.monotonic()))
 
     def collect(self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str) -> None:
-        """Keep a step's prompt logprobs and routed experts for the next output that has tokens.
+        """Keep a step's prompt logprobs and routed experts until `emit` adds them to an output.
 
         Args:
             start: first position that the step ran.

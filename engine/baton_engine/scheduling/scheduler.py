@@ -232,8 +232,9 @@ class Scheduler:
     def discard(self, step: SchedulerOutput) -> None:
         """Undo the tokens of the newest step in flight, so that later steps run these tokens.
 
-        The tokens must not have run. All other changes of the step count as done. Workers apply
-        these changes once, in the failed step or as `step.without_tokens()`.
+        The tokens must not have run. All other changes of the step count as done. Workers must
+        apply these changes exactly once: in `step`, whose tokens failed, or in
+        `step.without_tokens()`.
         """
         for decision in self._results.discard(self._in_flight.pop(step.step_id, [])):
             self._lifecycle.settle(decision)

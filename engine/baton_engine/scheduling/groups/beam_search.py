@@ -60,7 +60,7 @@ class BeamState:
 class LiveBeam(NamedTuple):
     """A continuation that becomes a live beam."""
 
-    #: Index of the beam that it continues.
+    #: Index of the parent among the `beams` that were passed to `advance`.
     parent: int
     token_id: int
     cumulative_logprob: float
@@ -100,7 +100,7 @@ class FinishedBeams(Generic[T]):
         self._entries: list[tuple[float, T]] = []
 
     def add(self, score: float, hypothesis: T) -> None:
-        """Insert `hypothesis` by its score, then drop the worst hypothesis beyond `width`."""
+        """Insert `hypothesis` by its score. Drop the worst if there are now more than `width`."""
         place = bisect.bisect_right(self._entries, -score, key=lambda entry: -entry[0])
         self._entries.insert(place, (score, hypothesis))
         del self._entries[self._width :]

@@ -61,7 +61,7 @@ class SampleGroups:
         return None
 
     def is_computing_prompt(self, group: SampleGroup, step: StepBuilder | None = None) -> bool:
-        """Return whether a request of the group still computes the prompt, and others must wait.
+        """Return whether a request of the group still computes the prompt, so the others must wait.
 
         Args:
             step: step under construction. Tokens scheduled in this step count as not yet computed.

@@ -5,12 +5,12 @@ blocks from a peer.
 
     event                        method
     a PRODUCE request arrives    offer: let the consumer subscribe
-    a CONSUME request arrives    wait: ask the producer to keep its blocks
+    a CONSUME request arrives    wait: ask the producer to keep the blocks for the request
     a CONSUME request starts     load: request the blocks that the prefix cache lacks
     a step runs prompt tokens    save: publish the blocks that the step completes
-    a step is sent               take_metadata: add the pending work to the step
+    a step is complete           take_metadata: return the connector metadata for the step
     a step is discarded          take_back: undo the saves of the step
-    a step returns               update: continue loaded requests, free the blocks of ended sends
+    a step's results arrive      update: return loaded requests, free the blocks of ended sends
     a request ends               release: free the blocks now or after the transfer
 
 A block that a transfer may read or write is not freed, even if the request has ended. The block is
@@ -46,7 +46,7 @@ class _Send:
 
     request: Request
     num_published_blocks: int = 0
-    #: Whether the save with last=True was sent.
+    #: Whether the last save, with last=True, has been added to a step.
     complete: bool = False
     cancelled: bool = False
 
@@ -77,7 +77,7 @@ class KVHandoff:
 
     @property
     def has_metadata(self) -> bool:
-        """Whether there is metadata for the next step to carry to the worker."""
+        """Whether there is connector metadata for the next step to carry to the workers."""
         return bool(self._metadata)
 
     @property
@@ -87,7 +87,7 @@ class KVHandoff:
         return sum(transfer.request is None or transfer.request.finished for transfer in transfers)
 
     def take_metadata(self) -> ConnectorMetadata:
-        """Remove and return the metadata that the next step carries to the worker."""
+        """Remove and return the connector metadata that the next step carries to the workers."""
         metadata, self._metadata = self._metadata, ConnectorMetadata()
         return metadata
 
@@ -211,7 +211,7 @@ class KVHandoff:
                 self._cancel_send(transfer_id, send)
 
     def update(self, output: ConnectorOutput) -> list[Request]:
-        """Process the worker's report: end transfers, and free the blocks of finished requests.
+        """Process the workers' report of ended transfers. Free the blocks of finished requests.
 
         Returns:
             Unfinished requests whose load has ended. `load_result` returns the result of each.

@@ -33,7 +33,10 @@ class RemotePrefill:
         return self._early_results.pop(request_id, None)
 
     def remember_early(self, result: PrefillResult) -> None:
-        """Keep a prefill result until its request arrives. Ignore later results of the same id."""
+        """Keep a prefill result until its request arrives.
+
+        Ignore later results with the same request id.
+        """
         if result.request_id not in self._early_results:
             self._remember(result.request_id, result)
 
@@ -45,7 +48,12 @@ class RemotePrefill:
         self._remember(request_id, None)
 
     def add_result(self, request: Request, result: PrefillResult) -> Finished | Queued | None:
-        """Record the result of the request's prefill stage. Return the next decision, if any."""
+        """Record the result of the request's prefill stage.
+
+        Returns:
+            The decision to continue or end the request. None if the request must still wait, or no
+            longer waits for this result.
+        """
         if (
             request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
             or request.prefill_result is not None
