@@ -40,7 +40,7 @@ def plan_compilation(
         has_graphs: whether the device can capture and replay graphs.
 
     Raises:
-        ConfigurationError: a size is not in [1, max_num_batched_tokens].
+        ConfigurationError: a capture size or compile size is not in [1, max_num_batched_tokens].
     """
     given, scheduler = config.compilation, config.scheduler
     budget = scheduler.max_num_batched_tokens

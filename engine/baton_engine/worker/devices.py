@@ -34,8 +34,8 @@ def resolve_device(name: str) -> torch.device:
 def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> torch.dtype:
     """Return the dtype of weights and KV cache. Log the reason for the choice.
 
-    auto means the dtype of the checkpoint. A CPU without native products in that dtype uses float32
-    instead.
+    auto means the dtype of the checkpoint. A CPU without native matrix products in that dtype uses
+    float32 instead.
 
     Args:
         configured: auto or one of the keys of DTYPES.

@@ -83,7 +83,7 @@ def make_batch(
 
 
 def no_batch(kv_cache: torch.Tensor, device: torch.device) -> ForwardContext:
-    """Return the context of a step without tokens."""
+    """Return the `ForwardContext` of a step without tokens."""
     none = torch.empty(0, dtype=torch.int32, device=device)
     return ForwardContext(
         none.long(), none.view(0, 1), none.new_zeros(1), none, kv_cache, max_seqlen_q=0

@@ -143,8 +143,8 @@ class ForwardRunner:
     def estimate_graph_bytes(self, kv_cache: Tensor) -> int:
         """Return an estimate of the GPU memory that all graphs will take, in bytes.
 
-        The two largest graphs of each kind are captured, measured and dropped. The other graphs are
-        assumed to take as much as the second largest.
+        The two largest graphs of each `GraphKind` are captured, measured and dropped. Each other
+        graph is assumed to take as much as the second largest of its kind.
         """
         by_kind: dict[GraphKind, list[Dispatch]] = {}
         for each in self._dispatcher.graphs():

@@ -1,7 +1,7 @@
 """The persistent batch of a worker: arrays with one row per request, updated in place.
 
 Python code handles a single request only when the request joins, gets a block or leaves. All other
-work of a step is done by numpy for all requests at once.
+work of a step is done by numpy on arrays of all requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-#: Columns of token ids at first. They double for longer requests, up to the model's limit.
+#: Initial number of columns of token ids. Doubled for longer requests, up to the model's limit.
 INITIAL_WIDTH = 1024
 
 
@@ -152,7 +152,9 @@ class InputBatch:
         )
 
     def update(self, cached: Sequence[CachedRequestData]) -> None:
-        """Apply changes to requests in the batch. Most change only the number of computed tokens.
+        """Apply a step's changes to requests that are in the batch.
+
+        For most requests, only the number of computed tokens changes.
 
         Raises:
             RuntimeError: a request is not in the batch, which is a defect of the scheduler.

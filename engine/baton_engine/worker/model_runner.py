@@ -241,7 +241,7 @@ class ModelRunner:
         On a GPU, the largest step is run to measure how much memory it takes.
 
         Raises:
-            ConfigurationError: not one block fits, or fewer blocks than configured.
+            ConfigurationError: not one block fits, or `cache.num_blocks` blocks do not fit.
         """
         size = self._block_size
         if self.device.type == "cpu":
@@ -355,7 +355,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample a token for each request whose last token ran, and add the requested reports.
+        """Sample a token for each request whose last token ran.
+
+        The output also has the logprobs and routed experts for requests that ask for them.
 
         The sampled tokens are appended to the input batch of this worker. The scheduler sends the
         tokens only to other pipeline stages. Stages before the last return an empty output.

@@ -34,7 +34,7 @@ def prompt_logprobs_of(
         scheduled: rows and positions that the step ran.
         batch: batch that holds the rows.
         compute_logits: maps [n, hidden_size] to float32 [n, vocab_size]. The call is collective:
-            all ranks pass the same slices.
+            all tensor ranks pass the same slices of `hidden`.
         vocab_size: size of the model's vocabulary.
     """
     slice_size = max(1, MAX_LOGITS_BYTES // (4 * vocab_size))

@@ -57,7 +57,7 @@ class StaticInputs:
         self.slot_mapping.fill_(-1)
 
     def batch(self, descriptor: BatchDescriptor, kv_cache: Tensor) -> ForwardBatch:
-        """Return views of the tensors with the descriptor's numbers of tokens and sequences."""
+        """Return a batch of views of the tensors, in the sizes that `descriptor` names."""
         num_seqs = 1 if descriptor.num_seqs is None else descriptor.num_seqs
         return ForwardBatch(
             self.input_ids[: descriptor.num_tokens],

@@ -152,7 +152,8 @@ class Worker:
         """Create the KV connector, if one is configured. Peers are not served before `connect`.
 
         Args:
-            wakeup: called in the connector's thread when the next step has results to collect.
+            wakeup: called in the connector's thread when transfers have ended. The next step
+                reports these transfers.
 
         Returns:
             Address of the connector and KV heads of this rank. None without a connector.
@@ -184,7 +185,7 @@ class Worker:
             ranks: the results of `open_connector` on all workers, in rank order.
 
         Raises:
-            ConfigurationError: the KV cache cannot be exchanged.
+            ConfigurationError: the KV cache cannot be exchanged with peers.
         """
         if self.connector is None:
             return
@@ -227,7 +228,7 @@ class Worker:
         self._publish_blocks()
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample the last executed step. Return the tokens and the ended KV transfers."""
+        """Sample the last executed step's tokens. Return the tokens and the ended KV transfers."""
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
         output = (

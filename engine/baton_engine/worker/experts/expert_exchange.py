@@ -67,8 +67,8 @@ def exchange_experts(
 ) -> None:
     """Send and receive the experts that members of the group lack. Collective.
 
-    If a member is lost or does not respond, the exchange ends early for all members. The caller
-    reads the experts that are still missing from the checkpoint.
+    If a member is lost or does not respond, the exchange ends early for all members. Each member
+    must then read from the checkpoint the experts that it has not received.
 
     Args:
         take: called with each expert that arrives.

@@ -104,7 +104,7 @@ class ExpertStore:
         return [part for weight in expert for part in _parts_of(weight)]
 
     def new_parts(self, key: ExpertKey) -> list[Tensor]:
-        """Return empty tensors that can receive the result of `to_parts` on another rank."""
+        """Return empty tensors that can receive the parts of an expert from another rank."""
         shapes = [
             weight.shape
             for weight in self._layers[key.layer][1].new_expert(self._dtype, torch.device("meta"))

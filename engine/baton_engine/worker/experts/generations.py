@@ -139,7 +139,7 @@ class Generations:
             current.close(RETIREMENT_GRACE_S)
 
     def interrupt(self, nonce: str = "") -> None:
-        """Abort the groups of the current generation, so that a waiting step fails at once.
+        """Abort the process groups of the current generation. A step that waits in one then fails.
 
         This method can be called from any thread.
 
@@ -171,7 +171,7 @@ class Generations:
 
 
 class _LocalGeneration:
-    """One generation on this worker, from the start of its preparation to its end."""
+    """One generation on this worker, from its preparation until the worker leaves it."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _LocalGeneration:
         self.experts: dict[ExpertKey, Expert] = {}
         self.shards: list[ExpertShard] = []
         self._worker = worker
-        #: None after the preparation.
+        #: The generation whose experts are reused. None after the preparation.
         self._before = before
         #: Guards the attributes below, which several threads use.
         self._lock = threading.Lock()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 class PreparationState(enum.StrEnum):
     """State of the preparation of a generation."""
 
-    #: Nothing is prepared: it was not requested, was committed, or was dropped.
+    #: No generation is prepared: none was requested, or the last one was committed or dropped.
     NONE = "none"
     PREPARING = "preparing"
     PREPARED = "prepared"
@@ -21,7 +21,7 @@ class PreparationState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The preparation of one generation, and its state."""
+    """The state of the preparation of one generation, and the reason of a failure."""
 
     #: Nonce of the generation.
     nonce: str = ""

@@ -30,7 +30,8 @@ def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
     """Return the numbers of (cache blocks, host swap blocks) that fit in the configured budgets.
 
     Raises:
-        ConfigurationError: the budget is less than one block or more than the available memory.
+        ConfigurationError: the cache budget is less than one block, or all budgets together are
+            more than the available memory.
     """
     num_blocks = cache.memory_bytes // size.engine if cache.num_blocks is None else cache.num_blocks
     if num_blocks < 1:
@@ -70,12 +71,12 @@ def blocks_on_gpu(
         cache: configuration of the cache.
         size: size of one block.
         device: GPU of this rank.
-        run_largest_step: runs the largest step. The peak memory of this call is measured, which
-            includes the weights.
+        run_largest_step: runs the largest step. `blocks_on_gpu` measures the peak memory of
+            this call, including the weights.
         graph_bytes: memory of captured graphs.
 
     Raises:
-        ConfigurationError: not one block fits, or fewer blocks than configured.
+        ConfigurationError: not one block fits, or `cache.num_blocks` blocks do not fit.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

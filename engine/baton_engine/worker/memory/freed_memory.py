@@ -10,10 +10,10 @@ import ctypes
 
 # Parameters of mallopt, from malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-#: Tensors above this size get pages of their own, which are returned when a tensor is freed. glibc
-#: allows no higher threshold.
+#: In bytes. A larger tensor gets pages of its own, which malloc returns to the system when the
+#: tensor is freed. glibc allows no higher threshold.
 MMAP_THRESHOLD = 32 << 20
-#: Freed bytes that malloc keeps.
+#: Maximum number of freed bytes that malloc keeps.
 TRIM_THRESHOLD = 1 << 30
 
 
@@ -25,6 +25,6 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Release the freed memory that malloc has kept so far."""
+    """Make malloc return to the system all freed memory that it can."""
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)

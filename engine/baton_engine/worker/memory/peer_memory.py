@@ -43,8 +43,8 @@ class PeerMemory:
             staged: whether blocks are copied through slots. None: only for a cache on a GPU.
 
         Raises:
-            ValueError: blocks of this layout cannot be exchanged, or staging_bytes is less than one
-                block.
+            ValueError: peers cannot exchange blocks of this layout, or staging_bytes is less than
+                one block.
         """
         self._cache = cache
         self._first_head = layout.first_kv_head
@@ -102,7 +102,7 @@ class PeerMemory:
 
     @contextmanager
     def _in_order(self) -> Iterator[None]:
-        """Run the copies in the `with` block after the work that `mark` has recorded last.
+        """Run the copies in the `with` block after the GPU work queued before the last `mark` call.
 
         At the end of the `with` block, wait for the copies. Other streams of the device continue.
         """
