@@ -8,7 +8,7 @@ from baton_protocol.sampling import MAX_LOGPROBS
 from baton_text.errors import RequestError
 from baton_text.generation_request import GenerationRequest, check_max_tokens
 
-#: OpenAI's default. Chat completions may fill the context.
+#: OpenAI's default of `max_tokens` for completions. Chat completions may fill the context.
 DEFAULT_MAX_TOKENS = 16
 
 

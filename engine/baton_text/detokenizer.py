@@ -71,7 +71,7 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _cut(self, text: str) -> None:
-        """Drop leading tokens whose text is final, if the text of the rest does not change."""
+        """Drop leading tokens whose text is final, if the other tokens' text does not change."""
         for index in range(len(self._window) - 1, 0, -1):
             head, tail = self._decode(self._window[:index]), self._decode(self._window[index:])
             if head + tail == text and len(head) <= self._emitted:

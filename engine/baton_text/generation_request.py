@@ -26,11 +26,11 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 4096
 MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_LENGTH = 1024
-#: Log-probabilities of prompt tokens in one response: about 50 MB of JSON.
+#: Limit on the logprobs of prompt tokens in one response: about 50 MB of JSON.
 MAX_LOGPROB_ENTRIES = 2**19
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
-#: The field at the start of an error with ErrorCode.INVALID.
+#: Matches the name of the field at the start of an engine's error with ErrorCode.INVALID.
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
 #: Request fields with another name in the engine, by the engine's name.
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}

@@ -22,7 +22,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
-    #: Refused if set, so their type does not matter.
+    #: A non-empty `tool_calls` or `function_call` is refused, whatever its type.
     tool_calls: Any = None
     function_call: Any = None
 

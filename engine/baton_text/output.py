@@ -34,11 +34,11 @@ class TextOutput:
     token_ids: list[int] = field(default_factory=list)
     #: Logprobs of the new tokens, except a stop token that is left out of the text.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    #: "stop", "length" or "repetition" in the last part.
+    #: "stop", "length" or "repetition" in the last output of the sequence, else None.
     finish_reason: str | None = None
     #: The stop string or token id that ended the text. None: EOS, or another finish_reason.
     stop_reason: int | str | None = None
-    #: From prompt position 1 on, if requested. They arrive with the first token.
+    #: Logprobs of the prompt from position 1 on, if requested. Set with the first token.
     prompt_logprobs: PromptLogprobs | None = None
 
 
@@ -85,7 +85,7 @@ class OutputProcessor:
     def push(self, output: EngineCoreOutput) -> TextOutput:
         """Add an engine output, and return what the output adds to the text.
 
-        A result with a finish_reason is the last result, even if the engine has not finished.
+        A result with a finish_reason is the last result, even if the engine still generates tokens.
         """
         result = TextOutput(prompt_logprobs=output.prompt_logprobs)
         for index, token_id in enumerate(output.new_token_ids):

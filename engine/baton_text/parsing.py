@@ -11,7 +11,7 @@ from baton_text.errors import RequestError
 
 
 class Checked(Protocol):
-    """A request that can check its fields."""
+    """Protocol of the requests that `parse_request` parses. They check their own fields."""
 
     def validate(self) -> None:
         """Raise RequestError if a field is invalid."""

@@ -43,7 +43,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
 
         Raises:
             ValueError: several fields are set, or a field is invalid. The message begins with the
-                name of a wrong field.
+                name of an invalid field.
         """
         given = self.given()
         if not given:
@@ -97,7 +97,7 @@ def check_bad_words(words: list[str]) -> None:
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """Return the token sequences of bad words, at the start of a text and after a space.
+    """Return the token sequences of each bad word: at the start of a text, and after a space.
 
     Raises:
         ValueError: `check_bad_words` refuses the words.

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer as _Backend
 
 from baton_text.chat_template import ChatTemplate
 
-#: Number of tokens above which the library's batch call decodes. The batch call releases the GIL
+#: Number of tokens above which `decode` calls the library's `decode_batch`, which releases the GIL
 #: and costs a little more.
 _LONG_DECODE = 512
 #: Upper bound of the factor by which a normalizer shortens a text.
@@ -37,12 +37,13 @@ class Tokenizer:
     """Converts text to token ids and back.
 
     Args:
-        backend: tokenizer of the library. Its truncation and padding are switched off.
+        backend: a tokenizer of the `tokenizers` library. The constructor switches its truncation
+            and padding off.
         config: content of tokenizer_config.json.
         chat_template: Jinja source. None: the template in `config`, if `config` has one.
 
     Raises:
-        ValueError: `config` or the chat template is invalid. The message names the part.
+        ValueError: `config` or the chat template is invalid. The message names the invalid part.
     """
 
     def __init__(
