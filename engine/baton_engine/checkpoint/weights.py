@@ -15,8 +15,8 @@ from baton_engine.checkpoint.tokenizer import SPECIAL_TOKENS
 if TYPE_CHECKING:
     import torch
 
-#: Standard deviation of the logits. The median gap of the two best of n normal values is about 0.7
-#: * std / sqrt(2 ln n): here 0.5.
+#: Standard deviation of the logits. Between the two highest of n normal values, the median gap is
+#: about 0.7 * std / sqrt(2 ln n), here 0.5.
 LOGIT_STD = 3.0
 
 

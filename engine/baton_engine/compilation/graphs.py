@@ -26,7 +26,8 @@ class GraphBackend(Protocol):
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         """Capture the kernels that `run` launches.
 
-        `run` must have been called once before. Its tensors must keep their addresses later.
+        `run` must have been called once before. The tensors that `run` reads must keep their
+        addresses as long as `replay` is used.
 
         Returns:
             (result, replay). `result` is the value that `run` returned, without meaningful content.
@@ -37,7 +38,7 @@ class GraphBackend(Protocol):
         """
 
     def start_over(self) -> None:
-        """Begin a new memory pool. Drop all references to earlier graphs before this call."""
+        """Begin a new memory pool. The caller must first drop all earlier graphs."""
 
 
 class CudaGraphs:

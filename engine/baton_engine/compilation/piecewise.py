@@ -77,7 +77,7 @@ class PiecewiseBackend:
     Args:
         compiler: Compiles the pieces.
         splitting: Operators at which the graph is cut.
-        compile_sizes: Numbers of tokens for which pieces are compiled once more.
+        compile_sizes: For each of these numbers of tokens, pieces are also compiled separately.
         config: Values that the traced code depends on. The disk cache's key contains them.
         device: Device of the model.
     """
