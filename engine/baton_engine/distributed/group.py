@@ -55,7 +55,7 @@ class Group(Protocol):
         """Fill `tensor` with the data that rank `source` sends, and return `tensor`."""
 
     def abort(self) -> None:
-        """Make current and later operations raise GroupBrokenError at once.
+        """Make current and later operations raise GroupBrokenError without waiting for members.
 
         Call this method when a member may be frozen. Thread-safe and idempotent.
         """
@@ -98,11 +98,12 @@ class LoneGroup:
 class ParallelContext:
     """The tensor-parallel group and the pipeline group of a worker.
 
-    The global rank is the pipeline rank times the tensor-parallel size, plus the tensor rank.
+    The global rank is the pipeline rank times the tensor-parallel size, plus the tensor-parallel
+    rank.
     """
 
     tensor: Group = field(default_factory=LoneGroup)
-    #: The workers of the same tensor rank, one per stage.
+    #: The workers of the same tensor-parallel rank, one per pipeline stage.
     pipeline: Group = field(default_factory=LoneGroup)
 
     @property

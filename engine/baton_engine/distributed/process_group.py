@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 Backend = Any
 #: Makes a backend's current operations fail. Any thread may call it.
 Abort = Callable[[Backend], None]
-#: See `generation_store`.
+#: Matches the start of a generation's store keys. Group 1 is the generation's number.
 GENERATION_KEY = re.compile(r"generation-([0-9]{1,18})\b")
 
 
@@ -171,7 +171,7 @@ def create_parallel_context(
     host: str | None = None,
     secret: bytes = b"",
 ) -> ParallelContext:
-    """Join the tensor group and the pipeline group of global rank `rank`, and return both.
+    """Join the tensor-parallel and the pipeline group of global rank `rank`, and return both.
 
     All ranks must call this function. `create_group` describes the arguments that are not listed
     here.

@@ -40,15 +40,16 @@ from baton_engine.distributed.rows import row_bytes
 #: Larger tensors are exchanged in pieces.
 BUFFER_NBYTES = 2**20
 NUMBER_NBYTES = 8
-#: One cache line, so that a waiting rank does not slow down the writer.
+#: Bytes for each rank's word (its counter): a whole cache line, so that a waiting rank does not
+#: slow down the rank that writes the word.
 WORD_NBYTES = 64
 TOKEN_NBYTES = 64
 SPIN_S = 1e-3
 #: Maximum seconds that one round of waiting adds towards the timeout. A longer round means that
 #: this process was stopped.
 LONGEST_ROUND_S = 1.0
-#: Bit in the word of a rank that has closed or aborted the group. The exchanges that this rank has
-#: completed stay valid.
+#: Bit that a rank sets in its word (its counter of exchanges) when it closes or aborts the group.
+#: Exchanges that the rank has completed stay valid.
 LEFT = 2**63
 
 
@@ -60,7 +61,7 @@ def over_shared_memory(group: Group, name: str, store: Store, timeout_s: float) 
     Args:
         group: The group over sockets.
         name: Name of the group, for errors.
-        store: The group's part of the store.
+        store: A view of the rendezvous store that contains only this group's keys.
         timeout_s: Timeout of an operation.
 
     Raises:
@@ -91,7 +92,7 @@ class SharedMemoryGroup:
         start = TOKEN_NBYTES + self.size * WORD_NBYTES
         self._buffers = shared[start:].view(self.size, 2, BUFFER_NBYTES)
         self._words = memoryview(memory)[TOKEN_NBYTES:start].cast("Q")
-        #: The buffers as numbers, for the counts of an all_to_all.
+        #: The buffers as 64-bit integers, for the counts of an all_to_all.
         self._numbers = memoryview(memory)[start:].cast("Q")
         self._exchanges = 0
         self._broken = ""
@@ -212,7 +213,7 @@ class SharedMemoryGroup:
     def _exchange_in_rounds(
         self, sources: Sequence[Tensor], targets: Sequence[Tensor], runs: list[list[int]]
     ) -> None:
-        """Exchange the bytes of an all_to_all that do not fit into the buffers at once.
+        """Exchange the bytes of an all_to_all that need more than one buffer per rank.
 
         Each of n rounds sends 1/n of the bytes for each rank.
 
@@ -267,7 +268,7 @@ class SharedMemoryGroup:
         self._fence()
 
     def _wait_for(self, rank: int, operation: str) -> None:
-        """Wait until a rank has published its buffer.
+        """Wait until `rank` has published its buffer for the current exchange.
 
         Spin first. After SPIN_S, also check for dead members and the timeout.
         """
@@ -325,7 +326,7 @@ class SharedMemoryGroup:
         self._deaths.register(fd, select.POLLIN)
 
     def _done(self, rank: int) -> int:
-        """Return in how many exchanges a rank has published its buffer."""
+        """Return the number of exchanges for which a rank has published its buffer."""
         return self._words[self._word_of(rank)] & ~LEFT
 
     def _word_of(self, rank: int) -> int:
@@ -353,7 +354,7 @@ def _pieces(dense: Tensor) -> Iterator[Tensor]:
 
 
 def _share_of(nbytes: int, turn: int, rounds: int) -> slice:
-    """Return the slice of `nbytes` bytes that round `turn` of `rounds` rounds exchanges."""
+    """Return which part of `nbytes` bytes is exchanged in round `turn` (from 0) of `rounds`."""
     return slice(nbytes * turn // rounds, nbytes * (turn + 1) // rounds)
 
 
@@ -383,7 +384,7 @@ def _share(rank: int, size: int, store: Store) -> tuple[mmap.mmap | None, list[i
 
 
 def _on_this_host(path: str, token_hex: str) -> bool:
-    """Return whether `path` is the memory of rank 0.
+    """Return whether `path` is the shared memory of rank 0, which begins with `token_hex`.
 
     If rank 0 runs on another host, `path` may be missing or be an unrelated file.
     """

@@ -38,7 +38,7 @@ class StoreClient:
         self.authentication = Authentication(secret) if secret else None
         #: Keys of a pending Get.
         self.waits_for: list[str] | None = None
-        #: The first of those keys that was missing at the last check.
+        #: The first key of `waits_for` that was missing at the last check.
         self.missing = ""
         self.outgoing = bytearray()
         self._incoming = bytearray()
@@ -54,7 +54,7 @@ class StoreClient:
         Raises:
             EOFError: The client has closed the connection.
             OSError: The connection failed.
-            ValueError: The message is too long, or came before the answer to the last message.
+            ValueError: The message is too long, or the client did not wait for the last answer.
         """
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:

@@ -43,12 +43,13 @@ logger = logging.getLogger(__name__)
 
 #: Pause before the next accept when the process has no free descriptor.
 ACCEPT_PAUSE_S = 0.1
-#: Limit of connections. Half of the process's descriptor limit applies if it is lower.
+#: Limit of connections. If half of the process's limit of file descriptors is lower, that half is
+#: the limit.
 MAX_CLIENTS = 4096
-#: Limit of unauthenticated clients. Half of the limit of connections applies if it is lower. Above
-#: the limit, the oldest client is dropped.
+#: Limit of unauthenticated clients. If half of the limit of connections is lower, that half is the
+#: limit. Above the limit, the oldest unauthenticated client is dropped.
 MAX_UNAUTHENTICATED = 1024
-#: Long enough for a handshake on a busy machine.
+#: A client that has not authenticated within this time is dropped. Enough on a busy machine.
 HANDSHAKE_TIMEOUT_S = 15.0
 #: Limit of the buffers of all clients. Above the limit, the client with the largest buffers is
 #: dropped.
@@ -84,7 +85,7 @@ class StoreServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakes, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        #: When the listener is watched again; None while it is watched.
+        #: Time from which new connections are accepted again. None: they are accepted now.
         self._accept_again_at: float | None = None
         self._values = Values()
         #: Bytes in the buffers of each client.

@@ -57,9 +57,9 @@ def connect_store(address: StoreAddress, timeout_s: float, secret: bytes = b"") 
 class SocketStore(Store):
     """A client of a `StoreServer`. Thread-safe: a call that waits does not block other calls.
 
-    Methods raise DistStoreError after the timeout. They raise DistNetworkError at once if the store
-    is gone. torch's C++ code calls some methods by their C++ names. A PrefixStore does not keep its
-    SocketStore alive, so the caller must keep a reference.
+    Methods raise DistStoreError after the timeout. If the store is gone, they raise
+    DistNetworkError without waiting. torch's C++ code calls some methods by their C++ names. A
+    PrefixStore does not keep its SocketStore alive, so the caller must keep a reference.
     """
 
     #: Set by torch in `set_timeout`.
@@ -181,7 +181,7 @@ def _connect(address: StoreAddress, secret: bytes, deadline: float) -> socket.so
 
     Raises:
         OSError: No store listens at the address, or the store has another secret.
-        ValueError: The store's answer is no handshake.
+        ValueError: The store's answer is not a message of the handshake.
     """
     connection = connect(address, left_s(deadline))
     if secret:

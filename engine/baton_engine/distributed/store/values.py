@@ -23,7 +23,8 @@ MAX_KEYS = 2**20
 MAX_BYTES = 2**28
 #: Maximum number of keys in one request. Other clients wait while the store reads these keys.
 MAX_KEYS_AT_ONCE = 2**14
-#: Maximum length of a number. The time to parse a number grows with the square of its length.
+#: Maximum length of a value to which Add adds. The time to parse a number grows with the square of
+#: its length.
 MAX_DIGITS = 30
 
 

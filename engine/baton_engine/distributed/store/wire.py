@@ -45,9 +45,9 @@ class Get(msgspec.Struct, tag=True):
 
 
 class Add(msgspec.Struct, tag=True):
-    """Add `amount` to the value of a key, a decimal number. The answer's `number` is the sum.
+    """Add `amount` to the value of a key. The answer's `number` is the sum.
 
-    A missing key counts as 0.
+    The value is a decimal number as text. A missing key counts as 0.
     """
 
     key: str
@@ -168,7 +168,7 @@ def left_s(deadline: float) -> float:
 
 
 def numeric(host: str) -> str:
-    """Return the numeric address of a host. Look up a name in DNS.
+    """Return the numeric address of a host. A host name is looked up in DNS.
 
     Raises:
         OSError: The name is unknown.
