@@ -9,7 +9,7 @@ from baton_engine.elastic.coordinator.expert_placement import TOLERANCE, imbalan
 from baton_engine.elastic.coordinator.roster import Roster, key_of
 from baton_protocol.topology import ExpertLoads, Generation, Member, Placement
 
-#: An automatic rebalance must reduce the imbalance to less than this fraction of its value.
+#: An automatic rebalance must reduce the imbalance to less than this fraction of the measured one.
 WORTHWHILE = 0.95
 
 #: [sparse layer][expert]: tokens.
@@ -57,8 +57,8 @@ class Balance:
         Args:
             members: Ranks of the new generation.
             present: The current generation.
-            keep: Move only lost experts, because the group waits for them. Balance and redundant
-                copies follow with the next change.
+            keep: Leave experts where they are and place only lost copies, because the group waits
+                for this placement. The next placement restores balance and redundant copies.
 
         Raises:
             ValueError: No such placement exists.

@@ -80,7 +80,7 @@ class Controller:
         self._balance = Balance(self._roster, config.rebalance_threshold, config.rebalance_window_s)
         #: Id of the last completed request.
         self._acknowledged = ""
-        #: Whether a rebalance is due.
+        #: True after a rebalance request or a high imbalance, until a rebalance has completed.
         self._rebalance = False
         #: Whether the group ends, so that all its ranks are dismissed.
         self._released = False
@@ -124,7 +124,7 @@ class Controller:
         self._rebalance = True
 
     def tick(self, now: float) -> list[Ended]:
-        """Advance the operation. Return the operations that have ended since the last call."""
+        """Advance or start an operation. Return the operations that ended since the last call."""
         if (
             self._last_tick is not None
             and now - self._last_tick > self._config.suspect_dead_after_s / 2
@@ -330,7 +330,7 @@ class Controller:
         return now < self._first_ready_at + self._config.form_after_s
 
     def _is_present(self, need: Need) -> bool:
-        """Return whether scaling would keep the same members, because new members are missing."""
+        """Return whether `need` is a scaling that changes nothing, for lack of new members."""
         return (
             need.kind == "scale"
             and self._present is not None
@@ -394,9 +394,10 @@ class Controller:
     # Progress of an operation
 
     def _follow_preparation(self, operation: Operation, now: float) -> None:
-        """Commit the target when all members are prepared. End the operation if it has failed.
+        """Commit the operation's target when all members are prepared.
 
-        If the operation ends, the previous generation continues.
+        If the preparation fails or the target no longer fits the group, end the operation. The
+        previous generation then continues.
         """
         target = operation.target
         assert target is not None

@@ -219,7 +219,7 @@ def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list
 
 
 class _Packing:
-    """An incomplete assignment of one layer's copies to ranks."""
+    """An assignment of the copies of one layer's experts to ranks, which may be incomplete."""
 
     def __init__(
         self, load: list[float], copies: list[int], num_slots: int, held: list[set[int]]
@@ -230,7 +230,7 @@ class _Packing:
             load: Tokens by expert.
             copies: Number of copies by expert.
             num_slots: Number of slots of each rank.
-            held: Experts that each rank already has.
+            held: Experts that each rank has in the previous placement.
         """
         #: Load of one copy, by expert.
         self.weights = [tokens / count for tokens, count in zip(load, copies, strict=True)]
@@ -247,7 +247,7 @@ class _Packing:
         return [sorted(experts) for experts in self.ranks]
 
     def keep(self) -> None:
-        """Assign to each rank the experts that it already has, as far as slots and copies allow."""
+        """Assign to each rank its experts in `held`, as far as slots and copies allow."""
         kept = [sorted(experts, key=self._heaviest_first) for experts in self.held]
         surplus = [-count for count in self.missing]
         for expert in itertools.chain(*kept):
@@ -384,9 +384,10 @@ class _Packing:
 
 
 def _in_slots(experts: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the experts ordered by slot.
+    """Return the experts of one rank in the order of the rank's slots.
 
-    Each expert that was in `before` keeps its slot. New experts fill the free slots.
+    `before` has the previous experts of the slots. An expert in `before` keeps its slot. New
+    experts fill the free slots.
     """
     slots: list[int | None] = [None] * len(experts)
     others = list(experts)

@@ -17,7 +17,7 @@ class Observation:
     roster: Roster
     #: Current generation of the group.
     present: Generation | None
-    #: Requested names.
+    #: Names of the requested members.
     desired: frozenset[str]
     #: Instance ids that new generations exclude for a time if other ranks exist.
     excluded: Set[str]
@@ -55,7 +55,7 @@ class Observation:
         return None
 
     def newcomers(self, names: Set[str]) -> tuple[Member, ...]:
-        """Return the possible new members with these names, in alphabetical order."""
+        """Return the ranks with these names that can be new members now, sorted by name."""
         members = (self.newcomer(name) for name in sorted(names))
         return tuple(member for member in members if member is not None)
 

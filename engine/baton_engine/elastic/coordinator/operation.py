@@ -26,7 +26,7 @@ class Need:
     wanted: frozenset[str]
     #: Members of the generation that is possible now, in rank order.
     members: tuple[Member, ...]
-    #: Names to wait for.
+    #: Names of desired members that cannot be members yet.
     missing: tuple[str, ...] = ()
     urgent: bool = False
     reason: str = ""
@@ -49,7 +49,7 @@ class Operation:
     reason: str = ""
     #: Number of experts that ranks must receive. Each copy counts.
     moves: int = 0
-    #: Minus the number of ranks that have not completed the commit.
+    #: The number of ranks that have not completed the commit, as a negative number.
     progress: int = 0
     progress_at: float = 0.0
     _seconds: dict[str, float] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Ended:
 
 
 def is_in(status: Status, generation: Generation) -> bool:
-    """Return whether the rank has committed the generation."""
+    """Return whether the rank that sent `status` has committed the generation."""
     committed = serves_in(status)
     return committed is not None and key_of(committed) == key_of(generation)
 

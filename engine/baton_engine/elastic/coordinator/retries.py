@@ -8,7 +8,8 @@ from collections.abc import Collection, Sequence
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_protocol.topology import Generation, Member
 
-#: Recoveries that may fail before members that cannot be prepared are excluded.
+#: This many failed recoveries in a row exclude only new members. A later failure can also exclude
+#: the surviving members that caused it.
 FEW_FAILURES = 2
 
 
@@ -22,7 +23,7 @@ class Retries:
         self._retry_at: dict[str, float] = {}
         #: End of a member's exclusion, by instance id.
         self._excluded_until: dict[str, float] = {}
-        #: Time of the last failed preparation that used a member's store, by instance id.
+        #: Time of the last failed preparation with a member's rendezvous store, by instance id.
         self._store_failed_at: dict[str, float] = {}
 
     def may_begin(self, kind: str, now: float) -> bool:
@@ -46,8 +47,8 @@ class Retries:
     def on_store_failure(self, target: Generation, now: float) -> None:
         """Record that the preparation of `target` failed.
 
-        The store of `target` may be the cause. The next preparation therefore prefers the store of
-        another member.
+        The rendezvous store of `target`, which a member runs, may be the cause. The next
+        preparation therefore prefers the store of another member.
         """
         holders = {
             each.instance_id
@@ -59,9 +60,9 @@ class Retries:
         self._store_failed_at = kept | dict.fromkeys(holders, now)
 
     def store_holder(self, members: Sequence[Member]) -> Member:
-        """Return the member whose store the next generation uses.
+        """Return the member whose rendezvous store the next generation uses.
 
-        This is the first member whose store has not failed. If all stores have failed, it is the
+        Prefer the first member whose store has not failed. If all stores have failed, choose the
         member whose store failed the longest time ago.
         """
         return min(

@@ -27,7 +27,7 @@ def nonce_of(number: int, drawn: str) -> str:
     return f"{number}.{drawn}"
 
 
-#: Digits of a generation's number.
+#: Maximum number of digits of a generation's number in a nonce.
 MAX_DIGITS = 15
 
 
@@ -67,7 +67,7 @@ class Roster:
         self.ranks: dict[str, Rank] = {}
         #: Statuses of living instances by id, as of the last `update`.
         self.living: dict[str, Status] = {}
-        #: Instances that count as dead, because a later one of their name sends statuses.
+        #: Instances that count as dead, because a later instance of the same name sends statuses.
         self.replaced: set[str] = set()
         #: Instances that count as dead until their loop makes progress.
         self.stalled: set[str] = set()

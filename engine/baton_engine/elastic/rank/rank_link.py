@@ -42,7 +42,7 @@ REPEAT_INTERVAL_S = 0.2
 PROBE_TIMEOUT_S = 0.5
 #: Large enough for a placement of many layers on many ranks.
 MAX_MESSAGE_BYTES = 64 * 2**20
-#: Messages to read from one socket before due messages are sent.
+#: Messages to read from one socket before this rank's own messages are sent.
 MAX_MESSAGES_PER_TURN = 256
 #: First and maximum delay of a reconnection.
 RECONNECT_MS = (50, 1000)
@@ -191,12 +191,12 @@ class RankLink:
             self._close_sockets()
 
     def _poll_timeout_s(self) -> float:
-        """Return the seconds until the next message is due."""
+        """Return the seconds until the next Status or StartWave must be sent."""
         due = self._next_status if self._start is None else min(self._next_status, self._next_start)
         return min(max(0.0, due - time.monotonic()), self._interval_s)
 
     def _run_commands(self) -> bool:
-        """Run the submitted commands. Return False if `close` was called, else True."""
+        """Run the commands of other threads. Return False if `close` was called, else True."""
         self._wake_pipe.clear()
         while True:
             try:

@@ -30,7 +30,8 @@ class StepVote(NamedTuple):
 
     #: Tokens of this rank in the step.
     num_tokens: int
-    #: 1 if the rank has tokens for this or the next step. Paused or loading requests do not count.
+    #: 1 if the rank has tokens for this or the next step, else 0. Requests that are paused or wait
+    #: for a KV load do not count.
     has_work: int
     #: Result of `vote_for` for the generation to commit. 0: no generation to commit.
     commit: int = 0
@@ -56,14 +57,14 @@ class Waves:
     def __init__(self, generation: int, nonce: str) -> None:
         self.generation = generation
         self.nonce = nonce
-        #: Number of the current wave, or of the next one outside a wave.
+        #: Number of the current wave. Outside a wave: number of the next wave.
         self.wave = 0
         self.running = False
         #: Highest wave number in a received StartWave; -1 before the first one.
         self._awaited = -1
 
     def begin(self) -> StartWave:
-        """Start a wave, because this rank has work or a vote. Return the StartWave to send."""
+        """Start a wave, because this rank has work or must vote. Return the StartWave to send."""
         assert not self.running, "the wave is already running"
         self.running = True
         return StartWave(self.generation, self.nonce, self.wave)
