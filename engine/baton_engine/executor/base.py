@@ -56,7 +56,8 @@ class Executor(abc.ABC):
     Only `interrupt` may be called from any thread.
     """
 
-    #: Steps in flight: pipeline stages, or 2 with asynchronous scheduling.
+    #: Maximum number of steps in flight: the number of pipeline stages, but at least 2 with
+    #: asynchronous scheduling.
     max_concurrent_batches: int = 1
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
@@ -113,7 +114,7 @@ class Executor(abc.ABC):
     def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
-        """Call a method of every worker, after all steps that were started before.
+        """Call a method of every worker, after all steps that were started before this call.
 
         Args:
             timeout_s: limit for all answers. None: no limit.

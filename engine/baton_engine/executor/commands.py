@@ -21,7 +21,8 @@ from baton_protocol.config import EngineConfig
 class StartWorker:
     """The first message to a worker process: which worker to create.
 
-    The executor sends this message through the worker's pipe, and commands through the ring.
+    The executor sends this message through the worker's pipe, and later commands through the ring
+    in shared memory.
     """
 
     config: EngineConfig
@@ -31,11 +32,11 @@ class StartWorker:
     #: transfers that have ended.
     is_output_rank: bool
     ring_fd: int
-    #: Numbers of readers and slots, and bytes per slot.
+    #: Number of readers, number of slots and bytes per slot of the ring.
     ring_geometry: tuple[int, int, int]
     log_level: int
-    #: Read end of a pipe. Each line is a nonce and may be empty. The worker process calls
-    #: `interrupt` with it, also during a step.
+    #: Read end of a pipe. Each line is a nonce and may be empty. The worker process calls the
+    #: worker's `interrupt` with the nonce, also during a step.
     interrupt_fd: int
     #: CPUs to which the process is bound. Empty: the CPUs of the parent.
     cpus: frozenset[int] = frozenset()

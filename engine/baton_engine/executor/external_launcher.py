@@ -40,7 +40,7 @@ from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig, KVRole
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
-#: Upper bound for the number of executors that one process creates.
+#: Maximum executors that one process creates, so that no two restarts use the same generation.
 MAX_EXECUTORS = 2**20
 _executor_numbers = itertools.count()
 
@@ -179,7 +179,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
     # In the worker's thread
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample the last step and return the results of the output rank.
+        """Sample the tokens of the last step, and return the results of the output rank.
 
         With one pipeline stage, all ranks sample the same tokens, so nothing is exchanged.
         """

@@ -32,7 +32,8 @@ class Place(NamedTuple):
     """The CPUs and the number of threads of one worker."""
 
     cpus: frozenset[int]
-    #: One per core, because siblings would only wait for each other. Fewer under a CPU limit.
+    #: One per core, because two threads on one core would wait for each other. Fewer under a CPU
+    #: limit.
     num_threads: int
 
 

@@ -58,9 +58,9 @@ class CachedRequestData:
     request_id: str
     new_block_ids: list[int]
     num_computed_tokens: int
-    #: Tokens from position `num_computed_tokens` on that the worker may not know: chosen by the
-    #: scheduler (beam search), or sampled by another pipeline stage. Empty: the worker sampled them
-    #: itself and has appended them, perhaps in a step still in flight.
+    #: Tokens from position `num_computed_tokens` on that the worker may lack: chosen by the
+    #: scheduler (beam search), or sampled by another pipeline stage. Empty: the worker itself
+    #: samples and appends these tokens, perhaps in a step that is still in flight.
     new_token_ids: list[int] = field(default_factory=list)
     #: Copy-on-write: wherever `source` stands in the request's block table, `target` takes its
     #: place. The copy itself is in `SchedulerOutput.block_copies`.
@@ -89,7 +89,8 @@ class SchedulerOutput:
     #: From device blocks that the prefix cache evicts for this step to slots of the offload tier.
     store: list[BlockCopy] = field(default_factory=list)
     #: From slots of the offload tier to device blocks. This step may have stored the slot.
-    #: `block_copies` are made later, so members of a group copy what their leader has restored.
+    #: `block_copies` are made later, so a group's other requests copy the restored blocks of its
+    #: first request.
     restore: list[BlockCopy] = field(default_factory=list)
     #: Increases by one per step; identifies the step in logs and crash dumps.
     step_id: int = 0
@@ -157,7 +158,8 @@ class ModelRunnerOutput:
     #: By request id, for requests that ask for prompt logprobs. The entries belong to the prompt
     #: tokens that this step predicted, from position num_computed_tokens + 1 on.
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
-    #: By request that sampled, if config.observability.count_nans_in_logits is set.
+    #: By request id, for requests that sampled. Empty unless
+    #: config.observability.count_nans_in_logits is set.
     num_nans_in_logits: dict[str, int] = field(default_factory=dict)
     #: By request id, for requests that ask for routed experts. The entries belong to the tokens
     #: that this step ran.

@@ -62,7 +62,7 @@ class UniProcExecutor(Executor):
         return self._thread.submit(sample)
 
     def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample and return the results of the last step. Runs in the worker's thread."""
+        """Sample the tokens of the last step. Return its results. Runs in the worker's thread."""
         return self._worker.sample_tokens(grammar)
 
     def collective_rpc(

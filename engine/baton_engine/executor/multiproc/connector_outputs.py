@@ -13,9 +13,9 @@ class OutputAggregator:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        #: By transfer id: ranks that have released its blocks.
+        #: By transfer id: ranks that have released the blocks of the transfer.
         self._sent: dict[str, set[int]] = {}
-        #: By transfer id and rank, in order of arrival.
+        #: By transfer id and rank: results of loads that have not ended on all ranks.
         self._loaded: dict[str, dict[int, LoadResult]] = {}
         self._ended = ConnectorOutput()
 

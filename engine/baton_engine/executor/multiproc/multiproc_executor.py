@@ -56,7 +56,7 @@ from baton_protocol.config import EngineConfig, KVRole
 logger = logging.getLogger(__name__)
 
 RING_SLOTS = 32
-#: A step of 64k new prompt tokens fits. Only written slots take memory.
+#: Bytes per slot of the ring. A step of 64k new prompt tokens fits. Only written slots take memory.
 SLOT_NBYTES = 256 * 1024
 #: Address of the rendezvous store and of gloo. gloo accepts any connection, so no other host may
 #: reach this address.
@@ -67,7 +67,7 @@ SHUTDOWN_TIMEOUT_S = 10.0
 class MultiprocExecutor(Executor):
     """Runs one worker process per rank on this host."""
 
-    #: Limit for a worker process to import its modules and wait for commands.
+    #: Limit for a worker process to import its modules, create the worker and read commands.
     start_timeout_s = JOIN_TIMEOUT_S
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
 
@@ -89,7 +89,7 @@ class MultiprocExecutor(Executor):
         self._lock = threading.Lock()
         self._started: Future[None] = Future()
         self._num_started = 0
-        #: In flight, oldest first.
+        #: Steps in flight, oldest first.
         self._steps: deque[_Step] = deque()
         #: Used by the thread of `WorkerProcesses` only.
         self._transfers = OutputAggregator(self._world_size)
@@ -99,7 +99,7 @@ class MultiprocExecutor(Executor):
         self._died = False
         self._on_failure: Callable[[str], None] | None = None
         self._stopping = False
-        #: Set when nothing is left to watch.
+        #: Set when a worker has died or the executor shuts down, which ends `_watch_for_stalls`.
         self._ended = threading.Event()
 
     @property

@@ -224,6 +224,6 @@ class RingReader:
             spin_until = time.monotonic() + SPIN_S
 
     def _take_frame(self) -> None:
-        """Wait for one frame of the side channel. Keep the frame unless it is an empty wake-up."""
+        """Receive one frame of the side channel. Queue it as a message, unless it is empty."""
         if frame := self._side_channel.recv_bytes():
             self._overflow.append(frame)

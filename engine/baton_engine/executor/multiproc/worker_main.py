@@ -60,7 +60,7 @@ class WorkerProcess:
         )
         self._worker: Any = None  # of the class that the configuration names
         self._step_failed = False
-        #: Failure of the last `ExecuteModel`. Then there is nothing to sample.
+        #: Failure of the last `ExecuteModel`. None: it succeeded, and its tokens can be sampled.
         self._broken: Failure | None = None
 
     def run(self) -> None:
