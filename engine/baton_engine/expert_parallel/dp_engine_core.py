@@ -222,7 +222,8 @@ class DPEngineCore(EngineCore):
         """Advance the preparation of the next generation.
 
         If the commit was received and this rank is not serving, commit the prepared generation
-        without a vote. Also close old control groups and read the experts' loads when they are due.
+        without a vote. Also close an old control group after its grace period, and read the
+        experts' loads every LOADS_INTERVAL_S.
         """
         now = time.monotonic()
         standby = self._standby

@@ -28,7 +28,7 @@ class RankReport:
     leaving: bool = False
 
     def on_target(self) -> None:
-        """Clear the last failed preparation. Called when another generation becomes the target."""
+        """Clear the last failure to prepare, because another generation is now the target."""
         if self.failed:
             self.failed = self.failure = ""
 
