@@ -19,7 +19,7 @@ from baton_engine.fetch.source import RemoteFile, Source, verify
 logger = logging.getLogger(__name__)
 
 WORKERS = 4
-#: Number of downloads of one file that fail verification before the fetch fails.
+#: The fetch fails when this many downloads of one file have failed verification.
 CORRUPT_TRIES = 3
 
 
@@ -40,7 +40,7 @@ class RetryPolicy:
         Args:
             attempt: number of earlier attempts without a new byte.
             silent_since: time of the last new byte, from `time.monotonic`.
-            stop: ends the wait early.
+            stop: an event that ends the wait when it is set.
 
         Raises:
             FetchError: nothing was received for `give_up_after_s`.

@@ -33,7 +33,7 @@ class FetchRequest:
 
 
 def fetch(request: FetchRequest, progress: Progress, retries: RetryPolicy) -> Marker:
-    """Download the model unless the folder is complete. Return the content of its marker file.
+    """Download the model unless its folder is complete. Return the content of the marker file.
 
     Raises:
         FetchError: the model cannot be downloaded.

@@ -35,7 +35,7 @@ class Marker(msgspec.Struct, frozen=True):
     uri: str
     revision: str
     only: Only
-    #: Sizes in bytes.
+    #: Size in bytes of each file, by name.
     files: dict[str, int]
 
 
@@ -108,7 +108,7 @@ class Partial:
         self._write_state()
 
     def reuse_leftovers(self) -> None:
-        """Move the reusable files of other partial folders here, and remove the other folders.
+        """Move reusable files of other partial folders into this folder. Remove those folders.
 
         A folder whose fetcher is alive on this machine is skipped. From other folders of the same
         revision, verified files are moved. Incomplete files are moved only if their fetcher ran on

@@ -17,13 +17,15 @@ from pathlib import Path
 import msgspec
 
 BEAT_S = 2.0
-#: A holder whose heartbeat has not changed for this time is dead, frozen or disconnected.
+#: If the heartbeat of the lock's holder does not change for this time, another fetcher may take the
+#: lock.
 DEAD_AFTER_S = 20.0
 
 
 class _Beat(msgspec.Struct):
     holder: str
-    #: Boot id of the holder's kernel. Between processes on the same kernel, only flock decides.
+    #: Boot id of the holder's kernel. A fetcher on the same kernel that gets the flock ignores the
+    #: heartbeat.
     machine: str
     count: int
 
