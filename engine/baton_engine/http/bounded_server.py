@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 #: Beyond this number, the connection with the oldest request is closed.
 MAX_CONNECTIONS = 128
-#: Maximum time from the start of a connection, or its last response, to its next response.
+#: Maximum time from the start of a connection, or from its last response, to its next response.
 REQUEST_TIMEOUT_S = 20.0
 MAX_BODY_BYTES = 2**20
 ACCEPT_PAUSE_S = 0.1
@@ -109,7 +109,7 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
         self.server.on_answered(self.request)
 
     def body(self) -> bytes | None:
-        """Read the request's body. Return None if the request was refused.
+        """Read the request's body. If the length is invalid, refuse the request and return None.
 
         Raises:
             ConnectionError: the client disconnected before the end of the body.

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 IDLE_INTERVAL_S = 1.0
 #: The loop counts as stalled after the executor's step timeout and this margin.
 STUCK_MARGIN_S = 30.0
-#: Limit for a utility call. It is high because wake_up may read weights.
+#: The loop counts as stalled after this time in a utility call. wake_up may read weights.
 CALL_STUCK_AFTER_S = 1800.0
 ADMIN_TIMEOUT_S = 10.0
 CONNECTOR_STATS_INTERVAL_S = 1.0
@@ -77,7 +77,7 @@ class Shutdown(enum.IntEnum):
     """The kind of shutdown that was requested. A later request can only raise the value."""
 
     NONE = 0
-    #: Running requests end first, within `drain_timeout_s`.
+    #: Running requests may still complete, within `drain_timeout_s`.
     DRAIN = 1
     AT_ONCE = 2
 
@@ -194,7 +194,8 @@ class EngineCoreProc:
         """Make `run` shut the engine down and return. Callable from any thread or signal handler.
 
         Args:
-            how: whether running requests end first. A later call can only make the shutdown faster.
+            how: whether running requests may still complete. A later call can only make the
+                shutdown faster.
         """
         self._shutdown = max(self._shutdown, how)
         self.io.wake_engine()

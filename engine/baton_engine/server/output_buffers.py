@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import zmq
 
-#: Minimum size to send without a copy. For smaller messages a copy costs less than the tracking.
+#: Minimum size of a message that ZMQ sends without a copy. For smaller messages, a copy costs less
+#: than tracking the buffer.
 ZERO_COPY_BYTES = 32 * 2**10
 #: Number of free buffers to keep. Further buffers are freed after use.
 MAX_BUFFERS = 32

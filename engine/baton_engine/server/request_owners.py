@@ -40,7 +40,10 @@ class RequestOwners:
         return self._owners.get(request_id, client) == client
 
     def owned_ids(self, abort: Abort) -> list[str]:
-        """Return the request ids of an ABORT message that the sender may abort."""
+        """Return the ids of an ABORT message, without requests that other clients own.
+
+        For a message without ids, return all requests of its client.
+        """
         if abort.request_ids is None:
             return [
                 request_id for request_id, owner in self._owners.items() if owner == abort.client
@@ -52,7 +55,7 @@ class RequestOwners:
         ]
 
     def take_aborts(self) -> list[str]:
-        """Return the request ids of ABORT messages that the input queue has not delivered yet."""
+        """Return the `owned_ids` of all ABORT messages that the input queue has not delivered."""
         request_ids: list[str] = []
         while True:
             try:
