@@ -80,7 +80,7 @@ class SamplesCollector(Collector):
         return self._samples[output.request_id].push(output)
 
     def result(self, request_id: str) -> RequestOutput:
-        """Return the result of the prompt. Call this after all requests have ended."""
+        """Return the prompt's result with the id `request_id`. All requests must have ended."""
         samples = list(self._samples.values())
         # The first sample of a group computes the prompt. The others find the prompt cached, so
         # their counts do not describe it.
@@ -118,7 +118,7 @@ class BeamsCollector(Collector):
         return output.finished
 
     def result(self) -> BeamSearchOutput:
-        """Return the result of the prompt. Call this after the request has ended."""
+        """Return the result of the prompt. The request must have ended."""
         assert self._output is not None
         sequences = []
         for beam in self._output.beams or []:

@@ -43,7 +43,7 @@ def check_types(params: msgspec.Struct) -> None:
 
 
 def _unencodable_field(params: msgspec.Struct) -> str:
-    """Return the name of the first field whose value cannot be encoded as a message."""
+    """Return the name of the first field that cannot be encoded, else the class name."""
     for name in params.__struct_fields__:
         try:
             msgspec.to_builtins(getattr(params, name))

@@ -21,7 +21,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     #: Preempted requests with blocks in host memory. They also count as waiting.
     num_requests_swapped: int = 0
     num_requests_waiting_for_remote_kv: int = 0
-    #: Transfers of ended requests whose blocks are still read or written.
+    #: KV transfers that are in progress although their requests have ended.
     num_transfers_held: int = 0
     #: Fraction of KV blocks in use, 0 to 1.
     kv_cache_usage: float = 0.0
@@ -39,7 +39,7 @@ class EngineStats(msgspec.Struct, kw_only=True):
     prompt_tokens_computed: int = 0
     prompt_tokens_remote: int = 0
     prompt_tokens_cached: int = 0
-    #: Tokens known on arrival whose KV a prefill engine should have sent, but did not.
+    #: Tokens that arrived with a request, whose KV a prefill engine should have sent but did not.
     kv_transfer_recomputed_tokens: int = 0
     generation_tokens: int = 0
     num_preemptions: int = 0

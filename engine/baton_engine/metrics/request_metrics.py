@@ -95,7 +95,7 @@ class _Progress:
     """Times and lengths of an unfinished request."""
 
     arrived: float
-    #: Time of the first step.
+    #: Time of the request's first step.
     scheduled: float | None = None
     first_token: float | None = None
     last_token: float | None = None

@@ -23,7 +23,7 @@ class TopologyStats(msgspec.Struct, kw_only=True):
     rank: int = 0
     #: Ranks of the generation.
     size: int = 0
-    #: The running wave, or the next one.
+    #: Number of the running wave. Outside a wave: number of the next wave.
     wave: int = 0
     wave_running: bool = False
     #: Steps of waves.
