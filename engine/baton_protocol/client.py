@@ -92,8 +92,8 @@ class EngineClient:
         #: The latest READY. An engine of an expert-parallel group sends READY again when its rank
         #: or the size of the group changes.
         self.ready: Ready | None = None
-        #: A new number, unique in this process, each time the engine becomes ready. Requests that
-        #: the engine refused may then be sent again.
+        #: Changes each time the engine becomes ready, to a number that is unique in this process.
+        #: Requests that the engine refused before the change may be sent again.
         self.readiness = 0
         self.dead_reason: str | None = None
         self._client_id = client_id
@@ -254,7 +254,7 @@ class EngineClient:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ask the engine to abort requests. Unknown ids are ignored.
 
-        The stream of an aborted request ends with finish_reason ABORT when the engine confirms.
+        The stream of a request ends with finish_reason ABORT when the engine confirms the abort.
         """
         ids = [request_id for request_id in request_ids if request_id in self._streams]
         if ids and self.dead_reason is None:

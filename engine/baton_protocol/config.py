@@ -88,7 +88,7 @@ class CacheConfig(_Config, frozen=True):
     swap_memory_bytes: Annotated[
         int, Option("host memory for blocks of preempted groups", at_least(0))
     ] = 64 * 2**20
-    #: Blocks found there are copied back instead of computed. 0 disables the offload tier.
+    #: Blocks in this memory are copied back instead of computed. 0 disables the offload tier.
     offload_memory_bytes: Annotated[
         int, Option("host memory for evicted prefix blocks", at_least(0))
     ] = 0
@@ -309,7 +309,7 @@ class AccessConfig(_Config, frozen=True):
     ] = ""
     #: Changed files are read again. Empty: HTTP.
     tls_dir: Annotated[str, Option("folder with tls.crt and tls.key: serve HTTPS")] = ""
-    #: Further requests get 429 with Retry-After. None: no limit per key.
+    #: Further requests get 429 with Retry-After. None: no limit per client.
     max_concurrent_per_client: Annotated[
         int | None, Option("sequences of one API key at once", _POSITIVE)
     ] = None

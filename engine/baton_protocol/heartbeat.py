@@ -19,7 +19,7 @@ class Heartbeat:
     """Measures how long an engine has sent no message, in intervals that begin with a PING.
 
     An interval counts for at most twice `interval_s`. If an interval lasts longer, this process
-    itself was stopped or short of CPU, so the rest says nothing about the engine.
+    itself was stopped or short of CPU, so the excess says nothing about the engine.
     """
 
     def __init__(self, interval_s: float, timeout_s: float) -> None:

@@ -16,7 +16,7 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     The number of blocks and the tensor-parallel size may differ.
     """
 
-    #: Version of the side channel.
+    #: Protocol version of the KV side channel.
     version: int
     #: Hash of the files that identify the model.
     checkpoint: str

@@ -115,7 +115,8 @@ class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 class Hello(_Wire):
     protocol_version: int
     client_id: str
-    #: Whether to send KV_EVENTS. The engine publishes them if config.cache.enable_kv_events is set.
+    #: Whether the client subscribes to KV_EVENTS. The engine sends them only if
+    #: config.cache.enable_kv_events is set.
     kv_events: bool = False
 
 
@@ -192,7 +193,8 @@ class EngineCoreRequest(_Wire):
     #: Tokens that another pod already generated. They count as output for penalties, min_tokens and
     #: the positions of the sampling noise.
     generated_token_ids: list[int] = []
-    #: Index of this sample among the n samples of a client's request. Part of the noise key.
+    #: Index of this sample among the n samples of a client's request. Part of the key of the
+    #: sampling noise.
     sample_index: int = 0
     #: Time by the client's wall clock, in seconds. Used only to order requests, because the clocks
     #: of client and engine may differ.
@@ -288,7 +290,7 @@ class EngineCoreOutput(_Wire):
     new_logprobs: list[TokenLogprobs] | None = None
     #: Prompt tokens taken from the prefix cache; set on the first output.
     num_cached_tokens: int = 0
-    #: Events since the last output.
+    #: Events of the request since its last output.
     events: list[EngineCoreEvent] | None = None
     #: Logprobs from prompt position 1 on, all on the first output with a token.
     prompt_logprobs: PromptLogprobs | None = None

@@ -31,7 +31,7 @@ class LoadProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     """Body of the `GET /health` response on a pod's HTTP port."""
 
-    #: One CamelCase word; Fetching and Loading come before serving.
+    #: One CamelCase word. Fetching and Loading mean that the pod does not serve yet.
     reason: str
     message: str
     progress: LoadProgress | None = None
