@@ -1,7 +1,7 @@
 """The gateway's Prometheus metrics, whose names begin with `baton:`.
 
-The name begins with `baton:gateway_` if engines have a metric for the same quantity. The gateway
-measures what clients observe. An engine measures only its own part.
+A metric's name begins with `baton:gateway_` if engines have a metric for the same quantity. The
+gateway measures what clients observe. An engine measures only its own part.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-#: `gateway_stream_gap_seconds` records only longer gaps between two outputs, in seconds.
+#: `gateway_stream_gap_seconds` records only gaps between two outputs that are longer than this.
 GAP_S = 1.0
 
 # Upper bounds in seconds.

@@ -1,4 +1,4 @@
-"""Access: decides which requests the gateway accepts, and how many at once.
+"""Access: decides which requests the gateway accepts, and how many at the same time.
 
 Modules:
     api_keys: authentication by API key.

@@ -34,7 +34,8 @@ class ApiKeys:
 
     Args:
         folder: each file's name is the client's name. Each file's content is the client's key: one
-            line of printable ASCII without spaces. Other files are ignored with a warning.
+            line of printable ASCII without spaces. Files with other content are ignored
+            with a warning.
 
     Raises:
         OSError: the folder cannot be read.

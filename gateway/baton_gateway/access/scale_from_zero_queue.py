@@ -14,7 +14,8 @@ from baton_gateway.errors import APIError
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.pool import EnginePool
 
-#: Interval of comments in a waiting stream. Proxies close connections that are silent for a minute.
+#: Interval of comments in a stream whose request waits for an engine. Proxies close connections
+#: that are silent for a minute.
 KEEP_ALIVE_S = 10.0
 #: Retry-After of a refused request in seconds. A model takes at least this long to load.
 RETRY_AFTER_S = 10
@@ -43,7 +44,7 @@ class ScaleFromZeroQueue:
         return self._hold_s > 0
 
     async def wait(self, keep_alive: Callable[[], Awaitable[None]]) -> None:
-        """Wait until a decode engine is available. Return at once if the queue is not enabled.
+        """Wait until a decode engine is available. Return immediately if the queue is not enabled.
 
         Args:
             keep_alive: called every KEEP_ALIVE_S during the wait.

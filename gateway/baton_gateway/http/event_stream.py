@@ -50,8 +50,8 @@ class EventStream:
     async def keep_alive(self) -> None:
         """Send a comment, so that proxies keep the connection open.
 
-        If the client has disconnected, this raises nothing, because aiohttp cancels the client's
-        handler.
+        If the client has disconnected, this raises nothing, because aiohttp then cancels the
+        handler of the request.
         """
         if not self._is_wanted:
             return

@@ -52,7 +52,7 @@ _RANK = re.compile("[0-9]{1,9}")
 #: Status for the metrics, if a stream that began with 200 has failed.
 FINAL_STATUS = web.RequestKey("final_status", int)
 
-#: A response or chunk with more tokens and log-probabilities is encoded in a thread.
+#: A response or chunk with more tokens and log-probabilities than this is encoded in a thread.
 INLINE_ENTRIES = 1024
 
 _Request = TypeVar("_Request", ChatCompletionRequest, CompletionRequest)

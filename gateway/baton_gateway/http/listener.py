@@ -74,10 +74,10 @@ async def listen(
 
 
 async def stop_listening(listener: asyncio.Server) -> None:
-    """Accept no more connections.
+    """Stop accepting connections, and close `listener`.
 
-    Connections that were accepted a moment ago first get their asyncio transport. Without a
-    transport, a connection would stay open and its client would wait without end.
+    Before `listener` closes, every accepted connection gets an asyncio transport. A connection
+    without a transport would stay open, and its client would wait without end.
     """
     loop = asyncio.get_running_loop()
     for socket in listener.sockets:

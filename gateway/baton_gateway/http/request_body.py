@@ -39,7 +39,7 @@ async def read_body(http: web.Request, deadline: float, timeout_s: float) -> byt
 
     Args:
         deadline: event loop time at which the wait for the body ends.
-        timeout_s: the time allowed, which the error message contains.
+        timeout_s: the time allowed for the body. Only the error message uses it.
 
     Raises:
         APIError: the body does not arrive in time, or contradicts its headers.

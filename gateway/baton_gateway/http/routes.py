@@ -162,7 +162,7 @@ def _error_response(error: APIError, http_error: web.HTTPException | None = None
 
 
 def _http_error(http: web.Request, error: web.HTTPException) -> APIError:
-    """Convert an error that aiohttp raised, for example for an unknown URL."""
+    """Convert an error that aiohttp raised, for example for an unknown URL, to an APIError."""
     if error.status == 404:
         return APIError(
             404, f"Unknown URL {http.method} {http.path}; see GET /v1/models.", code="unknown_url"

@@ -26,7 +26,7 @@ def has_unread_bytes(http: web.Request) -> bool:
 
 
 def abort_connection(http: web.Request, name: str) -> None:
-    """Close the connection at once, and drop the bytes that are buffered for the client.
+    """Close the connection now, and drop the bytes that are buffered for the client.
 
     Args:
         name: the request's name for the log.

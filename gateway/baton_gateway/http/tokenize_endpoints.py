@@ -33,7 +33,8 @@ class TokenizeEndpoints:
     """The endpoints `/tokenize` and `/detokenize`.
 
     Args:
-        request_timeout_s: longest time for the body to arrive and the response to be read.
+        request_timeout_s: longest time from the start of a request until the client has read the
+            response.
     """
 
     def __init__(

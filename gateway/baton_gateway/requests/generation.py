@@ -151,7 +151,10 @@ def _num_options(request: GenerationRequest) -> int:
 async def _texts(
     request: GenerationRequest, run: Run, output: EngineCoreOutput
 ) -> list[tuple[Choice, TextOutput]]:
-    """Return the text of one engine output for each choice of `run`: one choice, or all beams."""
+    """Return each choice of `run` with its text from one engine output.
+
+    A run has one choice, or one per beam of a beam search.
+    """
     if output.beams is not None:
         size = sum(len(beam.token_ids) for beam in output.beams)
         return await run_off_loop(partial(_beams, run, output), size, INLINE_TOKENS)

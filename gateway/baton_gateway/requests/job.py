@@ -52,8 +52,9 @@ class PromptJob:
     async def share_logprobs(self, run: Run, output: EngineCoreOutput) -> PromptLogprobs:
         """Return the prompt's logprobs, which all runs of the prompt share.
 
-        Only the first run receives prompt logprobs from the engine, in the first output. The other
-        runs wait for the first run. If the first run fails, the job fails.
+        The engine sends the prompt logprobs only to the prompt's first run, in the first output of
+        that run. All later runs of the prompt wait for this output. If the first run fails, the
+        job fails.
         """
         if run is self.runs[0]:
             self.logprobs = output.prompt_logprobs or []  # a prompt of one token has none
@@ -87,7 +88,7 @@ class Job:
 
     @property
     def failure(self) -> str:
-        """Why an engine failed a sequence of this job; empty if no engine has failed."""
+        """Error of a failed attempt to run a sequence of this job; empty if no attempt failed."""
         failures = (run.sequence.failure for prompt in self.prompts for run in prompt.runs)
         return next(filter(None, failures), "")
 
@@ -111,8 +112,8 @@ class Job:
     def best_choices(self) -> list[Choice]:
         """Return the choices of the response, and set the index of each choice.
 
-        All choices must have ended. With best_of, these are the candidates with the highest mean
-        log-probability, the best first.
+        All choices must have ended. With best_of, the choices of the response are the candidates
+        with the highest mean log-probability, the best first.
         """
         best: list[Choice] = []
         num_samples = self.request.num_samples

@@ -141,7 +141,7 @@ class JobBuilder:
     ) -> tuple[list[list[int]], list[str]]:
         """Return the token ids of each prompt, and the text of each prompt.
 
-        Without echo, the texts are empty.
+        Without echo, each text is empty.
         """
         prompts = request.prompts()
         add_special = request.add_special_tokens is not False

@@ -17,7 +17,7 @@ ROLES = ("prefill", "decode")
 class Discovery(abc.ABC):
     @abc.abstractmethod
     def watch(self) -> AsyncGenerator[list[EngineEndpoint], None]:
-        """Yield all current endpoints, first at once and then after every change.
+        """Yield all current endpoints when the iteration begins, and again after every change.
 
         The generator never ends. It logs transient failures and retries.
         """

@@ -264,7 +264,8 @@ class Dispatcher:
         """Yield the decode engine's outputs up to the last, and add their tokens to `sequence`.
 
         Args:
-            first: after a prefill stage, a task that already waits for the first output.
+            first: after a prefill stage, a task that already waits for the decode engine's first
+                output.
         """
         # After a prefill stage the sequence has a token, but it has not run on another engine.
         is_resumed = sequence.has_begun and first is None
@@ -377,7 +378,7 @@ async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:
 def _finish_reason(sequence: Sequence, output: EngineCoreOutput) -> FinishReason | None:
     """Return the finish reason after the prefill stage's token; None if the sequence continues.
 
-    A prefill engine always reports LENGTH after its token, so that finish reason is ignored.
+    A prefill engine always reports LENGTH after its token. This function ignores that reason.
     """
     if output.finish_reason in (FinishReason.STOP, FinishReason.REPETITION):
         return output.finish_reason

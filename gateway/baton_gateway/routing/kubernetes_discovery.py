@@ -45,7 +45,9 @@ class KubernetesDiscovery(Discovery):
 
 
 async def _connect(stack: AsyncExitStack) -> KubeClient:
-    """Return a Kubernetes client with the pod's service account. Retry until the account is usable.
+    """Return a Kubernetes client with the gateway pod's service account.
+
+    Retry until the account is usable.
 
     In PocketKube, pods are plain processes with their files under $POCKETKUBE_POD_ROOT.
     """

@@ -30,7 +30,7 @@ class Requirements:
     """Conditions that an engine must satisfy to be picked.
 
     Args:
-        excluded: `EngineClient.readiness` of engines that are not picked. An engine that became
+        excluded: `EngineClient.readiness` of engines that must not be picked. An engine that became
             ready again has a new value and may be picked.
         compatibility_hash: the hash that the engine must have; None: any.
         data_parallel_rank: the rank that the engine must have; None: any.

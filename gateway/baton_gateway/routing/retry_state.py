@@ -48,9 +48,10 @@ class RetryState:
 
     @property
     def is_waiting_for_capacity(self) -> bool:
-        """Whether the sequence has generated tokens and the last engine was full.
+        """Whether the sequence has generated tokens and the engine of the last attempt was full.
 
-        Such a sequence waits. A sequence without tokens fails if all engines are full.
+        Such a sequence waits for an engine. A sequence without tokens fails if all engines are
+        full.
         """
         failure = self.last_failure
         return (
@@ -64,7 +65,7 @@ class RetryState:
         self.compatibility_hash = placement.member.ready_client.init.compatibility_hash
 
     def on_failed(self, error: AttemptError, *, has_progressed: bool) -> None:
-        """Record that the attempt failed.
+        """Record that the last attempt failed with `error`.
 
         Args:
             has_progressed: whether the attempt generated new tokens.

@@ -95,7 +95,7 @@ class Sequence:
         Args:
             attempt_id: id of the request at the engine.
             kv: the engine's side of the KV transfer; None: no transfer.
-            group_id: id of the group with which the request is sent; empty: alone.
+            group_id: id of the group with which the request is sent; empty: it is sent alone.
         """
         params = self.sampling_params
         if self.has_begun and params.prompt_logprobs is not None:  # sent with the first token
