@@ -98,8 +98,8 @@ class KubeClient:
 
         Args:
             not_older_than: None requests a consistent read, in pages of PAGE_SIZE. A resource
-                version lets the server reply from its watch cache, with a state at least as new.
-                "0" accepts a state of any age.
+                version lets the server reply from its watch cache, if the cache has reached that
+                version. "0" accepts a state of any age.
 
         Raises:
             KubeError: the request was refused; status 410 if the resource version expired between

@@ -36,8 +36,8 @@ async def apply_objects(
 ) -> list[tuple[str, Problem]]:
     """Create, update and delete the objects of a service except its member pods.
 
-    Written objects are added to `observed`. Kinds that were not listed are skipped. If the API
-    server refuses one object, the others are still written.
+    Written objects are added to `observed`. Kinds outside `observed.kinds` are skipped. If the
+    API server refuses one object, the others are still written.
 
     Returns:
         (kind, problem) for each refused object.

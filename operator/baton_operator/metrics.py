@@ -80,8 +80,8 @@ async def serve(
 
     Args:
         port: 0 selects a free port.
-        stuck: returns why the process must be restarted; empty if it must not. With a reason,
-            /health returns 503.
+        stuck: returns why the process must be restarted; empty if no restart is needed. With a
+            reason, /health returns 503.
 
     Raises:
         AddressError: the address is in use, or does not belong to this machine.

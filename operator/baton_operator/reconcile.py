@@ -231,8 +231,8 @@ class Reconciler:
     async def _build_recorded(self, step: _Step) -> None:
         """Compute the desired state from the spec that was rolled out last.
 
-        `step.desired` stays None if no such spec can be used, or if the spec did not cause the
-        first problem.
+        `step.desired` stays None if no such spec can be used, or if the spec of the service did not
+        cause the first problem of the step.
         """
         is_of_spec = step.problems[0].is_of_spec
         recorded = await recorded_spec(self._kube, step.observed.service) if is_of_spec else None
@@ -278,8 +278,8 @@ class Reconciler:
     async def _write_objects(self, step: _Step) -> None:
         """Write all objects except member pods. Add refused objects to the problems of the step.
 
-        If all objects were as desired before and no event showed a change, only the objects of
-        MOVING_KINDS are compared.
+        If the last reconcile left all objects as desired, and nothing may have changed since then,
+        only the objects of MOVING_KINDS are compared.
 
         Raises:
             Problem: a ConfigMap that pods mount could not be written.
@@ -422,7 +422,7 @@ class Reconciler:
     async def _groups_for_report(self, step: _Step) -> dict[names.Role, Group]:
         """Return the groups of pods for the report; empty if the desired state is not known.
 
-        Sends the status probes, and passes the groups to the autoscaler.
+        This also sends the status probes, and passes the groups to the autoscaler.
         """
         groups: dict[names.Role, Group] = {}
         observed, resolved, desired = step.observed, step.resolved, step.desired

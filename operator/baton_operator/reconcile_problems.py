@@ -80,7 +80,7 @@ class ReconcileError(Problem):
 
 
 class InternalError(Problem):
-    """The operator has a defect, possibly one that only this spec triggers."""
+    """The operator has a defect, possibly one that only the service's spec triggers."""
 
     is_retried = True
     is_of_spec = True

@@ -48,8 +48,8 @@ async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
     The record in `status.servedRevision` is not deleted.
 
     Returns:
-        The name of the record, for `status.specRevision`. Specs that result in equal pods have the
-            same name.
+        The name of the record, for `status.specRevision`. Specs that result in equal pods share
+            one record.
 
     Raises:
         KubeError: the API server refused a request.

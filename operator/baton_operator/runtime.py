@@ -174,7 +174,7 @@ class Runtime:
         self.controller.add_all(found)
 
     def stuck(self) -> str:
-        """Return why the process must be restarted; empty if it must not."""
+        """Return why the process must be restarted; empty if no restart is needed."""
         longest_s = self.controller.longest_s
         return f"a reconcile has not ended for {longest_s:.0f} s" if longest_s > STUCK_S else ""
 

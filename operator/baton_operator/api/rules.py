@@ -30,9 +30,10 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def _is_free_folder(uri: str) -> bool:
-    """Return whether the folder in a `file` uri can be mounted at the same path in a pod.
+    """Return whether the folder in a `file` uri can be mounted in a pod at the path in the uri.
 
-    False for a path that pods use for another purpose, such as /tmp. True for all other uris.
+    False for a path that pods use for another purpose, such as /tmp. True for other paths, and for
+    uris of other schemes.
     """
     scheme, _, path = uri.partition("://")
     match [scheme, *(part for part in path.split("/") if part not in ("", "."))]:

@@ -65,7 +65,7 @@ class Model(ApiStruct, frozen=True):
 
 
 class ModelStatus(ApiStruct, frozen=True):
-    """The model that the pods have, or had last."""
+    """The model that pods have now or had earlier."""
 
     uri: str  #: spec.model.uri of these pods.
     #: Revision of a downloaded model: the commit on the hub, or a hash of the metadata of the

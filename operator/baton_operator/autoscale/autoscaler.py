@@ -150,7 +150,7 @@ class Autoscaler:
         return None if state is None else state.status
 
     def take_events(self, resolved: ResolvedService) -> list[Event]:
-        """Return the autoscaling Events since the last call. The reconcile must write them."""
+        """Return the autoscaling Events since the last call. The caller must write them."""
         known = self._services.get(names.Key(resolved.namespace, resolved.name))
         if known is None:
             return []
@@ -278,7 +278,7 @@ def _stored_status(
 ) -> AutoscalingStatus | None:
     """Return the autoscaling status that an earlier process stored; None if it is not usable.
 
-    A size outside the bounds is replaced by the nearest one inside.
+    A size outside the bounds is replaced by the nearest size inside the bounds.
     """
     found = ((service.get("status") or {}).get(role) or {}).get("autoscaling")
     if not found:

@@ -54,7 +54,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     unsettled_until: float = 0.0
 
     def covers(self, now: float, seconds: float) -> bool:
-        """Return whether there are recommendations for all of the last `seconds`."""
+        """Return whether the recommendations cover the whole time since `now - seconds`."""
         return self.knows(now) and self.runs[0].since <= now - seconds
 
     def recommended(self, now: float, seconds: float) -> list[int]:

@@ -4,7 +4,8 @@ The rules are those of a HorizontalPodAutoscaler (kubernetes.io, "Horizontal Pod
 algorithm details and configurable scaling behavior). Some rules are added, because engines take
 minutes to load. The rules apply in this order:
 
-1. A size outside the bounds is replaced by the nearest one inside, even without measurements.
+1. A size outside the bounds is replaced by the nearest size inside the bounds, even without
+   measurements.
 2. A role without engines gets one engine as soon as a gateway holds a request.
 3. If the minimum is 0, a role without requests for `idle_s` is scaled to zero.
 4. The size stays while measurements are missing or stale, and while the pods differ from the

@@ -75,13 +75,13 @@ def recommend_prefill(
 ) -> list[Recommendation]:
     """Return the recommendations for `n` prefill engines.
 
-    - TTFT above target: ceil(n * TTFT / target), but at most the engines that the load needs. If
-      requests barely wait for an engine, n, because more engines shorten only the wait.
+    - TTFT above target: ceil(n * TTFT / target), but at most the engines that the load needs. The
+      result is n if requests barely wait for an engine, because more engines shorten only the wait.
     - TTFT below target: the smallest m with TTFT - wait(n) + wait(m) <= (1 - tolerance) * target.
       `queueing` models the waits.
     - Queue: a request that arrives now waits for about waiting / throughput (Little's law). If such
-      a request will miss the TTFT target, the engines that the load needs. The rule "TTFT above
-      target" then recommends n, because TTFT stays high while a queue drains.
+      a request will miss the TTFT target, the result is the number of engines that the load needs.
+      The rule "TTFT above target" then recommends n, because TTFT stays high while a queue drains.
     - Busy: ceil(n * busy / target), but at most n. An engine that is always busy but has no queue
       needs no help.
 

@@ -68,7 +68,7 @@ class Histogram(msgspec.Struct, frozen=True):
     def __add__(self, other: Histogram) -> Histogram:
         """Return a histogram with the observations of both.
 
-        If only one histogram has a bound, the count of the other one at its next lower bound is
+        For a bound that one histogram lacks, that histogram's count at the next lower bound is
         used. So a quantile of the result is an upper estimate.
         """
         bounds = sorted({*self.buckets, *other.buckets})

@@ -34,7 +34,8 @@ def source(model: Model, role: names.ConfiguredRole) -> ModelSource:
     """Return the path, the volume and the mount of the model for pods of `role`.
 
     A host path is mounted at the same path in the container. Kubernetes does not check that the
-    folder exists, because the engine's error message for a missing folder is clearer.
+    folder exists, because the engine's error message for a missing folder is clearer than
+    the kubelet's.
 
     Args:
         model: the model. Its `uri` matches `spec_model.MODEL_URI`.

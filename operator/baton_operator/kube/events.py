@@ -1,4 +1,4 @@
-"""Kubernetes Events about a service. An event that recurs increments the count of its object."""
+"""Kubernetes Events about a service. A repeated Event increments the count of the stored Event."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ class Kube:
         return True
 
     def is_own_write(self, version: str) -> bool:
-        """Return whether `version` is the resource version that a recent own write produced."""
+        """Return whether a recent write of this operator produced resource version `version`."""
         return version in self._own_writes
 
     def _path_of(self, obj: Object) -> str:

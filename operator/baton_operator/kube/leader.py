@@ -5,7 +5,7 @@
 Clocks of two processes are never compared. A candidate takes the Lease when its own clock shows
 that no renewal was read for the Lease's duration. The holder stops earlier: after RENEW_SHARE of
 that duration, counted from when the last successful renewal was sent. If the clocks run at about
-the same rate, two processes never hold the Lease at once.
+the same rate, two processes never hold the Lease at the same time.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Elector:
         )
 
     async def release(self) -> None:
-        """Free the Lease, so that another process can take it at once.
+        """Free the Lease, so that another process can take it without waiting for its expiry.
 
         After this call the process must not write.
         """
@@ -206,7 +206,7 @@ class Elector:
         self._election.observe(_record(found) if found else None)
 
     async def _write(self, *, release: bool = False) -> bool:
-        """Write this process into the Lease as the holder, or free the Lease with `release`.
+        """Write this process into the Lease as the holder or, if `release` is set, free the Lease.
 
         Return False if another process has changed the Lease since the last read.
         """

@@ -13,7 +13,7 @@ Only failed pods are deleted while a topology is being prepared or committed, an
 coordinator does not reply.
 
 A rollout follows the update strategy. With a surge, new pods join before outdated pods leave. If a
-new pod fits on no node, an outdated pod leaves for it after `surge_timeout_s`.
+new pod fits on no node, an outdated pod leaves after `surge_timeout_s` to make room.
 
 Four cases are special:
 
@@ -267,7 +267,10 @@ def _desired_members(
 def _request(
     desired: frozenset[str], group: ExpertGroup, view: TopologyView
 ) -> TopologyRequest | None:
-    """Return the topology request to send now; None if it was sent already or must wait."""
+    """Return the topology request to send now.
+
+    None: it was sent already, or it must wait for the end of the running operation.
+    """
     if desired == view.desired:
         return None
     if view.is_changing and view.desired and desired > view.desired:

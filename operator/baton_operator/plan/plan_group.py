@@ -11,12 +11,13 @@ members exist, including members that leave. At least `desired - max_unavailable
 members that are not ready do not serve. So if a new revision never becomes ready, its rollout stops
 at the second bound, and the other members keep serving.
 
-If a new member fits on no node, an old member leaves for it after `surge_timeout_s`.
+If a new member fits on no node, an old member leaves after `surge_timeout_s` to make room.
 
-If another client deletes a member, the replacement is created at once if a surge is allowed, and
-otherwise when the deleted pod is gone. The replacement has the newest revision, except in two
-cases: in a pause, and while a member of the newest revision has missed its progress deadline. Then
-the replacement has the previous revision, the last one with which the whole service was ready.
+If another client deletes a member and a surge is allowed, the replacement is created immediately.
+Without a surge, it is created when the deleted pod is gone. The replacement has the newest
+revision, except in two cases: in a pause, and while a member of the newest revision has missed its
+progress deadline. Then the replacement has the previous revision, the last one with which the whole
+service was ready.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
 
     max_surge: int = 1
     max_unavailable: int = 0
-    #: Seconds after which an old member leaves for a new one that fits on no node.
+    #: Seconds after which an old member makes room for a new one that fits on no node.
     surge_timeout_s: float = 30.0
     #: Seconds after which a new member that is not ready stalls the rollout.
     progress_deadline_s: float = 600.0
@@ -95,7 +96,11 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timeout(NamedTuple):
-    """The state of a timeout for waiting members. Without them, the timeout does not run."""
+    """The state of a surge timeout or a progress deadline.
+
+    A surge timeout runs only while a new member fits on no node. A progress deadline runs only
+    while a new member is not ready.
+    """
 
     has_passed: bool = False
     #: The seconds until the timeout passes. Empty: it has passed, or does not run.
@@ -191,14 +196,18 @@ def free_ordinals(members: list[Member], num: int) -> list[int]:
 
 
 def surge_timeout_of(newest: list[Member], update: Update, now: datetime) -> Timeout:
-    """Return the timeout after which an old member leaves for a new one that fits on no node."""
+    """Return the state of the surge timeout.
+
+    After this timeout an old member makes room for a new member that fits on no node.
+    """
     return _timeout((m.no_room_since for m in newest), update.surge_timeout_s, now)
 
 
 def _progress_deadline_of(newest: list[Member], update: Update, now: datetime) -> Timeout:
-    """Return the timeout after which new members that are not ready stall the rollout.
+    """Return the state of the progress deadline.
 
-    New members that fit on no node are ignored.
+    After this deadline new members that are not ready stall the rollout. New members that
+    fit on no node are ignored.
     """
     unready = (m.unready_since for m in newest if m.no_room_since is None)
     return _timeout(unready, update.progress_deadline_s, now)

@@ -1,8 +1,8 @@
 """The topology of an expert-parallel group, from the coordinator and from the status. Pure.
 
-After a restart the coordinator reports only the ranks that have registered again. So a rank in the
-status that the coordinator does not report still counts as a rank. It does not count if the
-coordinator reports a newer generation than the status.
+After a restart the coordinator reports only the ranks that have registered again. So a rank that
+only the status lists still counts as a rank. It does not count if the coordinator reports a newer
+generation than the status.
 """
 
 from __future__ import annotations

@@ -85,7 +85,10 @@ def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | N
 
 
 def _waiting(pod: Object, reason: str, states: Collection[str], words: str) -> Diagnosis | None:
-    """Return a diagnosis with `reason` if a waiting reason of the pod is in `states`, else None."""
+    """Return a diagnosis with `reason` if a container of the pod waits, else None.
+
+    Only containers whose waiting reason is in `states` count.
+    """
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in states:
@@ -210,7 +213,7 @@ def _ending(terminated: Object) -> str:
 def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis | None:
     """Return the progress of one pod that fetches or loads the model.
 
-    A pod whose last attempt failed is preferred.
+    A pod whose last attempt to fetch or load failed is preferred.
 
     Returns:
         None if no pod reports progress.
@@ -226,9 +229,10 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
 
 
 def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
-    """Return the progress of a new attempt, as text to append to the message of a failure.
+    """Return the progress of a new attempt to fetch or load the model.
 
-    Empty if no pod reports progress in numbers.
+    The caller appends this text to the message of a failure. Empty if no pod reports progress in
+    numbers.
     """
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
     under_way = still_loading(pods, measured)

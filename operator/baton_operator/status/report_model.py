@@ -50,8 +50,8 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
     another model.
 
     Args:
-        refusal: why a pod was refused or, if none was, the problem of the reconcile. Empty: there
-            is neither.
+        refusal: why the API server refused a pod or, if it refused none, the problem of the
+            reconcile. Empty: there is neither.
         before: the previous status of the service.
     """
     if model.uri.startswith("image://") and "volume" in refusal.lower():
