@@ -82,7 +82,7 @@ class ClusterApi:
         return str(answer["status"]["token"])
 
     async def supports_rules(self) -> bool:
-        """Return whether CRD schemas may have CEL rules, as in Kubernetes 1.25 and later."""
+        """Return whether the server accepts CEL rules in CRDs, as Kubernetes 1.25 and later do."""
         version = await self._kube.get("/version")
         return (int(version["major"]), int(version["minor"].rstrip("+"))) >= (1, 25)
 
@@ -121,8 +121,8 @@ class ClusterApi:
     async def _ingress(self, host: str) -> str:
         """Return the `curl` arguments that reach `host` through the Ingress proxy.
 
-        The proxy's port is read from an annotation of the node. The result is empty without a
-        proxy.
+        The proxy's port is read from an annotation of the node. The result is empty if `host` is
+        empty or no proxy runs.
         """
         if not host:
             return ""

@@ -26,10 +26,11 @@ def run_detached(command: list[str], timeout_s: float, state: StateDir, console:
 
     Args:
         command: the command line of `baton up` without --detach.
-        timeout_s: longest time from the start to the answer.
+        timeout_s: longest time from the start of `baton up` to the first answer of its service.
 
     Returns:
-        Exit status 0 after the answer, or 1 after a failure. After a failure `baton up` is stopped.
+        Exit status 0 after the answer, or 1 after a failure. After a failure, this function stops
+        `baton up`.
     """
     if (pid := state.supervisor()) is not None:
         console.print(

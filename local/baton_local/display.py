@@ -19,7 +19,11 @@ _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
 
 
 def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> RenderableType:
-    """Return the tables of pods and conditions, with `elapsed_s` in the heading."""
+    """Return the tables of pods and conditions.
+
+    Args:
+        elapsed_s: seconds since the start of `baton up`, shown in the heading. None: not shown.
+    """
     pids = any(pod.pid for pod in status.pods)
     pods = Table(title=None, box=None, pad_edge=False, header_style="bold")
     for column in (

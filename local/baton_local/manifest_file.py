@@ -78,7 +78,8 @@ def _complaint(document: Any) -> str:
 def as_kubectl_applies(document: Object) -> Object:
     """Return `document` with the last-applied annotation that `kubectl apply` writes.
 
-    With this annotation, a later `kubectl apply` removes the fields that the user has deleted.
+    With this annotation, a later `kubectl apply` removes the fields that the user has deleted from
+    the file.
     """
     metadata = {"annotations": {}, **document["metadata"]}
     applied = {**document, "metadata": metadata}

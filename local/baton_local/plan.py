@@ -31,11 +31,11 @@ MAX_VALUE_LENGTH = 60
 def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: str) -> int:
     """Print the plan, and return the exit code.
 
-    The exit code is 0 if the service reaches the new state, and 2 if it does not. The exit code is
-    1 for an invalid manifest.
+    The exit code is 0 if the service reaches the state of the last manifest, and 2 if it does not.
+    The exit code is 1 for an invalid manifest.
 
     Args:
-        files: the manifests before and after the edit, or the manifest of a new service.
+        files: the old and the new manifest of a service, or the only manifest of a new service.
         conditions: the behavior of the simulated cluster.
         max_steps: largest number of steps in the plan.
         output: `text` or `json`.
@@ -91,7 +91,7 @@ def _read(path: Path) -> Target:
 
 
 def _header(old: Target | None, new: Target, result: Preview) -> Iterator[str | Text]:
-    """Yield the lines before the steps: changed fields and objects, and a table of the groups."""
+    """Yield the lines before the steps: changed fields and objects, and a table of the roles."""
     yield Text(
         f"LLMService {new.resolved.name}" + (", created from nothing" if old is None else ""),
         "bold",

@@ -35,13 +35,13 @@ from pocketkube.lifecycle import kill_at_end_of_parent
 from pocketkube.ports import LOOPBACK, free_ports
 
 POLL_S = 0.2
-#: Interval of messages about a wait.
+#: Interval between messages while the engine or the gateway is not ready.
 PROGRESS_S = 5.0
 #: Time for a child to end after its own drain timeout, before SIGKILL.
 _EXIT_GRACE_S = 10.0
 _NOTICE_S = 2.0
 _LINE_BYTES = 2**20
-#: Engine flags that `serve` sets itself, or that have no meaning here.
+#: Engine flags that `baton serve` sets itself, or that have no meaning without Kubernetes.
 _OURS = ("--model", "--config", "--engine-port", "--http-port", "--kv-role", "--kv-port")
 
 
@@ -351,8 +351,8 @@ class _Server:
     async def _drain(self) -> None:
         """End the gateway, then the engine.
 
-        The gateway first finishes the running requests. A second signal kills both processes at
-        once.
+        The gateway first finishes the running requests. Another SIGTERM or Ctrl-C kills both
+        processes immediately.
         """
         _print("stopping after the running requests; press Ctrl-C again to stop at once")
         ending = asyncio.create_task(self._end_children())

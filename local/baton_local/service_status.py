@@ -23,7 +23,7 @@ class PodStatus(msgspec.Struct):
     reason: str
     #: ID of the first container; empty before its start.
     container_id: str = ""
-    #: Pid of the container's process, if it was looked up.
+    #: Pid of the container's process, set by `with_pids`.
     pid: int | None = None
     #: KV bytes sent and received, by transport (`ucx tcp/lo`); empty if not read from the engine.
     kv_bytes: dict[str, int] = {}
@@ -48,7 +48,7 @@ class ServiceStatus(msgspec.Struct):
     model: str
     conditions: list[Condition]
     pods: list[PodStatus]
-    #: `curl` options for the Ingress; empty without one.
+    #: `curl` arguments that reach the service through its Ingress; empty without an Ingress.
     ingress: str
     kubeconfig: str
     #: False if the LLMService was deleted. Then only the names and the kubeconfig are set.

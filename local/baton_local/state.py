@@ -39,7 +39,7 @@ class ClusterInfo(_Written):
     kubeconfig: str
     namespace: str
     service: str
-    #: The service as it was first applied: the file to edit for `kubectl apply -f`.
+    #: Path of the YAML file from which `baton up` created the service.
     file: str
     #: The URL at which the service has answered; empty before its first answer.
     endpoint: str = ""
@@ -90,7 +90,7 @@ class StateDir:
         self._info_path.unlink(missing_ok=True)
 
     def supervisor(self) -> int | None:
-        """Return the pid of the running supervisor; None if the lock is free."""
+        """Return the pid of the supervisor that uses this folder; None if no supervisor runs."""
         with self._usable():
             try:
                 lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CLOEXEC)

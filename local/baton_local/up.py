@@ -43,7 +43,7 @@ from pocketkube.cluster import Component, LocalCluster
 from pocketkube.kubeconfig import write_account_kubeconfig
 from pocketkube.networks import NetworksInUseError
 
-#: The sample's model: a checkpoint that `baton up` creates, unless --model names another one.
+#: URI of the demo model, for which `baton up` creates a checkpoint unless --model names one.
 DEMO_MODEL_URI = "file:///models/demo"
 DEMO_CHECKPOINT = ["--arch", "qwen3", "--seed", "7"]
 PROMPT = "Tell me about the relay race: who hands the baton to whom?"
@@ -72,7 +72,7 @@ class UpOptions:
 
     @property
     def answer_timeout_s(self) -> float:
-        """Longest time from the start to the answer: the sum of the timeouts of all steps.
+        """Longest time from the start of `baton up` to its first answer: the sum of all timeouts.
 
         CONTROL_PLANE_TIMEOUT_S applies to two steps: the start of the control plane and the
         creation of the CRD. `timeout_s` applies to three steps: the wait for Ready, the wait for

@@ -15,7 +15,7 @@ HEAL_INTERVAL_S = 0.5
 
 
 def main() -> None:
-    """Parse the command line and run until SIGTERM or SIGINT."""
+    """Parse the command line, and run the cluster until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(
         prog="pocketkube",
         description="Run a Kubernetes cluster whose pods are processes of this machine. "

@@ -107,7 +107,7 @@ class LocalCluster:
         self.start(Component(name, [*module, *kubeconfig, *options], {}))
 
     def start(self, component: Component) -> None:
-        """Start a component. If it ends, `heal()` restarts it."""
+        """Start a component. If the component ends, `heal()` restarts it."""
         again = component.name in self._components
         self._components[component.name] = component
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **component.env}
@@ -142,9 +142,10 @@ class LocalCluster:
         return started
 
     def stop(self) -> None:
-        """Stop all components: kubelet and proxy after the others, the API server last. Idempotent.
+        """Stop all components, and release the cluster's address ranges. Idempotent.
 
-        Controllers stop before the kubelet, so that they do not replace stopped pods.
+        The API server stops last, after the kubelet and the proxy. All other components stop first,
+        so that the controllers do not replace stopped pods.
         """
         node = ("kubelet", "proxy")
         clients = [name for name in self._components if name not in (*node, "control-plane")]

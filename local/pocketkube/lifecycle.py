@@ -82,9 +82,9 @@ async def wait_up_to(timeout_s: float, event: asyncio.Event) -> bool:
 
 
 async def until_stopped(stop: asyncio.Event, *loops: Awaitable[None]) -> None:
-    """Run all `loops` concurrently until `stop` is set or a loop ends, then cancel the others.
+    """Run all `loops` concurrently until `stop` is set or a loop ends.
 
-    The error of a loop that fails is raised.
+    Then cancel the loops that still run. If a loop has failed, raise its error.
     """
     tasks = [asyncio.ensure_future(loop) for loop in loops]
     waiter = asyncio.ensure_future(stop.wait())

@@ -23,7 +23,7 @@ COMMIT = timedelta(seconds=1)
 
 
 class Coordinator:
-    """Prepares a topology generation for each request, then commits the generation."""
+    """Prepares a topology generation for each topology request, then commits the generation."""
 
     def __init__(self, ranks: Iterable[str]) -> None:
         """Start with `ranks` as topology generation 1. Without ranks there is no topology."""
@@ -57,9 +57,10 @@ class Coordinator:
         )
 
     def advance(self, now: datetime, usable: set[str]) -> list[str]:
-        """Remove unusable ranks, end the current phase if its time is over, and begin an operation.
+        """Remove unusable ranks, and begin or continue a change of the topology.
 
-        An operation begins if the requested ranks differ from the current ranks.
+        A change begins if the requested ranks differ from the current ranks. Each change first
+        prepares the next generation, then commits this generation.
 
         Args:
             usable: names of the members that can be ranks.

@@ -61,7 +61,7 @@ def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: 
 
 
 class _Rollout:
-    """Simulates the operator's reconciles of one service."""
+    """Simulates the operator's reconciles of one service after an edit of its spec."""
 
     def __init__(self, old: Target | None, new: Target, conditions: Conditions) -> None:
         self.steps: list[Step] = []
@@ -145,7 +145,10 @@ class _Rollout:
         )
 
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
-        """Carry out `plan` on the simulated cluster in the operator's order. Return the actions."""
+        """Carry out `plan` on the simulated cluster, and return the actions.
+
+        The order of the actions is the same as in the operator.
+        """
         cluster, template = self._cluster, self._templates[role]
         replicas, update = self._owner.replicas(role), update_of(self._owner, role)
         present = cluster.of_role(role)

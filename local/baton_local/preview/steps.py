@@ -15,7 +15,7 @@ State = Literal["no room", "starting", "standby", "ready", "draining", "terminat
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """One action of the operator."""
+    """One action of the operator on members of one role."""
 
     action: ActionName
     role: MemberRole
@@ -38,7 +38,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One reconcile that acted or observed a change."""
 
     number: int
-    #: Simulated time since the edit.
+    #: Simulated time since the edit of the spec.
     seconds: float
     #: Events in the cluster since the previous step.
     events: list[str]
@@ -57,7 +57,7 @@ class FieldChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The changes of the members of one role. Each pair is (before, after)."""
+    """The changes of the members of one role. Each pair is (before the edit, after the edit)."""
 
     role: MemberRole
     sizes: tuple[int, int]
@@ -74,11 +74,11 @@ class Preview(msgspec.Struct, frozen=True, kw_only=True):
     fields: list[FieldChange] = []
     groups: list[GroupChange] = []
     steps: list[Step] = []
-    #: Simulated time from the edit to the end.
+    #: Simulated time from the edit to the end of the simulation.
     seconds: float = 0.0
     #: Objects other than member pods: "creates", "changes" or "deletes" -> kinds and names.
     objects: dict[str, list[str]] = {}
-    #: Fields whose edits wait for the end of a pause.
+    #: Fields whose edits the operator does not apply while `spec.paused` is true.
     held_back: tuple[str, ...] = ()
     #: Why the rollout did not complete; empty if it did.
     waits_for: list[str] = []

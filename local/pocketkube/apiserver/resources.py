@@ -57,7 +57,7 @@ class Resource:
     subresources: tuple[Subresource, ...] = ()
     singular: str = ""
     list_kind: str = ""
-    #: Storage key; empty for `qualified`. Kinds with the same key are views of the same objects.
+    #: Storage key, by default `qualified`. Kinds with the same key are views of the same objects.
     storage: str = ""
     custom: bool = False
     note: str = ""

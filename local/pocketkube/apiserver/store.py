@@ -133,7 +133,10 @@ class Store:
         return [candidates[key] for key in sorted(found)]
 
     def __iter__(self) -> Iterator[tuple[str, Object]]:
-        """Iterate over a snapshot of all (storage, object). The caller may write in the loop."""
+        """Iterate over a snapshot of all pairs (storage key, object).
+
+        The caller may write to the store in the loop.
+        """
         pairs = [
             (storage, obj) for storage, c in self._collections.items() for obj in c.objects.values()
         ]

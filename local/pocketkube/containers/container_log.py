@@ -46,7 +46,10 @@ class ContainerLog:
             self._write(b"".join(out))
 
     def close(self) -> None:
-        """Write the incomplete last line, and close the file. Readers that follow the log end."""
+        """Write the incomplete last line, and close the file.
+
+        Calls of `stream_log()` that follow the log then return.
+        """
         for stream, rest in self._partial.items():
             if rest:
                 self._write(_record(stream, b"P", rest))

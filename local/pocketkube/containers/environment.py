@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from baton_kube.client import Object
 
-#: Reads the object of (kind, namespace, name); None if it does not exist. Raises ConfigError if
-#: the API server does not answer or refuses.
+#: Returns the object of (kind, namespace, name); None if it does not exist. Raises ConfigError if
+#: the API server does not answer or refuses the request.
 Lookup = Callable[[str, str, str], Awaitable[Object | None]]
 
 #: Variables of the kubelet that containers inherit: where libraries and caches are.

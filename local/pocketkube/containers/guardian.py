@@ -71,7 +71,13 @@ def kill_all(sessions: Collection[int], marker: str, timeout_s: float) -> bool:
 
 
 def main(marker: str) -> int:
-    """Read sessions from standard input until it closes, then kill them. Return the exit code."""
+    """Read sessions from standard input until it closes, then kill their processes.
+
+    Also kill all other processes with `marker` in their environment.
+
+    Returns:
+        The exit code: 0 if no process is left, else 1.
+    """
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     sessions: set[int] = set()

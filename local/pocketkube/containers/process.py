@@ -59,7 +59,7 @@ class Guard:
         """Lock the state folder and start the guardian.
 
         Raises:
-            TimeoutError: another kubelet holds the lock.
+            TimeoutError: another kubelet still holds the lock after `lock_timeout_s`.
         """
         # The folder will hold tokens and Secrets.
         self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -89,7 +89,9 @@ class Guard:
         self._send(f"-{session}\n")
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop the guardian, which first kills all remaining processes. Release the lock.
+        """Stop the guardian, which first kills the containers' remaining processes.
+
+        Then release the lock of the state folder.
 
         Args:
             timeout_s: maximum wait for the guardian.

@@ -117,7 +117,7 @@ class EmbeddedControlPlane:
 
 
 def main() -> None:
-    """Parse the command line and run until SIGTERM or SIGINT."""
+    """Parse the command line, and run a control plane until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(
         prog="python -m pocketkube.control_plane.embedded",
         description=(

@@ -53,7 +53,8 @@ rules:
 def find_assets() -> Path | None:
     """Return the folder of the control plane's binaries; None if no folder has all of them.
 
-    The folder is `KUBEBUILDER_ASSETS` if set, else the newest version in the cache.
+    The folder is `KUBEBUILDER_ASSETS` if set, else the newest version in the cache that
+    `make control-plane` fills.
     """
     if named := os.environ.get("KUBEBUILDER_ASSETS"):
         return Path(named) if _complete(Path(named)) else None
@@ -303,7 +304,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run until SIGTERM or SIGINT."""
+    """Parse the command line, and run a control plane until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="python -m pocketkube.control_plane.real")
     parser.add_argument(
         "--state-dir", type=Path, required=True, help="etcd's data, keys, logs and the kubeconfig"

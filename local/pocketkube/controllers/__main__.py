@@ -12,7 +12,7 @@ from pocketkube.lifecycle import die_with_parent, run_until_terminated
 
 
 def main() -> None:
-    """Parse the command line and run until SIGTERM."""
+    """Parse the command line, and run the controllers until SIGTERM."""
     parser = argparse.ArgumentParser(
         prog="pocketkube.controllers",
         description="Deployments, ReplicaSets and scheduling for the embedded control plane.",

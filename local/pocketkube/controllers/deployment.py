@@ -21,7 +21,7 @@ REVISION = "deployment.kubernetes.io/revision"
 class DeploymentPlan:
     """The next step of a Deployment's rollout."""
 
-    #: The ReplicaSet of the current template, if it is missing.
+    #: The ReplicaSet to create for the current pod template; None if it exists.
     create: Object | None = None
     #: New sizes: ReplicaSet name -> replicas.
     scale: dict[str, int] = field(default_factory=dict)

@@ -23,7 +23,8 @@ from pocketkube.lifecycle import until_stopped
 logger = logging.getLogger(__name__)
 
 RESYNC_S = 15.0
-#: Longest wait until the cache shows a write. Afterwards the cache is used as it is.
+#: Longest wait until the watched objects show the controller's own writes. After this time, the
+#: controller uses the objects as they are.
 EXPECTATION_S = 10.0
 
 
@@ -89,7 +90,8 @@ class Controllers:
         self._deployment_queue = Queue("deployment", self._reconcile_deployment)
         self._replica_set_queue = Queue("replicaset", self._reconcile_replica_set)
         self._schedule_queue = Queue("schedule", self._schedule)
-        #: ReplicaSet uid -> (pods created, pods deleted, time). The cache may not show these yet.
+        #: ReplicaSet uid -> (names of the last pods created, names of the last pods deleted, time).
+        #: The watched pods may not show these writes yet.
         self._expected: dict[str, tuple[set[str], set[str], float]] = {}
         self._deployments.subscribe(
             lambda old, new: self._deployment_queue.add(key_of(_newest(old, new)))
@@ -202,10 +204,13 @@ class Controllers:
         await self._write_status(path, replica_set, plan.status)
 
     def _caught_up(self, replica_set: Object, pods: list[Object]) -> bool:
-        """Return whether the cache shows the last pods created and deleted for `replica_set`.
+        """Return whether `pods` shows the last creations and deletions of pods for `replica_set`.
 
-        With an outdated cache, the controller would create pods twice. After `EXPECTATION_S`, the
-        result is always True.
+        With outdated `pods`, the controller would create pods twice. If the creations and deletions
+        are older than `EXPECTATION_S`, the result is always True.
+
+        Args:
+            pods: the pods of `replica_set`, as last received from the watch.
         """
         made, removed, when = self._expected.get(
             replica_set["metadata"]["uid"], (set(), set(), 0.0)

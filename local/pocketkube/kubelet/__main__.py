@@ -12,7 +12,7 @@ from pocketkube.lifecycle import die_with_parent, run_until_terminated
 
 
 def main() -> None:
-    """Parse the command line and run until SIGTERM."""
+    """Parse the command line, and run the kubelet until SIGTERM."""
     parser = argparse.ArgumentParser(
         prog="pocketkube.kubelet",
         description="Run the pods of one node as processes of this machine.",

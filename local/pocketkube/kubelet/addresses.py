@@ -1,6 +1,6 @@
 """Allocate pod addresses from a pool, the least recently used address first.
 
-The address of a deleted pod is therefore not reused at once.
+The address of a deleted pod is therefore not reused immediately.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class PodWorker:
         self._deadline = float("inf")
         #: The status that was last written.
         self._written: Object | None = None
-        #: Set when the address and the service account are known.
+        #: None until the pod's address and service account are known.
         self._context: PodContext | None = None
         self._account: Object | None = None
         self._address = ""
@@ -102,13 +102,16 @@ class PodWorker:
         self._dirty.set()
 
     def forget(self) -> None:
-        """Stop the processes without writing a status, because the pod object no longer exists."""
+        """Stop the pod's processes. Write no status, because the pod object no longer exists."""
         self._gone = True
         self._shorten(MIN_GRACE_S)
         self._leave.set()
 
     def shut_down(self, grace_s: float) -> None:
-        """Stop the processes because the kubelet ends. Keep the pod object and the pod's files."""
+        """Stop the pod's processes because the kubelet ends.
+
+        Keep the pod object and the pod's folder.
+        """
         self._keep_folder = True
         self._gone = True
         self._shorten(grace_s)

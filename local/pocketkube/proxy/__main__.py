@@ -17,7 +17,7 @@ from pocketkube.proxy.service_proxy import ServiceProxy
 
 
 def main() -> None:
-    """Parse the command line and run until SIGTERM."""
+    """Parse the command line, and run the proxies until SIGTERM."""
     parser = argparse.ArgumentParser(
         prog="pocketkube.proxy", description="Service and Ingress proxy of a local cluster."
     )

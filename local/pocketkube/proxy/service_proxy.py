@@ -159,8 +159,7 @@ class ServiceProxy:
 async def _stop_listening(listener: asyncio.Server) -> None:
     """Close `listener`, but first let asyncio set up the connections that it already accepted.
 
-    If the listener closed at once, asyncio would leave such a connection open without serving the
-    client.
+    Otherwise, asyncio would leave such a connection open without serving the client.
     """
     try:
         loop = asyncio.get_running_loop()

@@ -36,10 +36,10 @@ class Deletion:
         self._store = store
 
     def delete(self, info: RequestInfo, options: DeleteOptions) -> tuple[Object, bool]:
-        """Remove the object, or mark it as terminating.
+        """Remove the object that `info` names, or mark the object as terminating.
 
-        The object is only marked if it has finalizers or a grace period, or if it is a Namespace. A
-        foreground deletion with dependents and the deletion of a CRD add a finalizer.
+        The object is only marked if it has finalizers or a grace period, or if it is a Namespace.
+        A CRD gets a finalizer, and so does an object with dependents in a foreground deletion.
 
         Returns:
             (the object's last state, whether it was removed). A dry run changes nothing.

@@ -146,7 +146,11 @@ class Collector:
             self._store.remove("namespaces", "", name)
 
     def _finish_crd(self, storage: str) -> None:
-        """Stop serving the kind of `storage` if its CRD is terminating and no object is left."""
+        """Stop serving a custom kind if its CRD is terminating and none of its objects is left.
+
+        Args:
+            storage: storage key of the kind.
+        """
         crd = self._store.get(DEFINITIONS, "", storage)
         if crd is None or CRD_CLEANUP not in (crd["metadata"].get("finalizers") or ()):
             return

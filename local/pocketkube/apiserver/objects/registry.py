@@ -438,7 +438,7 @@ def _is_released(before: Object, after: Object) -> bool:
 
 
 def _desired(obj: Object, resource: Resource) -> str:
-    """Serialize the desired state of `obj`. A change of the result increments the generation."""
+    """Serialize the desired state of `obj`, the part whose changes increment the generation."""
     skipped = {"metadata", "apiVersion", "kind"}
     if resource.has_status or not resource.custom:
         skipped.add("status")

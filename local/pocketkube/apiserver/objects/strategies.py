@@ -28,7 +28,7 @@ class Strategy:
         """Restore the fields of `new` that an update cannot change. `new` has no defaults yet."""
 
     def after_write(self, stored: Object) -> Object:
-        """Run the steps that follow the write of `stored`. Return the object now in the store.
+        """Run the steps that follow the write of `stored`. Return the object as stored afterwards.
 
         The registry does not call this method after writes of subresources.
         """

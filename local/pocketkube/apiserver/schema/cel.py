@@ -31,7 +31,7 @@ class RuleSyntaxError(ValueError):
 
 @dataclass(frozen=True)
 class _Rule:
-    """One compiled rule."""
+    """One compiled CEL rule."""
 
     #: A program compiled by celpy, a package without type annotations.
     program: Any

@@ -55,7 +55,7 @@ class StructuralSchema:
         return _default(copy.deepcopy(obj), self.schema)
 
     def validate(self, obj: Object, old: Object | None) -> list[FieldError]:
-        """Validate `obj`, and return the errors. CEL rules run only if the schema check passes.
+        """Validate `obj`, and return the errors. CEL rules run only if there are no other errors.
 
         Args:
             old: the object before the write; None for a new object.

@@ -93,7 +93,10 @@ def label_selector(selector: str) -> Predicate:
 
 
 def required_labels(selector: str) -> list[tuple[str, str]]:
-    """Return the `a=b` terms of a label selector, as (key, value). Every match has these labels."""
+    """Return the `a=b` terms of a label selector, as (key, value).
+
+    Every object that matches the selector has these labels.
+    """
     matches = (_EQUALITY.match(part) for part in _split(selector))
     return [(match[1], match[3]) for match in matches if match and match[2] != "!="]
 
@@ -111,7 +114,7 @@ def field_selector(selector: str, storage: str) -> Predicate:
     """Parse a field selector, such as `metadata.name=x,status.phase!=Running`.
 
     Raises:
-        ApiError: 400, the selector is malformed, or the kind does not support one of its fields.
+        ApiError: 400, the selector is malformed, or has a field that the kind does not support.
     """
     allowed = (*_COMMON, *_BY_KIND.get(storage, ()))
     terms: list[tuple[str, bool, str]] = []

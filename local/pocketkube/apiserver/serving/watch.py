@@ -81,7 +81,11 @@ class _Stream:
 async def watch(
     request: web.Request, cluster: ClusterState, chosen: Selection
 ) -> web.StreamResponse:
-    """Serve a watch until the timeout, a disconnect of the client or the removal of the kind."""
+    """Serve a watch, and return its response.
+
+    The watch ends after `timeoutSeconds` of the request, a disconnect of the client or the removal
+    of the watched kind.
+    """
     query = request.query
     since = query.get("resourceVersion", "")
     bookmarks, initial = is_set(query, "allowWatchBookmarks"), is_set(query, "sendInitialEvents")
