@@ -86,12 +86,12 @@ def plan_attention(
     Args:
         query: the query of any layer. All layers have the same shape and dtype.
         key_cache: the cache of any layer. All layers have the same shape, strides and dtype.
-        window: at least 1.
+        window: size of the sliding window in tokens, at least 1. None: no window.
         max_seqlen_q: upper bound of a sequence's queries. None: unknown. With few queries per
             sequence (decode), a GPU splits long sequences.
-        soft_cap: positive.
-        implementation: None: chosen by device, dtype and options. Tests name the implementation
-            that they compare.
+        soft_cap: positive bound of the scores. None: no bound.
+        implementation: implementation to use, for tests. None: this function chooses by device,
+            dtype and options.
 
     Raises:
         ValueError: the options contradict each other, or the implementation does not support the

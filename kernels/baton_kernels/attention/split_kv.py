@@ -15,7 +15,7 @@ does not read lengths from the device.
 from __future__ import annotations
 
 #: Rows (query heads of a KV head * queries of a sequence) that always fit into one query block.
-#: Sequences are split only if the queries of each sequence fit into one block.
+#: Sequences are split only if the queries of each sequence fit into one query block.
 FEW_ROWS = 64
 #: Sequences are not split if (sequences * KV heads) per SM reach this number: the GPU is busy.
 ENOUGH_PROGRAMS_PER_SM = 4
@@ -40,7 +40,7 @@ def target_segments(
     """Return the target number of segments of a batch, or 0 for a batch without splits.
 
     Args:
-        num_seqs: sequences of the batch. The queries of each sequence fit into one block.
+        num_seqs: sequences of the batch. The queries of each sequence fit into one query block.
         num_kv_heads: KV heads, each of which has its own programs.
         max_tiles: KV tiles of the longest sequence that the block tables can hold.
         num_sms: streaming multiprocessors of the GPU.

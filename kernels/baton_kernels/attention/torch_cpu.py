@@ -95,7 +95,8 @@ class _Group:
     #: int64: gathered slots that their sequence does not attend to, as indices into [num_seqs *
     #: num_kv_heads * slots].
     invisible: Tensor | None = None
-    #: Added to the scores. None: a decode attends to all slots, and a chunk is causal from slot 0.
+    #: Mask added to the scores. None: each decode attends to all `slots`, or a chunk is causal from
+    #: the first of its `slots`.
     mask: Tensor | None = None
 
 
@@ -151,7 +152,8 @@ class GatherPlan:
     def scratch(self, group: _Group) -> tuple[Tensor, Tensor]:
         """Return scratch memory for the gathered keys and values of a group.
 
-        All groups share this memory, because new memory costs more than the copies.
+        All groups share this memory, because an allocation takes longer than the copies of the
+        keys and values.
         """
         keys, values = self._scratch[:, : len(group.rows)].unbind()
         return keys, values

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
-#: Candidates of the tuner. Some need more shared memory than the device has.
+#: Configurations that the tuner measures. Some need more shared memory than a GPU has.
 DECODE_CANDIDATES: list[Configuration] = [
     {
         "BLOCK_M": 16,
@@ -78,7 +78,8 @@ def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -
     An example is "decode/rows=16/head_dim=128/bfloat16".
 
     Args:
-        decode: whether each sequence's queries fit into one block, or are few on average.
+        decode: whether each sequence's queries fit into one query block, or the average number of
+            queries per sequence is at most 4.
         rows: minimum number of rows of a query block. Rows and key tiles compete for shared memory.
     """
     kind = f"decode/rows={rows}" if decode else "prefill"

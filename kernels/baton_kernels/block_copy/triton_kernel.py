@@ -91,7 +91,10 @@ def copy_blocks_triton(
 
 
 def _words(*caches: Tensor) -> list[Tensor]:
-    """View the caches as [num_blocks, words_per_block] of the widest integer type that fits."""
+    """View each cache as [num_blocks, words_per_block], in the same integer type.
+
+    The type is the widest one whose size divides the block size in bytes and each cache's address.
+    """
     for dtype in (torch.int64, torch.int32, torch.int16):
         size = dtype.itemsize
         if all(cache[0].nbytes % size == 0 and cache.data_ptr() % size == 0 for cache in caches):

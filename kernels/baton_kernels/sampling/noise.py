@@ -63,8 +63,8 @@ def gumbel(mantissa: Tensor) -> Tensor:
 def least_mantissa(noise: Tensor) -> Tensor:
     """Return the smallest mantissa (int64) for which `gumbel` is at least `noise` (float64).
 
-    Rounding can make the result slightly too low, but never too high. Callers must therefore
-    compare the noise itself.
+    Rounding can make the result slightly too low, but never too high. Callers must therefore also
+    compute the noise of each token whose mantissa reaches the result.
     """
     fraction_above = -torch.expm1(-torch.exp(-noise))
     count = (fraction_above * (1 + 1e-9) * 2.0**_MANTISSA_BITS).ceil() + 2

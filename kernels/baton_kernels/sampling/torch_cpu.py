@@ -1,9 +1,10 @@
 """Draws tokens in torch. Only a few candidates per row are computed in float64.
 
-Candidates are the tokens whose logits reach a bound, the k-th largest maximum of the vocabulary's
-blocks. Every token that a filter keeps reaches this bound. Rows without a filter take two rounds.
-The first round compares about 64 likely candidates. The best score determines how much noise
-another token needs to win. The second round compares the few tokens with so much noise.
+Candidates are the tokens whose logits reach a bound: the k-th largest maximum of the vocabulary's
+blocks, where k is top_k or a constant. In a row with top_k or top_p, every token that the filters
+keep is a candidate. Other rows take up to two rounds. The first round compares about 64 likely
+candidates. The best score determines how much noise another token needs to win. The second round
+compares the few tokens with so much noise.
 
 Probabilities are summed in fixed point, which is exact in any order. So the result of a row does
 not depend on the other rows of the batch.

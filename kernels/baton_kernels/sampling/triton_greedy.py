@@ -1,4 +1,4 @@
-"""The most likely tokens in Triton, in one launch. Programs update a row's best by atomic max."""
+"""The most likely tokens in Triton, in one launch. Programs combine their results by atomic max."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A batch has four launches, or only the last two if no row has a filter:
 
     block maxima    maxima of 64 tokens each                    programs: rows x vocabulary tiles
     bounds          a lower bound of the logits that the        programs: rows
-                    filters are expected to keep
+                    filters probably keep
     collect         gathers the tokens that reach the bound     programs: rows x vocabulary tiles
                     and sums probabilities. Without top_k and
                     top_p: finds the best score of each tile
@@ -314,7 +314,7 @@ def draw_tokens_triton(
     params: Sequence[DrawParams],
     keys: Sequence[int],
 ) -> Tensor:
-    """Implement `baton_kernels.sampling.draw_tokens` in Triton. A NaN counts as -inf.
+    """Implement `baton_kernels.sampling.draw_tokens` in Triton. A NaN logit counts as -inf.
 
     Raises:
         ValueError: the vocabulary has 2**24 tokens or more.

@@ -106,7 +106,7 @@ def load_places(tokens: Tokens, start, TILE: tl.constexpr):
 
 @triton.jit
 def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
-    """Return each token's probability, or 1 without WEIGH.
+    """Return the `relative_weight` of the token at each place, or 1 without WEIGH.
 
     The amount is 0 for masked tokens and for tokens that min_p removes.
     """
@@ -120,7 +120,7 @@ def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
 
 @triton.jit
 def reaching(tokens: Tokens, threshold, WEIGH: tl.constexpr, TILE: tl.constexpr):
-    """Return the sum of `amount_of` over the tokens whose places reach the threshold."""
+    """Return the sum of `amount_of` over the tokens whose places are at least `threshold`."""
     result = tl.zeros([], tl.float64)
     for start in range(0, tokens.in_row + tokens.gathered, TILE):
         place = load_places(tokens, start, TILE)
@@ -140,15 +140,15 @@ def search(
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Find the smallest set of best tokens whose total amount is at least `wanted`.
+    """Find the smallest set of most likely tokens whose total `amount_of` is at least `wanted`.
 
-    The amount is the number of tokens, or with WEIGH the sum of probabilities. The search divides
-    the range of logits first. The range of ids is divided only if the set ends between tokens of
-    equal logits.
+    The total is the number of tokens, or with WEIGH the sum of their relative weights. The search
+    divides the range of logits first. The range of ids is divided only if the set ends between
+    tokens of equal logits.
 
     Returns:
         A place that all tokens of the set reach. No other token with a positive amount reaches
-        this place. The result is `left` if all tokens together have less than `wanted`.
+        this place. The result is `left` if the total of all tokens is less than `wanted`.
     """
     while (left < right) & (amount - amount_of(tokens, left, WEIGH) >= wanted):
         step = (right - left) // (PIVOTS + 1)

@@ -19,7 +19,7 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 def row_chunks(logits: Tensor) -> Iterator[slice]:
-    """Return slices of rows that are small enough to be computed at once, as an iterator."""
+    """Return an iterator over slices of rows, each of which is small enough for one computation."""
     chunk = max((CPU_CHUNK if logits.device.type == "cpu" else GPU_CHUNK) // logits.shape[-1], 1)
     return (slice(start, start + chunk) for start in range(0, len(logits), chunk))
 
