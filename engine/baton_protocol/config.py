@@ -118,6 +118,14 @@ class SchedulerConfig(_Config, frozen=True):
         int,
         Option("most tokens of one prompt in a step while shorter ones wait", at_least(0)),
     ] = 0
+    #: Beside decodes, a step computes only as many prompt tokens as are expected to fit this time.
+    #: 0 sets no target.
+    target_itl_s: Annotated[
+        float,
+        Option(
+            "wanted seconds between two tokens of a sequence; bounds prompt chunks", _NOT_NEGATIVE
+        ),
+    ] = 0.0
     #: auto swaps groups with several running sequences, and recomputes other requests.
     preemption_mode: Annotated[str, choice("auto", "recompute", "swap")] = "auto"
     async_scheduling: Annotated[bool, Option("schedule a step while the last one runs")] = False

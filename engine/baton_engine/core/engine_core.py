@@ -119,6 +119,7 @@ class EngineCore:
         )
         #: Oldest first.
         self._in_flight: deque[_InFlight] = deque()
+        self._last_step_ended = -math.inf
         #: Outputs of steps that ended outside step_fn.
         self._outputs: list[EngineCoreOutput] = []
         self._connector_stats: ConnectorStats | None = None
@@ -360,14 +361,16 @@ class EngineCore:
         step, future, started, schedule_s = self._in_flight.popleft()
         with self._dumping(step):
             output = self._wait(future)
-            model_s = time.monotonic() - started
+            ended = time.monotonic()
             self.scheduler.abort_requests(self._take_aborts())
+            self.scheduler.observe_duration(step, ended - max(started, self._last_step_ended))
             outputs = self.scheduler.update_from_output(step, output)
+        self._last_step_ended = ended
         self.request_metrics.on_step(step.total_num_scheduled_tokens, started)
         self.request_metrics.on_outputs(outputs)
         self._outputs += outputs
         if self.config.observability.log_iterations and step.num_scheduled_tokens:
-            self._log_iteration(step, schedule_s, model_s, time.monotonic() - started - model_s)
+            self._log_iteration(step, schedule_s, ended - started, time.monotonic() - ended)
 
     def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
         """Return the output of a step. Raise WorkerDiedError if a worker dies first."""

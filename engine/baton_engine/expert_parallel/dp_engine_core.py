@@ -424,7 +424,10 @@ class DPEngineCore(EngineCore):
     def _vote(
         self, step: SchedulerOutput, waves: Waves, voted: StandbyGeneration | None
     ) -> StepDecision:
-        """Exchange votes before a step, and return the decision. Start a wave if none is running.
+        """Exchange votes with all ranks before a step, and return their decision.
+
+        If no wave is running, a wave starts before. `voted` is the prepared generation on whose
+        commit this rank votes.
 
         Raises:
             GroupBrokenError: A rank is gone.

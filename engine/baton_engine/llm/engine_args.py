@@ -40,6 +40,7 @@ class EngineArgs(TypedDict, total=False):
     max_num_batched_tokens: int
     enable_chunked_prefill: bool
     long_prefill_token_threshold: int
+    target_itl_s: float
     scheduling_policy: str
     preemption_mode: str
     async_scheduling: bool

@@ -4,6 +4,7 @@ scheduler        `schedule()` builds a step from the decisions of the other modu
 decisions        the decisions that the other modules return
 lifecycle        applies decisions: queues, starts, preempts, swaps and ends requests
 planner          how many tokens each running request gets
+prompt_budget    how many prompt tokens may run beside decodes, for short times between tokens
 admission        which waiting request joins the batch, or starts to load its KV
 preemption       which request loses its KV blocks, and which swapped request gets blocks back
 step_results     appends a step's tokens, and decides which requests end

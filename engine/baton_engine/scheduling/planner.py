@@ -29,6 +29,8 @@ class RunningPlanner:
     def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
         """Schedule tokens of running requests in `step`. Yield the preemptions that this requires.
 
+        If there are decodes, `prompt_budget` limits the tokens that are left for prompts.
+
         The caller applies each decision before it takes the next decision.
         """
         prefills = self._prefills
@@ -48,6 +50,8 @@ class RunningPlanner:
                     step.run(request, 1)
                 else:
                     yield from self._plan_decodes(step, request, [request])
+        if step.ranges:  # decodes, which wait for the prompt tokens of this step
+            step.budget = self.state.prompt_budget.limit(step.budget)
         for sequence in prefills:
             if step.budget == 0:
                 break

@@ -118,7 +118,7 @@ class SwappedRequests:
                 return
 
     def take_all(self) -> list[Request]:
-        """Remove and return all swapped requests, in order."""
+        """Remove and return all swapped requests, in the order in which they would resume."""
         units, self._units = self._units, []
         return [request for unit in units for request in unit]
 

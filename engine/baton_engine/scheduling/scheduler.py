@@ -217,6 +217,15 @@ class Scheduler:
         self.made_progress |= bool(step.reaches_model_runner or output.connector)
         return self.take_outputs()
 
+    def observe_duration(self, step: SchedulerOutput, seconds: float) -> None:
+        """Learn how long a step in flight took, see `PromptBudget.observe`.
+
+        Call this before `update_from_output` for the same step.
+        """
+        if ranges := self._in_flight.get(step.step_id):
+            sizes = [entry.end - entry.start for entry in ranges]
+            self.state.prompt_budget.observe(sum(size for size in sizes if size > 1), seconds)
+
     def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
         """Return bitmasks of the tokens that grammars allow in `step`. None without grammars.
 

@@ -10,6 +10,7 @@ from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.grammar_queue import GrammarQueue
 from baton_engine.scheduling.groups.samples import SampleGroups
 from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
+from baton_engine.scheduling.prompt_budget import PromptBudget
 from baton_engine.scheduling.queues import RunningRequests, SwappedRequests, WaitingRequests
 from baton_engine.scheduling.refusals import RequestLimits
 from baton_engine.scheduling.request import Request
@@ -57,6 +58,7 @@ class SchedulerState:
         self.running = RunningRequests(self.limits.max_num_seqs)
         self.queues = WaitingRequests()
         self.swapped = SwappedRequests()
+        self.prompt_budget = PromptBudget(config.target_itl_s)
         self.grammars = GrammarQueue(structured_output)
         self.groups = SampleGroups()
         #: Preempted requests, until their steps in flight have returned.

@@ -41,3 +41,5 @@ def _problems(config: EngineConfig) -> Iterator[str]:
             f"prompt runs in one step and model.max_model_len is {longest}: "
             "raise the first or lower the second"
         )
+    if not scheduler.enable_chunked_prefill and scheduler.target_itl_s:
+        yield "scheduler.target_itl_s needs scheduler.enable_chunked_prefill"

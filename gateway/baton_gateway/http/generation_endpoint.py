@@ -63,8 +63,9 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
     """An endpoint that generates text.
 
     Args:
-        request_timeout_s: longest time from a request's arrival to the end of its response, without
-            the time in `queue`.
+        queue: holds requests while the service has no engine.
+        request_timeout_s: longest time from a request's arrival to the end of its response. The
+            time in `queue` does not count.
     """
 
     kind: type[_Request]

@@ -76,8 +76,8 @@ async def listen(
 async def stop_listening(listener: asyncio.Server) -> None:
     """Stop accepting connections, and close `listener`.
 
-    Before `listener` closes, every accepted connection gets an asyncio transport. A connection
-    without a transport would stay open, and its client would wait without end.
+    Before closing, the function waits until asyncio has created a transport for each accepted
+    connection. A connection without a transport would stay open, and its client would wait forever.
     """
     loop = asyncio.get_running_loop()
     for socket in listener.sockets:

@@ -75,7 +75,7 @@ def write_kv_triton(
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
-    """Implement `baton_kernels.kv_write.write_kv` in Triton, without `plan`.
+    """Implement `baton_kernels.kv_write.write_kv` in Triton, which needs no plan.
 
     Raises:
         ValueError: the kernel does not support the strides.

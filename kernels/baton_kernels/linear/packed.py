@@ -65,7 +65,8 @@ class PackedWeight(nn.Module):
 
         Args:
             weight: tensor of shape [out_features, in_features].
-            implementation: None: the result of `packing`, which must not be None.
+            implementation: how to pack the weight. By default, as `packing` chooses. If `packing`
+                returns None for this weight, the argument is required.
         """
         super().__init__()
         self.shape, self.dtype = weight.shape, weight.dtype

@@ -77,7 +77,7 @@ class WorkLoan:
     def leave(self) -> None:
         """Stop counting the caller as a waiting user.
 
-        A caller that holds the work calls `give_back` first.
+        If the thread's work is lent to the caller, the caller must call `give_back` before.
         """
         with self._lock:
             self.num_users -= 1

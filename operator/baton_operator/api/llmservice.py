@@ -18,7 +18,13 @@ from msgspec import Meta
 
 from baton_operator.api.field_types import ApiStruct, Count, Quantity, Time
 from baton_operator.api.spec_access import Gateway, Security
-from baton_operator.api.spec_groups import AutoscalingStatus, Decode, Prefill, UpdateStrategy
+from baton_operator.api.spec_groups import (
+    AutoscalingStatus,
+    Decode,
+    Milliseconds,
+    Prefill,
+    UpdateStrategy,
+)
 from baton_operator.api.spec_model import Model, ModelStatus
 
 #: Leaves room for `-prefill-<ordinal>` and hashes in a DNS label.
@@ -64,6 +70,11 @@ class Engine(ApiStruct, frozen=True):
     enable_prefix_caching: bool | None = None
     #: Maximum number of tokens of one step. A longer prompt is computed in chunks. Unset: 512.
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    #: Wanted time from one token of a sequence to the next. Beside running sequences, a step
+    #: computes only as many prompt tokens as are expected to fit this time. A lower value makes
+    #: tokens come more evenly, and first tokens later. Unset: only maxNumBatchedTokens limits a
+    #: step.
+    target_itl_milliseconds: Milliseconds | None = None
     #: Maximum number of sequences that one engine runs at the same time. Unset: 64.
     max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] | None = None
     #: Maximum number of waiting requests of one engine. Further requests get 429 with Retry-After,

@@ -61,6 +61,7 @@ def engine_config(resolved: ResolvedService, role: names.MemberRole) -> EngineCo
         kv_role = KVRole.NONE
     else:
         kv_role = KVRole.PRODUCER if role == "prefill" else KVRole.CONSUMER
+    target = tuning.target_itl_milliseconds
     return EngineConfig(
         model=_model_config(resolved, role),
         cache=CacheConfig(
@@ -76,6 +77,7 @@ def engine_config(resolved: ResolvedService, role: names.MemberRole) -> EngineCo
             **_given(
                 max_num_batched_tokens=tuning.max_num_batched_tokens,
                 max_num_seqs=tuning.max_num_seqs,
+                target_itl_s=target / 1000 if target else None,
                 max_queue=tuning.max_queue,
             )
         ),

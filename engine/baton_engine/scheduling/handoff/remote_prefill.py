@@ -1,7 +1,7 @@
 """Decides when a CONSUME request can continue. A peer computes the prompt of such a request.
 
 Two events must happen, in any order: the block load ends, and the gateway's PREFILL_RESULT arrives.
-This engine computes missing blocks itself, unless `load_failure_policy` is to fail the request.
+This engine computes missing blocks itself, unless `load_failure_policy` is `fail`.
 """
 
 from __future__ import annotations

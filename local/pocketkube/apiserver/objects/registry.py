@@ -363,7 +363,10 @@ class Registry:
                 raise errors.invalid(resource, before["name"], [refused])
 
     def _default(self, resource: Resource, obj: Object) -> Object:
-        """Return a copy of the object with defaults. Metadata of custom resources is not copied."""
+        """Return a copy of the object with defaults.
+
+        A copy of a custom resource shares its `metadata` with `obj`.
+        """
         if custom := self.catalog.custom(resource):
             metadata = obj["metadata"]
             return {
