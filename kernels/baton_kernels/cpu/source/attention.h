@@ -20,12 +20,13 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention_bf16.h"
 #include "attention_tile.h"
 #include "vector.h"
 
 namespace baton {
 
-constexpr int64_t ROWS = 32;  // rows of a task
+constexpr int64_t ROWS = 64;  // rows of a task
 // Tokens of a task, if one task has all rows of a sequence and KV head.
 constexpr int64_t SPLIT = 512;
 constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // key elements below which one thread does all work
@@ -125,16 +126,22 @@ struct Scratch {
         query = memory.get();
         sums = query + ROWS * p.padded_dim();
         scores = sums + ROWS * p.padded_dim();
-        tile = scores + ROWS * TILE;
+        products = scores + ROWS * TILE;
+        tile = products + ROWS * p.padded_dim();
+        rounded = reinterpret_cast<BFloat16*>(tile + TILE * p.padded_dim());
         for (int64_t i = 0; i < TILE; ++i) tile_offsets[i] = i * p.padded_dim();
     }
-    static int64_t elements(const Problem& p) { return (2 * ROWS + TILE) * p.padded_dim() + ROWS * TILE; }
+    static int64_t elements(const Problem& p) { return (3 * ROWS + TILE) * p.padded_dim() + 2 * ROWS * TILE; }
 
     struct Delete {
         void operator()(float* pointer) const { ::operator delete[](pointer, std::align_val_t(64)); }
     };
     std::unique_ptr<float[], Delete> memory;
-    float *query, *sums, *scores, *tile;
+    float *query, *sums, *scores, *products, *tile;
+    BFloat16* rounded;
+    BFloat16* query_bf16() const { return reinterpret_cast<BFloat16*>(query); }
+    BFloat16* packed_tile() const { return reinterpret_cast<BFloat16*>(tile); }
+
     int64_t tile_offsets[TILE];
     float largest[ROWS], total[ROWS];
 };
@@ -142,15 +149,24 @@ struct Scratch {
 // Applies the soft cap. Sets scores to -inf for padding and for tokens that a row does not attend
 // to.
 inline void adjust_scores(const Problem& p, const Task& task, Scratch& scratch, const Tile& tile, int64_t padded_count) {
+    int32_t positions[TILE];
+    for (int64_t t = 0; t < padded_count; ++t) {
+        // Padding is after every row.
+        positions[t] = t < tile.count ? static_cast<int32_t>(tile.position_of(t)) : std::numeric_limits<int32_t>::max();
+    }
     for (int64_t row = 0; row < task.num_rows; ++row) {
-        float* scores = scratch.scores + row * TILE;
-        const int64_t position = position_of(p, task, row), first = first_visible(p, position);
-        for (int64_t t = 0; t < tile.count; ++t) {
-            if (p.soft_cap != 0.0f) scores[t] = p.soft_cap * std::tanh(scores[t] / p.soft_cap);
-            const int64_t at = tile.position_of(t);
-            if (at < first || at > position) scores[t] = HIDDEN;
+        float* const scores = scratch.scores + row * TILE;
+        if (p.soft_cap != 0.0f) {
+            for (int64_t t = 0; t < tile.count; ++t) scores[t] = p.soft_cap * std::tanh(scores[t] / p.soft_cap);
         }
-        std::fill(scores + tile.count, scores + padded_count, HIDDEN);
+        const int64_t position = position_of(p, task, row);
+        const Ints last = Ints{} + static_cast<int32_t>(position);
+        const Ints first = Ints{} + static_cast<int32_t>(first_visible(p, position));
+        for (int64_t t = 0; t < padded_count; t += LANES) {
+            const Ints at = read_as<Ints>(positions + t);
+            const Floats value = load(scores + t);
+            store(scores + t, (at < first) | (at > last) ? splat(HIDDEN) : value);
+        }
     }
 }
 
@@ -214,13 +230,18 @@ void attend(
 ) {
     const int64_t group_size = p.group_size(), dim = p.padded_dim();
     const int64_t first_query = p.cu_seqlens_q[task.seq];
+    const bool in_bf16 = uses_bf16_products<T>(task.num_rows, p.head_dim);
     for (int64_t row = 0; row < task.num_rows; ++row) {
         const int64_t token = first_query + (task.first_row + row) / group_size;
         const int64_t head = task.kv_head * group_size + (task.first_row + row) % group_size;
         const T* from = query + token * p.query_stride_token + head * p.query_stride_head;
-        float* to = scratch.query + row * dim;
-        std::fill(to, to + dim, 0.0f);
-        for_each_vector(p.head_dim, [&](int64_t i, auto read, auto) { store(to + i, read(from + i) * p.scale); });
+        if (in_bf16) {
+            std::memcpy(static_cast<void*>(scratch.query_bf16() + row * dim), from, dim * sizeof(BFloat16));
+        } else {
+            float* to = scratch.query + row * dim;
+            std::fill(to, to + dim, 0.0f);
+            for_each_vector(p.head_dim, [&](int64_t i, auto read, auto) { store(to + i, read(from + i) * p.scale); });
+        }
         scratch.largest[row] = -std::numeric_limits<float>::infinity();
         scratch.total[row] = 0.0f;
     }
@@ -258,17 +279,37 @@ void attend(
         }
         const int64_t vectors = (tile.count + LANES - 1) / LANES;
         const Rows<T> key_rows = rows_of(keys, tile), value_rows = rows_of(values, tile);
-        with_rows(key_rows, value_rows, [&](const auto& rows, const auto& to_prefetch) {
-            to_prefetch.prefetch_four(0);
-            score_tile(scratch.scores, scratch.query, task.num_rows, rows, to_prefetch, dim);
-            to_prefetch.prefetch_four(1);
-        });
+        if constexpr (std::is_same_v<T, BFloat16>) {
+            if (in_bf16) {
+                pack_keys(scratch.packed_tile(), key_rows, dim);
+                score_tile_bf16(
+                    scratch.scores, scratch.query_bf16(), task.num_rows, scratch.packed_tile(), dim, p.scale
+                );
+            }
+        }
+        if (!in_bf16) {
+            with_rows(key_rows, value_rows, [&](const auto& rows, const auto& to_prefetch) {
+                to_prefetch.prefetch_four(0);
+                score_tile(scratch.scores, scratch.query, task.num_rows, rows, to_prefetch, dim);
+                to_prefetch.prefetch_four(1);
+            });
+        }
         const bool partly_hidden =
             tile.begin < all_visible_begin || tile.end > all_visible_end || tile.count < vectors * LANES;
         if (partly_hidden || p.soft_cap != 0.0f) {
             adjust_scores(p, task, scratch, tile, vectors * LANES);
         }
         softmax_tile(task, scratch, vectors, corrections);
+        if constexpr (std::is_same_v<T, BFloat16>) {
+            if (in_bf16) {
+                pack_values(scratch.packed_tile(), value_rows, dim, vectors * LANES);
+                add_tile_bf16(
+                    scratch.sums, corrections, scratch.scores, task.num_rows, scratch.packed_tile(), dim,
+                    vectors * LANES, scratch.rounded, scratch.products
+                );
+                continue;
+            }
+        }
         // The computation prefetches a whole tile's rows.
         const Tile& same_or_whole = next.count == TILE ? next : tile;
         with_rows(value_rows, rows_of(keys, same_or_whole), [&](const auto& rows, const auto& to_prefetch) {

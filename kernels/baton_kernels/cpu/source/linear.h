@@ -75,8 +75,10 @@ inline void store_lanes(T* to, Floats values, int64_t count) {
 }
 
 // Computes the `count` outputs of one panel for ROWS rows.
-template <int64_t ROWS, bool PREFETCH, typename T>
-void multiply_tile(Matrix<T> y, Matrix<const T> x, const T* panel, const T* bias, int64_t in_features, int64_t count) {
+template <int64_t ROWS, bool PREFETCH, typename Out, typename T>
+void multiply_tile(
+    Matrix<Out> y, Matrix<const T> x, const T* panel, const T* bias, int64_t in_features, int64_t count
+) {
     using Step = decltype(broadcast(panel, 0));
     Floats sums[ROWS][PANEL_VECTORS] = {};
     for (int64_t input = 0; input < in_features; input += STEP_INPUTS<T>) {
@@ -116,18 +118,20 @@ struct PackedMatrix {
     int64_t panel_size() const { return padded(in_features) * PANEL; }
 
     // Computes the outputs of one panel for `num_rows` rows. A missing bias is nullptr.
-    void multiply(Matrix<T> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias) const {
+    template <typename Out>
+    void multiply(Matrix<Out> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias) const {
         multiply(y, x, num_rows, panel, bias, std::make_index_sequence<TILE_ROWS>());
     }
 
   private:
     // The first tile brings the weights into the cache.
-    template <std::size_t... I>
+    template <typename Out, std::size_t... I>
     void multiply(
-        Matrix<T> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias, std::index_sequence<I...>
+        Matrix<Out> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias, std::index_sequence<I...>
     ) const {
-        using Multiply = void (*)(Matrix<T>, Matrix<const T>, const T*, const T*, int64_t, int64_t);
-        constexpr Multiply first[] = {multiply_tile<I + 1, true, T>...}, others[] = {multiply_tile<I + 1, false, T>...};
+        using Multiply = void (*)(Matrix<Out>, Matrix<const T>, const T*, const T*, int64_t, int64_t);
+        constexpr Multiply first[] = {multiply_tile<I + 1, true, Out, T>...};
+        constexpr Multiply others[] = {multiply_tile<I + 1, false, Out, T>...};
         const int64_t output = panel * PANEL, count = std::min(PANEL, out_features - output);
         if (bias != nullptr) bias += output;
         for (int64_t row = 0; row < num_rows; row += TILE_ROWS) {
