@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import perplexity
 from peers.candidate import Candidate
 from peers.installation import Installation
 from workload import VOCAB_SIZE, checkpoint, moe_checkpoint, sample
@@ -29,6 +30,7 @@ PRECISIONS: dict[str, tuple[dict[str, str], str, str, str, bool]] = {
     "float32": ({"dtype": "float32"}, "F32", "fp32", "f32", True),
     "bfloat16": ({"dtype": "bfloat16"}, "BF16", "fp32", "bf16", True),
     "int8": ({"dtype": "bfloat16", "quantization": "int8"}, "Q8_0", "int8", "", False),
+    "int4": ({"dtype": "bfloat16", "quantization": "int4"}, "Q4_K_M", "int4", "", False),
 }
 #: vLLM's threads: one core left to its scheduler (its own choice), or all cores.
 VLLM_THREADS = {"vLLM": "auto", "vLLM, all cores": f"0-{NUM_THREADS - 1}"}
@@ -224,4 +226,9 @@ def moe(peers: Installation, repeats: int, scale: float) -> tuple[Rows, list[Goa
     return rows, [goal]
 
 
-PARTS = {"peers": precisions, "peers-moe": moe}
+def perplexities(peers: Installation, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
+    """Measure what rounded weights cost: the perplexity of a small trained model."""
+    return perplexity.measure(perplexity.trained_checkpoint(peers.checkpoints / "trained"))
+
+
+PARTS = {"peers": precisions, "peers-moe": moe, "perplexity": perplexities}
