@@ -121,17 +121,6 @@ class Dispatcher:
                 return Dispatch(GraphKind.FULL, BatchDescriptor(size, min(size, self.max_num_seqs)))
 
 
-def default_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
-    """Return the default numbers of tokens that graphs are captured for, in ascending order.
-
-    The sizes of decode steps lie close together, so that padding is small. No size exceeds 512,
-    because in larger steps kernel launches take a small part of the time.
-    """
-    largest = min(max(2 * max_num_seqs, 16), 512, max_num_batched_tokens)
-    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), min(max_num_seqs, 512), largest}
-    return sorted(size for size in sizes if size <= largest)
-
-
 def _round_up(value: int, sizes: Sequence[int]) -> int | None:
     index = bisect_left(sizes, value)
     return sizes[index] if index < len(sizes) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from baton_engine.compilation.dispatch import CudagraphMode, default_sizes
+from baton_engine.compilation.dispatch import CudagraphMode
 from baton_engine.models.checkpoint_config import CheckpointConfig
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig
@@ -69,7 +69,7 @@ def plan_compilation(
         )
         mode = "none"
     cudagraph_mode = _cudagraph_mode(config, compiled=mode != "none", has_graphs=has_graphs)
-    capture_sizes = given.capture_sizes or default_sizes(scheduler.max_num_seqs, budget)
+    capture_sizes = given.capture_sizes or default_capture_sizes(scheduler.max_num_seqs, budget)
     return CompilationPlan(
         mode=mode,
         compilation_is_asked_for=given.mode != "auto",
@@ -82,6 +82,17 @@ def plan_compilation(
         max_num_batched_tokens=budget,
         max_blocks_per_seq=-(-max_model_len // config.cache.block_size) + 1,
     )
+
+
+def default_capture_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
+    """Return the default numbers of tokens that graphs are captured for, in ascending order.
+
+    The sizes of decode steps lie close together, so that padding is small. No size exceeds 512,
+    because in larger steps kernel launches take a small part of the time.
+    """
+    largest = min(max(2 * max_num_seqs, 16), 512, max_num_batched_tokens)
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), min(max_num_seqs, 512), largest}
+    return sorted(size for size in sizes if size <= largest)
 
 
 def _cudagraph_mode(config: EngineConfig, *, compiled: bool, has_graphs: bool) -> CudagraphMode:

@@ -5,7 +5,7 @@ were not compiled, or if the processor lacks the instructions. The torch version
 BATON_CPU_KERNELS=torch always selects the torch versions. BATON_CPU_KERNELS=avx2 selects the
 operations for processors without AVX-512.
 
-    libraries   paths of the compiled files, one per instruction set
+    libraries   the compiled files, one per instruction set, and which one this processor loads
     build       compiles the operations
 """
 
@@ -15,13 +15,12 @@ import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from baton_kernels.cpu.libraries import InstructionSet, instruction_sets, library_file
+from baton_kernels.cpu.libraries import choose, library_file, processor_flags
 
 #: The dtypes of the operations. Dispatchers use the torch versions for other dtypes.
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -47,41 +46,6 @@ class Ops:
     run_experts: Op
     draw_tokens: Op
     sum_runs: Op
-
-
-def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the processor's flags, by their Linux names; an empty set if the flags are unknown."""
-    try:
-        with cpuinfo.open() as lines:
-            for line in lines:
-                name, _, flags = line.partition(":")
-                if name.strip() in ("flags", "Features"):
-                    return frozenset(flags.split())
-    except OSError:
-        pass
-    return frozenset()
-
-
-def choose(flags: frozenset[str], wanted: str) -> tuple[InstructionSet | None, str]:
-    """Choose the best compiled instruction set that this processor supports.
-
-    Args:
-        flags: result of `processor_flags`.
-        wanted: value of BATON_CPU_KERNELS: "torch", an instruction set's name, or "" for the best.
-
-    Returns:
-        (instruction set, name), or (None, reason) if the torch versions must run.
-    """
-    if wanted == "torch":
-        return None, "BATON_CPU_KERNELS=torch"
-    able = [one for one in instruction_sets() if one.needs <= flags and wanted in ("", one.name)]
-    if not able:
-        setting = f" and BATON_CPU_KERNELS={wanted}" if wanted else ""
-        return None, f"no C++ kernels for this processor{setting}"
-    compiled = next((one for one in able if library_file(one).exists()), None)
-    if compiled is None:
-        return None, "not compiled for this version: python -m baton_kernels.cpu.build"
-    return compiled, compiled.name
 
 
 def _load() -> tuple[Ops | None, str]:

@@ -1,4 +1,7 @@
-"""Paths of compiled operations, one file per instruction set, torch version and source hash."""
+"""The compiled operations, one file per instruction set, torch version and source hash.
+
+`choose` picks the file for this processor.
+"""
 
 from __future__ import annotations
 
@@ -49,3 +52,38 @@ def library_file(instruction_set: InstructionSet) -> Path:
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         key.update(source.name.encode() + b"\0" + source.read_bytes())
     return BUILT / f"{instruction_set.name}-torch{torch.__version__}-{key.hexdigest()[:12]}.so"
+
+
+def processor_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Return the processor's flags, by their Linux names; an empty set if the flags are unknown."""
+    try:
+        with cpuinfo.open() as lines:
+            for line in lines:
+                name, _, flags = line.partition(":")
+                if name.strip() in ("flags", "Features"):
+                    return frozenset(flags.split())
+    except OSError:
+        pass
+    return frozenset()
+
+
+def choose(flags: frozenset[str], wanted: str) -> tuple[InstructionSet | None, str]:
+    """Choose the best compiled instruction set that this processor supports.
+
+    Args:
+        flags: result of `processor_flags`.
+        wanted: value of BATON_CPU_KERNELS: "torch", an instruction set's name, or "" for the best.
+
+    Returns:
+        (instruction set, name), or (None, reason) if the torch versions must run.
+    """
+    if wanted == "torch":
+        return None, "BATON_CPU_KERNELS=torch"
+    able = [one for one in instruction_sets() if one.needs <= flags and wanted in ("", one.name)]
+    if not able:
+        setting = f" and BATON_CPU_KERNELS={wanted}" if wanted else ""
+        return None, f"no C++ kernels for this processor{setting}"
+    compiled = next((one for one in able if library_file(one).exists()), None)
+    if compiled is None:
+        return None, "not compiled for this version: python -m baton_kernels.cpu.build"
+    return compiled, compiled.name

@@ -25,7 +25,8 @@ from baton_kv_transfer.transports.work_loan import WorkLoan
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-#: Limit of the time that a user works when it leaves `waiting`. An event ends the work earlier.
+#: When a user thread leaves `waiting`, it runs the transport's work for at most this time. An
+#: event ends it earlier.
 HELP_S = 0.005
 #: How late a timer may be while a user waits.
 MAX_PARKED_S = 1.0

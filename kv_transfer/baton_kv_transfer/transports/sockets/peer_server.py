@@ -110,7 +110,8 @@ class PeerServer(abc.ABC, Generic[_Client]):
     def _drop(self, client: _Client, reason: str) -> None:
         if client not in self._clients:
             return
-        logger.info("connection of %s (%s) ended: %s", client.where, client.name or "?", reason)
+        agent = client.name or "an unknown agent"
+        logger.info("KV transfer connection of %s at %s ended: %s", agent, client.where, reason)
         self._clients.remove(client)
         self._thread.unwatch(client.link.fileno())
         client.close()

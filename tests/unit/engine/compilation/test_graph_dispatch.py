@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +10,6 @@ from baton_engine.compilation.dispatch import (
     CudagraphMode,
     Dispatcher,
     GraphKind,
-    default_sizes,
 )
 
 MODES = st.sampled_from(CudagraphMode)
@@ -77,20 +73,3 @@ def test_the_largest_decode_graph_is_the_smallest_that_fits_all_sequences() -> N
     dispatcher = Dispatcher(CudagraphMode.FULL_DECODE_ONLY, [1, 2, 4, 8, 16], max_num_seqs=6)
     descriptors = [graph.descriptor for graph in dispatcher.graphs()]
     assert descriptors == [BatchDescriptor(size, size, True) for size in (8, 4, 2, 1)]
-
-
-@pytest.mark.parametrize(
-    ("num_seqs", "budget"),
-    [(1, 1), (3, 2), (5, 512), (64, 512), (64, 40), (300, 8192), (1000, 4096)],
-)
-def test_default_sizes_fit_every_decode_step_of_up_to_512_tokens(
-    num_seqs: int, budget: int
-) -> None:
-    sizes = default_sizes(num_seqs, budget)
-    assert sizes == sorted(set(sizes))
-    assert sizes[0] == 1
-    assert min(num_seqs, budget, 512) <= sizes[-1] <= min(budget, 512)
-    for size, following in itertools.pairwise(sizes):
-        assert following - size <= max(8, size // 8) or following <= 8, (
-            "much of a step would be padding"
-        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
@@ -9,7 +11,11 @@ from baton_engine.cli import parse_config
 from baton_engine.compilation.dispatch import CudagraphMode
 from baton_engine.models.checkpoint_config import CheckpointConfig, load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.worker.compilation_plan import CompilationPlan, plan_compilation
+from baton_engine.worker.compilation_plan import (
+    CompilationPlan,
+    default_capture_sizes,
+    plan_compilation,
+)
 from baton_protocol.config import QUANTIZATIONS
 
 
@@ -87,3 +93,20 @@ def test_a_model_with_quantized_experts_is_not_compiled(
     assert plan_from_flags(models["llama"], flags, has_graphs=False).mode == "inductor"
     assert plan_from_flags(models["qwen3_moe"], flags, has_graphs=False).mode == "none"
     assert "experts with quantized weights are not traced" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "budget"),
+    [(1, 1), (3, 2), (5, 512), (64, 512), (64, 40), (300, 8192), (1000, 4096)],
+)
+def test_default_capture_sizes_fit_every_decode_step_of_up_to_512_tokens(
+    num_seqs: int, budget: int
+) -> None:
+    sizes = default_capture_sizes(num_seqs, budget)
+    assert sizes == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert min(num_seqs, budget, 512) <= sizes[-1] <= min(budget, 512)
+    for size, following in itertools.pairwise(sizes):
+        assert following - size <= max(8, size // 8) or following <= 8, (
+            "much of a step would be padding"
+        )

@@ -23,7 +23,8 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty folder for compiled files, as on an x86 machine."""
     monkeypatch.setattr(libraries, "BUILT", tmp_path)
     monkeypatch.setattr(build, "BUILT", tmp_path)
-    monkeypatch.setattr(cpu, "instruction_sets", lambda: libraries.instruction_sets("x86_64"))
+    x86_64 = libraries.instruction_sets("x86_64")
+    monkeypatch.setattr(libraries, "instruction_sets", lambda machine="x86_64": x86_64)
     return tmp_path
 
 
@@ -34,7 +35,7 @@ def pretend_to_compile(*names: str) -> None:
 
 
 def chosen(flags: frozenset[str], wanted: str = "") -> str | None:
-    instruction_set, _ = cpu.choose(flags, wanted)
+    instruction_set, _ = libraries.choose(flags, wanted)
     return None if instruction_set is None else instruction_set.name
 
 
@@ -48,7 +49,7 @@ def chosen(flags: frozenset[str], wanted: str = "") -> str | None:
 )
 def test_operations_compiled_by_make_install_are_loaded() -> None:
     """Without this test a failed build would only skip the tests of compiled operations."""
-    if not any(one.needs <= cpu.processor_flags() for one in libraries.instruction_sets()):
+    if not any(one.needs <= libraries.processor_flags() for one in libraries.instruction_sets()):
         pytest.skip("the operations are not compiled for this processor")
     assert cpu.OPS is not None, cpu.DESCRIPTION
 
@@ -70,7 +71,7 @@ def test_an_older_instruction_set_or_none_can_be_selected(built: Path) -> None:
 
 
 def test_missing_operations_are_reported_with_the_build_command(built: Path) -> None:
-    assert "python -m baton_kernels.cpu.build" in cpu.choose(AVX512, "")[1]
+    assert "python -m baton_kernels.cpu.build" in libraries.choose(AVX512, "")[1]
     pretend_to_compile("avx2")
     assert chosen(AVX512) == "avx2"
 
@@ -151,8 +152,8 @@ def test_processor_flags_are_those_of_the_first_processor(tmp_path: Path) -> Non
     cpuinfo.write_text(
         "processor\t: 0\nmodel name\t: a: b\nflags\t\t: fpu avx2\nprocessor\t: 1\nflags\t\t: fpu\n"
     )
-    assert cpu.processor_flags(cpuinfo) == {"fpu", "avx2"}
-    assert cpu.processor_flags(tmp_path / "none") == frozenset()
+    assert libraries.processor_flags(cpuinfo) == {"fpu", "avx2"}
+    assert libraries.processor_flags(tmp_path / "none") == frozenset()
 
 
 def in_new_process(program: str, **environment: str) -> str:
@@ -187,7 +188,9 @@ def test_the_process_has_only_the_openmp_of_torch() -> None:
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
 def test_compiled_attention_prefetches_keys_and_values() -> None:
     """A compiler can remove functions that only prefetch, which would make attention slower."""
-    chosen_set, _ = cpu.choose(cpu.processor_flags(), os.environ.get("BATON_CPU_KERNELS", ""))
+    chosen_set, _ = libraries.choose(
+        libraries.processor_flags(), os.environ.get("BATON_CPU_KERNELS", "")
+    )
     command = [
         "objdump",
         "--disassemble",
