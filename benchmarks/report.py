@@ -13,8 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import peer_ratios
+
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs" / "reference" / "benchmarks.md"
+PICTURE = DOCS.with_name("beside-peers.svg")
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,16 @@ def render() -> None:
             lines.append(
                 f"| {goal['name']} | {value} | {bound} {goal['goal']:g} {goal['unit']} | {met} |"
             )
+        if comparisons := peer_ratios.comparisons(result["figures"]):
+            PICTURE.write_text(peer_ratios.svg(comparisons))
+            title = "Baton's tokens per second divided by each peer's, figure by figure"
+            lines += [
+                "",
+                "Baton's median rate divided by each peer's. Goals are medians of paired ratios.",
+                "",
+                f"![{title}]({PICTURE.name})",
+            ]
+            lines += ["", *peer_ratios.markdown(comparisons)]
         lines += _figures(result["figures"])
         if result.get("remarks"):
             lines += ["", result["remarks"]]

@@ -2,7 +2,8 @@
 
 ARGS="--quick" shrinks everything (a minute instead of half an hour) and writes no result.
 `--part NAME` measures one part again. `--peers` measures the parts beside vLLM, llama.cpp and
-OpenVINO, which it installs into a folder of its own (15 minutes and 6 GB, once).
+OpenVINO, which it installs into a folder of its own (15 minutes and 6 GB, once). A repeat of all
+parts beside peers takes a quarter of an hour.
 """
 
 from __future__ import annotations

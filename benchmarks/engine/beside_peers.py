@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 import perplexity
+import serving
 from peers.candidate import Candidate
 from peers.installation import Installation
 from workload import VOCAB_SIZE, checkpoint, moe_checkpoint, sample
@@ -50,7 +51,8 @@ class Measurement:
         The difference of two lengths excludes the prefill and the cost of a call.
         """
         prompts = self._prompts(batch_size, PROMPT_LEN)
-        for name, candidate in self._candidates.items():
+        for name, candidate in self._in_turn():
+            candidate.generate([(prompt, 2) for prompt in prompts])  # after the suspension
             short, long = (
                 candidate.generate([(prompt, 2 + n) for prompt in prompts]).seconds
                 for n in (0, num_tokens)
@@ -60,14 +62,14 @@ class Measurement:
     def prefill(self) -> None:
         """Measure the prefill rate of one prompt, in one repeat."""
         works = [(prompt, 1) for prompt in self._prompts(1, PREFILL_LEN)]
-        for name, candidate in self._candidates.items():
+        for name, candidate in self._in_turn():
             self._add(name, PREFILL, PREFILL_LEN / candidate.generate(works).seconds)
 
     def throughput(self, scale: float) -> None:
         """Measure the output tokens per second of the sample, in one repeat."""
         works = [(work.prompt, work.num_output_tokens) for work in sample(scale=scale)]
         num_tokens = sum(num_output_tokens for _, num_output_tokens in works)
-        for name, candidate in self._candidates.items():
+        for name, candidate in self._in_turn():
             self._add(name, THROUGHPUT, num_tokens / candidate.generate(works).seconds)
 
     def agreement(self) -> dict[str, int]:
@@ -101,6 +103,11 @@ class Measurement:
             [self._rng.randrange(300, VOCAB_SIZE) for _ in range(length)]
             for _ in range(num_prompts)
         ]
+
+    def _in_turn(self) -> list[tuple[str, Candidate]]:
+        """Return the candidates in an order that the next call reverses."""
+        self._candidates = dict(reversed(self._candidates.items()))
+        return list(self._candidates.items())
 
     def _add(self, name: str, figure: str, rate: float) -> None:
         self._rates.setdefault((name, figure), []).append(rate)
@@ -231,4 +238,9 @@ def perplexities(peers: Installation, repeats: int, scale: float) -> tuple[Rows,
     return perplexity.measure(perplexity.trained_checkpoint(peers.checkpoints / "trained"))
 
 
-PARTS = {"peers": precisions, "peers-moe": moe, "perplexity": perplexities}
+PARTS = {
+    "peers": precisions,
+    "peers-moe": moe,
+    "perplexity": perplexities,
+    "serving": serving.measure,
+}

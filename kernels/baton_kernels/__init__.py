@@ -19,7 +19,7 @@ The operations, and what they share:
     activation        gated activations of MLPs
     moe               routing of tokens to experts, and the experts' MLPs
     linear            linear layers, on a CPU with packed or quantized weights
-    decoder_layers    all layers of a dense model in one call, on a CPU
+    decoder_layers    token ids to hidden states in one call, on a CPU
     configurations    launch configurations, measured per GPU
     kernel_arguments  pointers and strides that Triton kernels take as arguments
     cpu               the compiled C++ operations

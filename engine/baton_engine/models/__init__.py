@@ -3,7 +3,7 @@
 architectures/        one file per architecture
 factory.py            builds a model and loads the weights
 registry.py           the model class of each architecture name
-fused_layers.py       all layers of a dense model as one compiled operation
+fused_layers.py       embedding, layers and norm of a model as one compiled operation
 layers.py             layers that the architectures share, and the base class `CausalLM`
 sparse_moe.py         the mixture-of-experts layer
 expert_parallel.py    experts on several ranks, and the exchange of tokens

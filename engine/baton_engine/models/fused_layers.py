@@ -32,8 +32,17 @@ def fuse_layers(model: CausalLM) -> DecoderLayers | None:
     weights = [each for layer in layers if (each := _weights_of(layer)) is not None]
     if model.parallel.tensor.size > 1 or len(weights) < len(model.layers):
         return None
-    attention = layers[0].self_attn
-    return DecoderLayers(weights, attention.num_heads, attention.scale, model.config.rms_norm_eps)
+    attention, rotary, embedding = layers[0].self_attn, model.rotary_embedding, model.embed_tokens
+    return DecoderLayers(
+        weights,
+        attention.num_heads,
+        attention.scale,
+        model.config.rms_norm_eps,
+        rotary.inv_freq,
+        rotary.scale,
+        embedding.weight if model.parallel.is_first_stage and embedding is not None else None,
+        None if model.norm is None else model.norm.weight,
+    )
 
 
 def _weights_of(layer: DecoderLayer) -> LayerWeights | None:

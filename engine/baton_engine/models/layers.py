@@ -278,29 +278,27 @@ class CausalLM(nn.Module):
         Returns:
             Hidden states [num_tokens, hidden_size], after the final norm on the last stage.
         """
-        if self.parallel.is_first_stage:
-            assert self.embed_tokens is not None
-            hidden = self.embed_tokens(input_ids)
-        elif hidden is None:
+        if not self.parallel.is_first_stage and hidden is None:
             raise ValueError("a stage after the first needs the previous stage's hidden states")
-        angles = self.rotary_embedding(positions)
-        residual: Tensor | None = None
         if (fused := self.fused_layers) is not None and (
             not (context := current_context()).reports_by_layer
         ):
-            hidden, residual = fused.run(
-                hidden,
-                angles.cos,
-                angles.sin,
+            return fused.run(
+                input_ids if hidden is None else hidden,
+                positions,
                 context.kv_cache,
                 context.slot_mapping,
                 context.block_tables,
                 context.cu_seqlens_q,
                 context.seq_lens,
             )
-        else:
-            for layer in self.layers:
-                hidden, residual = layer(hidden, residual, angles)
+        if hidden is None:
+            assert self.embed_tokens is not None
+            hidden = self.embed_tokens(input_ids)
+        angles = self.rotary_embedding(positions)
+        residual: Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, angles)
         if self.norm is None:
             return hidden if residual is None else residual + hidden
         return self.norm.add(hidden, residual)[0]

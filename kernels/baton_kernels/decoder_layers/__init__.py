@@ -1,11 +1,14 @@
-"""Runs all decoder layers of a model in one call, on a CPU with compiled operations.
+"""Runs a model from token ids to hidden states in one call, on a CPU with compiled operations.
 
 Each layer is pre-norm: h += attention(norm(h)), then h += mlp(norm(h)). The call runs these
-operations for each layer, with the same bits as separate calls from Python:
+operations, with the same bits as separate calls from Python:
 
-    add_rms_norm, linear, rotate_qk, write_kv, paged_attention, linear, add_rms_norm,
-    then linear, silu_and_mul, linear       in a dense layer
-    or   linear, route_top_k, run_experts   in a sparse layer
+    rotary_angles, embedding
+    in each layer:
+        add_rms_norm, linear, rotate_qk, write_kv, paged_attention, linear, add_rms_norm,
+        then linear, silu_and_mul, linear       in a dense layer
+        or   linear, route_top_k, run_experts   in a sparse layer
+    add_rms_norm
 
 Twelve small layers with one token took 0.64 ms with separate calls, and 0.15 ms with one call.
 """
@@ -84,12 +87,26 @@ class DecoderLayers:
         num_heads: Number of query heads.
         scale: Factor of the attention scores.
         eps: Epsilon of all norms.
+        inv_freq: Rotary frequencies, see `baton_kernels.rope.rotary_angles`.
+        angle_scale: `scale` of `rotary_angles`.
+        embedding: Weight of shape [vocab_size, hidden_size]. None: the input is hidden states.
+        final_norm: Weight of the norm after the last layer. None: the result is not normalized.
     """
 
     def __init__(
-        self, layers: Sequence[LayerWeights], num_heads: int, scale: float, eps: float
+        self,
+        layers: Sequence[LayerWeights],
+        num_heads: int,
+        scale: float,
+        eps: float,
+        inv_freq: Tensor,
+        angle_scale: float,
+        embedding: Tensor | None,
+        final_norm: Tensor | None,
     ) -> None:
-        self._layers = torch.classes.baton_cpu.DecoderLayers(num_heads, scale, eps)
+        self._layers = torch.classes.baton_cpu.DecoderLayers(
+            num_heads, scale, eps, inv_freq, angle_scale, embedding, final_norm
+        )
         for layer in layers:
             mlp, window = layer.mlp, layer.window or 0
             if isinstance(mlp, DenseMLP):
@@ -109,21 +126,20 @@ class DecoderLayers:
 
     def run(
         self,
-        hidden: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        x: Tensor,
+        positions: Tensor,
         kv_cache: Tensor,
         slot_mapping: Tensor,
         block_tables: Tensor,
         cu_seqlens_q: Tensor,
         seq_lens: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Tensor:
         """Run all layers on a step's tokens, and write the tokens' KV into the cache.
 
         Args:
-            hidden: tensor of shape [num_tokens, hidden_size].
-            cos: float32 of shape [num_tokens, head_dim / 2], see `baton_kernels.rope`.
-            sin: like cos.
+            x: token ids, int64 of shape [num_tokens]. Without an embedding: hidden states
+                [num_tokens, hidden_size].
+            positions: int64 of shape [num_tokens].
             kv_cache: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim].
             slot_mapping: see `baton_kernels.kv_write.write_kv`.
             block_tables: see `baton_kernels.attention.AttentionPlan`.
@@ -131,13 +147,12 @@ class DecoderLayers:
             seq_lens: see `AttentionPlan`.
 
         Returns:
-            Output of the last MLP, and the residual, both like hidden. Their sum is the hidden
-            state.
+            Hidden states of shape [num_tokens, hidden_size], after the final norm if there is one.
         """
-        x, residual = self._layers.run(
-            hidden, cos, sin, kv_cache, slot_mapping, block_tables, cu_seqlens_q, seq_lens
+        hidden: Tensor = self._layers.run(
+            x, positions, kv_cache, slot_mapping, block_tables, cu_seqlens_q, seq_lens
         )
-        return x, residual
+        return hidden
 
 
 def _alternate(gate_up: list[Tensor], down: list[Tensor]) -> list[Tensor]:

@@ -4,6 +4,7 @@
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/linear.h>
@@ -487,7 +488,14 @@ auto profiled(const char* name, Op op, Args&&... args) {
 // Consecutive decoder layers. See ../../decoder_layers/__init__.py.
 class DecoderLayers : public torch::CustomClassHolder {
   public:
-    DecoderLayers(int64_t num_heads, double scale, double eps) : num_heads_(num_heads), scale_(scale), eps_(eps) {}
+    // Without an embedding, the input is hidden states. Without a final norm, the output is the
+    // sum of the last layer's output and the residual.
+    DecoderLayers(
+        int64_t num_heads, double scale, double eps, Tensor inv_freq, double angle_scale,
+        std::optional<Tensor> embedding, std::optional<Tensor> final_norm
+    )
+        : num_heads_(num_heads), scale_(scale), eps_(eps), angle_scale_(angle_scale), inv_freq_(std::move(inv_freq)),
+          embedding_(std::move(embedding)), final_norm_(std::move(final_norm)) {}
 
     // Appends a layer. Lists have the order of `Weight` below. `experts` is empty in a dense layer,
     // and otherwise has two entries for each expert: gate-up and down. A window of 0 has no limit.
@@ -506,17 +514,18 @@ class DecoderLayers : public torch::CustomClassHolder {
         layers_.push_back(std::move(layer));
     }
 
-    std::tuple<Tensor, Tensor> run(
-        const Tensor& hidden, const Tensor& cos, const Tensor& sin, const Tensor& kv_cache, const Tensor& slot_mapping,
+    Tensor run(
+        const Tensor& input, const Tensor& positions, const Tensor& kv_cache, const Tensor& slot_mapping,
         const Tensor& block_tables, const Tensor& cu_seqlens_q, const Tensor& seq_lens
     ) const {
         TORCH_CHECK(
             kv_cache.dim() == 6 && kv_cache.size(2) == static_cast<int64_t>(layers_.size()) && kv_cache.size(3) == 2,
             "the cache must have the shape [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]"
         );
-        const int64_t hidden_size = hidden.size(-1), num_kv_heads = kv_cache.size(1), head_dim = kv_cache.size(5);
+        const auto [cos, sin] = rotary_angles(positions);
+        Tensor x = embedding_.has_value() ? at::embedding(*embedding_, input) : input, residual;
+        const int64_t hidden_size = x.size(-1), num_kv_heads = kv_cache.size(1), head_dim = kv_cache.size(5);
         const int64_t kv_width = num_kv_heads * head_dim, q_width = num_heads_ * head_dim;
-        Tensor x = hidden, residual;
         for (size_t index = 0; index < layers_.size(); ++index) {
             const Layer& layer = layers_[index];
             if (residual.defined()) {
@@ -543,10 +552,19 @@ class DecoderLayers : public torch::CustomClassHolder {
             std::tie(x, residual) = CALL(add_rms_norm, x, residual, *layer.weights[MLP_NORM], eps_);
             x = layer.gate_up.empty() ? layer.run_mlp(x) : layer.run_sparse_mlp(x);
         }
-        return {x, residual};
+        return final_norm_.has_value() ? std::get<0>(CALL(add_rms_norm, x, residual, *final_norm_, eps_))
+                                       : residual.add(x);
     }
 
   private:
+    // The computation of rotary_angles in ../../rope/__init__.py.
+    std::tuple<Tensor, Tensor> rotary_angles(const Tensor& positions) const {
+        const Tensor angles = positions.to(at::kFloat).unsqueeze(1).mul(inv_freq_);
+        const Tensor cos = angles.cos(), sin = angles.sin();
+        if (angle_scale_ == 1.0) return {cos, sin};
+        return {cos.mul(angle_scale_), sin.mul(angle_scale_)};
+    }
+
     // Entries of a layer's list. A projection has three entries: the packed weight, the scales
     // (quantized weights only) and the bias. Biases and the norms of heads may be missing. A sparse
     // layer has a router instead of gate-up and down.
@@ -585,7 +603,9 @@ class DecoderLayers : public torch::CustomClassHolder {
     };
 
     int64_t num_heads_;
-    double scale_, eps_;
+    double scale_, eps_, angle_scale_;
+    Tensor inv_freq_;
+    std::optional<Tensor> embedding_, final_norm_;
     std::vector<Layer> layers_;
 };
 
@@ -642,7 +662,8 @@ TORCH_LIBRARY(baton_cpu, library) {
         "int intermediate_size, Tensor weights, Tensor ids) -> Tensor"
     );
     library.class_<baton::DecoderLayers>("DecoderLayers")
-        .def(torch::init<int64_t, double, double>())
+        .def(torch::init<
+             int64_t, double, double, at::Tensor, double, std::optional<at::Tensor>, std::optional<at::Tensor>>())
         .def("add", &baton::DecoderLayers::add)
         .def("run", &baton::DecoderLayers::run);
     library.def(
