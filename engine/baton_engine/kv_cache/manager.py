@@ -130,6 +130,21 @@ class KVCacheManager:
                 blocks.append(block)
         return blocks
 
+    def can_allocate(
+        self,
+        request: KVSequence,
+        num_tokens: int,
+        cached: Sequence[CachedBlock] = (),
+        *,
+        keep_free: int = 0,
+    ) -> bool:
+        """Return whether `allocate` with these arguments would find enough free blocks."""
+        num_new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks) - len(cached))
+        num_revived_or_restored = sum(
+            not isinstance(block, Block) or block.ref_count == 0 for block in cached
+        )
+        return self._can_take(num_new + num_revived_or_restored, keep_free)
+
     def allocate(
         self,
         request: KVSequence,
@@ -152,14 +167,12 @@ class KVCacheManager:
             Ids of the added blocks, including cached ones. None, with nothing changed, if too few
             blocks are free.
         """
+        if not self.can_allocate(request, num_tokens, cached, keep_free=keep_free):
+            return None
         num_new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks) - len(cached))
         on_device = [block for block in cached if isinstance(block, Block)]
-        num_revived = sum(block.ref_count == 0 for block in on_device)
-        num_restored = len(cached) - len(on_device)
-        if not self._can_take(num_new + num_revived + num_restored, keep_free):
-            return None
         self.pool.touch(on_device)
-        added = self._restore(cached) if num_restored else on_device
+        added = self._restore(cached) if len(on_device) < len(cached) else on_device
         added += self.pool.allocate(num_new)
         request.blocks.extend(added)
         if cached:
@@ -225,6 +238,11 @@ class KVCacheManager:
         self.pool.evict(request.blocks[first:last])
         return copies
 
+    def can_swap_out(self, requests: Sequence[KVSequence]) -> bool:
+        """Return whether enough host blocks are free for all blocks of the requests."""
+        num_blocks = len({block.block_id for request in requests for block in request.blocks})
+        return num_blocks <= self.swap_pool.num_free_blocks
+
     def swap_out(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
         """Move all blocks of the requests to host memory. A shared block is moved once.
 
@@ -241,14 +259,20 @@ class KVCacheManager:
         for request in requests:
             if request.swapped_blocks:
                 raise ValueError(f"{request.request_id} is swapped out already")
-        num_blocks = len({block.block_id for request in requests for block in request.blocks})
-        if num_blocks > self.swap_pool.num_free_blocks:
+        if not self.can_swap_out(requests):
             return None
         moved, copies = _take_counterparts([request.blocks for request in requests], self.swap_pool)
         for request, host_blocks in zip(requests, moved, strict=True):
             self._free_device_blocks(request)
             request.swapped_blocks = host_blocks
         return copies
+
+    def can_swap_in(self, requests: Sequence[KVSequence], *, keep_free: int = 0) -> bool:
+        """Return whether the device has free blocks for the requests, beyond `keep_free`."""
+        num_blocks = len(
+            {block.block_id for request in requests for block in request.swapped_blocks}
+        )
+        return self._can_take(num_blocks, keep_free)
 
     def swap_in(
         self, requests: Sequence[KVSequence], *, keep_free: int = 0
@@ -270,10 +294,7 @@ class KVCacheManager:
                 raise ValueError(
                     f"{request.request_id} has KV blocks on the device; it cannot be swapped in"
                 )
-        num_blocks = len(
-            {block.block_id for request in requests for block in request.swapped_blocks}
-        )
-        if not self._can_take(num_blocks, keep_free):
+        if not self.can_swap_in(requests, keep_free=keep_free):
             return None
         moved, copies = _take_counterparts(
             [request.swapped_blocks for request in requests], self.pool

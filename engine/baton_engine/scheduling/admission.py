@@ -17,7 +17,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton_engine.scheduling.decisions import Admitted, LoadStarted, Preempted, WaitsForPrompt
+from baton_engine.kv_cache.manager import CachedBlock
+from baton_engine.scheduling.decisions import (
+    Admitted,
+    AdmittedLoaded,
+    AdmittedSharing,
+    LoadStarted,
+    Preempted,
+    WaitsForPrompt,
+)
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step_builder import StepBuilder
@@ -35,7 +43,7 @@ class Admission:
 
     def admit_loaded(
         self, step: StepBuilder, *, only_loaded: bool
-    ) -> Iterator[Admitted | WaitsForPrompt | Preempted]:
+    ) -> Iterator[Admitted | AdmittedSharing | AdmittedLoaded | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
         Requests of the queue `waiting` that precede a loaded request start before the loaded one.
@@ -59,19 +67,21 @@ class Admission:
                 if (decision := self._admit_first(earlier, step)) is not None:
                     yield decision
                     continue
-            if self.state.kv.allocate(first, first.num_tokens) is not None:
-                yield Admitted(first, first)
+            if self.state.kv.can_allocate(first, first.num_tokens):
+                yield AdmittedLoaded(first)
             else:  # the prefill stage sent more tokens than the load reserved blocks for
                 yield Preempted(first)
 
-    def admit(self, step: StepBuilder) -> Iterator[Admitted | WaitsForPrompt | LoadStarted]:
+    def admit(
+        self, step: StepBuilder
+    ) -> Iterator[Admitted | AdmittedSharing | WaitsForPrompt | LoadStarted]:
         """Yield decisions to start waiting requests or KV loads, until one of them does not fit."""
         while True:
             to_load = self.state.queues.waiting_to_load.peek()
             to_run = self.state.queues.waiting.peek() if step.budget > 0 else None
             if to_run is not None and not self.state.running.has_places(to_run.max_seqs):
                 to_run = None
-            decision: Admitted | WaitsForPrompt | LoadStarted | None = None
+            decision: Admitted | AdmittedSharing | WaitsForPrompt | LoadStarted | None = None
             if to_load is not None and (to_run is None or to_load.order < to_run.order):
                 decision = self._start_load(
                     to_load, keep_for=self.state.queues.waiting.first_before(to_load)
@@ -82,18 +92,16 @@ class Admission:
                 return
             yield decision
 
-    def _admit_first(self, request: Request, step: StepBuilder) -> Admitted | WaitsForPrompt | None:
+    def _admit_first(
+        self, request: Request, step: StepBuilder
+    ) -> Admitted | AdmittedSharing | WaitsForPrompt | None:
         """Return the decision on the first request of `waiting`. None if `request` does not fit."""
         group = request.group
         if group is not None and self.state.groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
-        source = (
-            self.state.groups.source(request, step)
-            if request.report.prompt_logprobs is None
-            else None
-        )
+        source = self.state.groups.source(request, step) if request.may_reuse_kv else None
         return (
-            self._admit_sharing(request, source, step)
+            self._admit_sharing(request, source)
             if source is not None
             else self._admit(request, step)
         )
@@ -101,10 +109,10 @@ class Admission:
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
         """Admit a request with blocks for all its tokens. Return None if `request` does not fit."""
         sequence, kv = request.sequences[0], self.state.kv
-        # The last token always runs, because its logits are needed. prompt_logprobs needs the
-        # logits of every position.
-        reads_cache = request.report.prompt_logprobs is None
-        cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1) if reads_cache else []
+        cached: list[CachedBlock] = []
+        if request.may_reuse_kv:
+            # The last token always runs, because its logits are needed.
+            cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1)
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
         if (
             not self.state.config.enable_chunked_prefill
@@ -117,34 +125,22 @@ class Admission:
             keep_free = max(
                 keep_free, request.beams.num_blocks_wanted - kv.num_blocks_for(sequence.num_tokens)
             )
-        if kv.allocate(sequence, sequence.num_tokens, cached, keep_free=keep_free) is None:
+        if not kv.can_allocate(sequence, sequence.num_tokens, cached, keep_free=keep_free):
             return None
-        sequence.num_computed_tokens = len(cached) * kv.block_size
-        if reads_cache and not request.started:
-            kv.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
-        if request.group is not None:
-            request.group.leader = request
-        return Admitted(request, sequence)
+        return Admitted(request, cached)
 
-    def _admit_sharing(
-        self, request: Request, source: Request, step: StepBuilder
-    ) -> Admitted | None:
+    def _admit_sharing(self, request: Request, source: Request) -> AdmittedSharing | None:
         """Admit a request that shares the prompt blocks of `source`.
 
         Returns:
             None if the other blocks that the request needs do not fit now.
         """
         kv = self.state.kv
-        num_shared = request.num_prompt_tokens - 1  # the last one is computed for its logits
-        num_new = kv.num_blocks_for(request.num_tokens) - num_shared // kv.block_size
+        num_full_blocks = request.num_shared_tokens // kv.block_size
+        num_new = kv.num_blocks_for(request.num_tokens) - num_full_blocks
         if num_new + self._keep_free > kv.num_free_blocks:
             return None
-        kv.fork(source, request, num_shared)
-        request.num_computed_tokens = num_shared
-        copies = step.reserve(request, request.num_tokens)
-        assert copies is not None, "the blocks were counted"
-        step.output.block_copies += copies
-        return Admitted(request, request)
+        return AdmittedSharing(request, source)
 
     @property
     def _keep_free(self) -> int:
@@ -166,7 +162,7 @@ class Admission:
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
-        """Allocate blocks for the KV that a CONSUME request loads, and return the decision to load.
+        """Return the decision that a CONSUME request loads its KV.
 
         Args:
             keep_for: earlier request that waits to run. Enough blocks for `keep_for` stay free.
@@ -183,12 +179,7 @@ class Admission:
                 return None
         cached = kv.find_cached_prefix(request, request.num_tokens)
         # One token more, so that the request can start without waiting for more memory.
-        if (
-            kv.allocate(request, request.num_tokens + 1, cached, keep_free=self._keep_free_of_loads)
-            is None
-        ):
+        num_tokens, keep_free = request.num_tokens + 1, self._keep_free_of_loads
+        if not kv.can_allocate(request, num_tokens, cached, keep_free=keep_free):
             return None
-        request.num_computed_tokens = len(cached) * kv.block_size
-        if not request.started:
-            kv.count_lookup(request.num_tokens, request.num_computed_tokens)
-        return LoadStarted(request, len(cached))
+        return LoadStarted(request, cached)

@@ -1,5 +1,7 @@
 """Decisions that the scheduler's collaborators return. `RequestLifecycle` applies them.
 
+A decision changes nothing before it is applied.
+
 While a step is built, `Scheduler._apply` calls the method of `RequestLifecycle` that fits a
 decision. At other times, only `Finished` and `Queued` occur, and `RequestLifecycle.settle` applies
 them.
@@ -9,17 +11,30 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton_engine.executor.step import BlockCopy
+from baton_engine.kv_cache.manager import CachedBlock
 from baton_engine.scheduling.request import Request
 from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason
 
 
 class Admitted(NamedTuple):
-    """A request has all the blocks that it needs to start, and joins the batch."""
+    """A waiting request joins the batch. Enough blocks are free for all its tokens."""
 
     request: Request
-    #: The sequence to run: the request itself, or the first beam of its search.
-    sequence: Request
+    #: Leading blocks that are in the prefix cache.
+    cached: list[CachedBlock]
+
+
+class AdmittedSharing(NamedTuple):
+    """A waiting request joins the batch and shares the prompt blocks of another sample."""
+
+    request: Request
+    source: Request
+
+
+class AdmittedLoaded(NamedTuple):
+    """A request whose KV has been loaded joins the batch."""
+
+    request: Request
 
 
 class WaitsForPrompt(NamedTuple):
@@ -29,11 +44,11 @@ class WaitsForPrompt(NamedTuple):
 
 
 class LoadStarted(NamedTuple):
-    """A request has blocks for the KV of its prompt, and starts to load this KV from a peer."""
+    """A request starts to load the KV of its prompt from a peer. Enough blocks are free for it."""
 
     request: Request
-    #: Leading blocks that were in the prefix cache.
-    num_cached_blocks: int
+    #: Leading blocks that are in the prefix cache.
+    cached: list[CachedBlock]
 
 
 class Preempted(NamedTuple):
@@ -46,16 +61,12 @@ class SwappedOut(NamedTuple):
     """Requests lose their device blocks, and their KV moves to host memory."""
 
     requests: list[Request]
-    #: From device blocks to host blocks.
-    copies: list[BlockCopy]
 
 
 class SwappedIn(NamedTuple):
     """Swapped requests have device blocks again, and can run from the next step on."""
 
     requests: list[Request]
-    #: From host blocks to device blocks.
-    copies: list[BlockCopy]
 
 
 class Queued(NamedTuple):
@@ -87,4 +98,14 @@ class Finished(NamedTuple):
 
 
 #: Decisions that are made while a step is built.
-Decision = Admitted | WaitsForPrompt | LoadStarted | Preempted | SwappedOut | SwappedIn | Finished
+Decision = (
+    Admitted
+    | AdmittedSharing
+    | AdmittedLoaded
+    | WaitsForPrompt
+    | LoadStarted
+    | Preempted
+    | SwappedOut
+    | SwappedIn
+    | Finished
+)

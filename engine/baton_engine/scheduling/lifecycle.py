@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton_engine.scheduling.decisions import Finished, Queued, SwappedIn, SwappedOut
+from baton_engine.kv_cache.manager import CachedBlock
+from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.request import Request, RequestStatus
@@ -41,12 +42,60 @@ class RequestLifecycle:
 
     # Start
 
-    def start(self, request: Request, sequence: Request) -> None:
-        """Add a request to the batch. The request's blocks must be allocated.
+    def start(self, request: Request, cached: list[CachedBlock]) -> None:
+        """Add a waiting request to the batch, with the KV of the `cached` blocks."""
+        sequence = request.sequences[0]
+        self._allocate(sequence, sequence.num_tokens, cached)
+        if request.may_reuse_kv:
+            self._count_lookup(request, sequence)
+        if request.group is not None:
+            request.group.leader = request
+        self._join_batch(request, sequence)
 
-        Args:
-            sequence: the request itself, or the first beam of its search.
+    def start_sharing(self, step: StepBuilder, request: Request, source: Request) -> None:
+        """Add a request to the batch, with the prompt blocks of `source`.
+
+        The block copies that this requires are added to `step`.
         """
+        self.state.kv.fork(source, request, request.num_shared_tokens)
+        request.num_computed_tokens = request.num_shared_tokens
+        copies = step.reserve(request, request.num_tokens)
+        assert copies is not None, "the decision has counted the blocks"
+        step.output.block_copies += copies
+        self._join_batch(request, request)
+
+    def start_loaded(self, request: Request) -> None:
+        """Add a request whose KV has been loaded to the batch."""
+        allocated = self.state.kv.allocate(request, request.num_tokens)
+        assert allocated is not None, "the decision has counted the blocks"
+        self._join_batch(request, request)
+
+    def start_load(self, request: Request, cached: list[CachedBlock]) -> None:
+        """Start to load the KV of a request's prompt, except the `cached` blocks."""
+        self._allocate(request, request.num_tokens + 1, cached)
+        self._count_lookup(request, request)
+        self.state.queues.waiting_to_load.discard(request)
+        self._count_start(request, request)
+        self.state.queues.loading[request.request_id] = request
+        self.state.handoff.load(request, len(cached))
+
+    def swap_in(self, step: StepBuilder, requests: list[Request]) -> None:
+        """Add swapped requests to the batch, and their host-to-device block copies to `step`."""
+        copies = self.state.kv.swap_in(
+            [sequence for request in requests for sequence in request.sequences]
+        )
+        assert copies is not None, "the decision has counted the blocks"
+        step.output.swap_in += copies
+        self.state.swapped.remove(requests)
+        self.state.counters.num_swapped_in_blocks += len(copies)
+        for request in requests:
+            for sequence in [request, *request.sequences]:
+                sequence.status = RequestStatus.RUNNING
+            self.state.running.add(request)
+            self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
+
+    def _join_batch(self, request: Request, sequence: Request) -> None:
+        """Add a request to the batch. `sequence` runs first: the request or a beam of it."""
         self.state.queues.waiting.discard(request)
         self.state.queues.loaded.discard(request)
         self._count_start(request, sequence)
@@ -54,23 +103,16 @@ class RequestLifecycle:
         self.state.running.add(request)
         self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
-    def start_load(self, request: Request, num_cached_blocks: int) -> None:
-        """Start to load the KV of a request's prompt, except the first `num_cached_blocks`."""
-        self.state.queues.waiting_to_load.discard(request)
-        self._count_start(request, request)
-        self.state.queues.loading[request.request_id] = request
-        self.state.handoff.load(request, num_cached_blocks)
+    def _allocate(self, sequence: Request, num_tokens: int, cached: list[CachedBlock]) -> None:
+        """Allocate the blocks of a sequence that starts with the KV of `cached`."""
+        allocated = self.state.kv.allocate(sequence, num_tokens, cached)
+        assert allocated is not None, "the decision has counted the blocks"
+        sequence.num_computed_tokens = len(cached) * self.state.kv.block_size
 
-    def swap_in(self, step: StepBuilder, decision: SwappedIn) -> None:
-        """Add swapped requests to the batch, and their host-to-device block copies to `step`."""
-        step.output.swap_in += decision.copies
-        self.state.swapped.remove(decision.requests)
-        self.state.counters.num_swapped_in_blocks += len(decision.copies)
-        for request in decision.requests:
-            for sequence in [request, *request.sequences]:
-                sequence.status = RequestStatus.RUNNING
-            self.state.running.add(request)
-            self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
+    def _count_lookup(self, request: Request, sequence: Request) -> None:
+        """Count the prefix-cache lookup of a request's first start."""
+        if not request.started:
+            self.state.kv.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
 
     def _count_start(self, request: Request, sequence: Request) -> None:
         """Count the prompt tokens and the cached prompt tokens at a request's first start."""
@@ -108,12 +150,16 @@ class RequestLifecycle:
         else:
             self.enqueue(request)
 
-    def swap_out(self, step: StepBuilder, decision: SwappedOut) -> None:
+    def swap_out(self, step: StepBuilder, requests: list[Request]) -> None:
         """Remove requests from the batch, and add their device-to-host block copies to `step`."""
-        step.output.swap_out += decision.copies
-        self.state.swapped.add(decision.requests)
-        self.state.counters.num_swapped_out_blocks += len(decision.copies)
-        for request in decision.requests:
+        copies = self.state.kv.swap_out(
+            [sequence for request in requests for sequence in request.sequences]
+        )
+        assert copies is not None, "the decision has counted the blocks"
+        step.output.swap_out += copies
+        self.state.swapped.add(requests)
+        self.state.counters.num_swapped_out_blocks += len(copies)
+        for request in requests:
             for sequence in request.sequences:
                 sequence.status = RequestStatus.SWAPPED
                 sequence.num_preemptions += sequence.root is not None

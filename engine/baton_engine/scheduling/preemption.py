@@ -74,10 +74,9 @@ class Preemptor:
                     {block.block_id for sequence in sequences for block in sequence.swapped_blocks}
                 )
                 keep_free = min(num_seqs, self.state.kv.pool.num_blocks - num_blocks)
-            copies = self.state.kv.swap_in(sequences, keep_free=keep_free)
-            if copies is None:
+            if not self.state.kv.can_swap_in(sequences, keep_free=keep_free):
                 return
-            yield SwappedIn(unit, copies)
+            yield SwappedIn(unit)
 
     def _last_running(self, first: Request) -> Request | None:
         """Return the last running request, not before `first`, that may be preempted.
@@ -107,12 +106,9 @@ class Preemptor:
             members = (
                 [victim] if group is None else [other for other in in_order if other.group is group]
             )
-            if self._wants_swap(members):
-                copies = self.state.kv.swap_out(
-                    [sequence for member in members for sequence in member.sequences]
-                )
-                if copies is not None:
-                    return SwappedOut(members, copies)
+            sequences = [sequence for member in members for sequence in member.sequences]
+            if self._wants_swap(members) and self.state.kv.can_swap_out(sequences):
+                return SwappedOut(members)
         return Preempted(victim)
 
     def _wants_swap(self, members: list[Request]) -> bool:

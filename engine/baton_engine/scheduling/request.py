@@ -151,6 +151,19 @@ class Request(KVSequence):
         return self.sampling_params.beam_width or 1
 
     @property
+    def may_reuse_kv(self) -> bool:
+        """Whether the request may start with cached KV, or with the KV of another sample.
+
+        `prompt_logprobs` needs the logits of every position, so the whole prompt must run.
+        """
+        return self.report.prompt_logprobs is None
+
+    @property
+    def num_shared_tokens(self) -> int:
+        """Number of prompt tokens whose KV samples share. The last one runs, for its logits."""
+        return self.num_prompt_tokens - 1
+
+    @property
     def produces(self) -> bool:
         return self.kv_transfer is not None and self.kv_transfer.side is KVSide.PRODUCE
 

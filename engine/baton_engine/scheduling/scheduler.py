@@ -22,6 +22,8 @@ from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.admission import Admission
 from baton_engine.scheduling.decisions import (
     Admitted,
+    AdmittedLoaded,
+    AdmittedSharing,
     Decision,
     Finished,
     LoadStarted,
@@ -141,11 +143,17 @@ class Scheduler:
         moved = False
         for decision in decisions:
             match decision:
-                case Admitted(request, sequence):
-                    self._lifecycle.start(request, sequence)
-                    self._planner.run_chunk(step, sequence)
-                case LoadStarted(request, num_cached_blocks):
-                    self._lifecycle.start_load(request, num_cached_blocks)
+                case Admitted(request, cached):
+                    self._lifecycle.start(request, cached)
+                    self._planner.run_chunk(step, request.sequences[0])
+                case AdmittedSharing(request, source):
+                    self._lifecycle.start_sharing(step, request, source)
+                    self._planner.run_chunk(step, request)
+                case AdmittedLoaded(request):
+                    self._lifecycle.start_loaded(request)
+                    self._planner.run_chunk(step, request)
+                case LoadStarted(request, cached):
+                    self._lifecycle.start_load(request, cached)
                 case WaitsForPrompt(request):
                     self._lifecycle.wait_for_prompt(request)
                 case Finished():
@@ -153,12 +161,12 @@ class Scheduler:
                 case Preempted(request):
                     moved = True
                     self._lifecycle.preempt(request)
-                case SwappedOut():
+                case SwappedOut(requests):
                     moved = True
-                    self._lifecycle.swap_out(step, decision)
-                case SwappedIn():
+                    self._lifecycle.swap_out(step, requests)
+                case SwappedIn(requests):
                     moved = True
-                    self._lifecycle.swap_in(step, decision)
+                    self._lifecycle.swap_in(step, requests)
         return moved
 
     def _end_waits(self) -> bool:
