@@ -18,6 +18,7 @@ PARTS = {
 FIGURES = ("decode of 1", "decode of 4", "decode of 8", "prefill", "throughput")
 COLORS = {
     "llama.cpp": "#d95f02",
+    "llama.cpp, Q4_0": "#e6ab02",
     "OpenVINO": "#1b9e77",
     "vLLM": "#7570b3",
     "vLLM, all cores": "#e7298a",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from workload import VOCAB_SIZE, checkpoint, moe_checkpoint, sample
 from report import Goal
 
 Rows = list[dict[str, Any]]
-NUM_THREADS = 2
+NUM_THREADS = os.cpu_count() or 1
 PROMPT_LEN = 32
 PREFILL_LEN = 960
 BATCH_SIZES = (1, 4, 8)
@@ -33,6 +34,8 @@ PRECISIONS: dict[str, tuple[dict[str, str], str, str, str, bool]] = {
     "int8": ({"dtype": "bfloat16", "quantization": "int8"}, "Q8_0", "int8", "", False),
     "int4": ({"dtype": "bfloat16", "quantization": "int4"}, "Q4_K_M", "int4", "", False),
 }
+#: llama.cpp with four bits in Baton's format: a scale for 32 weights.
+LLAMA_CPP_Q4_0 = "llama.cpp, Q4_0"
 #: vLLM's threads: one core left to its scheduler (its own choice), or all cores.
 VLLM_THREADS = {"vLLM": "auto", "vLLM, all cores": f"0-{NUM_THREADS - 1}"}
 
@@ -150,10 +153,12 @@ def loaded(
             kv_cache_memory_bytes=2 * 2**30,
             **options,
         )
-        if not only or "llama.cpp" in only:
-            file, server = peers.gguf(model, kind), peers.llama_cpp("llama-server")
-            arguments = {"server": str(server), "model": str(file), "num_threads": NUM_THREADS}
-            add("llama.cpp", ours, "llama_cpp", **arguments)
+        kinds = {"llama.cpp": kind} | ({LLAMA_CPP_Q4_0: "Q4_0"} if precision == "int4" else {})
+        for name, one_kind in kinds.items():
+            if not only or name in only:
+                file, server = peers.gguf(model, one_kind), peers.llama_cpp("llama-server")
+                arguments = {"server": str(server), "model": str(file), "num_threads": NUM_THREADS}
+                add(name, ours, "llama_cpp", **arguments)
         if not only or "OpenVINO" in only:
             folder = str(peers.openvino(model, weights))
             arguments = {"model": folder, "precision": hint, "num_threads": NUM_THREADS}

@@ -87,7 +87,7 @@ class Installation:
         return build / "bin" / program
 
     def gguf(self, checkpoint: Path, kind: str) -> Path:
-        """Return a checkpoint as a file of llama.cpp, of kind F32, BF16, Q8_0 or Q4_K_M."""
+        """Return a checkpoint as a file of llama.cpp, of kind F32, BF16, Q8_0, Q4_K_M or Q4_0."""
         target = self._models / f"{checkpoint.name}-{kind}.gguf"
         if target.exists():
             return target

@@ -167,7 +167,7 @@ class EngineCore:
                 max_model_len=max_model_len,
                 eos_token_ids=info.eos_token_ids,
                 fail_on_load_error=config.kv_transfer.load_failure_policy == "fail",
-                send_token_ids=config.parallel.pipeline_parallel_size > 1,
+                num_stages=config.parallel.pipeline_parallel_size,
                 structured_output=self._structured_output,
             )
             scheduler: Scheduler = scheduler_class(state)

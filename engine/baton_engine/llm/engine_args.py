@@ -95,4 +95,6 @@ def engine_config(model: str | Path, args: EngineArgs) -> EngineConfig:
     for name in args:
         if problem := _OPTIONS[name].problem(config):
             raise ValueError(f"{name} {problem}")
+    if config.scheduler.target_itl_s and not config.scheduler.enable_chunked_prefill:
+        raise ValueError("target_itl_s needs enable_chunked_prefill")
     return config

@@ -35,6 +35,7 @@ class RunningPlanner:
         """
         prefills = self._prefills
         prefills.clear()
+        decodes_in_flight = False
         running = RequestStatus.RUNNING  # reading the enum's member per request takes time
         for request in self.state.running.values():
             if step.budget == 0:
@@ -50,7 +51,9 @@ class RunningPlanner:
                     step.run(request, 1)
                 else:
                     yield from self._plan_decodes(step, request, [request])
-        if step.ranges:  # decodes, which wait for the prompt tokens of this step
+            elif request.num_uncomputed_tokens <= 1:
+                decodes_in_flight = True
+        if step.ranges or decodes_in_flight:  # their next tokens wait for this step
             step.budget = self.state.prompt_budget.limit(step.budget)
         for sequence in prefills:
             if step.budget == 0:

@@ -1,20 +1,22 @@
 """Limits the prompt tokens that a step computes beside decodes, to bound the time between tokens.
 
-A long prompt chunk delays the next token of every running sequence. The limit is the number of
-prompt tokens that fit into the target time, estimated from the times of earlier steps:
+A long prompt chunk delays the next token of every running sequence. The times of finished steps
+control the limit, without a model of their cost:
 
-    seconds of a step ~ seconds of a step of decodes + prompt tokens * seconds per prompt token
+- A step that took longer than the target lowers the limit by the factor target / time. The fewer
+  prompt tokens the step had, the less it lowers the limit.
+- A step that took less raises the limit, if it had as many prompt tokens as the limit allows.
 
-Both terms are exponential moving averages. Costs that the model leaves out, such as a larger batch,
-raise the estimate per prompt token, so that the next limit is lower.
+The limit falls fast and rises slowly, so that most steps take less than the target.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Weight of the newest step in the averages.
-NEWEST = 0.3
+#: Largest change of the limit by one step. A single slow step does not say much.
+LARGEST_FALL = 0.5
+LARGEST_RISE = 1.1
 #: Prompts advance by at least this many tokens per step, even if the target cannot be met.
 MIN_PROMPT_TOKENS = 16
 
@@ -24,33 +26,39 @@ class PromptBudget:
     """The limit of one engine.
 
     Attributes:
-        target_s: wanted seconds between two tokens of a sequence. 0: no limit.
+        target_s: wanted seconds from step to step while sequences decode. 0: no limit.
     """
 
     target_s: float
-    #: Average seconds of a step of decodes.
-    _decode_s: float = 0.0
-    #: Average seconds that a prompt token adds to a step. None: no prompt was computed yet.
-    _token_s: float | None = None
+    #: None: no prompt was computed yet.
+    _limit: float | None = None
 
     def limit(self, budget: int) -> int:
         """Return how many tokens of `budget` may be prompt tokens, in a step with decodes."""
-        if not self.target_s or self._token_s is None:
+        if not self.target_s or self._limit is None:
             return budget
-        fitting = (self.target_s - self._decode_s) / max(self._token_s, 1e-9)
-        return min(budget, max(MIN_PROMPT_TOKENS, int(fitting)))
+        return int(min(budget, self._limit))
 
-    def observe(self, num_prompt_tokens: int, seconds: float) -> None:
+    def observe(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
         """Learn from a finished step.
 
         Args:
-            num_prompt_tokens: prompt tokens that the step computed; 0 for a step of decodes.
+            num_prompt_tokens: prompt tokens that the step computed.
+            num_decodes: sequences that decoded in the step.
             seconds: time from the end of the step before, or from the start, until the step ended.
         """
-        if num_prompt_tokens:
-            sample = max(0.0, seconds - self._decode_s) / num_prompt_tokens
-            before = sample if self._token_s is None else self._token_s
-            self._token_s = before + NEWEST * (sample - before)
+        if not self.target_s or not num_prompt_tokens:
+            return
+        ratio = self.target_s / max(seconds, 1e-9)
+        if self._limit is None:
+            limit = num_prompt_tokens * ratio
+        elif not num_decodes:
+            return  # nothing waited for the step
+        elif ratio < 1:
+            share = min(1.0, num_prompt_tokens / self._limit)
+            limit = self._limit * max(LARGEST_FALL, ratio**share)
+        elif num_prompt_tokens >= int(self._limit):
+            limit = self._limit * min(LARGEST_RISE, ratio)
         else:
-            before = self._decode_s or seconds
-            self._decode_s = before + NEWEST * (seconds - before)
+            return
+        self._limit = max(float(MIN_PROMPT_TOKENS), limit)

@@ -232,7 +232,8 @@ class Scheduler:
         """
         if ranges := self._in_flight.get(step.step_id):
             sizes = [entry.end - entry.start for entry in ranges]
-            self.state.prompt_budget.observe(sum(size for size in sizes if size > 1), seconds)
+            num_decodes = sizes.count(1)
+            self.state.prompt_budget.observe(sum(sizes) - num_decodes, num_decodes, seconds)
 
     def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
         """Return bitmasks of the tokens that grammars allow in `step`. None without grammars.

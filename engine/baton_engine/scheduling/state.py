@@ -31,7 +31,7 @@ class SchedulerState:
         max_model_len: int,
         eos_token_ids: Iterable[int],
         fail_on_load_error: bool = False,
-        send_token_ids: bool = False,
+        num_stages: int = 1,
         structured_output: StructuredOutputManager | None = None,
     ) -> None:
         """Create a state without requests.
@@ -40,8 +40,8 @@ class SchedulerState:
             max_model_len: limit on the prompt plus generated tokens of a request.
             fail_on_load_error: end a request whose KV load failed. If False, this engine computes
                 the missing blocks.
-            send_token_ids: send sampled tokens to the workers with the next step. Pipeline stages
-                need this, because only the last stage samples.
+            num_stages: pipeline stages. With more than one, workers get sampled tokens with the
+                next step, because only the last stage samples.
             structured_output: compiles grammars. If None, requests that need grammars are refused.
 
         Raises:
@@ -49,6 +49,7 @@ class SchedulerState:
         """
         self.config, self.kv, self.max_model_len = config, kv, max_model_len
         self.fail_on_load_error = fail_on_load_error
+        send_token_ids = num_stages > 1
         #: Whether a decode may be scheduled before the scheduler has its input token. Only the
         #: worker has the token then, so a step cannot carry it.
         self.runs_ahead = config.async_scheduling and not send_token_ids
@@ -58,7 +59,8 @@ class SchedulerState:
         self.running = RunningRequests(self.limits.max_num_seqs)
         self.queues = WaitingRequests()
         self.swapped = SwappedRequests()
-        self.prompt_budget = PromptBudget(config.target_itl_s)
+        #: A token passes one stage per step.
+        self.prompt_budget = PromptBudget(config.target_itl_s / num_stages)
         self.grammars = GrammarQueue(structured_output)
         self.groups = SampleGroups()
         #: Preempted requests, until their steps in flight have returned.

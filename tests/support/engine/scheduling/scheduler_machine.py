@@ -148,7 +148,7 @@ class World:
             self.kv,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[EOS],
-            send_token_ids=self.send_token_ids,
+            num_stages=2 if self.send_token_ids else 1,
             structured_output=self.grammars,  # type: ignore[arg-type]
         )
         self.scheduler = Scheduler(state)
