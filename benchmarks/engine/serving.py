@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ LOADS = {
 }
 MAIN_LOAD = "16 at once"
 KV_CACHE_GIB = 2
+NUM_CORES = os.cpu_count() or 1
 
 
 def measure(peers: Installation, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
@@ -105,7 +107,7 @@ def _servers(model: Path, peers: Installation) -> Iterator[dict[str, Server]]:
         BATON: (serve, {}),
         BATON_TARGET: ([*serve, "--target-itl-s", str(TARGET_ITL_S)], {}),
         VLLM: (vllm, cache),
-        VLLM_ALL_CORES: (vllm, cache | {"VLLM_CPU_OMP_THREADS_BIND": "0-1"}),
+        VLLM_ALL_CORES: (vllm, cache | {"VLLM_CPU_OMP_THREADS_BIND": f"0-{NUM_CORES - 1}"}),
     }
     servers: dict[str, Server] = {}
     try:

@@ -99,6 +99,15 @@ def test_packed_weights_refuse_other_shapes_and_dtypes() -> None:
         linear(torch.randn(1, 32), form, torch.randn(7))
 
 
+@pytest.mark.skipif(cpu.OPS is None, reason=f"CPU kernels: {cpu.DESCRIPTION}")
+@pytest.mark.parametrize("rows", [1024, 1025, 2047])  # whole huge pages, a rest, almost two pages
+def test_a_large_packed_weight_starts_at_a_huge_page(rows: int) -> None:
+    weight = torch.randn(rows, 512)
+    form = packed(weight, "cpp")
+    assert form.data.data_ptr() % 2**21 == 0
+    assert torch.equal(form.unpack(), weight)
+
+
 def test_only_float32_and_bfloat16_on_a_cpu_are_packed() -> None:
     assert packing(torch.float32, torch.device("cpu")) is not None
     assert packing(torch.float16, torch.device("cpu")) is None

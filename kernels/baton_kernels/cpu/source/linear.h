@@ -9,7 +9,6 @@
 
 #include <ATen/Parallel.h>
 #include <immintrin.h>
-#include <sys/mman.h>
 
 #include "vector.h"
 
@@ -163,15 +162,6 @@ void linear(Matrix<T> y, Matrix<const T> x, int64_t num_rows, const Weight& weig
     for_each_panel(num_rows, weight.out_features, weight.panel_size(), [&](int64_t row, int64_t count, int64_t panel) {
         weight.multiply(y.from(row), rows.from(row), count, panel, bias);
     });
-}
-
-// Requests huge pages. Call this before the first write. A product reads more small pages than the
-// processor's TLB holds.
-inline void use_huge_pages(void* data, int64_t nbytes) {
-    constexpr uintptr_t PAGE = 4096;
-    const uintptr_t start = reinterpret_cast<uintptr_t>(data) / PAGE * PAGE;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + nbytes + PAGE - 1) / PAGE * PAGE;
-    madvise(reinterpret_cast<void*>(start), end - start, MADV_HUGEPAGE);  // may be refused
 }
 
 // Writes panels in which STEP inputs of an output are adjacent. `value(output, input)` returns the

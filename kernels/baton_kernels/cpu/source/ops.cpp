@@ -7,11 +7,16 @@
 #include <ATen/ops/embedding.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/record_function.h>
 #include <torch/custom_class.h>
+#include <sys/mman.h>
 #include <torch/library.h>
+
+#include <cerrno>
+#include <cstring>
 
 #include "attention.h"
 #include "block_checksum.h"
@@ -263,15 +268,32 @@ Tensor empty_outputs(const Tensor& x, int64_t out_features, const std::optional<
     return at::empty(shape, x.options());
 }
 
+// Allocates a tensor whose memory starts at a huge page, for reading at the speed of memory. A
+// product reads more small pages than the processor's TLB holds. The rest after the last whole
+// huge page has small pages, unless it almost fills a huge page.
+Tensor empty_in_huge_pages(at::IntArrayRef shape, const at::TensorOptions& options) {
+    constexpr size_t PAGE = 2 << 20;
+    size_t nbytes = c10::multiply_integers(shape) * options.dtype().itemsize();
+    if (nbytes % PAGE > PAGE / 8 * 7) nbytes = (nbytes + PAGE - 1) / PAGE * PAGE;
+    if (nbytes < PAGE) return at::empty(shape, options);
+    char* const mapped = static_cast<char*>(
+        mmap(nullptr, nbytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+    );
+    TORCH_CHECK(mapped != MAP_FAILED, "no memory for a weight of ", nbytes, " bytes: ", strerror(errno));
+    const size_t before = -reinterpret_cast<uintptr_t>(mapped) % PAGE;
+    char* const data = mapped + before;
+    madvise(data, nbytes, MADV_HUGEPAGE);  // may be refused
+    return at::from_blob(data, shape, [=](void*) { munmap(mapped, nbytes + PAGE); }, options);
+}
+
 Tensor pack_weight_op(const Tensor& weight_) {
     TORCH_CHECK(weight_.dim() == 2, "a weight must have the shape [out_features, in_features]");
     const Tensor weight = weight_.stride(1) == 1 ? weight_ : weight_.contiguous();
     const int64_t out_features = weight.size(0), in_features = weight.size(1);
     const int64_t step = 4 / weight.element_size();
-    Tensor panels = at::empty(
+    Tensor panels = empty_in_huge_pages(
         {(out_features + PANEL - 1) / PANEL, (in_features + step - 1) / step, PANEL, step}, weight.options()
     );
-    use_huge_pages(panels.mutable_data_ptr(), panels.nbytes());
     DISPATCH_PACKED(weight.scalar_type(), "pack_weight", [&] {
         const Matrix<const scalar_t> rows{weight.const_data_ptr<scalar_t>(), weight.stride(0)};
         pack<scalar_t>(panels.mutable_data_ptr<scalar_t>(), rows, in_features, out_features);
@@ -289,11 +311,10 @@ template <typename Format>
 Tensor pack_quantized_as(const Tensor& values) {
     const int64_t out_features = values.size(0), in_features = values.size(1);
     const auto dtype = Format::OFFSET > 0 ? at::kByte : at::kChar;
-    Tensor panels = at::empty(
+    Tensor panels = empty_in_huge_pages(
         {(out_features + PANEL - 1) / PANEL, quantized_steps<Format>(in_features), PANEL, INT8_STEP},
         values.options().dtype(dtype)
     );
-    use_huge_pages(panels.mutable_data_ptr(), panels.nbytes());
     pack_quantized<Format>(
         static_cast<uint8_t*>(panels.mutable_data_ptr()), {values.const_data_ptr<int8_t>(), in_features}, in_features,
         out_features
