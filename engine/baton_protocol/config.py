@@ -338,6 +338,16 @@ class GatewayConfig(_Config, frozen=True):
     max_concurrent_requests: Annotated[
         int, Option("sequences served at once; more get 429", _POSITIVE)
     ] = 1024
+    #: none uses OpenAI's defaults.
+    generation_config: Annotated[
+        str,
+        choice(
+            "auto",
+            "none",
+            help="auto: default sampling parameters come from the checkpoint's "
+            "generation_config.json",
+        ),
+    ] = "auto"
     #: The decode engine computes such prompts itself.
     prefill_threshold_tokens: Annotated[int, Option("shorter prompts skip the prefill engines")] = 0
     #: Seconds between PINGs. An engine silent for two intervals gets no new requests.

@@ -23,6 +23,7 @@ from baton_protocol.config import DiscoveryConfig, GatewayConfig, container_path
 from baton_protocol.fatal import ConfigurationError, report_fatal
 from baton_protocol.options import add_flags, options, set_field
 from baton_protocol.service_key import ServiceKeyError
+from baton_text.generation_defaults import GenerationDefaults
 from baton_text.tokenizer import Tokenizer
 
 #: Heartbeats in a row that an engine must miss before it counts as dead.
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(sys.argv[1:] if argv is None else argv)
         tokenizer = load_tokenizer(config)
         discovery = make_discovery(config.discovery)
-        gateway = make_gateway(config, tokenizer, discovery)
+        gateway = make_gateway(config, tokenizer, discovery, load_defaults(config))
     except ConfigurationError as error:
         return report_fatal(error.reason, error)
     asyncio.run(gateway.serve_until_signal(pod_ip()))
@@ -119,7 +120,23 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
         raise ConfigurationError("InvalidTokenizer", str(error)) from error
 
 
-def make_gateway(config: GatewayConfig, tokenizer: Tokenizer, discovery: Discovery) -> Gateway:
+def load_defaults(config: GatewayConfig) -> GenerationDefaults:
+    """Load the model's sampling parameters for requests that leave them out.
+
+    Raises:
+        ConfigurationError: reason ModelInvalid.
+    """
+    if config.generation_config == "none":
+        return GenerationDefaults()
+    try:
+        return GenerationDefaults.from_folder(container_path(config.model.path))
+    except ValueError as error:
+        raise ConfigurationError("ModelInvalid", str(error)) from error
+
+
+def make_gateway(
+    config: GatewayConfig, tokenizer: Tokenizer, discovery: Discovery, defaults: GenerationDefaults
+) -> Gateway:
     """Build the gateway.
 
     Raises:
@@ -127,7 +144,7 @@ def make_gateway(config: GatewayConfig, tokenizer: Tokenizer, discovery: Discove
             ServiceKeyInvalid if the service key cannot be read.
     """
     try:
-        return Gateway(config, tokenizer, discovery)
+        return Gateway(config, tokenizer, discovery, defaults)
     except OSError as error:
         raise ConfigurationError("InvalidAccess", f"API keys or certificate: {error}") from error
     except ServiceKeyError as error:

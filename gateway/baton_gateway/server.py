@@ -28,6 +28,7 @@ from baton_gateway.routing.placer import Placer
 from baton_gateway.routing.pool import EnginePool
 from baton_protocol.config import GatewayConfig, container_path
 from baton_protocol.service_key import ServiceKey
+from baton_text.generation_defaults import GenerationDefaults
 from baton_text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -43,13 +44,20 @@ class Gateway:
         config: ports, limits and timeouts.
         tokenizer: the tokenizer of the served checkpoint.
         discovery: yields the engines.
+        defaults: sampling parameters of requests that leave them out.
 
     Raises:
         OSError: API keys or a certificate are configured but cannot be read.
         ServiceKeyError: the service key cannot be read.
     """
 
-    def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, discovery: Discovery) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        tokenizer: Tokenizer,
+        discovery: Discovery,
+        defaults: GenerationDefaults,
+    ) -> None:
         self.config = config
         self.served_name = served_name(config)
         self.metrics = GatewayMetrics()
@@ -82,7 +90,7 @@ class Gateway:
             resume_wait_s=config.resume_wait_s,
         )
         dispatcher = Dispatcher(placer, self.metrics)
-        builder = JobBuilder(tokenizer, self.pool, self.metrics, access)
+        builder = JobBuilder(tokenizer, self.pool, self.metrics, access, defaults)
         self._generator = Generator(dispatcher, self.metrics)
         self.app = self._routes(tokenizer, builder).app
         self._end_drain = asyncio.Event()

@@ -67,6 +67,11 @@ def flags_parser() -> argparse.ArgumentParser:
         "--max-concurrent-requests", type=int, metavar="N", help="sequences served at once"
     )
     parser.add_argument(
+        "--generation-config",
+        choices=("auto", "none"),
+        help="auto takes default sampling parameters from the checkpoint (default auto)",
+    )
+    parser.add_argument(
         "--request-timeout-s",
         type=arguments.positive,
         metavar="SECONDS",
@@ -299,7 +304,7 @@ class _Server:
             drain_timeout_s=self._options.drain_timeout_s,
             drain_quiet_s=0.0,  # there is no other gateway for new requests
         )
-        for name in ("max_concurrent_requests", "request_timeout_s"):
+        for name in ("max_concurrent_requests", "generation_config", "request_timeout_s"):
             if (value := getattr(self._options, name)) is not None:
                 config = msgspec.structs.replace(config, **{name: value})
         path = self._folder / "gateway.json"

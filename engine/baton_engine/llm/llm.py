@@ -25,6 +25,7 @@ from baton_engine.llm.step_loop import ProgressBar, StepLoop
 from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.messages import EngineCoreRequest
 from baton_text.chat_template import ChatTemplate
+from baton_text.generation_defaults import GenerationDefaults
 from baton_text.messages import ChatMessage, template_messages
 from baton_text.tokenizer import Tokenizer
 
@@ -55,6 +56,8 @@ class LLM:
         model: folder of the checkpoint.
         seed: seed of the random generator that draws a seed for each prompt without one. With the
             same seed, the same calls return the same texts.
+        generation_config: "auto" takes default sampling parameters from the checkpoint's
+            generation_config.json. "none" does not.
         args: fields of EngineConfig by name, see `EngineArgs`.
 
     Raises:
@@ -63,9 +66,18 @@ class LLM:
         ValueError: a value has the wrong type or is out of bounds.
     """
 
-    def __init__(self, model: str | Path, *, seed: int = 0, **args: Unpack[EngineArgs]) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int = 0,
+        generation_config: Literal["auto", "none"] = "auto",
+        **args: Unpack[EngineArgs],
+    ) -> None:
         if not isinstance(model, str | Path) or not str(model):
             raise ValueError(f"model must be the folder of a checkpoint, got {model!r}")
+        if generation_config not in ("auto", "none"):
+            raise ValueError(f"generation_config must be auto or none, got {generation_config!r}")
         self.config = engine_config(model, args)
         wakeup = threading.Event()
         executor_class = load_executor_class(executor_name(self.config))
@@ -75,6 +87,11 @@ class LLM:
         try:
             self._core = EngineCore(self.config, executor)
             self._tokenizer = Tokenizer.from_folder(Path(model))
+            self._defaults = (
+                GenerationDefaults.from_folder(Path(model))
+                if generation_config == "auto"
+                else GenerationDefaults()
+            )
         except BaseException:
             self._finalizer()
             raise
@@ -84,6 +101,13 @@ class LLM:
         self._lock = threading.Lock()
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of prompts without any, with the checkpoint's values."""
+        params = SamplingParams(**self._defaults.sampling_fields())
+        if self._defaults.max_tokens is not None:
+            params.max_tokens = self._defaults.max_tokens
+        return params
 
     def generate(
         self,
@@ -97,7 +121,7 @@ class LLM:
             prompts: one prompt or a list of prompts. A prompt is a text, a list of token ids,
                 `{"prompt": ...}` or `{"prompt_token_ids": ...}`.
             sampling_params: parameters of all prompts, or a list with one entry per prompt. None:
-                the defaults.
+                those of `get_default_sampling_params`.
             use_tqdm: True shows a progress bar. A function is called with tqdm's arguments and
                 returns the bar.
 
@@ -277,7 +301,7 @@ class LLM:
     ) -> list[RequestOutput]:
         self._check_awake()
         if sampling_params is None:
-            sampling_params = SamplingParams()
+            sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(prompts)
         elif not isinstance(sampling_params, list | tuple):

@@ -28,7 +28,8 @@ def fuse_layers(model: CausalLM) -> DecoderLayers | None:
         The operation. None if the model is split over tensor ranks or is expert-parallel, or if
         the C++ operations cannot read a layer's weights.
     """
-    layers = [layer for layer in model.layers if isinstance(layer, DecoderLayer)]
+    # A subclass may compute something else.
+    layers = [layer for layer in model.layers if type(layer) is DecoderLayer]
     weights = [each for layer in layers if (each := _weights_of(layer)) is not None]
     if model.parallel.tensor.size > 1 or len(weights) < len(model.layers):
         return None

@@ -24,6 +24,7 @@ from baton_protocol.sampling import SamplingParams
 from baton_text.chat_request import ChatCompletionRequest
 from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
+from baton_text.generation_defaults import GenerationDefaults
 from baton_text.generation_request import GenerationRequest
 from baton_text.output import OutputProcessor
 from baton_text.structured_outputs import bad_words_token_ids
@@ -43,12 +44,14 @@ class JobBuilder:
         pool: EnginePool,
         metrics: GatewayMetrics,
         access: AccessConfig,
+        defaults: GenerationDefaults,
     ) -> None:
         self.tokenizer = tokenizer
         self._reader = PromptReader(tokenizer)
         self._pool = pool
         self._metrics = metrics
         self._access = access
+        self._defaults = defaults
 
     @property
     def max_model_len(self) -> int | None:
@@ -92,6 +95,7 @@ class JobBuilder:
             prompts, echoes = self._completion_prompts(request, bounds)
         job_id = f"{prefix}-{uuid.uuid4().hex}"
         arrival = time.time()
+        self._defaults.fill(request)
         _check_options(request)
         self._reader.check_ids(request.allowed_token_ids or [], "allowed_token_ids")
         request.check_prompt_logprobs(sum(map(len, prompts)))
@@ -205,6 +209,8 @@ class JobBuilder:
             raise RequestError(f"{field} must not be empty", param=field)
         bounds.check_server_limit(prompt_len, field)
         requested = request.requested_max_tokens()
+        if requested is None:
+            requested = self._defaults.max_tokens
         is_explicit = (
             request.max_tokens is not None
             or getattr(request, "max_completion_tokens", None) is not None

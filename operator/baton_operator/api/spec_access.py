@@ -111,6 +111,10 @@ class Gateway(ApiStruct, frozen=True):
     #: Maximum number of sequences that one gateway pod serves at once. Further requests get 429
     #: with Retry-After. Unset: 1024.
     max_concurrent_requests: Requests | None = None
+    #: auto: requests that leave out sampling parameters get those of the checkpoint's
+    #: generation_config.json: temperature, top_p, top_k, min_p, repetition_penalty and
+    #: max_new_tokens. none: they get OpenAI's defaults. Unset: auto.
+    generation_config: Literal["auto", "none"] | None = None
     #: Prompts with fewer tokens than this are computed by decode pods instead of prefill pods.
     #: Unset: 0.
     prefill_threshold_tokens: Annotated[int, Meta(ge=0, le=2**24)] | None = None

@@ -129,6 +129,7 @@ def gateway_config(resolved: ResolvedService) -> GatewayConfig:
         drain_timeout_s=float(resolved.spec.drain_timeout_seconds),
         **_given(
             max_concurrent_requests=gateway.max_concurrent_requests,
+            generation_config=gateway.generation_config,
             prefill_threshold_tokens=gateway.prefill_threshold_tokens,
             hold_s=_hold_s(resolved),
         ),

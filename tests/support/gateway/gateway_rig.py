@@ -23,6 +23,7 @@ from baton_protocol.config import (
     GatewayConfig,
     ModelConfig,
 )
+from baton_text.generation_defaults import GenerationDefaults
 from baton_text.tokenizer import Tokenizer
 from support.gateway.fake_engine import DEADLINE_S, FakeEngine
 from support.waiting import until
@@ -36,7 +37,13 @@ def http_session() -> aiohttp.ClientSession:
 class GatewayRig:
     """A gateway, its discovery file and its engines."""
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, **config: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer,
+        defaults: GenerationDefaults | None = None,
+        **config: Any,
+    ) -> None:
         self.tokenizer = tokenizer
         self.file = folder / "engines.json"
         self.engines: list[FakeEngine] = []
@@ -51,7 +58,9 @@ class GatewayRig:
                 **config,
             },
         )
-        self.gateway = Gateway(self.config, tokenizer, FileDiscovery(self.file))
+        self.gateway = Gateway(
+            self.config, tokenizer, FileDiscovery(self.file), defaults or GenerationDefaults()
+        )
         self.url = ""
         self._clients: list[openai.AsyncOpenAI] = []
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -397,6 +399,24 @@ def test_arguments_are_fields_of_the_engines_configuration(llm: LLM, checkpoint:
         make_llm(checkpoint, max_num_seqs=0)
     with pytest.raises(ValueError, match="num_blocks"):
         make_llm(checkpoint, num_blocks="many")
+
+
+def test_prompts_without_parameters_get_those_of_the_checkpoint(checkpoint: Path, tmp_path: Path):
+    path = shutil.copytree(checkpoint, tmp_path / "tuned")
+    content = {"temperature": 0.0, "top_k": 9, "max_new_tokens": 5}
+    (path / "generation_config.json").write_text(json.dumps(content))
+    with make_llm(path) as llm:
+        params = llm.get_default_sampling_params()
+        assert (params.temperature, params.top_k, params.max_tokens) == (0.0, 9, 5)
+        without, with_defaults = (
+            llm.generate([5, 6, 7], given, use_tqdm=False)[0].outputs[0] for given in (None, params)
+        )
+        assert without.token_ids == with_defaults.token_ids
+        assert len(without.token_ids) <= 5
+    with make_llm(path, generation_config="none") as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+    with pytest.raises(ValueError, match="generation_config must be auto or none"):
+        make_llm(path, generation_config="vllm")
 
 
 def test_generate_on_a_closed_llm_is_an_error(checkpoint: Path):

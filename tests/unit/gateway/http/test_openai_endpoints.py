@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from baton_protocol.messages import KVSide
+from baton_text.generation_defaults import GenerationDefaults
 from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig
 from support.waiting import until
@@ -272,6 +273,25 @@ async def test_short_prompts_skip_the_prefill_stage(make_rig):
     assert decode.adds[0].kv_transfer is None
     await rig.client().completions.create(model="m", prompt=[5, 6, 7, 8, 9])
     assert len(prefill.adds) == 1
+
+
+async def test_requests_get_the_sampling_parameters_of_the_checkpoint_that_they_leave_out(make_rig):
+    defaults = GenerationDefaults(temperature=0.6, top_k=20, repetition_penalty=1.1, max_tokens=7)
+    rig = make_rig(defaults=defaults)
+    decode = rig.engine("d", "decode", TEXT)
+    await rig.start(decode)
+    messages = [{"role": "user", "content": "go"}]
+    client = rig.client()
+    await client.chat.completions.create(model="m", messages=messages)
+    await client.chat.completions.create(
+        model="m", messages=messages, temperature=0, max_tokens=9, extra_body={"top_k": 3}
+    )
+    params = [add.sampling_params for add in decode.adds]
+    assert [(one.temperature, one.top_k, one.max_tokens) for one in params] == [
+        (0.6, 20, 7),
+        (0.0, 3, 9),
+    ]
+    assert all(one.repetition_penalty == 1.1 and one.top_p == 1.0 for one in params)
 
 
 async def test_endpoints_for_models_health_version_and_metrics(rig: GatewayRig):

@@ -43,6 +43,21 @@ def test_cpu_attention_in_bfloat16() -> None:
     assert_attends(paged_attention(*case.arguments()), case)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (100, None), (None, 5.0)])
+def test_cpu_attention_of_long_prompts_in_bfloat16(
+    head_dim: int, window: int | None, soft_cap: float | None
+) -> None:
+    """Prompts span many tiles, and the first tiles have no key inside a window."""
+    lengths = [(300, 300), (1, 500), (130, 700), (17, 17), (64, 64)]
+    case = paged_case(
+        lengths, 4, 2, head_dim, dtype=torch.bfloat16, window=window, soft_cap=soft_cap
+    )
+    if window is not None:
+        poison_what_no_query_sees(case)
+    assert_attends(paged_attention(*case.arguments()), case)
+
+
 @pytest.mark.parametrize("block_size", [8, 16, 32])
 def test_cpu_attention_with_shared_blocks(block_size: int) -> None:
     case = paged_case(MIXED, 4, 2, 16, block_size=block_size, share_first_block=True)

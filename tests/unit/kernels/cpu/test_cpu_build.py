@@ -208,3 +208,27 @@ def test_compiled_attention_prefetches_keys_and_values() -> None:
         bodies = "".join(body for name, body in functions if re.search(pattern, name))
         assert re.search(r"\tprefetchnta\b", bodies)
         assert re.search(r"\tprefetcht1\b", bodies)
+
+
+@pytest.mark.parametrize("name", ["avx2", "avx512"])
+def test_the_operations_for_older_processors_compute_the_same(name: str) -> None:
+    """The tests of this process use only the operations for this processor."""
+    if f"C++ ({name})" not in in_new_process(
+        "from baton_kernels import cpu; print(cpu.DESCRIPTION)", BATON_CPU_KERNELS=name
+    ):
+        pytest.skip(f"{name} is not compiled, or this processor lacks it")
+    folder = Path(__file__).parent.parent
+    files = ["test_linear.py", "test_elementwise.py", "attention/test_attention.py", "moe"]
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),
+            *("-k", "not triton and not gemv and not gemm"),
+            *(folder / file for file in files),
+        ],
+        env=os.environ | {"BATON_CPU_KERNELS": name},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]

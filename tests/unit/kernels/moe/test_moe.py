@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from baton_kernels.configurations import Configuration
-from baton_kernels.linear import PackedWeight, Weight, packing
+from baton_kernels.linear import PackedWeight, QuantizedWeight, Weight, linear, packing
+from baton_kernels.linear.quantized import Bits
 from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.moe.experts_cpu import run_experts_cpu
 from baton_kernels.moe.reference import run_experts_reference
@@ -159,6 +160,26 @@ def test_bfloat16_is_summed_in_float32(run: Callable[..., Tensor], triton_device
     if triton_device == "cpu" and run is not gemv:
         pytest.skip("the interpreter multiplies bfloat16 bits as integers")
     check(run, make_case(3, dtype=torch.bfloat16), triton_device, tolerance=2e-2)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 5, 130])
+def test_quantized_experts_have_the_products_of_their_rounded_weights(
+    bits: Bits, dtype: torch.dtype, num_tokens: int
+) -> None:
+    x, gate_up, down, weights, expert_ids = make_case(num_tokens, hidden=48, intermediate=72)
+    rounded = [[QuantizedWeight(weight, bits) for weight in stacked] for stacked in (gate_up, down)]
+    identity = [torch.eye(stacked.shape[2]) for stacked in (gate_up, down)]
+    dense = [
+        torch.stack([linear(one, weight, None).T for weight in stacked])
+        for one, stacked in zip(identity, rounded, strict=True)
+    ]
+    expected = run_experts_reference(x, *dense, weights, expert_ids)
+    actual = run_experts(x.to(dtype), *rounded, weights.to(dtype), expert_ids)
+    # x and the input of the second product are also rounded to int8.
+    error = (actual.float() - expected).norm() / expected.norm()
+    assert error < 0.02
 
 
 @pytest.mark.parametrize("run", [*TRITON, *ON_CPU])

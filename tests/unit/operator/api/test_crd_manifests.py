@@ -61,6 +61,7 @@ def test_descriptions_name_the_defaults_of_engine_and_gateway() -> None:
         "engine.maxNumSeqs": SchedulerConfig().max_num_seqs,
         "engine.maxQueue": SchedulerConfig().max_queue,
         "gateway.maxConcurrentRequests": gateway["max_concurrent_requests"],
+        "gateway.generationConfig": gateway["generation_config"],
         "gateway.prefillThresholdTokens": gateway["prefill_threshold_tokens"],
         "decode.autoscaling.holdSeconds": DEFAULT_HOLD_SECONDS,
     }

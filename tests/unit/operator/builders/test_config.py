@@ -82,8 +82,9 @@ def test_a_gateway_configuration_has_the_service_and_the_served_name() -> None:
         "gateway",
         GatewayConfig,
         model={"uri": "file:///m", "servedName": "x"},
-        gateway={"prefillThresholdTokens": 8},
+        gateway={"prefillThresholdTokens": 8, "generationConfig": "none"},
     )
+    assert got.generation_config == "none"
     assert (got.discovery.service, got.discovery.namespace) == ("demo", "default")
     assert (got.model.served_name, got.prefill_threshold_tokens) == ("x", 8)
     assert decoded_config("gateway", GatewayConfig).model.served_name == "demo"

@@ -1,0 +1,60 @@
+"""Sampling parameters of requests that leave them out, from a checkpoint's generation_config.json.
+
+vLLM applies the same fields.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton_protocol.sampling import SamplingParams
+from baton_text.generation_request import GenerationRequest
+
+FILE = "generation_config.json"
+_SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """The checkpoint's values. None: the checkpoint has none, so that Baton's default holds."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    #: Maximum number of generated tokens.
+    max_tokens: int | None = msgspec.field(default=None, name="max_new_tokens")
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> GenerationDefaults:
+        """Read the file in a checkpoint's folder. Without the file, there are no defaults.
+
+        Raises:
+            ValueError: the file is malformed, or a value is out of bounds.
+        """
+        file = folder / FILE
+        try:
+            defaults = msgspec.json.decode(file.read_bytes(), type=cls)
+            SamplingParams(**defaults.sampling_fields(), max_tokens=defaults.max_tokens).validate()
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+            raise ValueError(f"{file} cannot be used: {error}") from error
+        return defaults
+
+    def sampling_fields(self) -> dict[str, Any]:
+        """Return the given values except `max_tokens`, by their names in SamplingParams."""
+        return {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+
+    def fill(self, request: GenerationRequest) -> None:
+        """Set the sampling fields that the request leaves out. Beam searches do not sample."""
+        if request.use_beam_search:
+            return
+        for name, value in self.sampling_fields().items():
+            if getattr(request, name) is None:
+                setattr(request, name, value)
