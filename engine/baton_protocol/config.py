@@ -211,7 +211,8 @@ class CompilationConfig(_Config, frozen=True):
 class ObservabilityConfig(_Config, frozen=True):
     #: The line has the contents and the duration of the step.
     log_iterations: Annotated[bool, Option("one log line per step")] = False
-    count_nans_in_logits: Annotated[bool, Option("report NaNs per output")] = False
+    #: Responses and the metric num_nans_in_logits_total have the counts.
+    count_nans_in_logits: Annotated[bool, Option("count NaN logits of sampled tokens")] = False
     #: Without a folder, requests for a profile are refused.
     profiler_dir: Annotated[str, Option("folder for torch profiles")] = ""
     #: The default is the system's temporary folder.

@@ -40,6 +40,8 @@ class TextOutput:
     stop_reason: int | str | None = None
     #: Logprobs of the prompt from position 1 on, if requested. Set with the first token.
     prompt_logprobs: PromptLogprobs | None = None
+    #: NaN logits from which the tokens were sampled, if the engine counts them.
+    num_nans_in_logits: int = 0
 
 
 class OutputProcessor:
@@ -87,7 +89,9 @@ class OutputProcessor:
 
         A result with a finish_reason is the last result, even if the engine still generates tokens.
         """
-        result = TextOutput(prompt_logprobs=output.prompt_logprobs)
+        result = TextOutput(
+            prompt_logprobs=output.prompt_logprobs, num_nans_in_logits=output.num_nans_in_logits
+        )
         for index, token_id in enumerate(output.new_token_ids):
             self.num_tokens += 1
             result.token_ids.append(token_id)

@@ -63,6 +63,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: str
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    #: NaN logits of the choice's tokens, if there were any and the engine counts them.
+    num_nans_in_logits: int | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -88,6 +90,8 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    #: NaN logits of the choice's tokens, if there were any and the engine counts them.
+    num_nans_in_logits: int | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
@@ -106,6 +110,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    #: NaN logits of the choice's tokens, if there were any and the engine counts them.
+    num_nans_in_logits: int | UnsetType = UNSET
     prompt_logprobs: list[dict[int, PromptTokenLogprob] | None] | UnsetType = UNSET
 
 

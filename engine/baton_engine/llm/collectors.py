@@ -150,6 +150,7 @@ class _Sample:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    num_nans_in_logits: int = 0
 
     def __post_init__(self) -> None:
         self.processor = OutputProcessor(
@@ -170,6 +171,7 @@ class _Sample:
         piece = self.processor.push(output)
         self.text += piece.text
         self.token_ids += piece.token_ids
+        self.num_nans_in_logits += piece.num_nans_in_logits
         self.logprobs += (output.new_logprobs or [])[: len(piece.token_ids)]
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
         return self.finish_reason is not None
@@ -187,6 +189,7 @@ class _Sample:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             routed_experts=join_routed_experts(self.routed_experts),
+            num_nans_in_logits=self.num_nans_in_logits,
         )
 
 

@@ -55,6 +55,7 @@ class EngineArgs(TypedDict, total=False):
     num_threads: int
     bind_threads: bool
     log_iterations: bool
+    count_nans_in_logits: bool
     profiler_dir: str
     crash_dump_dir: str
 

@@ -36,6 +36,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     #: Experts of all computed tokens, if `return_routed_experts` was set.
     routed_experts: RoutedExperts | None = None
+    #: NaN logits from which the tokens were sampled, if `count_nans_in_logits` is set.
+    num_nans_in_logits: int = 0
 
 
 @dataclass

@@ -43,6 +43,8 @@ class EngineStats(msgspec.Struct, kw_only=True):
     kv_transfer_recomputed_tokens: int = 0
     generation_tokens: int = 0
     num_preemptions: int = 0
+    #: NaN logits of sampled tokens. 0 unless `observability.count_nans_in_logits` is set.
+    num_nans_in_logits: int = 0
     #: KV blocks moved to host memory.
     num_swapped_out_blocks: int = 0
     #: KV blocks moved back to the device.

@@ -41,6 +41,7 @@ _COUNTERS = {
     "kv_transfer_recomputed_tokens": "Tokens computed here for lack of a prefill engine's KV.",
     "generation_tokens": "Tokens sampled.",
     "num_preemptions": "Requests preempted for lack of KV blocks.",
+    "num_nans_in_logits": "NaN logits of sampled tokens, with --count-nans-in-logits.",
     "num_swapped_out_blocks": "KV blocks moved to host memory by preemptions.",
     "num_swapped_in_blocks": "KV blocks moved back from host memory.",
     "prefix_cache_queries": "Tokens looked up in the prefix cache.",

@@ -140,6 +140,7 @@ class StepResults:
             output.new_logprobs = [logprobs]
         if ran.num_nans_in_logits:
             output.num_nans_in_logits = ran.num_nans_in_logits.get(request.request_id, 0)
+            self.state.counters.num_nans_in_logits += output.num_nans_in_logits
         if reason is not None:
             return Finished(request, output)
         self.state.outputs.emit(request, output)

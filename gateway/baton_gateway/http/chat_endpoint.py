@@ -33,6 +33,7 @@ class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):
                 finish_reason=output.finish_reason or "stop",
                 stop_reason=output.stop_reason,
                 token_ids=returned_token_ids(request, output),
+                num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,
             )
             for choice, output in outputs
         ]
@@ -67,6 +68,7 @@ class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             token_ids=returned_token_ids(request, output),
+            num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,
         )
         return self._chunk(request, job, piece)
 

@@ -30,6 +30,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
                 token_ids=returned_token_ids(request, output),
+                num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,
             )
             if request.prompt_logprobs is not None:
                 piece.prompt_logprobs = prompt_token_logprobs(
@@ -61,6 +62,7 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             token_ids=returned_token_ids(request, output),
+            num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,
         )
         return self._chunk(request, job, piece)
 

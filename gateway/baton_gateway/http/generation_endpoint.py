@@ -327,4 +327,5 @@ def _merge(outputs: list[TextOutput]) -> TextOutput:
         prompt_logprobs=next(
             (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None
         ),
+        num_nans_in_logits=sum(output.num_nans_in_logits for output in outputs),
     )

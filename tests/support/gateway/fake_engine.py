@@ -65,6 +65,8 @@ class FakeEngine:
         self.released = asyncio.Event()
         self.offset_error = 0
         #: Requests end with REPETITION instead of LENGTH.
+        #: NaN logits that every output reports.
+        self.num_nans = 0
         self.repeats = False
         self.tokens_per_output = 1
         #: (number of tokens, error). Each request takes the next one, and fails with the error
@@ -251,6 +253,7 @@ class FakeEngine:
             output = EngineCoreOutput(
                 request.request_id, tokens, offset, finish, stop, new_logprobs=logprobs
             )
+            output.num_nans_in_logits = self.num_nans
             if done == len(request.generated_token_ids):
                 output.num_cached_tokens = self.cached_tokens(request)
             if done == 0:

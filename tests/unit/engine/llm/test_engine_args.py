@@ -24,7 +24,6 @@ def is_for_servers(path: str) -> bool:
         "parallel.coordinator",
         "parallel.rank_name",
         "parallel.num_redundant_experts",
-        "observability.count_nans_in_logits",
         "engine_port",
         "http_port",
         "service_key_file",

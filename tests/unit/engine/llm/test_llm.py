@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from baton_engine import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -417,6 +418,18 @@ def test_prompts_without_parameters_get_those_of_the_checkpoint(checkpoint: Path
         assert llm.get_default_sampling_params() == SamplingParams()
     with pytest.raises(ValueError, match="generation_config must be auto or none"):
         make_llm(path, generation_config="vllm")
+
+
+def test_nan_logits_are_counted_in_outputs_and_metrics(checkpoint: Path, tmp_path: Path):
+    path = shutil.copytree(checkpoint, tmp_path / "broken")
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"][7] = torch.nan
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    with make_llm(path, count_nans_in_logits=True) as llm:
+        [output] = llm.generate([5, 6, 7], GREEDY, use_tqdm=False)
+        metrics = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert output.outputs[0].num_nans_in_logits == len(output.outputs[0].token_ids) == 12
+    assert metrics["baton:num_nans_in_logits_total"] == 12
 
 
 def test_generate_on_a_closed_llm_is_an_error(checkpoint: Path):

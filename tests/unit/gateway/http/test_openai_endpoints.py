@@ -294,6 +294,22 @@ async def test_requests_get_the_sampling_parameters_of_the_checkpoint_that_they_
     assert all(one.repetition_penalty == 1.1 and one.top_p == 1.0 for one in params)
 
 
+async def test_choices_report_nan_logits(rig: GatewayRig):
+    decode = rig.engine("d", "decode", TEXT)
+    await rig.start(decode)
+    client = rig.client()
+    [choice] = (await client.completions.create(model="m", prompt="go", max_tokens=3)).choices
+    assert "num_nans_in_logits" not in choice.model_extra
+    decode.num_nans = 2
+    answer = await client.completions.create(model="m", prompt="go", max_tokens=3)
+    assert answer.choices[0].model_extra["num_nans_in_logits"] == 2 * 3
+    chunks = await chat_pieces(client, max_tokens=3)
+    counts = [
+        choice.model_extra.get("num_nans_in_logits", 0) for one in chunks for choice in one.choices
+    ]
+    assert sum(counts) == 2 * 3
+
+
 async def test_endpoints_for_models_health_version_and_metrics(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode"))
     client = rig.client()
