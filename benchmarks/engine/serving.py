@@ -19,7 +19,7 @@ from workload import checkpoint
 from report import Goal
 
 Rows = list[dict[str, Any]]
-TARGET_ITL_S = 0.025
+TARGET_ITL_S = 0.02
 BATON, BATON_TARGET = "Baton", f"Baton, targetITL {TARGET_ITL_S * 1000:g} ms"
 VLLM, VLLM_ALL_CORES = "vLLM", "vLLM, all cores"
 LOADS = {
