@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,7 +112,10 @@ class Server:
     def close(self) -> None:
         """End the server and its children, as its user would."""
         self._process.terminate()
-        self._process.wait(STOP_TIMEOUT_S)
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
 
     def _answers(self) -> bool:
         body = json.dumps({"model": MODEL, "prompt": [1], "max_tokens": 1}).encode()
@@ -122,5 +124,5 @@ class Server:
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return bool(response.status == 200)
-        except (urllib.error.URLError, ConnectionError):
+        except OSError:  # also refusals, HTTP errors and timeouts
             return False
