@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import gzip
 import json
 import mmap
+import os
+import subprocess
+import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.executor.step import BlockCopy, SchedulerOutput
+from baton_engine.executor.step import SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.memory import block_budget
 from baton_engine.worker.memory.block_budget import BlockSize, available_host_memory, blocks_on_cpu
@@ -105,18 +107,42 @@ def test_available_memory_is_the_least_of_the_machine_and_the_cgroup_limit(
     assert available_host_memory(tmp_path) == 4000 * 1024
 
 
+#: Prints by how many bytes the process grows when 64 MiB of swap memory are allocated, and when
+#: every block of them is written.
+SWAP_PROGRAM = """
+import mmap, sys
+from pathlib import Path
+from baton_engine.executor.step import BlockCopy, SchedulerOutput
+from baton_engine.worker.model_runner import ModelRunner
+from support.engine.step_driver import runner_config
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+runner = ModelRunner(runner_config(Path(sys.argv[1])))
+runner.load_model()
+num_swap_blocks = (64 << 20) // runner.kv_cache_layout(1).block_nbytes
+before = resident_bytes()
+runner.allocate_kv_cache(4, num_swap_blocks)
+allocated = resident_bytes()
+every_block = [BlockCopy(n % 4, n) for n in range(num_swap_blocks)]
+runner.execute_model(SchedulerOutput([], [], {}, [], swap_out=every_block))
+print(allocated - before, resident_bytes() - before)
+"""
+
+
 def test_swap_memory_becomes_resident_at_its_first_use(checkpoint: Path) -> None:
-    runner = ModelRunner(runner_config(checkpoint))
-    runner.load_model()
-    num_swap_blocks = 64 * MIB // runner.kv_cache_layout(1).block_nbytes
-    # Without this, the allocation could reuse memory that earlier tests freed.
-    ctypes.CDLL(None).malloc_trim(0)
-    before = resident_bytes()
-    runner.allocate_kv_cache(4, num_swap_blocks)
-    assert resident_bytes() - before < 32 * MIB
-    every_block = [BlockCopy(n % 4, n) for n in range(num_swap_blocks)]
-    runner.execute_model(SchedulerOutput([], [], {}, [], swap_out=every_block))
-    assert resident_bytes() - before > 56 * MIB
+    """A process of its own: in this one, earlier tests' garbage may be freed in between."""
+    done = subprocess.run(
+        [sys.executable, "-c", SWAP_PROGRAM, str(checkpoint)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    allocated, written = map(int, done.stdout.split())
+    assert allocated < 32 * MIB
+    assert written > 56 * MIB
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 1000])
