@@ -18,7 +18,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("implementation", ["plain", "cpp", "onednn"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 6, 7, 64, 95, 97, 300])
-@pytest.mark.parametrize(("inputs", "outputs"), [(48, 31), (65, 128), (256, 1), (32, 1000)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(48, 31), (65, 128), (256, 1), (32, 1000), (3073, 70)]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 @torch.inference_mode()
 def test_plain_and_packed_weights_give_the_product(
@@ -62,8 +64,12 @@ def test_unpacking_restores_every_bit(
     assert torch.equal(form.unpack(), weight)
 
 
-def test_a_row_of_x_has_the_same_product_beside_any_other_rows() -> None:
-    weight, x = torch.randn(200, 96), torch.randn(300, 96)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inputs", [96, 4000])  # one block of weights, several
+def test_a_row_of_x_has_the_same_product_beside_any_other_rows(
+    dtype: torch.dtype, inputs: int
+) -> None:
+    weight, x = torch.randn(200, inputs).to(dtype), torch.randn(300, inputs).to(dtype)
     form = packed(weight, "cpp")
     together = linear(x, form)
     for start, end in ((0, 1), (3, 8), (7, 150)):

@@ -10,6 +10,8 @@
 #include <ATen/Parallel.h>
 #include <immintrin.h>
 
+#include <array>
+
 #include "vector.h"
 
 namespace baton {
@@ -24,12 +26,20 @@ constexpr int64_t PANEL = PANEL_VECTORS * LANES;
 constexpr int64_t BLOCK_ROWS = 16 * TILE_ROWS;
 // Distance between a weight that is used and the weight that is prefetched at the same time.
 constexpr int64_t PREFETCH_BYTES = 4096;
+constexpr int64_t CACHE_LINE = 64;
 constexpr int64_t WEIGHTS_PER_THREAD = 1 << 16;  // minimum work of a thread
 
 // Inputs of an output that are adjacent in a packed weight. Processors multiply pairs of 16-bit
 // numbers.
 template <typename T>
 constexpr int64_t STEP_INPUTS = 4 / sizeof(T);
+
+// Cache lines of one step of a panel.
+constexpr int64_t STEP_LINES = std::max<int64_t>(1, 4 * PANEL / CACHE_LINE);
+
+// Inputs of a block of weights. Two blocks and the rows of x fit into the L2 cache of a core.
+template <typename T>
+constexpr int64_t BLOCK_INPUTS = (192 << 10) / (PANEL * sizeof(T));
 
 // Returns the inputs of one step of one row of x, repeated in each lane.
 inline Floats broadcast(const float* x, int64_t) { return splat(*x); }
@@ -73,33 +83,40 @@ inline void store_lanes(T* to, Floats values, int64_t count) {
     }
 }
 
-// Computes the `count` outputs of one panel for ROWS rows.
-template <int64_t ROWS, bool PREFETCH, typename Out, typename T>
+// The sums of some rows of x times one panel.
+using Sums = float (*)[PANEL];
+
+// Adds the products of `num_inputs` inputs to the sums of ROWS rows, and prefetches LINES cache
+// lines from `ahead` on per step. The sums start at zero without `from`.
+template <int64_t ROWS, int64_t LINES, typename T>
 void multiply_tile(
-    Matrix<Out> y, Matrix<const T> x, const T* panel, const T* bias, int64_t in_features, int64_t count
+    Sums to, Sums from, Matrix<const T> x, const T* weights, int64_t num_inputs, const char* ahead
 ) {
-    using Step = decltype(broadcast(panel, 0));
+    using Step = decltype(broadcast(weights, 0));
     Floats sums[ROWS][PANEL_VECTORS] = {};
-    for (int64_t input = 0; input < in_features; input += STEP_INPUTS<T>) {
-        const T* const from = panel + input * PANEL;
-        Step weights[PANEL_VECTORS];
+    if (from != nullptr) std::memcpy(sums, from, sizeof(sums));
+    for (int64_t input = 0; input < num_inputs; input += STEP_INPUTS<T>) {
+        for (int64_t line = 0; line < LINES; ++line) __builtin_prefetch(ahead + line * CACHE_LINE);
+        ahead += LINES * CACHE_LINE;
+        Step step[PANEL_VECTORS];
         for (int64_t v = 0; v < PANEL_VECTORS; ++v) {
-            const T* const address = from + v * LANES * STEP_INPUTS<T>;
-            if constexpr (PREFETCH) __builtin_prefetch(reinterpret_cast<const char*>(address) + PREFETCH_BYTES);
-            weights[v] = read_as<Step>(address);
+            step[v] = read_as<Step>(weights + input * PANEL + v * LANES * STEP_INPUTS<T>);
         }
         for (int64_t row = 0; row < ROWS; ++row) {
-            const Step inputs = broadcast(x[row] + input, in_features - input);
-            for (int64_t v = 0; v < PANEL_VECTORS; ++v) sums[row][v] = multiply_add(sums[row][v], weights[v], inputs);
+            const Step inputs = broadcast(x[row] + input, num_inputs - input);
+            for (int64_t v = 0; v < PANEL_VECTORS; ++v) sums[row][v] = multiply_add(sums[row][v], step[v], inputs);
         }
     }
-    for (int64_t row = 0; row < ROWS; ++row) {
-        for (int64_t v = 0; v < PANEL_VECTORS && v * LANES < count; ++v) {
-            const int64_t left = std::min(LANES, count - v * LANES);
-            const Floats total = bias == nullptr ? sums[row][v] : sums[row][v] + load(bias + v * LANES, left);
-            store_lanes(y[row] + v * LANES, total, left);
-        }
-    }
+    std::memcpy(to, sums, sizeof(sums));
+}
+
+template <typename T>
+using MultiplyTile = void (*)(Sums, Sums, Matrix<const T>, const T*, int64_t, const char*);
+
+// The function multiply_tile for 1 to TILE_ROWS rows.
+template <typename T, int64_t LINES, std::size_t... I>
+constexpr std::array<MultiplyTile<T>, TILE_ROWS> tiles(std::index_sequence<I...>) {
+    return {multiply_tile<I + 1, LINES, T>...};
 }
 
 // A packed weight. `Rows` is the form in which its product takes the rows of x.
@@ -119,23 +136,45 @@ struct PackedMatrix {
     // Computes the outputs of one panel for `num_rows` rows. A missing bias is nullptr.
     template <typename Out>
     void multiply(Matrix<Out> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias) const {
-        multiply(y, x, num_rows, panel, bias, std::make_index_sequence<TILE_ROWS>());
+        for (int64_t row = 0; row < num_rows; row += BLOCK_ROWS) {
+            multiply_block(y.from(row), x.from(row), std::min(BLOCK_ROWS, num_rows - row), panel, bias);
+        }
     }
 
   private:
-    // The first tile brings the weights into the cache.
-    template <typename Out, std::size_t... I>
-    void multiply(
-        Matrix<Out> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias, std::index_sequence<I...>
-    ) const {
-        using Multiply = void (*)(Matrix<Out>, Matrix<const T>, const T*, const T*, int64_t, int64_t);
-        constexpr Multiply first[] = {multiply_tile<I + 1, true, Out, T>...};
-        constexpr Multiply others[] = {multiply_tile<I + 1, false, Out, T>...};
+    // Computes the outputs of at most BLOCK_ROWS rows. Reading a weight takes longer than multiplying
+    // it with a few rows. So the tiles of a block of weights prefetch the next block, each a share.
+    // If there are fewer tiles than shares, the first tile prefetches its own weights instead.
+    template <typename Out>
+    void multiply_block(Matrix<Out> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias) const {
+        static constexpr std::make_index_sequence<TILE_ROWS> ROWS;
+        static constexpr auto READ_ALL = tiles<T, STEP_LINES>(ROWS), READ_SHARE = tiles<T, 1>(ROWS);
+        static constexpr auto READ_NONE = tiles<T, 0>(ROWS);
+        const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
+        const int64_t num_blocks = num_tiles == 1 ? 1 : (in_features - 1) / BLOCK_INPUTS<T> + 1;
+        const int64_t block_inputs = padded((in_features + num_blocks - 1) / num_blocks);
+        alignas(CACHE_LINE) float sums[BLOCK_ROWS][PANEL];
+        for (int64_t block = 0; block < num_blocks; ++block) {
+            const int64_t input = block * block_inputs, num_inputs = std::min(block_inputs, in_features - input);
+            const T* const weights = panels + panel * panel_size() + input * PANEL;
+            const char* const here = reinterpret_cast<const char*>(weights);
+            const int64_t share_bytes = padded(num_inputs) / STEP_INPUTS<T> * CACHE_LINE;
+            for (int64_t row = 0; row < num_rows; row += TILE_ROWS) {
+                const int64_t share = row / TILE_ROWS - (num_tiles < STEP_LINES);
+                const auto& multiply = share < 0 ? READ_ALL : share < STEP_LINES ? READ_SHARE : READ_NONE;
+                multiply[std::min(TILE_ROWS, num_rows - row) - 1](
+                    sums + row, block == 0 ? nullptr : sums + row, x.from(row, input), weights, num_inputs,
+                    here + (share < 0 ? PREFETCH_BYTES : (STEP_LINES + share) * share_bytes)
+                );
+            }
+        }
         const int64_t output = panel * PANEL, count = std::min(PANEL, out_features - output);
-        if (bias != nullptr) bias += output;
-        for (int64_t row = 0; row < num_rows; row += TILE_ROWS) {
-            const Multiply* const tiles = row == 0 ? first : others;
-            tiles[std::min(TILE_ROWS, num_rows - row) - 1](y.from(row, output), x.from(row), panels + panel * panel_size(), bias, in_features, count);
+        for (int64_t row = 0; row < num_rows; ++row) {
+            for (int64_t i = 0; i < count; i += LANES) {
+                const int64_t left = std::min(LANES, count - i);
+                const Floats total = read_as<Floats>(sums[row] + i);
+                store_lanes(y[row] + output + i, bias == nullptr ? total : total + load(bias + output + i, left), left);
+            }
         }
     }
 };
