@@ -61,9 +61,10 @@ class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):
         output: TextOutput,
         offset: int,
     ) -> ChatCompletionChunk:
+        is_last = output.finish_reason is not None
         piece = ChatChunkChoice(
             index=choice.index,
-            delta=ChatDelta(content=output.text) if output.text else ChatDelta(),
+            delta=ChatDelta(content=output.text) if output.text or not is_last else ChatDelta(),
             logprobs=self._logprobs(request, output) if output.logprobs else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,

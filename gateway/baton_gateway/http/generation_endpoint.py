@@ -222,9 +222,8 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         offsets = {choice.index: 0 for choice in job.choices}
 
         async def send_output(choice: Choice, output: TextOutput) -> None:
-            # An output whose text is held back for a stop string is skipped.
-            wants_ids = bool(request.return_token_ids and output.token_ids)
-            if output.text or has_logprobs(output) or wants_ids or output.finish_reason is not None:
+            # Tokens without text get a chunk, too: clients measure the time between tokens by it.
+            if output.text or output.token_ids or output.finish_reason is not None:
                 offset = offsets[choice.index]
                 size = _num_entries(output)
                 if size <= INLINE_ENTRIES:

@@ -85,6 +85,19 @@ async def test_a_chat_streams_role_text_finish_reason_and_usage_in_this_order(ri
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+async def test_every_token_of_a_stream_has_a_chunk(rig: GatewayRig):
+    """Clients measure the time between tokens by it, also if a token has no text yet."""
+    engine = rig.engine("d", "decode", "你好")
+    await rig.start(engine)
+    client = rig.client()
+    chat = await chat_pieces(client, stop=["zzz"])
+    assert len(engine.answer) > len(text_of(chat)) == 2
+    assert len(chat) == 1 + len(engine.answer)  # the first one has the role
+    options = {"model": "m", "prompt": "go", "max_tokens": len(engine.answer)}
+    completion = [chunk async for chunk in await client.completions.create(**options, stream=True)]
+    assert len(completion) == len(engine.answer)
+
+
 async def test_a_chat_renders_the_template_without_more_special_tokens(rig: GatewayRig):
     engine = rig.engine("d", "decode")
     await rig.start(engine)
