@@ -156,10 +156,13 @@ class EngineClient:
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether the engine is ready, is not draining, and has recently sent a message."""
+        """Whether the engine is ready, neither draining nor paused, and has sent a message lately.
+
+        False before the first PONG, because the engine may be paused or stalled.
+        """
         if self.ready is None or self.dead_reason is not None:
             return False
-        return not (self._heartbeat.is_draining or self._heartbeat.is_suspect)
+        return self._heartbeat.accepts_requests and not self._heartbeat.is_suspect
 
     async def connect(self, timeout_s: float) -> Init:
         """Connect to the engine: send HELLO and return the engine's INIT.
@@ -299,9 +302,13 @@ class EngineClient:
         assert self.dead_reason is not None
         return self.dead_reason
 
-    async def close(self) -> None:
-        """Close the connection, and end all requests in flight with EngineDeadError. Idempotent."""
-        self._die("the client closed the connection")
+    async def close(self, reason: str = "the client closed the connection") -> None:
+        """Close the connection, and end all requests in flight with EngineDeadError. Idempotent.
+
+        Args:
+            reason: text of the EngineDeadError.
+        """
+        self._die(reason)
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         self._tasks = []
         for task in others:
@@ -408,9 +415,9 @@ class EngineClient:
         self._ready_again()
 
     def _on_pong(self, pong: Pong) -> None:
-        was_draining = self._heartbeat.is_draining
+        did_accept = self._heartbeat.accepts_requests
         self._heartbeat.record_pong(pong)
-        if was_draining and not pong.draining:
+        if self._heartbeat.accepts_requests and not did_accept:
             self._ready_again()
 
     def _ready_again(self) -> None:

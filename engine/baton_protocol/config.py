@@ -359,6 +359,13 @@ class GatewayConfig(_Config, frozen=True):
     heartbeat_timeout_s: Annotated[
         float, Option("an engine that sends nothing for this long counts as dead")
     ] = 3.0
+    #: Longer than the longest step. A paused engine makes no progress, either.
+    stall_timeout_s: Annotated[
+        float,
+        Option(
+            "requests that make no progress for this long continue on another engine", _POSITIVE
+        ),
+    ] = 30.0
     #: The 503 has Retry-After.
     queue_wait_s: Annotated[
         float,

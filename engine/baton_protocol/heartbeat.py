@@ -65,8 +65,9 @@ class Heartbeat:
             self._own_at_status = self._own_at_ping
 
     @property
-    def is_draining(self) -> bool:
-        return self.status is not None and self.status.draining
+    def accepts_requests(self) -> bool:
+        """Whether the last PONG says that the engine accepts requests. False before the first."""
+        return self.status is not None and not (self.status.draining or self.status.paused)
 
     @property
     def is_suspect(self) -> bool:

@@ -152,6 +152,13 @@ class Pong(_Wire):
     num_waiting: int = 0
     #: Fraction of blocks in use, 0 to 1.
     kv_cache_usage: float = 0.0
+    #: The engine is paused or asleep, and admits no requests.
+    paused: bool = False
+    #: A sleep has freed the engine's memory. Its requests cannot continue before a wake-up.
+    asleep: bool = False
+    #: Seconds since requests could last make progress. Grows while a step or a call runs, and while
+    #: a pause freezes requests. At most a second in an idle engine.
+    stalled_s: float = 0.0
 
 
 class Refused(_Wire):

@@ -67,6 +67,7 @@ class Gateway:
             service_key=ServiceKey.load(config.service_key_file),
             heartbeat_interval_s=config.heartbeat_interval_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
+            stall_timeout_s=config.stall_timeout_s,
         )
         access = config.access
         self._keys = ApiKeys(container_path(access.api_keys_dir)) if access.api_keys_dir else None

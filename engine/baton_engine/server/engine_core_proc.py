@@ -128,6 +128,8 @@ class EngineCoreProc:
         self._stats = EngineStats()
         self._owners = RequestOwners(self.io.aborts)
         self._heartbeat = time.monotonic()
+        #: Last time at which unfinished requests could make progress, or at which there were none.
+        self._last_progress = self._heartbeat
         #: Whether the loop is running a utility call.
         self._in_call = False
         self._failure = ""
@@ -263,6 +265,11 @@ class EngineCoreProc:
                 "Draining",
                 f"{self._stats.num_unfinished} requests and transfers are unfinished",
             )
+        if self._stats.sleep_level is not None:
+            message = f"the engine sleeps at level {self._stats.sleep_level}; call wake_up()"
+            return ProbeResult(False, "Asleep", message)
+        if self._stats.paused:
+            return ProbeResult(False, "Paused", "the engine is paused; call resume()")
         return ProbeResult(True, "Ready", f"instance {self.instance_id}")
 
     def stats(self) -> EngineStats:
@@ -361,6 +368,8 @@ class EngineCoreProc:
                 max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0
             )
             self._heartbeat = time.monotonic()
+            if not self._stats.num_unfinished or core.pause_state is not PauseState.PAUSED_ALL:
+                self._last_progress = self._heartbeat
 
     def _step(self, core: EngineCore) -> bool:
         """Run a step if there are requests. Return whether to run another step without waiting."""
@@ -505,4 +514,7 @@ class EngineCoreProc:
             num_running=stats.num_requests_running,
             num_waiting=stats.num_requests_waiting,
             kv_cache_usage=stats.kv_cache_usage,
+            paused=stats.paused,
+            asleep=bool(stats.sleep_level),
+            stalled_s=time.monotonic() - self._last_progress,
         )

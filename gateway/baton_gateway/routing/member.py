@@ -8,6 +8,9 @@ from baton_protocol.client import EngineClient
 from baton_protocol.config import EngineEndpoint
 from baton_protocol.messages import Ready
 
+#: New requests go to other engines if an engine's requests have made no progress for this long.
+SLOW_AFTER_S = 2.0
+
 
 class PoolMember:
     """One discovered engine. `client` is set while the engine is connected and ready."""
@@ -44,12 +47,19 @@ class PoolMember:
         assert ready is not None  # `client` is set after READY
         return ready
 
-    def load(self) -> tuple[float, float, float]:
+    @property
+    def is_slow(self) -> bool:
+        """Whether the requests of the connected engine make no progress."""
+        status = self.ready_client.status
+        return status is not None and status.stalled_s > SLOW_AFTER_S
+
+    def load(self) -> tuple[bool, float, float, float]:
         """Return a sort key, which is smallest for the least loaded engine.
 
-        The key is the number of requests, the KV cache usage, and a random number to break ties.
-        Requests of other gateways are known only from the last heartbeat.
+        The key is whether the engine is slow, the number of requests, the KV cache usage, and a
+        random number to break ties. Requests of other gateways are known only from the last
+        heartbeat.
         """
         client = self.ready_client
         usage = 0.0 if client.status is None else client.status.kv_cache_usage
-        return client.num_requests, usage, random.random()
+        return self.is_slow, client.num_requests, usage, random.random()

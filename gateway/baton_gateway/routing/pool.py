@@ -31,7 +31,7 @@ LOAD_TIMEOUT_S = 600.0
 #: Shortest and longest pause before the next attempt to connect.
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
-_LEAVING_POLL_S = 0.1
+_POLL_S = 0.1
 
 _Picked = TypeVar("_Picked")
 
@@ -43,6 +43,7 @@ class EnginePool:
         service_key: encrypts the connections to engines; None: they are not encrypted.
         heartbeat_interval_s: interval of PING.
         heartbeat_timeout_s: an engine that sends nothing for this long counts as dead.
+        stall_timeout_s: requests that make no progress for this long move to another engine.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class EnginePool:
         service_key: ServiceKey | None,
         heartbeat_interval_s: float,
         heartbeat_timeout_s: float,
+        stall_timeout_s: float,
     ) -> None:
         self._discovery = discovery
         self._metrics = metrics
         self._service_key = service_key
         self._heartbeat_interval_s = heartbeat_interval_s
         self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._stall_timeout_s = stall_timeout_s
         self._client_id = f"gateway-{uuid.uuid4().hex[:8]}"
         self._members: dict[tuple[str, str, int], PoolMember] = {}
         self._tasks: dict[PoolMember, asyncio.Task[None]] = {}
@@ -182,7 +185,7 @@ class EnginePool:
                 self._check_pairs(member)
                 self._notify()
                 logger.info("engine %s is ready: instance %s", endpoint.name, client.instance_id)
-                await self._wait_dead_or_left(member, client)
+                await self._wait_lost_or_left(member, client)
                 if not member.has_left():
                     logger.warning(
                         "engine %s lost, reconnecting: %s", endpoint.name, client.dead_reason
@@ -238,13 +241,37 @@ class EnginePool:
                 if loop.time() > deadline:
                     raise
 
-    async def _wait_dead_or_left(self, member: PoolMember, client: EngineClient) -> None:
+    async def _wait_lost_or_left(self, member: PoolMember, client: EngineClient) -> None:
+        """Wait until the engine is dead, or has left and ended its requests.
+
+        If the requests of a live engine should continue elsewhere, close the connection. The
+        requests then end as if the engine was dead.
+        """
         dead = asyncio.create_task(client.wait_dead())
         try:
             while not dead.done() and not (member.has_left() and client.num_unfinished == 0):
-                await asyncio.wait([dead], timeout=_LEAVING_POLL_S)
+                await asyncio.wait([dead], timeout=_POLL_S)
+                if (reason := self._why_move_requests(member, client)) is not None:
+                    await client.close(f"{client.address}: {reason}")
         finally:
             dead.cancel()
+
+    def _why_move_requests(self, member: PoolMember, client: EngineClient) -> str | None:
+        """Return why the requests of a live engine should continue on other engines.
+
+        Requests stay where they are if no other engine can continue them. Decode engines continue
+        the requests of prefill engines.
+        """
+        status = client.status
+        if status is None or not client.num_unfinished or client.dead_reason is not None:
+            return None
+        if not (status.asleep or status.stalled_s > self._stall_timeout_s):
+            return None
+        if not any(other is not member and not other.is_slow for other in self.available("decode")):
+            return None
+        if status.asleep:
+            return "the engine sleeps"
+        return f"the engine's requests have made no progress for {status.stalled_s:.0f} s"
 
     def _check_pairs(self, member: PoolMember) -> None:
         """Log and count engines of the other role that cannot exchange KV blocks with `member`."""

@@ -76,6 +76,7 @@ class FakeEngine:
         self.draining = False
         #: Reported in PONGs.
         self.num_running = 0
+        self.paused, self.asleep, self.stalled_s = False, False, 0.0
         self.num_hellos = 0
         self.cached_tokens: Callable[[EngineCoreRequest], int] = lambda _: 0
         self.adds: list[EngineCoreRequest] = []
@@ -170,11 +171,15 @@ class FakeEngine:
             assert identity.decode() == self.instance_id
             if kind == EngineCoreRequestType.PING.value:
                 sequence = msgspec.msgpack.decode(payload, type=Ping).sequence
-                self._send(
-                    peer,
-                    EngineCoreResponseType.PONG,
-                    Pong(sequence, self.draining, self.num_running),
+                pong = Pong(
+                    sequence,
+                    self.draining,
+                    self.num_running,
+                    paused=self.paused,
+                    asleep=self.asleep,
+                    stalled_s=self.stalled_s,
                 )
+                self._send(peer, EngineCoreResponseType.PONG, pong)
             elif kind == EngineCoreRequestType.ADD.value:
                 request = msgspec.msgpack.decode(payload, type=EngineCoreRequest)
                 self.adds.append(request)

@@ -213,11 +213,29 @@ async def test_a_silent_engine_accepts_no_requests_until_its_next_message(router
     assert not client.accepts_requests
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
     await client.wait_ready(DEADLINE_S)
-    assert calls == [True]
-    await until(lambda: not client.accepts_requests, "the engine to count as silent")
+    assert calls == [False], "accepts requests before the first PONG"
     await router.send(EngineCoreResponseType.PONG, Pong(1))
-    await until(lambda: calls == [True, True], "the engine to accept requests again")
+    await until(lambda: client.accepts_requests, "the engine to accept requests")
+    await until(lambda: not client.accepts_requests, "the engine to count as silent")
+    calls.clear()
+    await router.send(EngineCoreResponseType.PONG, Pong(2))
+    await until(lambda: calls == [True], "the engine to accept requests again")
     assert client.dead_reason is None
+    await client.close()
+
+
+async def test_a_paused_engine_accepts_no_requests_until_it_is_resumed(router):
+    calls: list[int] = []
+    client = await connected(router, on_available=lambda: calls.append(client.readiness))
+    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    await router.send(EngineCoreResponseType.PONG, Pong(1, paused=True))
+    await until(lambda: client.status is not None, "the PONG")
+    assert client.ready is not None
+    assert not client.accepts_requests
+    before = client.readiness
+    await router.send(EngineCoreResponseType.PONG, Pong(2))
+    await until(lambda: client.accepts_requests, "the engine to accept requests")
+    assert before < client.readiness == calls[-1]
     await client.close()
 
 

@@ -45,7 +45,7 @@ from support.engine.engine_process import (
     tokens,
     wait_for,
 )
-from support.waiting import eventually
+from support.waiting import eventually, until
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,43 @@ async def test_http_reports_loading_ready_and_draining(start):
         (output,) = await collect(client.add(request("late", [1])))
         assert output.error_code is ErrorCode.DRAINING
         assert engine.http("GET", "/nothing")[0] == 404
+
+
+async def test_pauses_and_sleeps_are_reported_in_heartbeats_and_by_the_readiness_probe(start):
+    engine = start(BATON_FAKE_STEP_S="0.01")
+
+    def why_not_ready() -> str:
+        status, body = engine.http("GET", "/ready")
+        assert status == 503
+        return json.loads(body)["reason"]
+
+    async with await connect(engine) as client:
+        stream = client.add(request("r", [1, 2], 50))
+        await anext(stream)
+        assert not client.status or client.status.stalled_s < 2
+        await client.call("pause", "keep")
+        await until(lambda: client.status and client.status.stalled_s > 2, "a frozen request")
+        assert client.status.paused
+        assert not client.status.asleep
+        assert not client.accepts_requests
+        assert why_not_ready() == "Paused"
+        await client.call("resume")
+        await collect(stream)
+        await until(lambda: client.accepts_requests, "the engine to accept requests again")
+        assert client.status.stalled_s < 2
+        await client.call("sleep", 1)
+        await until(lambda: client.status.asleep, "the sleep in a PONG")
+        assert why_not_ready() == "Asleep"
+        await client.call("wake_up")
+        await until(lambda: client.accepts_requests, "the engine to accept requests again")
+        assert engine.http("GET", "/ready")[0] == 200
+
+
+async def test_a_step_that_does_not_end_is_reported_in_heartbeats(start):
+    async with await connect(start(BATON_FAKE_STEP_S="600")) as client:
+        client.add(request("r", [1, 2], 50))
+        await until(lambda: client.status and client.status.stalled_s > 2, "a stalled loop")
+        assert client.dead_reason is None
 
 
 async def test_sigterm_drains_running_requests_and_exits_with_0(start):

@@ -157,7 +157,7 @@ async def test_a_burst_is_balanced_by_heartbeats_and_requests_sent_since(make_ri
     await rig.start(busy, idle)
     members = rig.gateway.pool.available("decode")
     await until(
-        lambda: sum(member.load()[0] for member in members) == 10, "the loads from heartbeats"
+        lambda: sum(member.load()[1] for member in members) == 10, "the loads from heartbeats"
     )
     busy.freeze()
     idle.freeze()  # no heartbeat reports the burst
