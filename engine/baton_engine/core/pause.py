@@ -178,8 +178,7 @@ class PauseControl:
             if level > 0:
                 if not self._engine.free_kv_cache():
                     return
-                self._engine.sleep_workers(level)
-                self._asleep = set(_MEMORIES)
+                self._sleep_workers(level)
             self._level = level
             logger.info("asleep at level %d", level)
         except Exception as error:  # the engine stays paused
@@ -187,6 +186,20 @@ class PauseControl:
             for future, _ in waiting:
                 future.set_exception(error)
         self._answer(level)
+
+    def _sleep_workers(self, level: int) -> None:
+        """Free the workers' memory, in all workers or in none.
+
+        If a worker fails, wake up the others. If that fails, too, the engine sleeps.
+        """
+        self._asleep = set(_MEMORIES)
+        try:
+            self._engine.sleep_workers(level)
+        except Exception:
+            self._level = level
+            self._engine.wake_workers(sorted(_MEMORIES))
+            self._asleep, self._level = set(), _NOT_ASLEEP
+            raise
 
     def _begin(self, mode: PauseMode, level: int) -> Future[None] | None:
         if self._asleep:  # no request can run

@@ -426,7 +426,8 @@ class ModelRunner:
             self._model = self._model_on_host = None
             self._forward_runner = None
         elif self.device.type != "cpu" and self._model is not None:
-            self._model_on_host, self._model = self._model.to("cpu"), None
+            self._model_on_host, self._model = self._model, None  # first: the move may fail
+            self._model_on_host.to("cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return_freed_memory()

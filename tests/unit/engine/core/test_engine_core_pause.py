@@ -182,17 +182,31 @@ def test_an_engine_that_was_paused_before_it_slept_stays_paused(texts):
     assert not texts.core.is_sleeping()
 
 
-def test_a_failure_of_workers_to_sleep_leaves_the_engine_paused_and_alive(texts, monkeypatch):
+@pytest.mark.parametrize("can_wake_up", [True, False])
+def test_a_failure_of_one_worker_to_sleep_leaves_all_workers_awake_or_asleep(
+    texts, monkeypatch, can_wake_up
+):
+    calls: list[str] = []
+
     def fail(method: str, args: tuple[object, ...] = ()) -> list[object]:
-        raise RuntimeError("no host memory left")
+        calls.append(method)
+        if method == "sleep" or not can_wake_up:
+            raise RuntimeError(f"no host memory left to {method}")
+        return []
 
     with monkeypatch.context() as patch:
         patch.setattr(texts.executor, "collective_rpc", fail)
         with pytest.raises(RuntimeError, match="no host memory left"):
             texts.core.sleep(1)
+    assert calls == ["sleep", "wake_up"]
     assert texts.core.is_paused()
-    assert not texts.core.is_sleeping()
-    texts.core.resume()
+    assert texts.core.is_sleeping() is not can_wake_up
+    if not can_wake_up:
+        with pytest.raises(RuntimeError, match=r"call wake_up\(\) first"):
+            texts.core.resume()
+        texts.core.wake_up()
+    else:
+        texts.core.resume()
     texts.add("r1")
     texts.run()
     texts.assert_complete()
