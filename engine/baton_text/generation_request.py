@@ -1,7 +1,8 @@
 """The fields that chat completions and completions of the OpenAI API share, and their checks.
 
 Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of all versions
-work. An unsupported field that would change the response is refused, and the error names the field.
+work. The gateway counts and logs them. An unsupported field that would change the response is
+refused, and the error names the field.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgspec
 
@@ -13,12 +13,16 @@ from baton_text.errors import RequestError
 class Checked(Protocol):
     """Protocol of the requests that `parse_request` parses. They check their own fields."""
 
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
     def validate(self) -> None:
         """Raise RequestError if a field is invalid."""
 
 
 _Request = TypeVar("_Request", bound=Checked)
 
+#: Decodes only the names of an object's fields, and none of the values.
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MSGSPEC_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
@@ -29,16 +33,30 @@ def parse_request(body: bytes, kind: type[_Request]) -> _Request:
     Raises:
         RequestError: the JSON is malformed, or a field has a wrong type or an invalid value.
     """
+    request: _Request = _decode(msgspec.json.Decoder(kind), body)
+    request.validate()
+    return request
+
+
+def unknown_fields(body: bytes, kind: type[Checked]) -> list[str]:
+    """Return the fields of the JSON object `body` that requests of type `kind` do not have.
+
+    Raises:
+        RequestError: a name is not valid UTF-8.
+    """
+    known = frozenset(kind.__struct_fields__)
+    return [name for name in _decode(_FIELDS, body) if name not in known]
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
-        request = msgspec.json.decode(body, type=kind)
+        return decoder.decode(body)
     except RecursionError as error:
         raise RequestError("The body is nested too deeply", code="invalid_json") from error
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"The body is not valid JSON: {error}", code="invalid_json") from error
-    request.validate()
-    return request
 
 
 def _validation_error(text: str) -> RequestError:

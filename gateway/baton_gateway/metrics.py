@@ -43,6 +43,10 @@ class GatewayMetrics:
             "HTTP requests per API key, by the key's name.",
             ["client", "status"],
         )
+        self.unknown_body_fields = counter(
+            "baton:gateway_unknown_body_fields",
+            "Top-level fields of request bodies that the gateway does not know and ignores.",
+        )
         self.in_flight = gauge("baton:requests_in_flight", "Generation requests being served.")
         self.held = gauge(
             "baton:requests_held", "Generation requests in the scale-from-zero queue."

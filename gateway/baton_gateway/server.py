@@ -16,6 +16,7 @@ from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
 from baton_gateway.http.listener import listen, stop_listening
+from baton_gateway.http.request_body import UnknownFields
 from baton_gateway.http.routes import Routes
 from baton_gateway.http.tls import ServerCertificate
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
@@ -101,7 +102,8 @@ class Gateway:
         self._secrets_task: asyncio.Task[None] | None = None
 
     def _routes(self, tokenizer: Tokenizer, builder: JobBuilder) -> Routes:
-        collaborators = builder, self._generator, self.admission, self._queue
+        unknown_fields = UnknownFields(self.metrics)
+        collaborators = builder, self._generator, self.admission, self._queue, unknown_fields
         name, timeout_s = self.served_name, self.config.request_timeout_s
         return Routes(
             ChatEndpoint(*collaborators, served_name=name, request_timeout_s=timeout_s),
@@ -111,6 +113,7 @@ class Gateway:
                 self.pool,
                 self.admission,
                 self.config.access,
+                unknown_fields,
                 served_name=name,
                 request_timeout_s=timeout_s,
             ),

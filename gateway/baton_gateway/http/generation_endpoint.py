@@ -23,7 +23,7 @@ from baton_gateway.access.api_keys import CLIENT, client_name
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
 from baton_gateway.http.event_stream import EventStream
-from baton_gateway.http.request_body import parse_body, read_body
+from baton_gateway.http.request_body import UnknownFields, parse_body, read_body
 from baton_gateway.http.slow_clients import (
     abort_connection,
     abort_if_unread,
@@ -76,6 +76,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         generator: Generator,
         admission: Admission,
         queue: ScaleFromZeroQueue,
+        unknown_fields: UnknownFields,
         *,
         served_name: str,
         request_timeout_s: float,
@@ -85,6 +86,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         self._tokenizer = builder.tokenizer
         self._admission = admission
         self._queue = queue
+        self._unknown_fields = unknown_fields
         self._served_name = served_name
         self._timeout_s = request_timeout_s
         self._encode = msgspec.json.Encoder().encode
@@ -112,7 +114,8 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             message = f"Content-Type must be application/json, got {http.content_type!r}."
             raise APIError(415, message, code="unsupported_media_type")
         body = await read_body(http, deadline, self._timeout_s)
-        request = await parse_body(body, self.kind, self._builder.max_model_len)
+        max_model_len = self._builder.max_model_len
+        request = await parse_body(body, self.kind, max_model_len, self._unknown_fields)
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
         if request.model != self._served_name:
             raise unknown_model(request.model, self._served_name)

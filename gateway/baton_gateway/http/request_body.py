@@ -9,6 +9,7 @@ parsed.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from typing import TypeVar
 
@@ -16,9 +17,12 @@ from aiohttp import ClientPayloadError, web
 from aiohttp.http import HttpProcessingError
 
 from baton_gateway.errors import APIError
+from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.thread_pool import run_off_loop
 from baton_text.errors import RequestError
-from baton_text.parsing import Checked, parse_request
+from baton_text.parsing import Checked, parse_request, unknown_fields
+
+logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
 #: JSON values in one body, beside a prompt of max_model_len token ids. An entry of an object counts
@@ -28,10 +32,34 @@ MAX_VALUES = 2**20
 MAX_CONTAINERS = 2**17
 #: Shorter bodies are parsed inline and uncounted, which takes a few milliseconds at worst.
 INLINE_BODY_BYTES = 2**16
+#: Unknown fields that are logged. Clients choose the names, so their number is bounded.
+MAX_LOGGED_FIELDS = 100
+#: Characters of an unknown field's name in the log.
+MAX_LOGGED_NAME_LENGTH = 64
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 _Request = TypeVar("_Request", bound=Checked)
+
+
+class UnknownFields:
+    """Counts the fields of bodies that the gateway does not know, and logs each name once."""
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._metrics = metrics
+        self._logged: set[str] = set()
+
+    def record(self, names: list[str]) -> None:
+        self._metrics.unknown_body_fields.inc(len(names))
+        for name in names:
+            if len(self._logged) == MAX_LOGGED_FIELDS:
+                return
+            name = name[:MAX_LOGGED_NAME_LENGTH]
+            if name not in self._logged:
+                self._logged.add(name)
+                logger.warning(
+                    "a request has the unknown field %r, which is ignored; logged once", name
+                )
 
 
 async def read_body(http: web.Request, deadline: float, timeout_s: float) -> bytes:
@@ -55,19 +83,25 @@ async def read_body(http: web.Request, deadline: float, timeout_s: float) -> byt
         raise APIError(400, f"The body cannot be read: {error}", code="invalid_body") from error
 
 
-async def parse_body(body: bytes, kind: type[_Request], max_model_len: int | None) -> _Request:
+async def parse_body(
+    body: bytes, kind: type[_Request], max_model_len: int | None, unknown: UnknownFields
+) -> _Request:
     """Return the request of type `kind` that the JSON `body` contains.
+
+    Fields that `kind` does not have are ignored and recorded in `unknown`.
 
     Raises:
         RequestError: the body is invalid or has too many values.
     """
 
-    def parse() -> _Request:
+    def parse() -> tuple[_Request, list[str]]:
         if len(body) > INLINE_BODY_BYTES:
             check_values(body, MAX_VALUES + (max_model_len or 0), MAX_CONTAINERS)
-        return parse_request(body, kind)
+        return parse_request(body, kind), unknown_fields(body, kind)
 
-    return await run_off_loop(parse, len(body), INLINE_BODY_BYTES)
+    request, names = await run_off_loop(parse, len(body), INLINE_BODY_BYTES)
+    unknown.record(names)
+    return request
 
 
 def check_values(body: bytes, max_values: int, max_containers: int) -> None:

@@ -12,7 +12,7 @@ from aiohttp import web
 from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT
 from baton_gateway.errors import unknown_model
-from baton_gateway.http.request_body import parse_body, read_body
+from baton_gateway.http.request_body import UnknownFields, parse_body, read_body
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
 from baton_gateway.routing.pool import EnginePool
@@ -43,6 +43,7 @@ class TokenizeEndpoints:
         pool: EnginePool,
         admission: Admission,
         access: AccessConfig,
+        unknown_fields: UnknownFields,
         *,
         served_name: str,
         request_timeout_s: float,
@@ -52,6 +53,7 @@ class TokenizeEndpoints:
         self._pool = pool
         self._admission = admission
         self._access = access
+        self._unknown_fields = unknown_fields
         self._served_name = served_name
         self._timeout_s = request_timeout_s
 
@@ -74,7 +76,7 @@ class TokenizeEndpoints:
             deadline = asyncio.get_running_loop().time() + self._timeout_s
             body = await read_body(http, deadline, self._timeout_s)
             max_model_len = self._pool.max_model_len
-            request = await parse_body(body, kind, max_model_len)
+            request = await parse_body(body, kind, max_model_len, self._unknown_fields)
             if request.model not in (None, self._served_name):
                 raise unknown_model(str(request.model), self._served_name)
             bounds = TextBounds(

@@ -11,7 +11,7 @@ from baton_text.chat_request import ChatCompletionRequest
 from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
 from baton_text.messages import template_messages
-from baton_text.parsing import parse_request
+from baton_text.parsing import parse_request, unknown_fields
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -115,6 +115,14 @@ def test_beam_search_and_structured_outputs_reach_the_engine():
     regex = chat(structured_outputs={"regex": "a+"}).sampling_params(seed=0, max_tokens=5)
     assert regex.structured_output == StructuredOutput(StructuredOutputKind.REGEX, "a+")
     assert chat(response_format={"type": "text"}, structured_outputs={}).structured_output() is None
+
+
+def test_unknown_fields_are_found_by_their_names():
+    body = json.dumps({"model": "m", "\n": 1, "top_k": 2, "topk": [{"top_p": 1}]})
+    assert unknown_fields(body.encode(), ChatCompletionRequest) == ["\n", "topk"]
+    with pytest.raises(RequestError) as caught:
+        unknown_fields(b'{"\xff": 1}', ChatCompletionRequest)
+    assert caught.value.code == "invalid_json"
 
 
 def test_refusals_of_the_engine_name_the_requests_fields():

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from baton_gateway.http.request_body import MAX_LOGGED_FIELDS
 from baton_protocol.messages import ErrorCode, KVSide
 from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
 from support.gateway.gateway_rig import GatewayRig
@@ -14,6 +15,7 @@ from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 GO = {"model": "m", "prompt": "go", "max_tokens": 50}
+UNKNOWN_FIELDS = "baton:gateway_unknown_body_fields_total"
 
 
 async def completion(rig: GatewayRig, **fields):
@@ -307,3 +309,29 @@ async def test_invalid_tokenize_requests_are_refused_with_the_field(rig: Gateway
         assert (status, body["error"]["param"]) == (400, param)
     status, _, _ = await rig.post("/tokenize", {"model": "other", "prompt": "a"})
     assert status == 404
+
+
+async def test_unknown_fields_are_counted_logged_once_and_ignored(
+    rig: GatewayRig, caplog: pytest.LogCaptureFixture
+):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    await completion(rig)
+    assert rig.metric(UNKNOWN_FIELDS) == 0
+    for _ in range(2):
+        await completion(rig, frobnicate=1)
+    status, _, _ = await rig.post("/tokenize", {"prompt": "go", "frobnicate": {"top_k": 1}})
+    assert status == 200
+    assert rig.metric(UNKNOWN_FIELDS) == 3
+    [line] = [line for line in caplog.messages if "unknown field" in line]
+    assert "'frobnicate'" in line
+
+
+async def test_the_log_of_unknown_fields_is_bounded(
+    rig: GatewayRig, caplog: pytest.LogCaptureFixture
+):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    await completion(rig, **{f"{i}\n" + "x" * 9999: 1 for i in range(MAX_LOGGED_FIELDS + 5)})
+    assert rig.metric(UNKNOWN_FIELDS) == MAX_LOGGED_FIELDS + 5
+    lines = [line for line in caplog.messages if "unknown field" in line]
+    assert len(lines) == MAX_LOGGED_FIELDS
+    assert all(len(line) < 200 and "\n" not in line for line in lines)
