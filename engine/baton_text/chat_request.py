@@ -47,6 +47,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             else self.max_tokens
         )
 
+    def max_tokens_field(self) -> str | None:
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return super().max_tokens_field()
+
     def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 

@@ -163,6 +163,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """Return the limit on generated tokens. None means the context length."""
         return self.max_tokens
 
+    def max_tokens_field(self) -> str | None:
+        """Return the field that sets the limit on generated tokens. None if none is set."""
+        return None if self.max_tokens is None else "max_tokens"
+
     def requested_logprobs(self) -> int | None:
         """Return how many alternatives to report per generated token. None means no logprobs."""
         raise NotImplementedError

@@ -211,19 +211,18 @@ class JobBuilder:
         requested = request.requested_max_tokens()
         if requested is None:
             requested = self._defaults.max_tokens
-        is_explicit = (
-            request.max_tokens is not None
-            or getattr(request, "max_completion_tokens", None) is not None
-        )
-        needed = requested if requested is not None and is_explicit else 1
+        limit_field = request.max_tokens_field()
+        needed = requested if requested is not None and limit_field else 1
         if prompt_len + needed > bounds.max_model_len:
-            raise context_length_exceeded(bounds.max_model_len, prompt_len, needed, field)
+            is_prompt_short = prompt_len < bounds.max_model_len
+            param = limit_field if limit_field and is_prompt_short else field
+            raise context_length_exceeded(bounds.max_model_len, prompt_len, needed, param)
         room, limit = bounds.max_model_len - prompt_len, self._access.max_completion_tokens
         if limit is not None:
-            if is_explicit and needed > limit:
+            if limit_field and needed > limit:
                 raise RequestError(
                     f"this server generates at most {limit} tokens, got {needed}",
-                    param="max_tokens",
+                    param=limit_field,
                 )
             room = min(room, limit)
         return room if requested is None else min(requested, room)

@@ -284,10 +284,11 @@ async def test_prompt_and_completion_lengths_are_limited(make_rig: MakeRig) -> N
         assert (long.value.code, long.value.param) == ("prompt_too_long", "prompt")
     with pytest.raises(openai.BadRequestError, match="generates at most 1 tokens, got 2"):
         await client.completions.create(model="m", prompt=[5] * 40, max_tokens=2)
-    with pytest.raises(openai.BadRequestError, match="generates at most 1 tokens, got 3"):
+    with pytest.raises(openai.BadRequestError, match="at most 1 tokens, got 3") as many:
         await client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": ""}], max_completion_tokens=3
         )
+    assert many.value.param == "max_completion_tokens"
     answer = await client.completions.create(model="m", prompt=[5] * 40)
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (1, "length")
 

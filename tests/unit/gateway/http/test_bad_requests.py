@@ -265,15 +265,24 @@ async def test_a_body_that_is_too_large_is_refused(ready: GatewayRig):
 async def test_prompts_that_do_not_fit_are_refused_with_numbers(ready: GatewayRig):
     limit = ready.engines[0].max_model_len
     error = await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * 200, "max_tokens": 57})
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
     assert all(number in error["message"] for number in ("256", "257", "200", "57"))
-    await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * limit})
+    for fields in ({}, {"max_tokens": 57}, {"max_tokens": 0, "echo": True}):
+        error = await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * limit} | fields)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     error = await refused(ready, "/v1/completions", TEXT | {"prompt": "far too long " * 100_000})
     assert "at least" in error["message"]  # refused before it was tokenized
     error = await refused(
         ready, "/v1/chat/completions", message(content="a b " * limit) | {"model": "m"}
     )
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    for fields, param in (
+        ({"max_tokens": limit}, "max_tokens"),
+        ({"max_completion_tokens": limit}, "max_completion_tokens"),
+        ({"max_completion_tokens": limit, "max_tokens": 1}, "max_completion_tokens"),
+    ):
+        error = await refused(ready, "/v1/chat/completions", CHAT | fields)
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     for tokens, expected in ((200, 16), (limit - 3, 3)):  # the default is cut to what fits
         status, _, _ = await ready.post("/v1/completions", TEXT | {"prompt": [5] * tokens})
         assert status == 200
