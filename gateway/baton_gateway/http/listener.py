@@ -1,14 +1,17 @@
-"""The listening socket, and the response to requests that are not valid HTTP."""
+"""The listening socket, the paths of requests, and the response to requests of invalid HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
 from http import HTTPStatus
+from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http import RawRequestMessage
 
 from baton_gateway.errors import APIError, internal
 
@@ -16,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 #: Connections that may wait to be accepted.
 BACKLOG = 1024
+
+_SLASHES = re.compile("//+")
 
 
 class Connection(web.RequestHandler):
@@ -64,6 +69,12 @@ async def listen(
     loop = asyncio.get_running_loop()
     manager = runner.server
     assert manager is not None, "the runner must be set up"
+    make_request = manager.request_factory
+
+    def make_normalized(message: RawRequestMessage, *connection: Any) -> web.BaseRequest:
+        return make_request(normalize_path(message), *connection)
+
+    manager.request_factory = make_normalized
     return await loop.create_server(
         lambda: Connection(manager, loop=loop, access_log=None),  # type: ignore[arg-type]
         host,
@@ -71,6 +82,20 @@ async def listen(
         ssl=context,
         backlog=BACKLOG,
     )
+
+
+def normalize_path(message: RawRequestMessage) -> RawRequestMessage:
+    """Merge slashes that follow each other in the path, and drop a slash at the end.
+
+    Routes, API keys and metrics then have one path per endpoint, and a POST needs no redirect.
+    """
+    path = message.url.raw_path
+    normalized = _SLASHES.sub("/", path)
+    if normalized != "/":
+        normalized = normalized.removesuffix("/")
+    if normalized == path:
+        return message
+    return message._replace(url=message.url.with_path(normalized, encoded=True, keep_query=True))
 
 
 async def stop_listening(listener: asyncio.Server) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from baton_protocol.messages import KVSide
 from baton_text.generation_defaults import GenerationDefaults
-from support.gateway.fake_engine import EOS_ID
+from support.gateway.fake_engine import DEADLINE_S, EOS_ID
 from support.gateway.gateway_rig import GatewayRig
 from support.waiting import until
 
@@ -335,3 +335,35 @@ async def test_endpoints_for_models_health_version_and_metrics(rig: GatewayRig):
     _, text = await rig.get("/metrics")
     assert 'baton:http_requests_total{endpoint="/v1/completions",status="200"} 1.0' in text
     assert 'baton:engines_ready{role="decode"} 1.0' in text
+
+
+@pytest.mark.parametrize("variant", ["{}/", "/{}", "{}///?a=b"])
+async def test_extra_slashes_of_a_path_are_ignored_without_a_redirect(
+    rig: GatewayRig, variant: str
+):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    message = {"role": "user", "content": "go"}
+    for path, body in (
+        ("/v1/chat/completions", {"model": "m", "messages": [message]}),
+        ("/v1//completions", {"model": "m", "prompt": "go"}),
+        ("/tokenize", {"prompt": "go"}),
+        ("/detokenize", {"tokens": [5]}),
+    ):
+        status, answer, _ = await rig.post(variant.format(path), body, allow_redirects=False)
+        assert status == 200, answer
+        endpoint = path.replace("//", "/")
+        assert rig.metric("baton:http_requests_total", endpoint=endpoint, status="200") == 1
+    for path in ("/v1/models", "/v1/models//m", "/health", "/ready", "/metrics", "/version"):
+        assert (await rig.get(variant.format(path)))[0] == 200, path
+    for path in ("/", "/v1", "/v1/chatcompletions"):
+        assert (await rig.get(variant.format(path)))[0] == 404, path
+
+
+@pytest.mark.parametrize("target", ["http://h//v1/models/?a=b", "/v1/models?a=//", "//v1/models/"])
+async def test_extra_slashes_are_ignored_in_raw_targets(rig: GatewayRig, target: str):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    writer.write(f"GET {target} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
+    async with asyncio.timeout(DEADLINE_S):
+        assert b" 200 " in await reader.readline()
+    writer.close()
