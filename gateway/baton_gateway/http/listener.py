@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import RawRequestMessage
 
 from baton_gateway.errors import APIError, internal
@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 #: Connections that may wait to be accepted.
 BACKLOG = 1024
+
+#: The Server header. aiohttp's default names the versions of Python and aiohttp.
+SERVER_HEADER = {hdrs.SERVER: "baton"}
 
 _SLASHES = re.compile("//+")
 
@@ -49,7 +52,9 @@ class Connection(web.RequestHandler):
                 status, f"This is no valid HTTP request: {type(exc).__name__}.", code="invalid_http"
             )
         body = msgspec.json.encode(error.body)
-        response = web.Response(status=error.status, body=body, content_type="application/json")
+        response = web.Response(
+            status=error.status, body=body, content_type="application/json", headers=SERVER_HEADER
+        )
         response.force_close()
         return response
 

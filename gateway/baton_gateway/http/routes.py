@@ -19,6 +19,7 @@ from baton_gateway.errors import APIError, bad_request, internal, unavailable, u
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
 from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_STATUS
+from baton_gateway.http.listener import SERVER_HEADER
 from baton_gateway.http.request_body import MAX_BODY_BYTES
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
 from baton_gateway.metrics import GatewayMetrics
@@ -61,7 +62,7 @@ class Routes:
         self._served_name = served_name
         self._created = int(time.time())
         self.app = web.Application(middlewares=[self._middleware], client_max_size=MAX_BODY_BYTES)
-        self.app.on_response_prepare.append(shutdown.close_connection)
+        self.app.on_response_prepare.extend([_set_server, shutdown.close_connection])
         self.app.router.add_post("/v1/chat/completions", chat.handle)
         self.app.router.add_post("/v1/completions", completion.handle)
         self.app.router.add_post("/tokenize", tokenization.tokenize)
@@ -145,6 +146,10 @@ class Routes:
 
     async def _get_version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": importlib.metadata.version("baton")})
+
+
+async def _set_server(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(SERVER_HEADER)
 
 
 def _json(body: msgspec.Struct) -> web.Response:

@@ -10,10 +10,11 @@ import pytest
 from baton_protocol.messages import KVSide
 from baton_text.generation_defaults import GenerationDefaults
 from support.gateway.fake_engine import DEADLINE_S, EOS_ID
-from support.gateway.gateway_rig import GatewayRig
+from support.gateway.gateway_rig import GatewayRig, http_session
 from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
+GO = {"model": "m", "prompt": "go"}
 
 
 async def chat_pieces(client: openai.AsyncOpenAI, **options) -> list:
@@ -345,7 +346,7 @@ async def test_extra_slashes_of_a_path_are_ignored_without_a_redirect(
     message = {"role": "user", "content": "go"}
     for path, body in (
         ("/v1/chat/completions", {"model": "m", "messages": [message]}),
-        ("/v1//completions", {"model": "m", "prompt": "go"}),
+        ("/v1//completions", GO),
         ("/tokenize", {"prompt": "go"}),
         ("/detokenize", {"tokens": [5]}),
     ):
@@ -367,3 +368,21 @@ async def test_extra_slashes_are_ignored_in_raw_targets(rig: GatewayRig, target:
     async with asyncio.timeout(DEADLINE_S):
         assert b" 200 " in await reader.readline()
     writer.close()
+
+
+async def test_the_server_header_names_no_versions(rig: GatewayRig):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    for body in ({}, GO, GO | {"stream": True}):
+        async with (
+            http_session() as session,
+            session.post(f"{rig.url}/v1/completions", json=body) as response,
+        ):
+            assert response.status == (200 if body else 400)
+            assert response.headers.getall("Server") == ["baton"]
+    assert (await rig.post("/v1/nothing", {}))[2]["Server"] == "baton"
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    writer.write(b"no HTTP\r\n\r\n")
+    async with asyncio.timeout(DEADLINE_S):
+        head = (await reader.readuntil(b"\r\n\r\n")).splitlines()
+    writer.close()
+    assert [line for line in head if line.startswith(b"Server:")] == [b"Server: baton"]
