@@ -351,6 +351,16 @@ class GatewayConfig(_Config, frozen=True):
     ] = "auto"
     #: The decode engine computes such prompts itself.
     prefill_threshold_tokens: Annotated[int, Option("shorter prompts skip the prefill engines")] = 0
+    #: The time in the prefill engine's queue counts. An engine may answer heartbeats and still make
+    #: no progress. A KV transfer waits for its producer for at most 600 s.
+    prefill_timeout_s: Annotated[
+        float,
+        Option(
+            "after this long without a token from the prefill engine, the decode engine computes "
+            "the prompt",
+            Bound("be more than 0 and at most 600 seconds", lambda value: 0 < value <= 600),
+        ),
+    ] = 60.0
     #: Seconds between PINGs. An engine silent for two intervals gets no new requests.
     heartbeat_interval_s: Annotated[
         float, Option("interval of heartbeats to engines", _POSITIVE)

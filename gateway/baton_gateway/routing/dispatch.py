@@ -34,9 +34,6 @@ from baton_protocol.messages import (
 
 logger = logging.getLogger(__name__)
 
-#: A prefill stage that has sent no token after this time is abandoned. An engine may answer
-#: heartbeats and still make no progress, and the decode engine waits for PREFILL_RESULT.
-PREFILL_TIMEOUT_S = 60.0
 #: Resumed samples wait this long for the first of them to compute their prompt.
 PROMPT_WAIT_S = 10.0
 
@@ -56,11 +53,17 @@ class Dispatcher:
 
     With prefill engines, each sample has its own prefill stage, because a KV transfer belongs to
     one pair of engines. The samples may then run on different decode engines.
+
+    Args:
+        prefill_timeout_s: a prefill stage without a token is abandoned after this time.
     """
 
-    def __init__(self, placer: Placer, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, placer: Placer, metrics: GatewayMetrics, *, prefill_timeout_s: float
+    ) -> None:
         self._placer = placer
         self._metrics = metrics
+        self._prefill_timeout_s = prefill_timeout_s
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
         """Yield the outputs of `sequence` in order, without gap or repetition.
@@ -188,14 +191,14 @@ class Dispatcher:
         prefill_stage: asyncio.Task[EngineCoreOutput],
         decode_stage: asyncio.Task[EngineCoreOutput],
     ) -> None:
-        """Wait until the prefill stage has ended or PREFILL_TIMEOUT_S has passed.
+        """Wait until the prefill stage has ended, or its timeout has passed.
 
         Raises:
             AttemptError, APIError: the decode stage has ended before the prefill stage.
         """
         await asyncio.wait(
             [prefill_stage, decode_stage],
-            timeout=PREFILL_TIMEOUT_S,
+            timeout=self._prefill_timeout_s,
             return_when=asyncio.FIRST_COMPLETED,
         )
         if decode_stage.done() and not prefill_stage.done():
@@ -240,7 +243,8 @@ class Dispatcher:
         except (EngineDeadError, StopAsyncIteration) as error:
             problem, outcome = str(error) or "the prefill engine ended without a token", "failed"
         except asyncio.InvalidStateError:  # the stage has not ended
-            problem, outcome = f"no first token within {PREFILL_TIMEOUT_S:g} s", "timed_out"
+            problem = f"no first token within {self._prefill_timeout_s:g} s"
+            outcome = "timed_out"
         if output is not None and not problem:
             self._metrics.prefill_stages.labels("done").inc()
             return PrefillResult(attempt_id, output.new_token_ids), output

@@ -77,6 +77,8 @@ def test_flags_override_the_file(tmp_path: Path):
             "InvalidConfig",
             "heartbeat_timeout_s must be at least 3 times",
         ),
+        (["--model", "/m", "--prefill-timeout-s", "0"], "InvalidConfig", "prefill_timeout_s"),
+        (["--model", "/m", "--prefill-timeout-s", "601"], "InvalidConfig", "at most 600 seconds"),
         (["--model", "/m", "--queue-wait-s", "-1"], "InvalidConfig", "queue_wait_s"),
     ],
 )

@@ -7,7 +7,6 @@ import asyncio
 import openai
 import pytest
 
-from baton_gateway.routing import dispatch
 from baton_protocol.messages import ErrorCode
 from support.gateway.fake_engine import DEADLINE_S, FakeEngine
 from support.gateway.gateway_rig import GatewayRig, MakeRig
@@ -44,10 +43,8 @@ async def test_decode_takes_over_from_a_prefill_engine_that_dies(rig: GatewayRig
     assert rig.metric("baton:prefill_fallbacks_total", reason="no_ready_engine") == 1
 
 
-async def test_decode_takes_over_from_a_prefill_engine_without_progress(
-    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(dispatch, "PREFILL_TIMEOUT_S", 0.3)
+async def test_decode_takes_over_from_a_prefill_engine_without_progress(make_rig: MakeRig):
+    rig = make_rig(prefill_timeout_s=0.3)
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     prefill.hold_after = 0  # it still responds to PINGs
     decode.hold_after = 3
