@@ -397,8 +397,17 @@ class GatewayConfig(_Config, frozen=True):
     max_held_requests: Annotated[
         int, Option("requests that wait for it at once; more get 503", _NOT_NEGATIVE)
     ] = 256
+    #: 0 sets no limit.
     request_timeout_s: Annotated[
-        float, Option("a request that takes longer fails; held time does not count", _POSITIVE)
+        float, Option("a request that takes longer fails; held time does not count", _NOT_NEGATIVE)
+    ] = 0.0
+    #: A slow client must not keep a request in memory.
+    client_timeout_s: Annotated[
+        float,
+        Option(
+            "longest time for the body of a request, and for reading an answer or an event",
+            _SECONDS,
+        ),
     ] = 600.0
     #: Engines with a key refuse a gateway without the key. Empty: no key.
     service_key_file: Annotated[str, Option("file with the engines' key")] = ""

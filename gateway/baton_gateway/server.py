@@ -104,10 +104,21 @@ class Gateway:
     def _routes(self, tokenizer: Tokenizer, builder: JobBuilder) -> Routes:
         unknown_fields = UnknownFields(self.metrics)
         collaborators = builder, self._generator, self.admission, self._queue, unknown_fields
-        name, timeout_s = self.served_name, self.config.request_timeout_s
+        name = self.served_name
+        timeout_s, client_timeout_s = self.config.request_timeout_s, self.config.client_timeout_s
         return Routes(
-            ChatEndpoint(*collaborators, served_name=name, request_timeout_s=timeout_s),
-            CompletionEndpoint(*collaborators, served_name=name, request_timeout_s=timeout_s),
+            ChatEndpoint(
+                *collaborators,
+                served_name=name,
+                request_timeout_s=timeout_s,
+                client_timeout_s=client_timeout_s,
+            ),
+            CompletionEndpoint(
+                *collaborators,
+                served_name=name,
+                request_timeout_s=timeout_s,
+                client_timeout_s=client_timeout_s,
+            ),
             TokenizeEndpoints(
                 tokenizer,
                 self.pool,
@@ -115,7 +126,7 @@ class Gateway:
                 self.config.access,
                 unknown_fields,
                 served_name=name,
-                request_timeout_s=timeout_s,
+                client_timeout_s=client_timeout_s,
             ),
             pool=self.pool,
             metrics=self.metrics,

@@ -73,9 +73,9 @@ def flags_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--request-timeout-s",
-        type=arguments.positive,
+        type=arguments.not_negative,
         metavar="SECONDS",
-        help="a request that takes longer fails",
+        help="a request that takes longer fails (default 0: no limit)",
     )
     parser.add_argument(
         "--drain-timeout-s",

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable
 
 from aiohttp import web
+
+from baton_gateway.http.slow_clients import BUFFERED_BYTES, abort_connection, has_unread_bytes
 
 #: A failed stream waits this long for its client to read the error.
 ERROR_TIMEOUT_S = 1.0
@@ -22,11 +25,14 @@ class EventStream:
 
     Args:
         is_wanted: whether the request asks for a stream. If False, `keep_alive` sends nothing.
+        client_timeout_s: a client is disconnected that reads nothing for this long, while more
+            bytes wait than the connection buffers.
     """
 
-    def __init__(self, http: web.Request, *, is_wanted: bool) -> None:
+    def __init__(self, http: web.Request, *, is_wanted: bool, client_timeout_s: float) -> None:
         self._http = http
         self._is_wanted = is_wanted
+        self._client_timeout_s = client_timeout_s
         self._response: web.StreamResponse | None = None
 
     @property
@@ -57,26 +63,30 @@ class EventStream:
             return
         with contextlib.suppress(ConnectionError):
             response = await self.open()
-            await response.write(_COMMENT)
+            await self._bounded(response.write(_COMMENT))
 
     async def send(self, event: bytes) -> None:
         """Send the JSON `event` as one server-sent event.
 
         Raises:
-            ConnectionError: the client has disconnected.
+            ConnectionError: the client has disconnected, or does not read.
         """
         response = self._response if self._response is not None else await self.open()
-        await response.write(b"data: " + event + b"\n\n")
+        write = response.write(b"data: " + event + b"\n\n")
+        if len(event) < BUFFERED_BYTES and not has_unread_bytes(self._http):
+            await write  # the buffer has room, and a timeout for each token costs time
+        else:
+            await self._bounded(write)
 
     async def end(self, last: bytes = b"[DONE]") -> None:
         """Send the last event and end the response.
 
         Raises:
-            ConnectionError: the client has disconnected.
+            ConnectionError: the client has disconnected, or does not read.
         """
         await self.send(last)
         response = await self.open()
-        await response.write_eof()
+        await self._bounded(response.write_eof())
 
     async def fail(self, body: bytes) -> None:
         """Send the JSON error `body` as the last event, and end the response.
@@ -87,3 +97,16 @@ class EventStream:
         """
         async with asyncio.timeout(ERROR_TIMEOUT_S):
             await self.end(body)
+
+    async def _bounded(self, write: Awaitable[None]) -> None:
+        """Await `write`, and disconnect a client that does not read.
+
+        Raises:
+            ConnectionError: the client has disconnected, or does not read.
+        """
+        try:
+            async with asyncio.timeout(self._client_timeout_s):
+                await write
+        except TimeoutError:
+            abort_connection(self._http, self._http.path)
+            raise ConnectionResetError("the client does not read its response") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncGenerator
@@ -65,7 +66,9 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
     Args:
         queue: holds requests while the service has no engine.
         request_timeout_s: longest time from a request's arrival to the end of its response. The
-            time in `queue` does not count.
+            time in `queue` does not count. 0: no limit.
+        client_timeout_s: longest time for the body of a request, and for reading a response or an
+            event.
     """
 
     kind: type[_Request]
@@ -80,6 +83,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         *,
         served_name: str,
         request_timeout_s: float,
+        client_timeout_s: float,
     ) -> None:
         self._builder = builder
         self._generator = generator
@@ -88,7 +92,8 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         self._queue = queue
         self._unknown_fields = unknown_fields
         self._served_name = served_name
-        self._timeout_s = request_timeout_s
+        self._timeout_s = request_timeout_s or math.inf
+        self._client_timeout_s = client_timeout_s
         self._encode = msgspec.json.Encoder().encode
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
@@ -113,7 +118,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         if http.content_type != "application/json":
             message = f"Content-Type must be application/json, got {http.content_type!r}."
             raise APIError(415, message, code="unsupported_media_type")
-        body = await read_body(http, deadline, self._timeout_s)
+        body = await read_body(http, min(self._timeout_s, self._client_timeout_s))
         max_model_len = self._builder.max_model_len
         request = await parse_body(body, self.kind, max_model_len, self._unknown_fields)
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
@@ -122,7 +127,9 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         client = http.get(CLIENT)
         # Acquired first, so that a refused request costs no time for its prompts.
         self._admission.acquire(request.num_sequences, client)
-        stream = EventStream(http, is_wanted=bool(request.stream))
+        stream = EventStream(
+            http, is_wanted=bool(request.stream), client_timeout_s=self._client_timeout_s
+        )
         try:
             held_at = clock()
             await self._queue.wait(stream.keep_alive)
@@ -159,9 +166,9 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             merged = [(choice, _merge(outputs[id(choice)])) for choice in job.best_choices()]
             return msgspec.json.encode(self.response(request, job, merged))
 
-        return await send_json(
-            http, await run_off_loop(body, job.num_entries, INLINE_ENTRIES), deadline
-        )
+        encoded = await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
+        left_s = deadline - asyncio.get_running_loop().time()
+        return await send_json(http, encoded, min(left_s, self._client_timeout_s))
 
     async def _stream(
         self,

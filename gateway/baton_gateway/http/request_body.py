@@ -1,4 +1,4 @@
-"""Reads request bodies before a deadline, and parses only bodies that can be parsed fast.
+"""Reads request bodies within a timeout, and parses only bodies that can be parsed fast.
 
 The JSON library holds the GIL while it parses a body, so parsing in a thread would still block the
 event loop. A megabyte of text takes a fraction of a millisecond. A megabyte of brackets takes a
@@ -62,18 +62,14 @@ class UnknownFields:
                 )
 
 
-async def read_body(http: web.Request, deadline: float, timeout_s: float) -> bytes:
+async def read_body(http: web.Request, timeout_s: float) -> bytes:
     """Return the body of the request.
-
-    Args:
-        deadline: event loop time at which the wait for the body ends.
-        timeout_s: the time allowed for the body. Only the error message uses it.
 
     Raises:
         APIError: the body does not arrive in time, or contradicts its headers.
     """
     try:
-        async with asyncio.timeout_at(deadline):
+        async with asyncio.timeout(timeout_s):
             return await http.read()
     except TimeoutError:
         raise APIError(

@@ -55,17 +55,17 @@ def abort_if_unread(http: web.Request, name: str, num_choices: int, num_outputs:
         abort_connection(http, name)
 
 
-async def send_json(http: web.Request, body: bytes, deadline: float) -> web.Response:
+async def send_json(http: web.Request, body: bytes, timeout_s: float) -> web.Response:
     """Return the response with the JSON `body`.
 
     A large response is sent before this function returns, so that the request counts as in flight
-    until the client has read the response. A client that has not read it by `deadline` (event loop
-    time) is disconnected.
+    until the client has read the response. A client that has not read it within `timeout_s` is
+    disconnected.
     """
     response = web.Response(body=body, content_type="application/json")
     if len(body) > BUFFERED_BYTES:
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout(timeout_s):
                 await response.prepare(http)
                 await response.write_eof()
         except TimeoutError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -33,8 +32,7 @@ class TokenizeEndpoints:
     """The endpoints `/tokenize` and `/detokenize`.
 
     Args:
-        request_timeout_s: longest time from the start of a request until the client has read the
-            response.
+        client_timeout_s: longest time for the body of a request, and for reading the response.
     """
 
     def __init__(
@@ -46,7 +44,7 @@ class TokenizeEndpoints:
         unknown_fields: UnknownFields,
         *,
         served_name: str,
-        request_timeout_s: float,
+        client_timeout_s: float,
     ) -> None:
         self._tokenizer = tokenizer
         self._reader = PromptReader(tokenizer)
@@ -55,7 +53,7 @@ class TokenizeEndpoints:
         self._access = access
         self._unknown_fields = unknown_fields
         self._served_name = served_name
-        self._timeout_s = request_timeout_s
+        self._client_timeout_s = client_timeout_s
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         return await self._serve(http, TokenizeRequest, self._tokenize)
@@ -73,8 +71,7 @@ class TokenizeEndpoints:
         client = http.get(CLIENT)
         self._admission.acquire(1, client)
         try:
-            deadline = asyncio.get_running_loop().time() + self._timeout_s
-            body = await read_body(http, deadline, self._timeout_s)
+            body = await read_body(http, self._client_timeout_s)
             max_model_len = self._pool.max_model_len
             request = await parse_body(body, kind, max_model_len, self._unknown_fields)
             if request.model not in (None, self._served_name):
@@ -85,7 +82,7 @@ class TokenizeEndpoints:
             encoded = await run_off_loop(
                 lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body)
             )
-            return await send_json(http, encoded, deadline)
+            return await send_json(http, encoded, self._client_timeout_s)
         finally:
             self._admission.release(1, client)
 

@@ -44,6 +44,10 @@ def test_flags_override_the_file(tmp_path: Path):
     )
 
 
+def test_requests_have_no_time_limit_by_default():
+    assert load_config(["--model", "/m"]).request_timeout_s == 0
+
+
 @pytest.mark.parametrize(
     ("argv", "reason", "text"),
     [
@@ -60,11 +64,11 @@ def test_flags_override_the_file(tmp_path: Path):
             "InvalidConfig",
             "port must be in [0, 65535]",
         ),
-        (["--model", "/m", "--request-timeout-s", "0"], "InvalidConfig", "request_timeout_s"),
+        (["--model", "/m", "--request-timeout-s", "-1"], "InvalidConfig", "request_timeout_s"),
         (
             ["--model", "/m", "--request-timeout-s", "nan"],
             "InvalidConfig",
-            "request_timeout_s must be positive",
+            "request_timeout_s must not be negative",
         ),
         (
             ["--model", "/m", "--drain-timeout-s", "nan"],
@@ -77,6 +81,7 @@ def test_flags_override_the_file(tmp_path: Path):
             "InvalidConfig",
             "heartbeat_timeout_s must be at least 3 times",
         ),
+        (["--model", "/m", "--client-timeout-s", "0"], "InvalidConfig", "client_timeout_s"),
         (["--model", "/m", "--prefill-timeout-s", "0"], "InvalidConfig", "prefill_timeout_s"),
         (["--model", "/m", "--prefill-timeout-s", "601"], "InvalidConfig", "at most 600 seconds"),
         (["--model", "/m", "--queue-wait-s", "-1"], "InvalidConfig", "queue_wait_s"),

@@ -43,7 +43,7 @@ def serve() -> int:
             "--timeout: must be a positive number",
         ),
         (serve, ["--port", "65536"], "--port: must be in [0, 65535], got 65536"),
-        (serve, ["--request-timeout-s", "nan"], "--request-timeout-s: must be a positive number"),
+        (serve, ["--request-timeout-s", "nan"], "--request-timeout-s: must be a number, 0 or more"),
         (serve, ["--ready-timeout-s", "inf"], "--ready-timeout-s: must be a positive number"),
         (
             baton_operator.cli.main,

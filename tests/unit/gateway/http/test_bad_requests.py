@@ -216,8 +216,9 @@ async def test_template_variables_may_have_any_name(ready: GatewayRig):
     assert status == 200, answer
 
 
-async def test_a_body_that_never_ends_times_out(make_rig: MakeRig):
-    rig = make_rig(request_timeout_s=0.3)
+@pytest.mark.parametrize("option", ["request_timeout_s", "client_timeout_s"])
+async def test_a_body_that_never_ends_times_out(make_rig: MakeRig, option: str):
+    rig = make_rig(**{option: 0.3})
     await rig.start(rig.engine("d", "decode"))
     port = int(rig.url.rsplit(":", 1)[1])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -23,8 +25,8 @@ async def test_a_stream_that_is_not_read_is_ended_before_it_is_buffered_complete
     sent: list[web.Request] = []
 
     class RecordedStream(EventStream):
-        def __init__(self, http: web.Request, *, is_wanted: bool) -> None:
-            super().__init__(http, is_wanted=is_wanted)
+        def __init__(self, http: web.Request, **options: Any) -> None:
+            super().__init__(http, **options)
             sent.append(http)
 
     monkeypatch.setattr(generation_endpoint, "EventStream", RecordedStream)
@@ -59,10 +61,38 @@ async def test_a_stream_that_is_not_read_is_ended_at_the_deadline(make_rig: Make
     assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="200") == 0
 
 
-async def test_a_response_that_is_not_read_counts_as_running_until_the_deadline(
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_answer_that_is_not_read_is_ended_without_a_request_timeout(
+    make_rig: MakeRig, streamed: bool
+):
+    rig = make_rig(request_timeout_s=0.0, client_timeout_s=1.0)
+    decode = rig.engine("d", "decode")
+    decode.answer, decode.max_model_len, decode.tokens_per_output = [5] * 20_000, 30_000, 50
+    await rig.start(decode)
+    body = {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": streamed, "logprobs": 20}
+    async with rig.slow_connection("/v1/completions", body):
+        await until(lambda: rig.metric("baton:requests_in_flight"), "the request at the gateway")
+        await until(lambda: not rig.metric("baton:requests_in_flight"), "the end of the request")
+    assert rig.metric("baton:gateway_generation_tokens_total") == 20_000
+
+
+async def test_a_client_may_wait_longer_than_its_timeout_for_an_answer(make_rig: MakeRig):
+    rig = make_rig(request_timeout_s=0.0, client_timeout_s=0.3)
+    decode = rig.engine("d", "decode", "hello world")
+    decode.hold_after = 2
+    await rig.start(decode)
+    answer = asyncio.create_task(rig.complete())
+    await until(lambda: decode.adds, "the request at the engine")
+    released_at = time.monotonic() + 0.6
+    await until(lambda: time.monotonic() > released_at, "twice the client's timeout")
+    decode.released.set()
+    assert await answer == "hello world"
+
+
+async def test_a_response_that_is_not_read_counts_as_running_until_the_timeout(
     make_rig: MakeRig,
 ):
-    rig = make_rig(request_timeout_s=5.0, max_concurrent_requests=1)
+    rig = make_rig(client_timeout_s=5.0, max_concurrent_requests=1)
     engine = rig.engine("d", "decode")
     engine.max_model_len = 400_000
     await rig.start(engine)
