@@ -118,6 +118,12 @@ class Gateway(ApiStruct, frozen=True):
     #: Prompts with fewer tokens than this are computed by decode pods instead of prefill pods.
     #: Unset: 0.
     prefill_threshold_tokens: Annotated[int, Meta(ge=0, le=2**24)] | None = None
+    #: Seconds after which decode pods compute a prompt themselves, if the prefill pod has sent no
+    #: token. The time in the prefill pod's queue counts. Unset: 60.
+    prefill_timeout_seconds: Annotated[int, Meta(ge=1, le=600)] | None = None
+    #: Seconds after which a request that has not ended fails. A response gets 504, a stream an
+    #: error event. The time for which the request was held does not count. 0 or unset: no limit.
+    request_timeout_seconds: Annotated[int, Meta(ge=0, le=604800)] | None = None
     resources: Resources | None = None
     template: Template | None = None
 

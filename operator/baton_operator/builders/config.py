@@ -131,6 +131,8 @@ def gateway_config(resolved: ResolvedService) -> GatewayConfig:
             max_concurrent_requests=gateway.max_concurrent_requests,
             generation_config=gateway.generation_config,
             prefill_threshold_tokens=gateway.prefill_threshold_tokens,
+            prefill_timeout_s=gateway.prefill_timeout_seconds,
+            request_timeout_s=gateway.request_timeout_seconds,
             hold_s=_hold_s(resolved),
         ),
     )

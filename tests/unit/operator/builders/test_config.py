@@ -90,6 +90,14 @@ def test_a_gateway_configuration_has_the_service_and_the_served_name() -> None:
     assert decoded_config("gateway", GatewayConfig).model.served_name == "demo"
 
 
+def test_timeouts_are_passed_to_the_gateway() -> None:
+    timeouts = {"prefillTimeoutSeconds": 90, "requestTimeoutSeconds": 7200}
+    got = decoded_config("gateway", GatewayConfig, gateway=timeouts)
+    assert (got.prefill_timeout_s, got.request_timeout_s) == (90, 7200)
+    default = decoded_config("gateway", GatewayConfig)
+    assert (default.prefill_timeout_s, default.request_timeout_s) == (60, 0)
+
+
 def test_default_access_settings_do_not_change_the_revision() -> None:
     """The revision must not change with an operator that has more fields."""
     plain = config.config_map(resolved(), "gateway")["data"]["gateway.json"]

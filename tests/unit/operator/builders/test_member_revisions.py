@@ -70,6 +70,8 @@ EDITS: list[tuple[str, Any, set[str]]] = [
     ("gateway.resources", RESOURCES, {"gateway"}),
     ("gateway.maxConcurrentRequests", 5, {"gateway"}),
     ("gateway.prefillThresholdTokens", 5, {"gateway"}),
+    ("gateway.prefillTimeoutSeconds", 5, {"gateway"}),
+    ("gateway.requestTimeoutSeconds", 5, {"gateway"}),
     ("gateway.ingress", {"host": "a.example.com"}, set()),
     ("prefill.replicas", 0, set()),
     ("decode.replicas", 5, set()),
