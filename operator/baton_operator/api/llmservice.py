@@ -203,7 +203,8 @@ class Status(ApiStruct, frozen=True):
     observed_generation: Count | None = None
     endpoint: str | None = None  #: URL of the gateway inside the cluster.
     ingress_endpoint: str | None = None  #: URL of the Ingress, if the spec has one.
-    #: The state of each part of the service. Ready summarizes the others.
+    #: The state of each part of the service. Ready summarizes the others. Available is True while
+    #: the service answers requests.
     conditions: Annotated[list[Condition], Meta(extra_json_schema=_BY_TYPE)] | None = None
     spec_revision: str | None = None  #: ControllerRevision with the spec that was rolled out last.
     #: ControllerRevision with the last spec with which the whole service was ready. In a pause, and

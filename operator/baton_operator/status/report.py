@@ -61,7 +61,12 @@ def report(
     if resolved is not None and groups:
         updating = updating_verdict(resolved.spec, groups.values(), held_back, now)
     ready = _ready_verdicts(groups, updating, kv)
-    verdicts = {"Ready": _summary(ready, problem, updating), **ready, "Updating": updating}
+    verdicts = {
+        "Ready": _summary(ready, problem, updating),
+        "Available": _available(groups, ready),
+        **ready,
+        "Updating": updating,
+    }
     if scaling := _scaling(members):
         verdicts["Scaling"] = scaling
     if resolved is None:
@@ -129,6 +134,22 @@ def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdi
     )
     is_stalled = updating.reason == STALLED and first.reason in PROGRESS_REASONS
     return updating if is_stalled else first
+
+
+def _available(groups: Mapping[names.Role, Group], ready: Mapping[str, Verdict]) -> Verdict:
+    """Return the condition Available: whether the service answers requests.
+
+    Available is True if a gateway pod and a decode pod of any revision are ready. Prefill pods do
+    not count, because decode pods compute the prompts without them. Otherwise Available repeats
+    the condition of the group without a ready pod, which may be scaled to zero.
+    """
+    for role in ("gateway", "decode"):
+        if role not in groups or not groups[role].ready:
+            return ready[f"{role.capitalize()}Ready"]
+    message = f"ready pods: {groups['gateway'].ready} gateway, {groups['decode'].ready} decode"
+    if "prefill" in groups and groups["prefill"].desired and not groups["prefill"].ready:
+        message += "; no prefill pod is ready, so decode pods compute the prompts"
+    return Verdict("True", "MinimumPodsReady", message)
 
 
 def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:

@@ -41,7 +41,7 @@ def new_failures(service: Object, status: Status) -> list[Condition]:
         (each["type"], each["status"], each["reason"]) for each in conditions(service).values()
     }
     # These conditions summarize others. Topology operations have their own Events.
-    summaries = ("Ready", "Scaling", MODEL_AVAILABLE)
+    summaries = ("Ready", "Available", "Scaling", MODEL_AVAILABLE)
     return [
         each
         for each in status.conditions or []

@@ -308,4 +308,6 @@ def test_kubectl_applies_the_generated_manifests(
         text=True,
         check=True,
     ).stdout.split("\n")[0]
-    assert columns.split() == ["NAME", "READY", "REASON", "PREFILL", "DECODE", "ENDPOINT", "AGE"]
+    assert columns.split() == (
+        ["NAME", "READY", "REASON", "AVAILABLE", "PREFILL", "DECODE", "ENDPOINT", "AGE"]
+    )

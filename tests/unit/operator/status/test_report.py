@@ -9,6 +9,7 @@ import pytest
 
 from baton_kube.client import Object
 from baton_operator.api.llmservice import Condition
+from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.plan.refused_pods import Refusal
 from baton_operator.reconcile_problems import InvalidSpec, Problem
 from baton_operator.status.report import report
@@ -149,6 +150,87 @@ def test_a_service_is_ready_if_every_group_is() -> None:
     assert (ready.status, ready.reason) == ("False", "ModelNotFound")
 
 
+def gateway(pods: list[Object]) -> Group:
+    return Group(role="gateway", desired=1, pods=pods, template_revision="new")
+
+
+def prefill(pods: list[Object]) -> Group:
+    return Group(role="prefill", desired=1, pods=pods, revision="new")
+
+
+def sleeping(autoscaling: AutoscalingStatus | None) -> Group:
+    return Group(role="decode", desired=0, pods=[], revision="new", autoscaling=autoscaling)
+
+
+OLD_POD = pod(ready=True, revision="old")
+BROKEN_POD = pod("demo-decode-1", state=BACK_OFF, last=FATAL)
+ASLEEP = AutoscalingStatus(size=0, recommended=0, reason="OnTarget", message="no request waits")
+AVAILABILITY: dict[str, tuple[dict[str, Group], str, str, str, str]] = {
+    "healthy": (
+        {}, "True", "True", "MinimumPodsReady", "ready pods: 1 gateway, 1 decode",
+    ),
+    "an old decode pod during a rollout": (
+        {"decode": decode([OLD_POD, pod("demo-decode-1")])}, "False", "True", "MinimumPodsReady",
+        "1 decode",
+    ),
+    "an old gateway pod during a rollout": (
+        {"gateway": gateway([OLD_POD, pod("demo-gateway-1")])}, "False", "True",
+        "MinimumPodsReady", "1 gateway",
+    ),
+    "an old pod beside a broken new revision": (
+        {"decode": decode([OLD_POD, BROKEN_POD])}, "False", "True", "MinimumPodsReady", "1 decode",
+    ),
+    "one of two decode pods": (
+        {"decode": decode([pod(ready=True), BROKEN_POD], 2)}, "False", "True", "MinimumPodsReady",
+        "1 decode",
+    ),
+    "no prefill pod": (
+        {"prefill": prefill([pod()])}, "False", "True", "MinimumPodsReady",
+        "no prefill pod is ready, so decode pods compute the prompts",
+    ),
+    "no gateway pod": (
+        {"gateway": gateway([pod(state=BACK_OFF, last=FATAL)])}, "False", "False",
+        "ModelNotFound", "0 of 1 gateway pods",
+    ),
+    "no decode pod": (
+        {"decode": decode([pod()])}, "False", "False", "Starting", "0 of 1 decode pods",
+    ),
+    "only a decode pod that drains": (
+        {"decode": decode([pod(ready=True, draining=True)])}, "False", "False", "Draining",
+        "0 of 1 decode pods",
+    ),
+    "scaled to zero by hand": (
+        {"decode": sleeping(None)}, "False", "False", "ScaledToZero", "set spec.decode.replicas",
+    ),
+    "scaled to zero by the autoscaler": (
+        {"decode": sleeping(ASLEEP)}, "True", "True", "ScaledToZero", "the next request starts",
+    ),
+    "scaled to zero by the autoscaler, without a gateway pod": (
+        {"decode": sleeping(ASLEEP), "gateway": gateway([])}, "False", "False", "Starting",
+        "0 of 1 gateway pods",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "ready", "status", "reason", "text"),
+    AVAILABILITY.values(),
+    ids=AVAILABILITY.keys(),
+)
+def test_a_service_is_available_while_it_answers_requests(
+    changed: dict[str, Group], ready: str, status: str, reason: str, text: str
+) -> None:
+    found = conditions(service(), ALL_READY | changed)
+    available = found["Available"]
+    assert (found["Ready"].status, available.status, available.reason) == (ready, status, reason)
+    assert text in available.message
+
+
+def test_a_problem_of_the_reconcile_leaves_the_service_available() -> None:
+    found = conditions(service(), ALL_READY, InvalidSpec("no such field"))
+    assert (found["Ready"].status, found["Available"].status) == ("False", "True")
+
+
 def test_a_failure_outranks_a_group_that_merely_starts() -> None:
     groups = ALL_READY | {
         "prefill": Group(role="prefill", desired=1, pods=[], revision="new"),
@@ -161,13 +243,14 @@ def test_all_conditions_exist_after_the_first_reconcile() -> None:
     reported = conditions(service(), {}, InvalidSpec("no such field"))
     assert set(reported) == {
         "Ready",
+        "Available",
         "ModelAvailable",
         "PrefillReady",
         "DecodeReady",
         "GatewayReady",
         "Updating",
     }
-    assert reported["DecodeReady"].status == "Unknown"
+    assert reported["DecodeReady"].status == reported["Available"].status == "Unknown"
     assert (reported["Ready"].status, reported["Ready"].reason) == ("False", "InvalidSpec")
 
 

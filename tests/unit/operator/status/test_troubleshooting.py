@@ -87,6 +87,7 @@ NOT_REASONS = {
 }
 CONDITIONS = {
     "Ready",
+    "Available",
     "ModelAvailable",
     "PrefillReady",
     "DecodeReady",
