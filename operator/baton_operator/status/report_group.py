@@ -216,8 +216,7 @@ def group_verdict(group: Group) -> Verdict:
     """
     if group.desired == 0:
         return _verdict_without_pods(group)
-    what = "ranks serve" if group.topology is not None else "pods are ready"
-    counts = f"{group.ready} of {group.desired} {group.role} {what}"
+    counts = _counts(group)
     if group.ready >= group.desired and not group.outdated and len(group.current) == group.desired:
         if group.route is not None:
             return Verdict("False", group.route.reason, f"{group.route.message}; {counts}")
@@ -226,6 +225,17 @@ def group_verdict(group: Group) -> Verdict:
     if obstacle is None:
         return Verdict("False", "Starting", counts)
     return Verdict("False", obstacle.reason, f"{obstacle.message}; {counts}")
+
+
+def _counts(group: Group) -> str:
+    """Return the numbers of serving and desired pods, as text."""
+    if group.topology is not None:
+        return f"{group.ready} of {group.desired} {group.role} ranks serve"
+    newest = sum(map(is_ready, group.newest))
+    text = f"{newest} of {group.desired} {group.role} pods"
+    if older := group.ready - newest:
+        return f"{text} of the newest revision are ready, and {older} of earlier revisions"
+    return f"{text} are ready"
 
 
 def _verdict_without_pods(group: Group) -> Verdict:

@@ -92,7 +92,8 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
         "False", "PodFailed", "OutOfcpu: no cpu left",
     ),
     "old pods do not count": (
-        decode([pod(ready=True, revision="old")]), "False", "Progressing", "1 of 1",
+        decode([pod(ready=True, revision="old")]), "False", "Progressing",
+        "0 of 1 decode pods of the newest revision are ready, and 1 of earlier revisions",
     ),
     "a draining pod does not count": (
         decode([pod(ready=True, draining=True)]), "False", "Draining",
@@ -116,6 +117,14 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
     "a gateway of an old template": (
         Group(role="gateway", desired=1, pods=[pod(ready=True)], updated=False), "False",
         "Progressing", "1 of 1",
+    ),
+    "gateways of two templates": (
+        Group(
+            role="gateway", desired=1, template_revision="new", updated=False,
+            pods=[pod(ready=True), pod("demo-gateway-1", ready=True, revision="old")],
+        ),
+        "False", "Progressing",
+        "1 of 1 gateway pods of the newest revision are ready, and 1 of earlier revisions",
     ),
 }  # fmt: skip
 
