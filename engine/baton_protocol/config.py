@@ -71,12 +71,14 @@ class CacheConfig(_Config, frozen=True):
     block_size: Annotated[int, Option("tokens per KV block", at_least(1))] = 16
     #: None is as many as memory_bytes or gpu_memory_utilization allows.
     num_blocks: Annotated[int | None, Option("KV blocks", at_least(1))] = None
-    #: Used on a CPU. On a GPU, gpu_memory_utilization limits the memory.
+    #: On a GPU, the number replaces gpu_memory_utilization. None is 256 MiB on a CPU, and on a GPU
+    #: as much as gpu_memory_utilization allows.
     memory_bytes: Annotated[
-        int,
+        int | None,
         Option("KV memory, if --num-blocks is not given", at_least(1), "--kv-cache-memory-bytes"),
-    ] = 256 * 2**20
-    #: The limit is for weights, activations and KV together.
+    ] = None
+    #: The limit is for weights, activations and KV together. It does not apply if memory_bytes sets
+    #: the size of the cache.
     gpu_memory_utilization: Annotated[
         float,
         Option(

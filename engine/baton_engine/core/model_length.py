@@ -34,7 +34,7 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
             "KVMemoryTooSmall",
             f"model.max_model_len is {asked} tokens, but the KV memory holds {capacity} "
             f"({info.num_blocks} blocks of {config.cache.block_size} tokens): lower "
-            "model.max_model_len, or raise cache.memory_bytes (CPU), "
-            "cache.gpu_memory_utilization (GPU) or cache.num_blocks",
+            "model.max_model_len, or raise cache.memory_bytes, cache.num_blocks or, on a GPU, "
+            "cache.gpu_memory_utilization",
         )
     return asked

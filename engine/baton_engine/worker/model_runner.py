@@ -241,7 +241,7 @@ class ModelRunner:
         On a GPU, the largest step is run to measure how much memory it takes.
 
         Raises:
-            ConfigurationError: not one block fits, or `cache.num_blocks` blocks do not fit.
+            ConfigurationError: not one block fits, or the configured number does not fit.
         """
         size = self._block_size
         if self.device.type == "cpu":

@@ -57,11 +57,10 @@ class Engine(ApiStruct, frozen=True):
     #: auto: cuda if the pod has a GPU, else cpu. Unset: auto.
     device: Literal["auto", "cpu", "cuda"] | None = None
     block_size: Literal[8, 16, 32, 64, 128] | None = None  #: Tokens per KV block. Unset: 16.
-    #: Number of KV blocks per engine. Unset: as many as kvCacheMemory holds on a CPU, or as fit
-    #: into the memory of the GPU.
+    #: Number of KV blocks per engine. Unset: as many as kvCacheMemory holds.
     num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
-    #: Memory for the KV blocks of one engine on a CPU, for example 512Mi. numBlocks overrides it.
-    #: Unset: 256Mi.
+    #: Memory for the KV blocks of one engine, for example 512Mi. numBlocks overrides it. Unset: as
+    #: much as fits on a GPU, and 256Mi on a CPU.
     kv_cache_memory: Quantity | None = None
     #: Host memory of one engine for blocks that its prefix cache evicts, for example 8Gi. They are
     #: copied back when a prompt needs them. Unset: evicted blocks are computed again.

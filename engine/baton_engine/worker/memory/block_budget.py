@@ -14,6 +14,8 @@ from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import CacheConfig
 
 GIB = 2**30
+#: Memory of the cache on a CPU, unless it is configured.
+CPU_MEMORY_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,9 @@ def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
         ConfigurationError: the cache budget is less than one block, or all budgets together are
             more than the available memory.
     """
-    num_blocks = cache.memory_bytes // size.engine if cache.num_blocks is None else cache.num_blocks
-    if num_blocks < 1:
-        raise ConfigurationError(
-            "InsufficientMemory",
-            f"cache.memory_bytes={cache.memory_bytes} does not hold one KV block of {size.engine} "
-            "bytes; raise cache.memory_bytes",
-        )
+    num_blocks = _configured_blocks(cache, size)
+    if num_blocks is None:
+        num_blocks = _blocks_in(CPU_MEMORY_BYTES, size)
     num_swap_blocks = cache.swap_memory_bytes // size.engine
     num_offload_blocks = offload_blocks(cache, size)
     available = available_host_memory()
@@ -65,7 +63,8 @@ def blocks_on_gpu(
     """Return the numbers of (cache blocks, host swap blocks) that fit.
 
     The cache gets `cache.gpu_memory_utilization` of the GPU memory, minus the memory of the largest
-    step, of captured graphs and of other processes.
+    step, of captured graphs and of other processes. `cache.num_blocks` must fit in there.
+    `cache.memory_bytes` may take all memory that the others leave, as in vLLM.
 
     Args:
         cache: configuration of the cache.
@@ -76,8 +75,9 @@ def blocks_on_gpu(
         graph_bytes: memory of captured graphs.
 
     Raises:
-        ConfigurationError: not one block fits, or `cache.num_blocks` blocks do not fit.
+        ConfigurationError: not one block fits, or the configured number of blocks does not fit.
     """
+    configured = _configured_blocks(cache, size)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step()
@@ -86,23 +86,41 @@ def blocks_on_gpu(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    left = int(cache.gpu_memory_utilization * total) - peak - others - graph_bytes
-    room = max(0, left // size.rank)
-    num_blocks = room if cache.num_blocks is None else cache.num_blocks
-    if num_blocks < 1 or num_blocks > room:
-        wanted = (
-            "one KV block" if cache.num_blocks is None else f"cache.num_blocks={cache.num_blocks}"
-        )
+    by_memory = cache.num_blocks is None and cache.memory_bytes is not None
+    utilization = 1.0 if by_memory else cache.gpu_memory_utilization
+    room = (int(utilization * total) - peak - others - graph_bytes) // size.rank
+    num_blocks = room if configured is None else configured
+    if not 0 < num_blocks <= room:
+        remedy = "lower scheduler.max_num_batched_tokens"
+        if configured is not None:
+            remedy += f" or cache.{'memory_bytes' if by_memory else 'num_blocks'}"
+        if not by_memory:
+            remedy += ", or raise cache.gpu_memory_utilization"
         raise ConfigurationError(
             "InsufficientMemory",
-            f"the GPU has no room for {wanted} of {size.rank} bytes each: of {total / GIB:.2f} "
-            f"GiB, cache.gpu_memory_utilization={cache.gpu_memory_utilization} may be used, "
-            f"weights and activations take {peak / GIB:.2f} GiB, CUDA graphs "
-            f"{graph_bytes / GIB:.2f} GiB and other processes {others / GIB:.2f} GiB; raise "
-            "cache.gpu_memory_utilization, or lower scheduler.max_num_batched_tokens or "
-            "cache.num_blocks",
+            f"the GPU has no room for {configured or 1} KV blocks of {size.rank} bytes: of "
+            f"{total / GIB:.2f} GiB, the fraction {utilization} may be used, weights and "
+            f"activations take {peak / GIB:.2f} GiB, CUDA graphs {graph_bytes / GIB:.2f} GiB and "
+            f"other processes {others / GIB:.2f} GiB; {remedy}",
         )
     return num_blocks, cache.swap_memory_bytes // size.engine
+
+
+def _configured_blocks(cache: CacheConfig, size: BlockSize) -> int | None:
+    """Return the number of blocks that the configuration sets, or None if it sets none."""
+    if cache.num_blocks is not None or cache.memory_bytes is None:
+        return cache.num_blocks
+    return _blocks_in(cache.memory_bytes, size)
+
+
+def _blocks_in(memory_bytes: int, size: BlockSize) -> int:
+    if memory_bytes < size.engine:
+        raise ConfigurationError(
+            "InsufficientMemory",
+            f"cache.memory_bytes={memory_bytes} does not hold one KV block of {size.engine} "
+            "bytes; raise cache.memory_bytes",
+        )
+    return memory_bytes // size.engine
 
 
 def offload_blocks(cache: CacheConfig, size: BlockSize) -> int:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,12 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.memory import block_budget
-from baton_engine.worker.memory.block_budget import BlockSize, available_host_memory, blocks_on_cpu
+from baton_engine.worker.memory.block_budget import (
+    BlockSize,
+    available_host_memory,
+    blocks_on_cpu,
+    blocks_on_gpu,
+)
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
 from support.engine.step_driver import (
@@ -66,6 +72,8 @@ def test_a_cpu_gets_the_configured_blocks_or_as_many_as_its_budgets_hold(checkpo
     block_nbytes = runner.kv_cache_layout(1).block_nbytes
     cache = CacheConfig(memory_bytes=10 * block_nbytes + 1, swap_memory_bytes=4 * block_nbytes - 1)
     assert ModelRunner(with_cache(runner.config, cache)).profile_num_blocks() == (10, 3)
+    unset = with_cache(runner.config, CacheConfig())
+    assert ModelRunner(unset).profile_num_blocks()[0] == 256 * MIB // block_nbytes
     configured = CacheConfig(num_blocks=7, swap_memory_bytes=0)
     assert ModelRunner(with_cache(runner.config, configured)).profile_num_blocks() == (7, 0)
 
@@ -86,6 +94,128 @@ def test_budgets_below_one_block_or_above_the_available_memory_are_refused(
         ConfigurationError, match=r"0.10 GiB are available; lower cache.memory_bytes"
     ) as refused:
         blocks_on_cpu(CacheConfig(memory_bytes=182 * MIB, swap_memory_bytes=20 * MIB), size)
+    assert refused.value.reason == "InsufficientMemory"
+
+
+class FakeGpu:
+    """A stand-in for `torch.cuda`: a GPU of 1000 MiB with PyTorch's caching allocator."""
+
+    def __init__(self, others: int, weights: int) -> None:
+        self.others = others * MIB
+        self.allocated = self.peak = self.reserved = 0
+        self.allocate(weights + 200)
+        self.allocate(-200)  # loading the weights takes more memory than the weights
+
+    def allocate(self, mib: int) -> None:
+        self.allocated += mib * MIB
+        self.peak = max(self.peak, self.allocated)
+        self.reserved = max(self.reserved, self.allocated)
+
+    def run_step(self, activations: int) -> None:
+        self.allocate(activations)
+        self.allocate(-activations)
+
+    def empty_cache(self) -> None:
+        self.reserved = self.allocated
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.allocated
+
+    def synchronize(self, device: torch.device) -> None:
+        """Nothing runs asynchronously here."""
+
+    def max_memory_allocated(self, device: torch.device) -> int:
+        return self.peak
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return self.reserved
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 1000 * MIB - self.others - self.reserved, 1000 * MIB
+
+
+@pytest.fixture
+def profile_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int]]:
+    """A call of `blocks_on_gpu` with blocks of 4 MiB on each of two ranks."""
+
+    def profile(
+        cache: CacheConfig, others: int = 50, weights: int = 300, step: int = 150, graphs: int = 30
+    ) -> tuple[int, int]:
+        gpu = FakeGpu(others, weights)
+        monkeypatch.setattr(block_budget, "torch", SimpleNamespace(cuda=gpu))
+        size = BlockSize(rank=4 * MIB, engine=8 * MIB)
+        device = torch.device("cuda", 0)
+        return blocks_on_gpu(cache, size, device, lambda: gpu.run_step(step), graphs * MIB)
+
+    return profile
+
+
+@pytest.mark.parametrize(
+    ("use", "num_blocks"),
+    [
+        ({}, 92),  # 900 - (300 + 150) - 50 - 30 = 370 MiB
+        ({"weights": 304}, 91),
+        ({"step": 154}, 91),
+        ({"others": 54}, 91),
+        ({"graphs": 34}, 91),
+        ({"graphs": 396}, 1),
+    ],
+)
+def test_a_gpu_has_blocks_in_what_a_step_graphs_and_other_processes_leave(
+    profile_gpu: Callable[..., tuple[int, int]], use: dict[str, int], num_blocks: int
+) -> None:
+    cache = CacheConfig(gpu_memory_utilization=0.9, swap_memory_bytes=31 * MIB)
+    assert profile_gpu(cache, **use) == (num_blocks, 3)
+
+
+def test_configured_blocks_and_bytes_count_on_a_gpu(
+    profile_gpu: Callable[..., tuple[int, int]],
+) -> None:
+    half = CacheConfig(num_blocks=7, memory_bytes=8 * MIB, swap_memory_bytes=0)
+    assert profile_gpu(half) == (7, 0)
+    # Without the limit of 0.9: 1000 - 450 - 50 - 30 = 470 MiB, which are 117 blocks.
+    for num_blocks in (1, 92, 117):
+        cache = CacheConfig(memory_bytes=(num_blocks + 1) * 8 * MIB - 1, swap_memory_bytes=0)
+        assert profile_gpu(cache) == (num_blocks, 0)
+
+
+@pytest.mark.parametrize(
+    ("cache", "use", "message"),
+    [
+        (
+            CacheConfig(),
+            {"graphs": 397},
+            r"no room for 1 KV blocks of 4194304 bytes: of 0\.98 GiB, the fraction 0\.9 may be "
+            r"used, weights and activations take 0\.44 GiB, CUDA graphs 0\.39 GiB and other "
+            r"processes 0\.05 GiB; lower scheduler\.max_num_batched_tokens, or raise "
+            r"cache\.gpu_memory_utilization$",
+        ),
+        (CacheConfig(), {"weights": 800}, "no room for 1 KV blocks"),
+        (
+            CacheConfig(num_blocks=93),
+            {},
+            r"no room for 93 KV blocks .* or cache\.num_blocks, or raise cache\.gpu",
+        ),
+        (
+            CacheConfig(memory_bytes=118 * 8 * MIB),
+            {},
+            r"no room for 118 KV blocks .* fraction 1\.0 .* or cache\.memory_bytes$",
+        ),
+        (
+            CacheConfig(memory_bytes=8 * MIB - 1),
+            {},
+            r"memory_bytes=8388607 does not hold one KV block of 8388608 bytes",
+        ),
+    ],
+)
+def test_a_gpu_without_room_for_the_blocks_is_refused(
+    profile_gpu: Callable[..., tuple[int, int]],
+    cache: CacheConfig,
+    use: dict[str, int],
+    message: str,
+) -> None:
+    with pytest.raises(ConfigurationError, match=message) as refused:
+        profile_gpu(cache, **use)
     assert refused.value.reason == "InsufficientMemory"
 
 

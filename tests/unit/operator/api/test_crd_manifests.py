@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton_engine.worker.memory.block_budget import CPU_MEMORY_BYTES
 from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import RULES
@@ -53,9 +54,10 @@ def test_every_field_is_described_in_its_struct() -> None:
 
 def test_descriptions_name_the_defaults_of_engine_and_gateway() -> None:
     gateway = {field.name: field.default for field in msgspec.structs.fields(GatewayConfig)}
+    cpu_memory = f"{CPU_MEMORY_BYTES // 2**20}Mi"
     defaults = {
         "engine.blockSize": CacheConfig().block_size,
-        "engine.kvCacheMemory": f"{CacheConfig().memory_bytes // 2**20}Mi",
+        "engine.kvCacheMemory": f"as much as fits on a GPU, and {cpu_memory} on a CPU",
         "engine.enablePrefixCaching": str(CacheConfig().enable_prefix_caching).lower(),
         "engine.maxNumBatchedTokens": SchedulerConfig().max_num_batched_tokens,
         "engine.maxNumSeqs": SchedulerConfig().max_num_seqs,
