@@ -193,8 +193,8 @@ class CompilationConfig(_Config, frozen=True):
         str,
         choice("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"),
     ] = "auto"
-    #: A step is padded to the next size. None selects sizes up to 512 tokens: multiples of 8 up to
-    #: 256, where most decode steps are, and multiples of 16 above.
+    #: A step is padded to the next size. An empty list means no graphs. None selects sizes up to
+    #: 512 tokens: multiples of 8 up to 256, where most decode steps are, and multiples of 16 above.
     capture_sizes: Annotated[
         tuple[int, ...] | None, Option("numbers of tokens to capture graphs for: 1,2,4,8")
     ] = None

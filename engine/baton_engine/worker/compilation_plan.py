@@ -69,7 +69,9 @@ def plan_compilation(
         )
         mode = "none"
     cudagraph_mode = _cudagraph_mode(config, compiled=mode != "none", has_graphs=has_graphs)
-    capture_sizes = given.capture_sizes or default_capture_sizes(scheduler.max_num_seqs, budget)
+    capture_sizes = given.capture_sizes
+    if capture_sizes is None:
+        capture_sizes = tuple(default_capture_sizes(scheduler.max_num_seqs, budget))
     return CompilationPlan(
         mode=mode,
         compilation_is_asked_for=given.mode != "auto",
@@ -100,10 +102,17 @@ def _cudagraph_mode(config: EngineConfig, *, compiled: bool, has_graphs: bool) -
     if given.enforce_eager:
         return CudagraphMode.NONE
     if given.cudagraph_mode == "auto":
-        if not has_graphs:
+        if not has_graphs or given.capture_sizes == ():
             return CudagraphMode.NONE
         return CudagraphMode.FULL_AND_PIECEWISE if compiled else CudagraphMode.FULL_DECODE_ONLY
     mode = CudagraphMode[given.cudagraph_mode.upper()]
+    if mode is not CudagraphMode.NONE and given.capture_sizes == ():
+        logger.warning(
+            "compilation.cudagraph_mode %s is ignored, because compilation.capture_sizes is empty; "
+            "steps run without graphs",
+            mode.name,
+        )
+        return CudagraphMode.NONE
     if mode is not CudagraphMode.NONE and not has_graphs:
         logger.warning(
             "compilation.cudagraph_mode %s is ignored, because CUDA graphs need a GPU and no "

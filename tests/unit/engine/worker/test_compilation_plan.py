@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
@@ -16,7 +17,7 @@ from baton_engine.worker.compilation_plan import (
     default_capture_sizes,
     plan_compilation,
 )
-from baton_protocol.config import QUANTIZATIONS
+from baton_protocol.config import QUANTIZATIONS, EngineConfig
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,22 @@ def test_sizes_are_sorted_and_sizes_outside_the_token_budget_are_refused(
     for flags in ("--capture-sizes 1,600", "--compile-sizes 0"):
         with pytest.raises(ConfigurationError, match="max_num_batched_tokens=512"):
             plan_from_flags(models["llama"], flags, has_graphs=True)
+
+
+def test_an_empty_list_of_capture_sizes_means_no_graphs(
+    models: dict[str, CheckpointConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    for cudagraph_mode in ("auto", "full"):
+        assert "capture_sizes is empty" not in caplog.text
+        config = msgspec.json.decode(
+            f'{{"model": {{"path": "/m"}}, "compilation": {{"capture_sizes": [], '
+            f'"cudagraph_mode": "{cudagraph_mode}"}}}}',
+            type=EngineConfig,
+        )
+        plan = plan_compilation(config, models["llama"], 100, has_graphs=True)
+        assert (plan.mode, plan.cudagraph_mode) == ("inductor", CudagraphMode.NONE)
+        assert plan.capture_sizes == ()
+    assert "cudagraph_mode FULL is ignored, because compilation.capture_sizes" in caplog.text
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
