@@ -170,7 +170,7 @@ class ModelRunner:
         if configured is not None and not 0 < configured <= limit:
             raise ConfigurationError(
                 "InvalidConfig",
-                f"max_model_len must be in [1, {limit}] for this model, got {configured}",
+                f"model.max_model_len must be in [1, {limit}] for this model, got {configured}",
             )
         return configured or limit
 

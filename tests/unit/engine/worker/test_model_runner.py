@@ -316,8 +316,12 @@ def test_a_missing_model_and_invalid_settings_are_refused(
     with pytest.raises(ModelNotFound, match="nowhere does not exist"):
         ModelRunner(EngineConfig(model=ModelConfig(path=str(tmp_path / "nowhere")))).load_model()
     too_long = ModelConfig(path=str(checkpoints["llama"]), max_model_len=10**6)
-    with pytest.raises(ConfigurationError, match="max_model_len"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"model\.max_model_len must be in \[1, \d+\] for this model, got 1000000",
+    ) as refused:
         ModelRunner(EngineConfig(model=too_long)).load_model()
+    assert refused.value.reason == "InvalidConfig"
     with pytest.raises(
         ConfigurationError, match="quantization must be int8 or int4, or not given, got 'int3'"
     ):
