@@ -373,15 +373,29 @@ class EngineCore:
             self._log_iteration(step, schedule_s, ended - started, time.monotonic() - ended)
 
     def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
-        """Return the output of a step. Raise WorkerDiedError if a worker dies first."""
+        """Return the output of a step.
+
+        Raises:
+            WorkerDiedError: a worker dies first, or the step takes longer than
+                `parallel.step_timeout_s`.
+        """
+        limit_s = math.inf if self.executor.watches_steps else self.config.parallel.step_timeout_s
+        interval_s = min(_FAILURE_CHECK_S, limit_s)
+        # Count rounds of this loop instead of time: a process that was stopped received no answers.
+        silent_s = 0.0
         while True:
             try:
-                return future.result(timeout=_FAILURE_CHECK_S)
+                return future.result(timeout=interval_s)
             except TimeoutError:
                 if future.done():  # the step ended after the timeout, or raised TimeoutError itself
                     return future.result()
                 if self._executor_failure:
                     raise WorkerDiedError(self._executor_failure) from None
+            silent_s += interval_s
+            if silent_s >= limit_s:
+                raise WorkerDiedError(
+                    f"the workers have not answered for {limit_s:g} s (parallel.step_timeout_s)"
+                )
 
     def _on_executor_failure(self, reason: str) -> None:
         self._executor_failure = reason

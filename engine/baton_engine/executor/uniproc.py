@@ -5,9 +5,11 @@ The engine's own thread can schedule while the model runs.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 from baton_engine.executor.base import Executor, ModelInfo
@@ -23,9 +25,14 @@ from baton_engine.models.errors import ConfigurationError
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig
 
+logger = logging.getLogger(__name__)
+
 
 class UniProcExecutor(Executor):
     """Runs one worker in a thread of this process."""
+
+    #: Time for the worker to end. A step that hangs holds the worker's thread.
+    shutdown_timeout_s = 10.0
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)
@@ -102,5 +109,10 @@ class UniProcExecutor(Executor):
             except RuntimeError:  # the interpreter is ending and has ended the thread
                 worker.shutdown()
             else:
+                wait_for_futures([ended], timeout=self.shutdown_timeout_s)
+                if not ended.done():
+                    logger.warning("the worker's thread does not end, because a step hangs in it")
+                    self._thread.shutdown(wait=False)
+                    return
                 ended.result()
         self._thread.shutdown()

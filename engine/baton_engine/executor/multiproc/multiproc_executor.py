@@ -67,6 +67,7 @@ SHUTDOWN_TIMEOUT_S = 10.0
 class MultiprocExecutor(Executor):
     """Runs one worker process per rank on this host."""
 
+    watches_steps = True
     #: Limit for a worker process to import its modules, create the worker and read commands.
     start_timeout_s = JOIN_TIMEOUT_S
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S

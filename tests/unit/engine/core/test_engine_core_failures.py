@@ -70,6 +70,15 @@ async def test_kill_9_of_a_worker_ends_every_wait_even_while_a_step_hangs(start)
     assert "its input is in" in engine.text
 
 
+async def test_a_step_that_hangs_ends_the_engine_and_its_clients_at_the_step_timeout(start):
+    engine = start(*WORKER_PROCESS, "--step-timeout-s", "1")
+    async with await connect(engine) as client:
+        waiting = add_long_requests(client, HANGS)
+        await until(lambda: "the step hangs" in engine.text, "a hanging step", DEADLINE_S)
+        await assert_all_fail(waiting, r"not answered for 1 s \(parallel\.step_timeout_s\)")
+        assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 1
+
+
 async def test_kill_9_of_a_worker_of_an_idle_engine_ends_the_engine_and_its_clients(start):
     engine = start(*WORKER_PROCESS)
     async with await connect(engine) as client:

@@ -268,6 +268,55 @@ def test_a_step_that_ends_just_after_a_wait_timed_out_has_succeeded():
     core.shutdown()
 
 
+class SilentFuture(Future[ModelRunnerOutput]):
+    """Ends after some waits of 0.5 s have timed out. Time does not pass."""
+
+    def __init__(self, output: ModelRunnerOutput, num_timeouts: int) -> None:
+        super().__init__()
+        self._output = output
+        self._num_timeouts = num_timeouts
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        if self._num_timeouts and timeout is not None:
+            assert timeout == 0.5
+            self._num_timeouts -= 1
+            raise TimeoutError
+        return self._output
+
+
+class SilentExecutor(FakeExecutor):
+    num_timeouts = 3
+
+    def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
+        return SilentFuture(super().sample_tokens(grammar).result(), self.num_timeouts)
+
+
+class MoreSilentExecutor(SilentExecutor):
+    num_timeouts = 4
+
+
+class WatchingExecutor(MoreSilentExecutor):
+    watches_steps = True
+
+
+@pytest.mark.parametrize("executor", [SilentExecutor, WatchingExecutor])
+def test_a_step_may_take_until_the_step_timeout_or_until_the_executor_fails_it(executor):
+    core = make_core(executor, parallel=ParallelConfig(step_timeout_s=2.0))
+    assert generate(core, request("a", [1, 2])) == {"a": continuation([1, 2], 6)}
+    core.shutdown()
+
+
+def test_a_step_without_an_answer_fails_at_the_step_timeout():
+    core = make_core(MoreSilentExecutor, parallel=ParallelConfig(step_timeout_s=2.0))
+    with pytest.raises(
+        StepFailedError,
+        match=r"^step 0 failed: WorkerDiedError: the workers have not answered for 2 s "
+        r"\(parallel\.step_timeout_s\)",
+    ):
+        generate(core, request("a", [1, 2]))
+    core.shutdown()
+
+
 def test_max_model_len_is_fitted_to_the_kv_memory_unless_it_is_configured(caplog):
     with caplog.at_level(logging.WARNING):
         assert make_core().ready.max_model_len == 256

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_a_failed_call_has_the_workers_traceback(executor: UniProcExecutor) -> N
         WorkerError, match=r"worker 0 failed in raise_on: KeyError(.|\n)*in raise_on"
     ):
         executor.collective_rpc("raise_on", (0,))
+
+
+def test_a_step_that_hangs_does_not_hold_the_shutdown(
+    executor: UniProcExecutor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(executor._worker, "execute_model", lambda step: answer.wait())
+    monkeypatch.setattr(executor, "shutdown_timeout_s", 0.1)
+    executor.execute_model(step(0))
+    shutdown = threading.Thread(target=executor.shutdown)
+    shutdown.start()
+    shutdown.join(WAIT_S)
+    ended = not shutdown.is_alive()
+    answer.set()
+    shutdown.join()
+    assert ended
+    assert "a step hangs in it" in caplog.text
 
 
 def test_a_call_has_a_timeout(executor: UniProcExecutor) -> None:
