@@ -121,6 +121,15 @@ class Gateway(ApiStruct, frozen=True):
     #: Seconds after which decode pods compute a prompt themselves, if the prefill pod has sent no
     #: token. The time in the prefill pod's queue counts. Unset: 60.
     prefill_timeout_seconds: Annotated[int, Meta(ge=1, le=600)] | None = None
+    #: Seconds for which a new request waits for a decode pod that accepts requests. Then it gets
+    #: 503. Unset: 10.
+    queue_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] | None = None
+    #: Seconds for which a request waits for another decode pod after its own was lost. Then it
+    #: fails. Unset: 30.
+    resume_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] | None = None
+    #: Seconds after which a request without progress continues on another decode pod. Choose more
+    #: than the longest step of an engine takes. Unset: 30.
+    stall_timeout_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
     #: Seconds after which a request that has not ended fails. A response gets 504, a stream an
     #: error event. The time for which the request was held does not count. 0 or unset: no limit.
     request_timeout_seconds: Annotated[int, Meta(ge=0, le=604800)] | None = None
