@@ -69,6 +69,7 @@ check: $(STAMP)
 	$(BIN)/python -m baton_operator.manifests --check manifests
 	$(BIN)/python hack/api_reference.py --check docs/reference/api.md
 	$(BIN)/python hack/metrics_reference.py --check docs/reference/metrics.md
+	$(BIN)/python hack/openai_reference.py --check docs/reference/openai.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -78,6 +79,7 @@ manifests: $(STAMP)
 	$(BIN)/python -m baton_operator.manifests manifests
 	$(BIN)/python hack/api_reference.py docs/reference/api.md
 	$(BIN)/python hack/metrics_reference.py docs/reference/metrics.md
+	$(BIN)/python hack/openai_reference.py docs/reference/openai.md
 
 diagrams: # needs Graphviz
 	for source in docs/internals/diagrams/*.dot; do dot -Tsvg $$source -o $${source%.dot}.svg; done

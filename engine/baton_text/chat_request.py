@@ -22,17 +22,25 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         "continue_final_message",
     )
 
+    #: The conversation, one message or more.
     messages: list[ChatMessage]
+    #: Limit on generated tokens. It takes precedence over `max_tokens`. Bounds: 1 or more.
     max_completion_tokens: int | None = None
+    #: Report the log-probabilities of the generated tokens.
     logprobs: bool | None = None
+    #: Report this many most likely tokens at each position, too. Needs `logprobs`. Bounds:
+    #: 0..MAX_LOGPROBS.
     top_logprobs: int | None = None
+    #: End the prompt with the start of an assistant's message. Unset: true.
     add_generation_prompt: bool | None = None
     #: Variables of the template, such as enable_thinking.
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Any = None
+    #: `none` and `auto` have no effect. Other values are refused.
     tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
+    #: `["text"]` has no effect. Other values are refused.
     modalities: Any = None
     audio: Any = None
     prediction: Any = None

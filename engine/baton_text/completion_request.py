@@ -15,9 +15,14 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionRequest(GenerationRequest, kw_only=True):
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ("suffix",)
 
+    #: A text, a list of texts, a list of token ids, or a list of lists of token ids.
     prompt: str | list[str | int | list[int]]
+    #: Report the log-probabilities of the tokens, and of this many most likely tokens. Bounds:
+    #: 0..MAX_LOGPROBS.
     logprobs: int | None = None
+    #: Begin the text with the prompt. With `max_tokens` 0, generate nothing.
     echo: bool | None = None
+    #: Add special tokens, such as BOS, to prompts that are texts. Unset: true.
     add_special_tokens: bool | None = None
     suffix: Any = None
 

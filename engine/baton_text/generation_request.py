@@ -37,7 +37,7 @@ _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
 #: Request fields that are copied to the field of `SamplingParams` with the same name. The defaults
 #: are in `SamplingParams`.
-_SAMPLING_FIELDS = (
+SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
@@ -55,26 +55,36 @@ _SAMPLING_FIELDS = (
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
+    #: Send a last chunk with `usage`.
     include_usage: bool | None = None
 
 
 class JSONSchemaFormat(msgspec.Struct, kw_only=True):
+    #: Ignored.
     name: str | None = None
+    #: Ignored.
     description: str | None = None
+    #: The JSON schema. It is required.
     schema: dict[str, Any] | None = None
+    #: Ignored: the text always follows the schema.
     strict: bool | None = None
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
+    #: text: any text. json_object: any JSON object. json_schema: see `json_schema`.
     type: str
+    #: The schema of type json_schema.
     json_schema: JSONSchemaFormat | None = None
 
 
 class RepetitionDetectionParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A condition that ends an answer: the last tokens repeat one pattern `min_count` times."""
 
+    #: Length of the longest pattern to detect, in tokens. Bounds: 1..MAX_PATTERN_SIZE.
     max_pattern_size: int
+    #: Length of the shortest pattern to detect, in tokens. Bounds: 1..max_pattern_size.
     min_pattern_size: int = 1
+    #: Number of repetitions that end the answer. Bounds: 2..MAX_PATTERN_COUNT.
     min_count: int = 2
 
 
@@ -87,47 +97,88 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     #: Fields that are refused if they are set and not false.
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
 
+    #: Name of the served model.
     model: str
+    #: Number of choices for each prompt. Unset: 1. Bounds: 1..MAX_N.
     n: int | None = None
+    #: Send the response as server-sent events.
     stream: bool | None = None
+    #: Needs `stream`.
     stream_options: StreamOptions | None = None
+    #: Randomness of sampling. 0 selects the most likely token. Bounds: 0..MAX_TEMPERATURE.
     temperature: float | None = None
+    #: Sample only from the most likely tokens that have this probability together. Bounds: above 0,
+    #: at most 1.
     top_p: float | None = None
+    #: Sample only from this many most likely tokens. 0 or -1: from all. Bounds: -1 or more.
     top_k: int | None = None
+    #: Leave out tokens less likely than this share of the most likely token's probability. Bounds:
+    #: 0..1.
     min_p: float | None = None
+    #: Seed of sampling. Unset: the gateway draws one. Bounds: 64 bits.
     seed: int | None = None
+    #: Limit on generated tokens. Unset: DEFAULT_MAX_TOKENS for completions, the rest of the context
+    #: for chat completions. Bounds: 1 or more.
     max_tokens: int | None = None
+    #: EOS, stop tokens and stop strings do not end the text before this many tokens. Bounds:
+    #: 0..max_tokens.
     min_tokens: int | None = None
+    #: Strings that end the text. The text leaves them out.
     stop: str | list[str] | None = None
+    #: Tokens that end the text, in addition to the model's EOS.
     stop_token_ids: list[int] | None = None
+    #: Continue after the model's EOS.
     ignore_eos: bool | None = None
+    #: Include the stop string or stop token in the text.
     include_stop_str_in_output: bool | None = None
+    #: Leave special tokens out of the text. Unset: true.
     skip_special_tokens: bool | None = None
+    #: Subtracted from the logits of tokens that the text contains. Bounds: -2..2.
     presence_penalty: float | None = None
+    #: Subtracted from the logits of tokens, once for each occurrence in the text. Bounds: -2..2.
     frequency_penalty: float | None = None
+    #: Above 1: tokens of the prompt and the text become less likely. Bounds: above 0, at most 1000.
     repetition_penalty: float | None = None
+    #: Numbers to add to logits, by token id. Bounds: -100..100.
     logit_bias: dict[str, float] | None = None
     #: Return the generated token ids, including the id that ended the text (vLLM's extension).
     return_token_ids: bool | None = None
+    #: Requests with lower values run first. Bounds: 32 bits.
     priority: int | None = None
-    #: The rank that serves the request (vLLM's extension). None: any rank.
+    #: The rank that serves the request (vLLM's extension). The header `X-Data-Parallel-Rank` has
+    #: the same meaning. Unset: any rank.
     data_parallel_rank: int | None = None
+    #: Only requests with the same salt share cached blocks of the prefix.
     cache_salt: str | None = None
     #: Number of samples, of which the n with the highest log-probability per token are returned.
+    #: Bounds: n..MAX_N.
     best_of: int | None = None
+    #: Report the log-probabilities of the prompt's tokens, and of this many most likely tokens. Not
+    #: available with `stream`. Bounds: 0..MAX_LOGPROBS.
     prompt_logprobs: int | None = None
+    #: Words that are never generated.
     bad_words: list[str] | None = None
+    #: Sample only these tokens.
     allowed_token_ids: list[int] | None = None
+    #: End an answer that repeats itself.
     repetition_detection: RepetitionDetectionParams | None = None
     #: Return the n best beams of a search of width n.
     use_beam_search: bool | None = None
+    #: Beam search: scores are divided by `length ** length_penalty`. Bounds: -10..10.
     length_penalty: float | None = None
+    #: Beam search: end when n beams are finished.
     early_stopping: bool | None = None
+    #: OpenAI's form of structured outputs.
     response_format: ResponseFormat | None = None
+    #: vLLM's form of structured outputs.
     structured_outputs: StructuredOutputsParams | None = None
+    #: Short for `structured_outputs.json`.
     guided_json: dict[str, Any] | str | bool | None = None
+    #: Short for `structured_outputs.regex`.
     guided_regex: str | None = None
+    #: Short for `structured_outputs.choice`.
     guided_choice: list[str] | None = None
+    #: Short for `structured_outputs.grammar`.
     guided_grammar: str | None = None
 
     @property
@@ -283,7 +334,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         params = SamplingParams(
             **{
                 name: value
-                for name in _SAMPLING_FIELDS
+                for name in SAMPLING_FIELDS
                 if (value := getattr(self, name)) is not None
             },
             seed=seed,

@@ -12,18 +12,26 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
+    #: `text`. Other parts, such as images, are refused.
     type: str
+    #: The text. It is required.
     text: str | None = None
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
+    #: Author of the message. Bounds: ROLES.
     role: str
+    #: A text, or parts of a text, which are joined with line breaks. It is required.
     content: str | list[ContentPart] | None = None
+    #: Passed to the chat template.
     name: str | None = None
+    #: Passed to the chat template.
     reasoning_content: str | None = None
+    #: Passed to the chat template.
     tool_call_id: str | None = None
     #: A non-empty `tool_calls` or `function_call` is refused, whatever its type.
     tool_calls: Any = None
+    #: Refused like `tool_calls`.
     function_call: Any = None
 
 

@@ -7,159 +7,234 @@ from msgspec import UNSET, UnsetType
 
 
 class Usage(msgspec.Struct, kw_only=True):
+    #: Tokens of all prompts.
     prompt_tokens: int
+    #: Generated tokens of all choices.
     completion_tokens: int
+    #: Sum of both.
     total_tokens: int
     #: `cached_tokens`: prompt tokens taken from a prefix cache.
     prompt_tokens_details: dict[str, int] | None = None
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
+    #: Text of the token.
     token: str
+    #: Natural logarithm of its probability.
     logprob: float
+    #: UTF-8 bytes of the token.
     bytes: list[int]
 
 
 class TokenLogprob(msgspec.Struct, kw_only=True):
+    #: Text of the token.
     token: str
+    #: Natural logarithm of its probability.
     logprob: float
+    #: UTF-8 bytes of the token.
     bytes: list[int]
+    #: The most likely tokens at this position.
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct, kw_only=True):
+    #: One entry for each token.
     content: list[TokenLogprob]
 
 
 class PromptTokenLogprob(msgspec.Struct, kw_only=True):
     """The logprob of one candidate token at one prompt position, in vLLM's form."""
 
+    #: Natural logarithm of the token's probability.
     logprob: float
     #: 1 for the most likely token.
     rank: int
+    #: Text of the token.
     decoded_token: str
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
     """Logprobs in the form of OpenAI's completions. A prompt's first token has no logprob."""
 
+    #: Text of each token.
     tokens: list[str] = []
+    #: Log-probability of each token.
     token_logprobs: list[float | None] = []
+    #: For each token, the log-probabilities of the most likely tokens by text.
     top_logprobs: list[dict[str, float] | None] = []
     #: Number of characters before each token in the choice's text.
     text_offset: list[int] = []
 
 
 class ChatResponseMessage(msgspec.Struct, kw_only=True):
+    #: The generated text.
     content: str
+    #: Author of the message.
     role: str = "assistant"
+    #: Always null.
     refusal: str | None = None
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
+    #: Number of the choice, from 0 on.
     index: int
+    #: The answer.
     message: ChatResponseMessage
+    #: Null unless the request asks for them.
     logprobs: ChatLogprobs | None
+    #: `stop`, `length` or `repetition`.
     finish_reason: str
+    #: The stop string or stop token that ended the text. Null: EOS, or another reason.
     stop_reason: int | str | None = None
+    #: Generated token ids, if the request has `return_token_ids`.
     token_ids: list[int] | UnsetType = UNSET
     #: NaN logits of the choice's tokens, if there were any and the engine counts them.
     num_nans_in_logits: int | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
+    #: Id of the request.
     id: str
+    #: Unix time of the request.
     created: int
+    #: Name of the served model.
     model: str
+    #: The answers.
     choices: list[ChatChoice]
+    #: Numbers of tokens.
     usage: Usage
+    #: Kind of the response.
     object: str = "chat.completion"
     #: Logprobs of the rendered prompt's tokens (vLLM's extension).
     prompt_logprobs: list[dict[int, PromptTokenLogprob] | None] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
+    #: In the first chunk of a choice.
     role: str | UnsetType = UNSET
+    #: Text that the chunk adds. It may be empty.
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    #: Number of the choice, from 0 on.
     index: int
+    #: What the chunk adds to the message.
     delta: ChatDelta
+    #: Null unless the request asks for them.
     logprobs: ChatLogprobs | None = None
+    #: `stop`, `length` or `repetition`. Null in chunks before the choice's last one.
     finish_reason: str | None = None
+    #: The stop string or stop token that ended the text. Null: EOS, or another reason.
     stop_reason: int | str | None = None
+    #: Generated token ids, if the request has `return_token_ids`.
     token_ids: list[int] | UnsetType = UNSET
     #: NaN logits of the choice's tokens, if there were any and the engine counts them.
     num_nans_in_logits: int | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    #: Id of the request, the same in all chunks.
     id: str
+    #: Unix time of the request.
     created: int
+    #: Name of the served model.
     model: str
+    #: One choice, or none in the chunk with `usage`.
     choices: list[ChatChunkChoice]
+    #: Numbers of tokens. With `stream`, only in the last chunk, if `include_usage` is set.
     usage: Usage | UnsetType | None = UNSET
+    #: Kind of the response.
     object: str = "chat.completion.chunk"
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
+    #: Number of the choice, from 0 on, over all prompts.
     index: int
+    #: The generated text, or the text that a chunk adds.
     text: str
+    #: Null unless the request asks for them.
     logprobs: CompletionLogprobs | None = None
+    #: `stop`, `length` or `repetition`. Null in chunks before the choice's last one.
     finish_reason: str | None = None
+    #: The stop string or stop token that ended the text. Null: EOS, or another reason.
     stop_reason: int | str | None = None
+    #: Generated token ids, if the request has `return_token_ids`.
     token_ids: list[int] | UnsetType = UNSET
     #: NaN logits of the choice's tokens, if there were any and the engine counts them.
     num_nans_in_logits: int | UnsetType = UNSET
+    #: Logprobs of the prompt's tokens (vLLM's extension).
     prompt_logprobs: list[dict[int, PromptTokenLogprob] | None] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, kw_only=True):
     """The response of a completion, or a chunk of a streamed response. Both have these fields."""
 
+    #: Id of the request, the same in all chunks.
     id: str
+    #: Unix time of the request.
     created: int
+    #: Name of the served model.
     model: str
+    #: The answers. A chunk has one choice, or none with `usage`.
     choices: list[CompletionChoice]
+    #: Numbers of tokens. With `stream`, only in the last chunk, if `include_usage` is set.
     usage: Usage | UnsetType | None = UNSET
+    #: Kind of the response.
     object: str = "text_completion"
 
 
 class Model(msgspec.Struct, kw_only=True):
+    #: Name of the model.
     id: str
+    #: Unix time of the gateway's start.
     created: int
+    #: Limit on tokens of prompt and answer together. Null until a decode engine was ready.
     max_model_len: int | None = None
+    #: Owner of the model.
     owned_by: str = "baton"
+    #: Kind of the response.
     object: str = "model"
 
 
 class ModelList(msgspec.Struct, kw_only=True):
+    #: The served model.
     data: list[Model]
+    #: Kind of the response.
     object: str = "list"
 
 
 class TokenizeResponse(msgspec.Struct, kw_only=True):
     """vLLM's response to /tokenize."""
 
+    #: Number of tokens.
     count: int
+    #: The token ids.
     tokens: list[int]
+    #: Limit on tokens of prompt and answer together. Null until a decode engine was ready.
     max_model_len: int | None = None
+    #: Text of each token. Null unless the request asks for it.
     token_strs: list[str] | None = None
 
 
 class DetokenizeResponse(msgspec.Struct, kw_only=True):
     """vLLM's response to /detokenize."""
 
+    #: The text.
     prompt: str
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
+    #: What is wrong, and what to do.
     message: str
+    #: Kind of error. It follows from the status.
     type: str
+    #: The wrong field, such as `messages[0].content`, if there is one.
     param: str | None = None
+    #: Reason for programs.
     code: str | None = None
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):
+    #: The error.
     error: ErrorDetail

@@ -13,13 +13,20 @@ from baton_text.messages import ChatMessage
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of vLLM's /tokenize: a prompt, or messages that are rendered to a prompt."""
 
+    #: Name of the served model. It may be left out.
     model: str | None = None
+    #: The text to tokenize.
     prompt: str | None = None
+    #: A conversation to render and tokenize, instead of `prompt`.
     messages: list[ChatMessage] | None = None
-    #: None: true for a prompt, and false for messages, because templates write the special tokens.
+    #: Add special tokens, such as BOS. Unset: true for a prompt, and false for messages, because
+    #: templates write the special tokens.
     add_special_tokens: bool | None = None
+    #: End rendered messages with the start of an assistant's message. Unset: true.
     add_generation_prompt: bool | None = None
+    #: Variables of the template, such as enable_thinking.
     chat_template_kwargs: dict[str, Any] | None = None
+    #: Also return the text of each token.
     return_token_strs: bool | None = None
 
     def validate(self) -> None:
@@ -30,7 +37,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """The body of vLLM's /detokenize."""
 
+    #: The token ids to convert to text.
     tokens: list[int]
+    #: Name of the served model. It may be left out.
     model: str | None = None
 
     def validate(self) -> None:

@@ -101,7 +101,7 @@ def _describe(
         inherited: comments of fields of base classes, by field name.
         definitions: JSON Schema of each struct, by struct name.
     """
-    comments = {**inherited, **_comments(struct)}
+    comments = {**inherited, **field_comments(struct)}
     if struct.__name__ in definitions:
         properties = definitions[struct.__name__]["properties"]
         for field in msgspec.structs.fields(struct):
@@ -111,7 +111,7 @@ def _describe(
         _describe(derived, comments, definitions)
 
 
-def _comments(struct: type[ApiStruct]) -> dict[str, str]:
+def field_comments(struct: type[msgspec.Struct]) -> dict[str, str]:
     """Return the `#:` comments of the struct's own fields, by field name.
 
     A comment stands before the field, or on the same line after it.
