@@ -204,7 +204,8 @@ def test_a_rollback_during_a_rollout_keeps_the_pods_that_were_not_replaced(
         "the other pods must keep serving"
     )
     assert len(service.pods()) == 3, "the rollout must stop at the surge"
-    assert reason(service, "Updating") == "RolloutStalled"
+    assert reason(service, "Updating") == reason(service, "Ready") == "RolloutStalled"
+    assert reason(service, "Available") == "MinimumPodsReady", "old pods must count"
     service.patch({"decode": {"template": None}})
     service.settle()
     assert {pod["metadata"]["uid"] for pod in service.pods()} == before
