@@ -68,7 +68,8 @@ LIMITS = """
 | `cache_salt` | MAX_CACHE_SALT_LENGTH characters | - |
 | logprobs at each position | MAX_LOGPROBS, and the token's own | - |
 | logprobs of prompt tokens in one response | MAX_LOGPROB_ENTRIES | - |
-| seconds of a request | REQUEST_TIMEOUT_S | - |
+| seconds of a request; 0: no limit | REQUEST_TIMEOUT_S | `gateway.requestTimeoutSeconds` |
+| seconds for sending a body, and for reading a response or an event | CLIENT_TIMEOUT_S | - |
 | requests that wait for a service scaled to zero | MAX_HELD_REQUESTS, each for `holdSeconds` | `decode.autoscaling.holdSeconds` |
 """  # noqa: E501  # Markdown
 
