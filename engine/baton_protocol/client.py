@@ -101,6 +101,8 @@ class EngineClient:
         self._wants_kv_events = on_kv_events is not None
         self._notify_available = on_available or (lambda: None)
         self._heartbeat = Heartbeat(heartbeat_interval_s, heartbeat_timeout_s)
+        #: Whether requests were abandoned since the engine last made progress.
+        self._has_abandoned = False
         self._init: asyncio.Future[Init] | None = None
         self._latest_init: Init | None = None
         self._ready_event = asyncio.Event()
@@ -156,7 +158,7 @@ class EngineClient:
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether the engine is ready, neither draining nor paused, and has sent a message lately.
+        """Whether the engine is ready, not draining or paused, and has recently sent a message.
 
         False before the first PONG, because the engine may be paused or stalled.
         """
@@ -263,6 +265,19 @@ class EngineClient:
         if ids and self.dead_reason is None:
             self._send(EngineCoreRequestType.ABORT, ids)
 
+    def abandon_requests(self, reason: str) -> None:
+        """End all requests in flight with EngineDeadError, and ask the engine to abort them.
+
+        The connection stays open. Use this if the engine makes no progress. When it makes progress
+        again, `readiness` changes.
+
+        Args:
+            reason: text of the error.
+        """
+        self.abort(self._streams)
+        self._end_streams(EngineDeadError(f"{self.address}: {reason}"))
+        self._has_abandoned = True
+
     def prefill_result(self, result: PrefillResult) -> None:
         if self.dead_reason is None:
             self._send(EngineCoreRequestType.PREFILL_RESULT, result)
@@ -302,13 +317,9 @@ class EngineClient:
         assert self.dead_reason is not None
         return self.dead_reason
 
-    async def close(self, reason: str = "the client closed the connection") -> None:
-        """Close the connection, and end all requests in flight with EngineDeadError. Idempotent.
-
-        Args:
-            reason: text of the EngineDeadError.
-        """
-        self._die(reason)
+    async def close(self) -> None:
+        """Close the connection, and end all requests in flight with EngineDeadError. Idempotent."""
+        self._die("the client closed the connection")
         others = [task for task in self._tasks if task is not asyncio.current_task()]
         self._tasks = []
         for task in others:
@@ -410,13 +421,15 @@ class EngineClient:
     def _on_ready(self, ready: Ready) -> None:
         self.ready = ready
         if self.status is not None:  # the last PONG came before this READY
-            self.status.draining = False
+            self.status.draining, self.status.stalled_s = False, 0.0
         self._ready_event.set()
         self._ready_again()
 
     def _on_pong(self, pong: Pong) -> None:
-        did_accept = self._heartbeat.accepts_requests
+        before, did_accept = self.status, self._heartbeat.accepts_requests
         self._heartbeat.record_pong(pong)
+        if before is not None and pong.stalled_s < before.stalled_s and self._has_abandoned:
+            did_accept = self._has_abandoned = False  # abandoned requests may come back
         if self._heartbeat.accepts_requests and not did_accept:
             self._ready_again()
 
@@ -475,12 +488,15 @@ class EngineClient:
             self._init.set_exception(error)
             # If connect() was cancelled, asyncio would warn of an exception never retrieved.
             self._init.exception()
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.put(error)
+        self._end_streams(error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
+
+    def _end_streams(self, error: EngineDeadError) -> None:
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.put(error)
 
     async def __aenter__(self) -> EngineClient:
         return self

@@ -71,8 +71,8 @@ class CacheConfig(_Config, frozen=True):
     block_size: Annotated[int, Option("tokens per KV block", at_least(1))] = 16
     #: None is as many as memory_bytes or gpu_memory_utilization allows.
     num_blocks: Annotated[int | None, Option("KV blocks", at_least(1))] = None
-    #: On a GPU, the number replaces gpu_memory_utilization. None is 256 MiB on a CPU, and on a GPU
-    #: as much as gpu_memory_utilization allows.
+    #: On a GPU, a value replaces gpu_memory_utilization. None: 256 MiB on a CPU, and on a GPU as
+    #: much as gpu_memory_utilization allows.
     memory_bytes: Annotated[
         int | None,
         Option("KV memory, if --num-blocks is not given", at_least(1), "--kv-cache-memory-bytes"),
@@ -353,8 +353,9 @@ class GatewayConfig(_Config, frozen=True):
     ] = "auto"
     #: The decode engine computes such prompts itself.
     prefill_threshold_tokens: Annotated[int, Option("shorter prompts skip the prefill engines")] = 0
-    #: The time in the prefill engine's queue counts. An engine may answer heartbeats and still make
-    #: no progress. A KV transfer waits for its producer for at most 600 s.
+    #: The wait in the prefill engine's queue is included. A timeout is needed because an engine may
+    #: answer heartbeats and make no progress. The bound is the time for which a KV transfer waits
+    #: for its producer.
     prefill_timeout_s: Annotated[
         float,
         Option(
@@ -371,7 +372,8 @@ class GatewayConfig(_Config, frozen=True):
     heartbeat_timeout_s: Annotated[
         float, Option("an engine that sends nothing for this long counts as dead")
     ] = 3.0
-    #: Longer than the longest step. A paused engine makes no progress, either.
+    #: For an engine whose longest step took more than half of this, it is twice that step. Requests
+    #: that a pause freezes make no progress.
     stall_timeout_s: Annotated[
         float,
         Option(
@@ -407,7 +409,7 @@ class GatewayConfig(_Config, frozen=True):
     client_timeout_s: Annotated[
         float,
         Option(
-            "longest time for the body of a request, and for reading an answer or an event",
+            "longest time in which a client sends a body, or reads a response or an event",
             _SECONDS,
         ),
     ] = 600.0

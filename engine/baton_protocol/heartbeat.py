@@ -66,7 +66,7 @@ class Heartbeat:
 
     @property
     def accepts_requests(self) -> bool:
-        """Whether the last PONG says that the engine accepts requests. False before the first."""
+        """Whether the engine accepted requests at its last PONG. False before the first PONG."""
         return self.status is not None and not (self.status.draining or self.status.paused)
 
     @property

@@ -156,9 +156,11 @@ class Pong(_Wire):
     paused: bool = False
     #: A sleep has freed the engine's memory. Its requests cannot continue before a wake-up.
     asleep: bool = False
-    #: Seconds since requests could last make progress. Grows while a step or a call runs, and while
-    #: a pause freezes requests. At most a second in an idle engine.
+    #: Seconds without progress of unfinished requests. It grows while the model loads, while a step
+    #: or a call runs, and while a pause freezes requests. In an idle engine it is at most 1 s.
     stalled_s: float = 0.0
+    #: Duration of the longest step since the start of the engine.
+    longest_step_s: float = 0.0
 
 
 class Refused(_Wire):

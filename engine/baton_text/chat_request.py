@@ -28,7 +28,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: int | None = None
     #: Report the log-probabilities of the generated tokens.
     logprobs: bool | None = None
-    #: Report this many most likely tokens at each position, too. Needs `logprobs`. Bounds:
+    #: Also report this many most likely tokens at each position. Needs `logprobs`. Bounds:
     #: 0..MAX_LOGPROBS.
     top_logprobs: int | None = None
     #: End the prompt with the start of an assistant's message. Unset: true.

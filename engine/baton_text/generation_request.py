@@ -1,8 +1,8 @@
 """The fields that chat completions and completions of the OpenAI API share, and their checks.
 
 Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of all versions
-work. The gateway counts and logs them. An unsupported field that would change the response is
-refused, and the error names the field.
+work. The gateway counts and logs those of the top level. An unsupported field that would change the
+response is refused, and the error names the field.
 """
 
 from __future__ import annotations
@@ -99,20 +99,21 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     #: Name of the served model.
     model: str
-    #: Number of choices for each prompt. Unset: 1. Bounds: 1..MAX_N.
+    #: Number of choices for each prompt, at most 64 with `use_beam_search`. Unset: 1. Bounds:
+    #: 1..MAX_N.
     n: int | None = None
     #: Send the response as server-sent events.
     stream: bool | None = None
-    #: Needs `stream`.
+    #: Options of the stream. They need `stream`.
     stream_options: StreamOptions | None = None
     #: Randomness of sampling. 0 selects the most likely token. Bounds: 0..MAX_TEMPERATURE.
     temperature: float | None = None
-    #: Sample only from the most likely tokens that have this probability together. Bounds: above 0,
-    #: at most 1.
+    #: Sample only from the most likely tokens whose probabilities add up to this value. Bounds:
+    #: above 0, at most 1.
     top_p: float | None = None
     #: Sample only from this many most likely tokens. 0 or -1: from all. Bounds: -1 or more.
     top_k: int | None = None
-    #: Leave out tokens less likely than this share of the most likely token's probability. Bounds:
+    #: Leave out tokens with less than this fraction of the most likely token's probability. Bounds:
     #: 0..1.
     min_p: float | None = None
     #: Seed of sampling. Unset: the gateway draws one. Bounds: 64 bits.
@@ -123,7 +124,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     #: EOS, stop tokens and stop strings do not end the text before this many tokens. Bounds:
     #: 0..max_tokens.
     min_tokens: int | None = None
-    #: Strings that end the text. The text leaves them out.
+    #: Strings that end the text. The text does not contain them, unless
+    #: `include_stop_str_in_output` is true.
     stop: str | list[str] | None = None
     #: Tokens that end the text, in addition to the model's EOS.
     stop_token_ids: list[int] | None = None

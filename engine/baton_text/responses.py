@@ -189,7 +189,7 @@ class Model(msgspec.Struct, kw_only=True):
     id: str
     #: Unix time of the gateway's start.
     created: int
-    #: Limit on tokens of prompt and answer together. Null until a decode engine was ready.
+    #: Limit on tokens of prompt and answer together. Null until a decode engine has been ready.
     max_model_len: int | None = None
     #: Owner of the model.
     owned_by: str = "baton"
@@ -211,7 +211,7 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
     count: int
     #: The token ids.
     tokens: list[int]
-    #: Limit on tokens of prompt and answer together. Null until a decode engine was ready.
+    #: Limit on tokens of prompt and answer together. Null until a decode engine has been ready.
     max_model_len: int | None = None
     #: Text of each token. Null unless the request asks for it.
     token_strs: list[str] | None = None
@@ -231,7 +231,7 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
     type: str
     #: The wrong field, such as `messages[0].content`, if there is one.
     param: str | None = None
-    #: Reason for programs.
+    #: Machine-readable reason.
     code: str | None = None
 
 

@@ -45,7 +45,7 @@ class GatewayMetrics:
         )
         self.unknown_body_fields = counter(
             "baton:gateway_unknown_body_fields",
-            "Top-level fields of request bodies that the gateway does not know and ignores.",
+            "Unknown top-level fields of request bodies, which the gateway ignores.",
         )
         self.in_flight = gauge("baton:requests_in_flight", "Generation requests being served.")
         self.held = gauge(

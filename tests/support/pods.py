@@ -187,6 +187,7 @@ class Pods:
         engines: dict[Pod, str],
         served_name: str = "m",
         service_key_file: str = "",
+        stall_timeout_s: float = 30.0,
     ) -> Pod:
         """Start a gateway for `engines`, a map from pod to role. `discover()` changes the map."""
         discovery = self.discover(name, engines)
@@ -195,6 +196,7 @@ class Pods:
             discovery=DiscoveryConfig(file=str(discovery)),
             drain_timeout_s=20.0,
             service_key_file=service_key_file,
+            stall_timeout_s=stall_timeout_s,
         )
         return self._run(name, "baton-gateway", config)
 

@@ -381,7 +381,7 @@ class EngineCore:
         """
         limit_s = math.inf if self.executor.watches_steps else self.config.parallel.step_timeout_s
         interval_s = min(_FAILURE_CHECK_S, limit_s)
-        # Count rounds of this loop instead of time: a process that was stopped received no answers.
+        # Count waits instead of time: while this process was stopped, it received no answers.
         silent_s = 0.0
         while True:
             try:
@@ -393,9 +393,12 @@ class EngineCore:
                     raise WorkerDiedError(self._executor_failure) from None
             silent_s += interval_s
             if silent_s >= limit_s:
-                raise WorkerDiedError(
-                    f"the workers have not answered for {limit_s:g} s (parallel.step_timeout_s)"
+                reason = (
+                    f"the workers have not answered for {limit_s:g} s (parallel.step_timeout_s); "
+                    "raise the timeout if steps take longer"
                 )
+                self._on_executor_failure(reason)  # a utility call may catch the exception
+                raise WorkerDiedError(reason)
 
     def _on_executor_failure(self, reason: str) -> None:
         self._executor_failure = reason

@@ -190,7 +190,8 @@ class PauseControl:
     def _sleep_workers(self, level: int) -> None:
         """Free the workers' memory, in all workers or in none.
 
-        If a worker fails, wake up the others. If that fails, too, the engine sleeps.
+        If a worker fails, wake up all workers and raise its error. If the wake-up fails, the engine
+        stays asleep until `wake_up`.
         """
         self._asleep = set(_MEMORIES)
         try:

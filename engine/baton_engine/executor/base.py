@@ -59,8 +59,8 @@ class Executor(abc.ABC):
     #: Maximum number of steps in flight: the number of pipeline stages, but at least 2 with
     #: asynchronous scheduling.
     max_concurrent_batches: int = 1
-    #: Whether the executor itself fails a step that takes longer than `parallel.step_timeout_s`. If
-    #: not, the engine core does.
+    #: Whether the executor fails a step that takes longer than `parallel.step_timeout_s`. If False,
+    #: the engine core fails the step.
     watches_steps: bool = False
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:

@@ -111,7 +111,11 @@ class UniProcExecutor(Executor):
             else:
                 wait_for_futures([ended], timeout=self.shutdown_timeout_s)
                 if not ended.done():
-                    logger.warning("the worker's thread does not end, because a step hangs in it")
+                    logger.warning(
+                        "the worker has not ended within %g s, because a step hangs in it; its "
+                        "thread is left",
+                        self.shutdown_timeout_s,
+                    )
                     self._thread.shutdown(wait=False)
                     return
                 ended.result()

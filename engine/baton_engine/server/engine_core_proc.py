@@ -130,6 +130,7 @@ class EngineCoreProc:
         self._heartbeat = time.monotonic()
         #: Last time at which unfinished requests could make progress, or at which there were none.
         self._last_progress = self._heartbeat
+        self._longest_step_s = 0.0
         #: Whether the loop is running a utility call.
         self._in_call = False
         self._failure = ""
@@ -266,10 +267,10 @@ class EngineCoreProc:
                 f"{self._stats.num_unfinished} requests and transfers are unfinished",
             )
         if self._stats.sleep_level is not None:
-            message = f"the engine sleeps at level {self._stats.sleep_level}; call wake_up()"
+            message = f"the engine sleeps at level {self._stats.sleep_level}; send POST /wake_up"
             return ProbeResult(False, "Asleep", message)
         if self._stats.paused:
-            return ProbeResult(False, "Paused", "the engine is paused; call resume()")
+            return ProbeResult(False, "Paused", "the engine is paused; send POST /resume")
         return ProbeResult(True, "Ready", f"instance {self.instance_id}")
 
     def stats(self) -> EngineStats:
@@ -342,7 +343,7 @@ class EngineCoreProc:
 
     def _start_serving(self, core: EngineCore) -> None:
         self.io.send_init(self._init(core))
-        self._heartbeat = time.monotonic()
+        self._heartbeat = self._last_progress = time.monotonic()
         self._stats = core.get_stats()
         self.state = State.SERVING
         if self._drain_requested:
@@ -360,7 +361,9 @@ class EngineCoreProc:
             self._take_inputs(core, wait=not busy)
             if self._shutdown and self._may_stop(core):
                 return
+            began = time.monotonic()
             busy = self._step(core)
+            self._longest_step_s = max(self._longest_step_s, time.monotonic() - began)
             if events := core.take_kv_events():
                 self.io.send_kv_events(events)
             # Reading the workers' counters delays steps in flight, but costs nothing when idle.
@@ -368,7 +371,7 @@ class EngineCoreProc:
                 max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0
             )
             self._heartbeat = time.monotonic()
-            if not self._stats.num_unfinished or core.pause_state is not PauseState.PAUSED_ALL:
+            if not (self._stats.num_unfinished and _is_frozen(core, self._stats)):
                 self._last_progress = self._heartbeat
 
     def _step(self, core: EngineCore) -> bool:
@@ -517,4 +520,12 @@ class EngineCoreProc:
             paused=stats.paused,
             asleep=bool(stats.sleep_level),
             stalled_s=time.monotonic() - self._last_progress,
+            longest_step_s=self._longest_step_s,
         )
+
+
+def _is_frozen(core: EngineCore, stats: EngineStats) -> bool:
+    """Return whether a pause keeps all requests from running."""
+    if core.pause_state is PauseState.PAUSED_NEW:
+        return not (stats.num_requests_running or stats.num_requests_swapped)
+    return core.pause_state is PauseState.PAUSED_ALL

@@ -426,7 +426,7 @@ class ModelRunner:
             self._model = self._model_on_host = None
             self._forward_runner = None
         elif self.device.type != "cpu" and self._model is not None:
-            self._model_on_host, self._model = self._model, None  # first: the move may fail
+            self._model_on_host, self._model = self._model, None  # before the move, which may fail
             self._model_on_host.to("cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -25,8 +25,8 @@ class EventStream:
 
     Args:
         is_wanted: whether the request asks for a stream. If False, `keep_alive` sends nothing.
-        client_timeout_s: a client is disconnected that reads nothing for this long, while more
-            bytes wait than the connection buffers.
+        client_timeout_s: time for a client to read an event. A client that takes longer is
+            disconnected. Events that fit into the connection's buffer have no timeout.
     """
 
     def __init__(self, http: web.Request, *, is_wanted: bool, client_timeout_s: float) -> None:
@@ -73,7 +73,7 @@ class EventStream:
         """
         response = self._response if self._response is not None else await self.open()
         write = response.write(b"data: " + event + b"\n\n")
-        if len(event) < BUFFERED_BYTES and not has_unread_bytes(self._http):
+        if len(event) < BUFFERED_BYTES // 2 and not has_unread_bytes(self._http):
             await write  # the buffer has room, and a timeout for each token costs time
         else:
             await self._bounded(write)

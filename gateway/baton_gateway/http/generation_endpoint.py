@@ -67,7 +67,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         queue: holds requests while the service has no engine.
         request_timeout_s: longest time from a request's arrival to the end of its response. The
             time in `queue` does not count. 0: no limit.
-        client_timeout_s: longest time for the body of a request, and for reading a response or an
+        client_timeout_s: longest time in which a client sends a body, or reads a response or an
             event.
     """
 
@@ -232,7 +232,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         offsets = {choice.index: 0 for choice in job.choices}
 
         async def send_output(choice: Choice, output: TextOutput) -> None:
-            # Tokens without text get a chunk, too: clients measure the time between tokens by it.
+            # Also send tokens without text: clients measure the time between tokens by the chunks.
             if output.text or output.token_ids or output.finish_reason is not None:
                 offset = offsets[choice.index]
                 size = _num_entries(output)

@@ -1,4 +1,4 @@
-"""The listening socket, the paths of requests, and the response to requests of invalid HTTP."""
+"""The listening socket, the normalization of paths, and the response to invalid HTTP."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def listen(
 
 
 def normalize_path(message: RawRequestMessage) -> RawRequestMessage:
-    """Merge slashes that follow each other in the path, and drop a slash at the end.
+    """Replace repeated slashes in the path by one slash, and drop a slash at the end.
 
     Routes, API keys and metrics then have one path per endpoint, and a POST needs no redirect.
     """

@@ -32,7 +32,7 @@ MAX_VALUES = 2**20
 MAX_CONTAINERS = 2**17
 #: Shorter bodies are parsed inline and uncounted, which takes a few milliseconds at worst.
 INLINE_BODY_BYTES = 2**16
-#: Unknown fields that are logged. Clients choose the names, so their number is bounded.
+#: Maximum number of unknown names to log. Clients choose the names, so the number is bounded.
 MAX_LOGGED_FIELDS = 100
 #: Characters of an unknown field's name in the log.
 MAX_LOGGED_NAME_LENGTH = 64
@@ -43,7 +43,7 @@ _Request = TypeVar("_Request", bound=Checked)
 
 
 class UnknownFields:
-    """Counts the fields of bodies that the gateway does not know, and logs each name once."""
+    """Counts unknown fields of bodies, and logs the first MAX_LOGGED_FIELDS names once each."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
@@ -51,14 +51,15 @@ class UnknownFields:
 
     def record(self, names: list[str]) -> None:
         self._metrics.unknown_body_fields.inc(len(names))
-        for name in names:
+        for name in names[:MAX_LOGGED_FIELDS]:
             if len(self._logged) == MAX_LOGGED_FIELDS:
                 return
             name = name[:MAX_LOGGED_NAME_LENGTH]
             if name not in self._logged:
                 self._logged.add(name)
                 logger.warning(
-                    "a request has the unknown field %r, which is ignored; logged once", name
+                    "a request has the unknown field %r, which is ignored; check its spelling",
+                    name,
                 )
 
 

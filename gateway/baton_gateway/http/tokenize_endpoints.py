@@ -32,7 +32,7 @@ class TokenizeEndpoints:
     """The endpoints `/tokenize` and `/detokenize`.
 
     Args:
-        client_timeout_s: longest time for the body of a request, and for reading the response.
+        client_timeout_s: longest time in which a client sends a body or reads the response.
     """
 
     def __init__(

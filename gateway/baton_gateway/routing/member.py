@@ -49,7 +49,7 @@ class PoolMember:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the requests of the connected engine make no progress."""
+        """Whether the requests of the connected engine made no progress for SLOW_AFTER_S."""
         status = self.ready_client.status
         return status is not None and status.stalled_s > SLOW_AFTER_S
 

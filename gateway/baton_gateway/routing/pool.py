@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import uuid
 from collections.abc import Callable
@@ -244,30 +245,43 @@ class EnginePool:
     async def _wait_lost_or_left(self, member: PoolMember, client: EngineClient) -> None:
         """Wait until the engine is dead, or has left and ended its requests.
 
-        If the requests of a live engine should continue elsewhere, close the connection. The
-        requests then end as if the engine was dead.
+        While it waits, end requests that should continue on another engine.
         """
+        clock = asyncio.get_running_loop().time
+        moved_at = -math.inf
         dead = asyncio.create_task(client.wait_dead())
         try:
             while not dead.done() and not (member.has_left() and client.num_unfinished == 0):
                 await asyncio.wait([dead], timeout=_POLL_S)
+                if clock() - moved_at < self._stall_timeout_s:
+                    continue  # requests that were sent since then have time to make progress
                 if (reason := self._why_move_requests(member, client)) is not None:
-                    await client.close(f"{client.address}: {reason}")
+                    moved_at = clock()
+                    name, num_requests = member.endpoint.name, client.num_unfinished
+                    logger.warning("engine %s: moving %d requests: %s", name, num_requests, reason)
+                    client.abandon_requests(reason)
         finally:
             dead.cancel()
 
     def _why_move_requests(self, member: PoolMember, client: EngineClient) -> str | None:
         """Return why the requests of a live engine should continue on other engines.
 
-        Requests stay where they are if no other engine can continue them. Decode engines continue
-        the requests of prefill engines.
+        Requests stay if no other decode engine can continue them. Decode engines also continue the
+        requests of prefill engines. A step may last twice as long as the engine's longest one.
         """
         status = client.status
         if status is None or not client.num_unfinished or client.dead_reason is not None:
             return None
-        if not (status.asleep or status.stalled_s > self._stall_timeout_s):
+        timeout_s = max(self._stall_timeout_s, 2 * status.longest_step_s)
+        if not (status.asleep or status.stalled_s > timeout_s):
             return None
-        if not any(other is not member and not other.is_slow for other in self.available("decode")):
+        compatibility_hash = client.init.compatibility_hash
+        if not any(
+            other is not member
+            and not other.is_slow
+            and other.ready_client.init.compatibility_hash == compatibility_hash
+            for other in self.available("decode")
+        ):
             return None
         if status.asleep:
             return "the engine sleeps"

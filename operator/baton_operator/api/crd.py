@@ -197,7 +197,7 @@ _AVAILABLE = '.status.conditions[?(@.type=="Available")]'
 _COLUMNS = [
     _column("Ready", "string", f"{_READY}.status", "Whether all groups serve"),
     _column("Reason", "string", f"{_READY}.reason", "Reason of the condition Ready"),
-    _column("Available", "string", f"{_AVAILABLE}.status", "Whether requests are answered"),
+    _column("Available", "string", f"{_AVAILABLE}.status", "Whether the service answers requests"),
     _column("Prefill", "integer", ".status.prefill.ready", "Prefill pods that are ready"),
     _column(
         "Prefill-Desired", "integer", ".status.prefill.desired", "Desired prefill pods", wide=True

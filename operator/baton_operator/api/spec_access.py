@@ -118,20 +118,21 @@ class Gateway(ApiStruct, frozen=True):
     #: Prompts with fewer tokens than this are computed by decode pods instead of prefill pods.
     #: Unset: 0.
     prefill_threshold_tokens: Annotated[int, Meta(ge=0, le=2**24)] | None = None
-    #: Seconds after which decode pods compute a prompt themselves, if the prefill pod has sent no
-    #: token. The time in the prefill pod's queue counts. Unset: 60.
+    #: Seconds without a token from the prefill pod after which the decode pod computes the prompt.
+    #: The wait in the prefill pod's queue is included. Unset: 60.
     prefill_timeout_seconds: Annotated[int, Meta(ge=1, le=600)] | None = None
-    #: Seconds for which a new request waits for a decode pod that accepts requests. Then it gets
-    #: 503. Unset: 10.
+    #: Seconds for which a new request waits for a decode pod that accepts requests. After this
+    #: time it gets 503. Unset: 10.
     queue_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] | None = None
-    #: Seconds for which a request waits for another decode pod after its own was lost. Then it
-    #: fails. Unset: 30.
+    #: Seconds for which a request waits for another decode pod after its decode pod was lost. After
+    #: this time the request fails. Unset: 30.
     resume_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] | None = None
-    #: Seconds after which a request without progress continues on another decode pod. Choose more
-    #: than the longest step of an engine takes. Unset: 30.
+    #: Seconds after which a request without progress continues on another decode pod, if one makes
+    #: progress. For an engine with long steps, it is twice its longest step. Unset: 30.
     stall_timeout_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
-    #: Seconds after which a request that has not ended fails. A response gets 504, a stream an
-    #: error event. The time for which the request was held does not count. 0 or unset: no limit.
+    #: Maximum duration of a request in seconds. A request that takes longer fails with 504, or with
+    #: an error event if its stream has begun. The time in the scale-from-zero queue does not
+    #: count. 0 or unset: no limit.
     request_timeout_seconds: Annotated[int, Meta(ge=0, le=604800)] | None = None
     resources: Resources | None = None
     template: Template | None = None

@@ -76,7 +76,8 @@ class FakeEngine:
         self.draining = False
         #: Reported in PONGs.
         self.num_running = 0
-        self.paused, self.asleep, self.stalled_s = False, False, 0.0
+        self.paused, self.asleep = False, False
+        self.stalled_s, self.longest_step_s = 0.0, 0.0
         self.num_hellos = 0
         self.cached_tokens: Callable[[EngineCoreRequest], int] = lambda _: 0
         self.adds: list[EngineCoreRequest] = []
@@ -178,6 +179,7 @@ class FakeEngine:
                     paused=self.paused,
                     asleep=self.asleep,
                     stalled_s=self.stalled_s,
+                    longest_step_s=self.longest_step_s,
                 )
                 self._send(peer, EngineCoreResponseType.PONG, pong)
             elif kind == EngineCoreRequestType.ADD.value:

@@ -14,7 +14,7 @@ from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import CacheConfig
 
 GIB = 2**30
-#: Memory of the cache on a CPU, unless it is configured.
+#: Memory of the cache on a CPU, if neither cache.num_blocks nor cache.memory_bytes is set.
 CPU_MEMORY_BYTES = 256 * 2**20
 
 
@@ -63,8 +63,9 @@ def blocks_on_gpu(
     """Return the numbers of (cache blocks, host swap blocks) that fit.
 
     The cache gets `cache.gpu_memory_utilization` of the GPU memory, minus the memory of the largest
-    step, of captured graphs and of other processes. `cache.num_blocks` must fit in there.
-    `cache.memory_bytes` may take all memory that the others leave, as in vLLM.
+    step, of captured graphs and of other processes. `cache.num_blocks` must fit in that memory.
+    `cache.memory_bytes`, the memory of all ranks together, may take all memory that the others
+    leave.
 
     Args:
         cache: configuration of the cache.

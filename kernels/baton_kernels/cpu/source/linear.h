@@ -37,7 +37,8 @@ constexpr int64_t STEP_INPUTS = 4 / sizeof(T);
 // Cache lines of one step of a panel.
 constexpr int64_t STEP_LINES = std::max<int64_t>(1, 4 * PANEL / CACHE_LINE);
 
-// Inputs of a block of weights. Two blocks and the rows of x fit into the L2 cache of a core.
+// Inputs of a block of weights. A block has 192 KiB, so that two blocks fit into the L2 cache of a
+// core.
 template <typename T>
 constexpr int64_t BLOCK_INPUTS = (192 << 10) / (PANEL * sizeof(T));
 
@@ -86,8 +87,8 @@ inline void store_lanes(T* to, Floats values, int64_t count) {
 // The sums of some rows of x times one panel.
 using Sums = float (*)[PANEL];
 
-// Adds the products of `num_inputs` inputs to the sums of ROWS rows, and prefetches LINES cache
-// lines from `ahead` on per step. The sums start at zero without `from`.
+// Adds the products of `num_inputs` inputs to the sums of ROWS rows. Each step also prefetches
+// LINES cache lines, the first step at `ahead`. If `from` is nullptr, the sums start at zero.
 template <int64_t ROWS, int64_t LINES, typename T>
 void multiply_tile(
     Sums to, Sums from, Matrix<const T> x, const T* weights, int64_t num_inputs, const char* ahead
@@ -142,9 +143,10 @@ struct PackedMatrix {
     }
 
   private:
-    // Computes the outputs of at most BLOCK_ROWS rows. Reading a weight takes longer than multiplying
-    // it with a few rows. So the tiles of a block of weights prefetch the next block, each a share.
-    // If there are fewer tiles than shares, the first tile prefetches its own weights instead.
+    // Computes the outputs of at most BLOCK_ROWS rows. Reading a weight takes longer than
+    // multiplying it with a few rows. So each tile of a block of weights prefetches one share of the
+    // next block. If there are fewer tiles than shares, the first tile prefetches the weights ahead
+    // of its own position, and the other tiles prefetch shares.
     template <typename Out>
     void multiply_block(Matrix<Out> y, Matrix<const T> x, int64_t num_rows, int64_t panel, const T* bias) const {
         static constexpr std::make_index_sequence<TILE_ROWS> ROWS;
@@ -153,14 +155,15 @@ struct PackedMatrix {
         const int64_t num_tiles = (num_rows + TILE_ROWS - 1) / TILE_ROWS;
         const int64_t num_blocks = num_tiles == 1 ? 1 : (in_features - 1) / BLOCK_INPUTS<T> + 1;
         const int64_t block_inputs = padded((in_features + num_blocks - 1) / num_blocks);
+        const bool reads_own = num_tiles == 1 || num_tiles < STEP_LINES;
         alignas(CACHE_LINE) float sums[BLOCK_ROWS][PANEL];
         for (int64_t block = 0; block < num_blocks; ++block) {
             const int64_t input = block * block_inputs, num_inputs = std::min(block_inputs, in_features - input);
             const T* const weights = panels + panel * panel_size() + input * PANEL;
             const char* const here = reinterpret_cast<const char*>(weights);
-            const int64_t share_bytes = padded(num_inputs) / STEP_INPUTS<T> * CACHE_LINE;
+            const int64_t share_bytes = padded(num_inputs) * PANEL * sizeof(T) / STEP_LINES;
             for (int64_t row = 0; row < num_rows; row += TILE_ROWS) {
-                const int64_t share = row / TILE_ROWS - (num_tiles < STEP_LINES);
+                const int64_t share = row / TILE_ROWS - reads_own;
                 const auto& multiply = share < 0 ? READ_ALL : share < STEP_LINES ? READ_SHARE : READ_NONE;
                 multiply[std::min(TILE_ROWS, num_rows - row) - 1](
                     sums + row, block == 0 ? nullptr : sums + row, x.from(row, input), weights, num_inputs,

@@ -176,6 +176,18 @@ async def test_pauses_and_sleeps_are_reported_in_heartbeats_and_by_the_readiness
         assert engine.http("GET", "/ready")[0] == 200
 
 
+async def test_requests_that_a_pause_leaves_waiting_make_no_progress(start):
+    async with await connect(start("--max-num-seqs", "1", BATON_FAKE_STEP_S="0.01")) as client:
+        running, waiting = (client.add(request(name, [1, 2], 20)) for name in ("r", "w"))
+        await anext(running)
+        pausing = asyncio.create_task(client.call("pause", "wait"))
+        await collect(running)
+        await pausing
+        await until(lambda: client.status and client.status.stalled_s > 2, "a frozen request")
+        await client.call("resume")
+        await collect(waiting)
+
+
 async def test_a_step_that_does_not_end_is_reported_in_heartbeats(start):
     async with await connect(start(BATON_FAKE_STEP_S="600")) as client:
         client.add(request("r", [1, 2], 50))

@@ -262,7 +262,7 @@ print(allocated - before, resident_bytes() - before)
 
 
 def test_swap_memory_becomes_resident_at_its_first_use(checkpoint: Path) -> None:
-    """A process of its own: in this one, earlier tests' garbage may be freed in between."""
+    """The test measures a new process. In this process, garbage of earlier tests may be freed."""
     done = subprocess.run(
         [sys.executable, "-c", SWAP_PROGRAM, str(checkpoint)],
         capture_output=True,

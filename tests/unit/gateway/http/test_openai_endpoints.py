@@ -87,7 +87,7 @@ async def test_a_chat_streams_role_text_finish_reason_and_usage_in_this_order(ri
 
 
 async def test_every_token_of_a_stream_has_a_chunk(rig: GatewayRig):
-    """Clients measure the time between tokens by it, also if a token has no text yet."""
+    """Clients measure the time between tokens by the chunks, even for tokens without text."""
     engine = rig.engine("d", "decode", "你好")
     await rig.start(engine)
     client = rig.client()

@@ -1,4 +1,4 @@
-"""Engines that are paused, asleep or stalled get no requests, and lose those that they have."""
+"""Paused, sleeping and stalled engines get no new requests. A sleep or a stall moves requests."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_requests_of_a_sleeping_or_stalled_engine_continue_elsewhere(
     assert await running == TEXT
     assert other.adds[0].generated_token_ids == stuck.answer[:2]
     assert rig.metric("baton:requests_resumed_total", reason="engine_lost") == 1
-    await until(lambda: stuck.num_hellos == 2, "the gateway to connect to the engine again")
+    await until(lambda: len(stuck.aborts) == 1, "the request aborted")
     for _ in range(4):
         assert await rig.complete() == TEXT
     assert len(stuck.adds) == 1
@@ -81,16 +81,43 @@ async def test_an_engine_whose_step_is_slow_gets_requests_only_if_there_is_no_ot
     assert len(slow.adds) == 1
 
 
-async def test_requests_do_not_move_from_one_stalled_engine_to_another(make_rig: MakeRig):
-    rig, stuck, other = make_engines(make_rig)
+@pytest.mark.parametrize("reason", ["other stalled", "other hash", "long steps"])
+async def test_requests_stay_if_no_other_engine_is_better(make_rig: MakeRig, reason: str):
+    rig = make_rig(heartbeat_interval_s=0.05, stall_timeout_s=30.0)
+    stuck = rig.engine("d0", "decode", TEXT)
+    compatibility_hash = "other" if reason == "other hash" else stuck.compatibility_hash
+    other = rig.engine("d1", "decode", TEXT, compatibility_hash=compatibility_hash)
     running = await begin(rig, stuck)
-    stuck.stalled_s = other.stalled_s = 31.0
+    stuck.stalled_s = 31.0
+    stuck.longest_step_s = 16.0 if reason == "long steps" else 0.0
+    other.stalled_s = 31.0 if reason == "other stalled" else 0.0
     rig.announce(stuck, other)
     await rig.connected(stuck, other)
-    await until(
-        lambda: all(member.is_slow for member in rig.gateway.pool.available("decode")), "PONGs"
-    )
-    assert stuck.num_hellos == 1
+    [member] = [each for each in rig.gateway.pool.available("decode") if each.endpoint.name == "d0"]
+    await until(lambda: member.is_slow, "the stall in a PONG")
+    seen = member.ready_client.status.sequence
+    await until(lambda: member.ready_client.status.sequence > seen + 6, "PONGs for 0.3 s")
+    assert not stuck.aborts
     stuck.released.set()
     assert await running == TEXT
     assert not other.adds
+
+
+async def test_requests_may_return_to_an_engine_that_makes_progress_again(make_rig: MakeRig):
+    rig, first, second = make_engines(make_rig)
+    running = await begin(rig, first)
+    second.hold_after = 2
+    first.stalled_s = 31.0
+    rig.announce(first, second)
+    await until(lambda: second.adds, "the request at the second engine")
+    first.stalled_s, first.hold_after = 0.0, None
+    first.released.set()
+    await until(
+        lambda: not any(member.is_slow for member in rig.gateway.pool.available("decode")),
+        "the first engine to make progress",
+    )
+    second.stalled_s = 31.0
+    assert await running == TEXT
+    assert len(first.adds) == 2
+    generated = first.adds[1].generated_token_ids
+    assert generated == first.answer[: len(generated)]
