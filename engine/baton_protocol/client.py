@@ -182,8 +182,8 @@ class EngineClient:
         # Sending never blocks. The heartbeat detects a peer that does not read.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
-        # So long that ZMQ never reconnects. With -1, ZMQ would drop received messages when the
-        # connection ends.
+        # An interval of 24 days, so ZMQ never reconnects. With -1, ZMQ would drop received messages
+        # when the connection ends.
         socket.setsockopt(zmq.RECONNECT_IVL, 2**31 - 1)
         if self._service_key is not None:
             self._service_key.protect_client(socket)

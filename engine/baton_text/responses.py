@@ -225,7 +225,7 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    #: What is wrong, and what to do.
+    #: Description of the error, and its remedy.
     message: str
     #: Kind of error. It follows from the status.
     type: str

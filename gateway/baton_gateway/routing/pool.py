@@ -33,6 +33,9 @@ LOAD_TIMEOUT_S = 600.0
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
 _POLL_S = 0.1
+#: Requests that make no progress for this long leave their engine in any case. They then wait for
+#: another engine like requests of a lost one.
+MAX_STALL_S = 600.0
 
 _Picked = TypeVar("_Picked")
 
@@ -266,8 +269,9 @@ class EnginePool:
     def _why_move_requests(self, member: PoolMember, client: EngineClient) -> str | None:
         """Return why the requests of a live engine should continue on other engines.
 
-        Requests stay if no other decode engine can continue them. Decode engines also continue the
-        requests of prefill engines. A step may last twice as long as the engine's longest one.
+        Requests stay for MAX_STALL_S if no other decode engine can continue them. Decode engines
+        also continue the requests of prefill engines. A step may last twice as long as the engine's
+        longest one.
         """
         status = client.status
         if status is None or not client.num_unfinished or client.dead_reason is not None:
@@ -276,12 +280,13 @@ class EnginePool:
         if not (status.asleep or status.stalled_s > timeout_s):
             return None
         compatibility_hash = client.init.compatibility_hash
-        if not any(
+        has_successor = any(
             other is not member
             and not other.is_slow
             and other.ready_client.init.compatibility_hash == compatibility_hash
             for other in self.available("decode")
-        ):
+        )
+        if not has_successor and status.stalled_s <= max(MAX_STALL_S, timeout_s):
             return None
         if status.asleep:
             return "the engine sleeps"

@@ -49,15 +49,20 @@ async def test_a_stream_that_is_not_read_is_ended_before_it_is_buffered_complete
     assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="499") == 1
 
 
-async def test_a_stream_that_is_not_read_is_ended_at_the_deadline(make_rig: MakeRig):
-    rig = make_rig(request_timeout_s=2.0)
+async def run_unread_request(rig: GatewayRig, *, streamed: bool) -> None:
+    """Send a request for 20,000 tokens, read nothing, and wait until the gateway has ended it."""
     decode = rig.engine("d", "decode")
     decode.answer, decode.max_model_len, decode.tokens_per_output = [5] * 20_000, 30_000, 50
     await rig.start(decode)
-    body = {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": True, "logprobs": 20}
+    body = {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": streamed, "logprobs": 20}
     async with rig.slow_connection("/v1/completions", body):
         await until(lambda: rig.metric("baton:requests_in_flight"), "the request at the gateway")
         await until(lambda: not rig.metric("baton:requests_in_flight"), "the end of the request")
+
+
+async def test_a_stream_that_is_not_read_is_ended_at_the_deadline(make_rig: MakeRig):
+    rig = make_rig(request_timeout_s=2.0)
+    await run_unread_request(rig, streamed=True)
     assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="200") == 0
 
 
@@ -66,13 +71,7 @@ async def test_an_answer_that_is_not_read_is_ended_without_a_request_timeout(
     make_rig: MakeRig, streamed: bool
 ):
     rig = make_rig(request_timeout_s=0.0, client_timeout_s=1.0)
-    decode = rig.engine("d", "decode")
-    decode.answer, decode.max_model_len, decode.tokens_per_output = [5] * 20_000, 30_000, 50
-    await rig.start(decode)
-    body = {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": streamed, "logprobs": 20}
-    async with rig.slow_connection("/v1/completions", body):
-        await until(lambda: rig.metric("baton:requests_in_flight"), "the request at the gateway")
-        await until(lambda: not rig.metric("baton:requests_in_flight"), "the end of the request")
+    await run_unread_request(rig, streamed=streamed)
     assert rig.metric("baton:gateway_generation_tokens_total") == 20_000
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import openai
 import pytest
 
+from baton_gateway.routing import pool
 from support.gateway.fake_engine import FakeEngine
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
@@ -52,7 +54,10 @@ async def test_requests_of_a_sleeping_or_stalled_engine_continue_elsewhere(
     running = await begin(rig, stuck)
     for name, value in state.items():
         setattr(stuck, name, value)
-    await until(lambda: len(rig.gateway.pool.available("decode")) == 0 or stuck.stalled_s, "PONG")
+    await until(
+        lambda: all(member.is_slow for member in rig.gateway.pool.available("decode")),
+        "the state in a PONG",
+    )
     assert not running.done(), "moved although no other engine can continue the request"
     rig.announce(stuck, other)
     assert await running == TEXT
@@ -101,6 +106,16 @@ async def test_requests_stay_if_no_other_engine_is_better(make_rig: MakeRig, rea
     stuck.released.set()
     assert await running == TEXT
     assert not other.adds
+
+
+async def test_requests_do_not_stay_on_a_stalled_engine_without_end(make_rig: MakeRig):
+    rig = make_rig(heartbeat_interval_s=0.05, resume_wait_s=0.2)
+    stuck = rig.engine("d0", "decode", TEXT)
+    running = await begin(rig, stuck)
+    stuck.stalled_s = pool.MAX_STALL_S + 1
+    with pytest.raises(openai.InternalServerError, match="no other took it over"):
+        await running
+    assert len(stuck.aborts) == 1
 
 
 async def test_requests_may_return_to_an_engine_that_makes_progress_again(make_rig: MakeRig):
