@@ -25,8 +25,7 @@ from baton_operator.observe.freshness import MOVING_KINDS, Freshness
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 4
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 30.0
-MIN_BACKOFF_S = 1.0
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0
 TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed
 MAX_PAUSE_S = 60.0  # longest pause that a Retry-After can cause
 
@@ -149,9 +148,10 @@ class Controller:
         logs.service.set(key)
         revisit_s: float | None = None
         while self._services.get(key) is service:
-            # Events shorten a backoff, but not below MIN_BACKOFF_S.
             if service.failures and revisit_s is not None:
-                await asyncio.sleep(min(revisit_s, MIN_BACKOFF_S))
+                # Events shorten a backoff, but not below its shortest delay.
+                await asyncio.sleep(FIRST_BACKOFF_S)
+                revisit_s = max(0.0, revisit_s - FIRST_BACKOFF_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(revisit_s):
                     await service.due.wait()
@@ -193,7 +193,7 @@ class Controller:
         service.failures += 1
         self._retried()
         delay_s = min(LAST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(service.failures - 1, 16))
-        delay_s *= random.uniform(0.8, 1.2)  # spreads the retries of services that failed together
+        delay_s *= random.uniform(1.0, 1.4)  # spreads the retries of services that failed together
         if isinstance(error, KubeError) and error.retry_after_s is not None:
             pause_s = min(error.retry_after_s, MAX_PAUSE_S)
             if "admission webhook" not in str(error):  # a webhook refuses one object
