@@ -159,7 +159,7 @@ class Pong(_Wire):
     #: Seconds without progress of unfinished requests. It grows while the model loads, while a step
     #: or a call runs, and while a pause freezes requests. In an idle engine it is at most 1 s.
     stalled_s: float = 0.0
-    #: Duration of the longest step since the start of the engine.
+    #: Duration of the longest step of the last 10 to 20 minutes.
     longest_step_s: float = 0.0
 
 

@@ -58,8 +58,10 @@ class LocalCluster:
         self._host_root = host_root
         self._children = Children(self.logs)
         self._components: dict[str, Component] = {}
-        #: Component -> (delay in s, monotonic time) of its last restart.
+        #: Component -> delay in seconds before its last restart, and monotonic time of the restart.
         self._restarts: dict[str, tuple[float, float]] = {}
+        #: Component that has ended -> monotonic time at which `heal()` noticed the end.
+        self._ended_at: dict[str, float] = {}
         self._networks: Networks | None = None
 
     async def start_control_plane(self, timeout_s: float) -> None:
@@ -124,7 +126,8 @@ class LocalCluster:
     def heal(self) -> list[str]:
         """Restart components that have ended, and return the names of the restarted components.
 
-        The delay before a restart doubles each time a component ends soon after its last start.
+        The first restart is immediate. After that, `RESTARTS` gives the delay from the end of a run
+        to the next start.
 
         Raises:
             ComponentError: the control plane has ended, so all objects of the cluster are lost.
@@ -134,9 +137,13 @@ class LocalCluster:
         for name in self._children.ended():
             if name == "control-plane":
                 self.check()
-            delay_s, last = self._restarts.get(name, (0.0, now))
-            if now >= last + delay_s:
-                self._restarts[name] = RESTARTS.next_delay(delay_s, now - last), now
+            ended_at, delay_s = self._ended_at.setdefault(name, now), 0.0
+            if name in self._restarts:
+                last_delay_s, started_at = self._restarts[name]
+                delay_s = RESTARTS.next_delay(last_delay_s, ended_at - started_at)
+            if now >= ended_at + delay_s:
+                del self._ended_at[name]
+                self._restarts[name] = delay_s, now
                 self.start(self._components[name])
                 started.append(name)
         return started

@@ -30,8 +30,8 @@ from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
-from baton_engine.scheduling.scheduler import PauseState, Scheduler
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler import Scheduler
+from baton_engine.scheduling.state import PauseState, SchedulerState
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole, container_path
 from baton_protocol.messages import (
@@ -109,6 +109,12 @@ class EngineCore:
         self._executor_failure = ""
         executor.set_failure_callback(self._on_executor_failure)
         self.info = executor.initialize()
+        self._structured_output = StructuredOutputManager(
+            container_path(config.model.path),
+            self.info.vocab_size,
+            self.info.eos_token_ids,
+            executor.wakeup,
+        )
         self.scheduler = self._make_scheduler(config)
         #: Whether the last step ran tokens, moved requests or sent metadata to the connector.
         #: If so, another step may find work.
@@ -145,12 +151,6 @@ class EngineCore:
             raise ConfigurationError(
                 "InvalidConfig", f"scheduler.scheduler_class: {error}"
             ) from error
-        self._structured_output = StructuredOutputManager(
-            container_path(config.model.path),
-            info.vocab_size,
-            info.eos_token_ids,
-            self.executor.wakeup,
-        )
         logger.info(
             "KV cache: %d blocks of %d tokens; in host memory %d blocks for swapping "
             "and %d for evicted prefixes; max_model_len %d",
@@ -190,105 +190,13 @@ class EngineCore:
     def pause_state(self) -> PauseState:
         return self.scheduler.pause_state
 
-    # Requests
-
-    def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
-        """Queue a request. Return None if it was accepted, otherwise the output that refuses it."""
-        try:
-            validate_request(
-                request,
-                vocab_size=self.info.vocab_size,
-                kv_role=self.config.kv_transfer.role,
-                data_parallel_rank=self.ready.data_parallel_rank,
-            )
-            self.scheduler.add_request(request)
-        except ValueError as error:
-            refusal = refusal_of(request, ErrorCode.INVALID, str(error))
-        except RequestRefusedError as error:
-            refusal = refusal_of(request, error.code, str(error))
-        else:
-            self.request_metrics.on_add(request)
-            return None
-        self.scheduler.forget_refused(request.request_id)
-        return refusal
-
-    def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End these requests as aborted. Unknown ids are ignored."""
-        self.scheduler.abort_requests(request_ids)
-        self._collect_outputs()
-        self._pause.advance()
-
-    def fail_all(self, code: ErrorCode, message: str) -> None:
-        """End all requests with an error."""
-        self.scheduler.fail_all(code, message)
-        self._collect_outputs()
-
-    def add_prefill_result(self, result: PrefillResult) -> None:
-        if result.token_ids and not all(
-            0 <= token_id < self.info.vocab_size for token_id in result.token_ids
-        ):
-            result = PrefillResult(
-                result.request_id,
-                [],
-                f"the prefill engine sampled token ids {result.token_ids}, outside the vocabulary "
-                f"of {self.info.vocab_size}; do both engines serve the same model?",
-            )
-        self.scheduler.add_prefill_result(result)
-        self._collect_outputs()
-
-    def take_outputs(self) -> list[EngineCoreOutput]:
-        """Return all outputs that no earlier call has returned."""
-        self._collect_outputs()
-        outputs, self._outputs = self._outputs, []
-        return outputs
-
-    def _collect_outputs(self) -> None:
-        """Move the outputs that the scheduler produced outside steps to `_outputs`."""
-        outputs = self.scheduler.take_outputs()
-        if outputs:
-            self.request_metrics.on_outputs(outputs)
-            self._outputs += outputs
-
-    def take_kv_events(self) -> list[KVEvent]:
-        """Return the changes of the prefix cache since the last call.
-
-        The list is empty unless `cache.enable_kv_events` is set.
-        """
-        return self.scheduler.state.kv.take_events()
-
-    # Methods that `PauseControl` calls, see `PausedEngine`
-
-    def set_pause_state(self, state: PauseState) -> None:
-        self.scheduler.set_pause_state(state)
-
-    def end_requests(self) -> None:
-        self.scheduler.abort_requests(list(self.scheduler.state.requests))
-        self._collect_outputs()
-
-    def num_running(self) -> int:
-        stats = self.scheduler.stats()
-        return stats.num_requests_running + stats.num_requests_swapped
-
-    def free_kv_cache(self) -> bool:
-        self.scheduler.preempt_all()
-        if self.scheduler.state.kv.usage > 0:
-            return False
-        self.scheduler.reset_prefix_cache()
-        return True
-
-    def sleep_workers(self, level: int) -> None:
-        self.executor.collective_rpc("sleep", (level,))
-
-    def wake_workers(self, tags: list[str]) -> None:
-        self.executor.collective_rpc("wake_up", (tags,))
-
     # Steps
 
     def step(self) -> list[EngineCoreOutput]:
         """Schedule a step, run it and return the outputs for clients."""
         can_step = self._can_step()
         if can_step:
-            self._start_step()
+            self._execute(*self._schedule())
             self._finish_oldest()
             self._pause.advance()
         self.made_progress = can_step and self.scheduler.made_progress
@@ -300,12 +208,20 @@ class EngineCore:
         If the queue has room for another step and the oldest step still runs, the call returns
         without waiting. The next call then starts another step.
 
+        The scheduler decides which requests may be in two steps at once, see
+        `SchedulerState.runs_ahead`.
+
         Returns:
             Outputs for clients.
         """
         if self._can_step() and self._has_room:
-            started = self._start_step()
-            if started and self._has_room and not self._in_flight[0].output.done():
+            step, schedule_s = self._schedule()
+            has_content = bool(step.reaches_model_runner or step.connector)
+            # If all requests are in flight, an empty step would only collect completed transfers,
+            # as the steps in flight already do.
+            if has_content or not self._in_flight:
+                self._execute(step, schedule_s)
+            if has_content and self._has_room and not self._in_flight[0].output.done():
                 self.made_progress = True
                 return self.take_outputs()
         ends_one = bool(self._in_flight)
@@ -328,25 +244,12 @@ class EngineCore:
     def _can_step(self) -> bool:
         return self.scheduler.has_work and not self._pause.memory_dropped
 
-    def _start_step(self) -> bool:
-        """Schedule a step and start it.
-
-        Returns:
-            Whether the step does any work. If False, another step now would do no work either.
-        """
+    def _schedule(self) -> tuple[SchedulerOutput, float]:
+        """Schedule a step. Return the step, and the seconds that its scheduling took."""
         before = time.monotonic()
-        step = self._schedule()
-        has_content = bool(step.reaches_model_runner or step.connector)
-        if not has_content and self._in_flight:
-            # All requests are in flight. An empty step would only collect completed transfers, as
-            # the steps in flight already do.
-            return False
-        self._execute(step, time.monotonic() - before)
-        return has_content
-
-    def _schedule(self) -> SchedulerOutput:
         with self._dumping(None):
-            return self.scheduler.schedule()
+            step = self.scheduler.schedule()
+        return step, time.monotonic() - before
 
     def _execute(self, step: SchedulerOutput, schedule_s: float) -> None:
         """Send a scheduled step to the executor. `_finish_oldest` processes the result."""
@@ -451,6 +354,98 @@ class EngineCore:
             model_s * 1e3,
             update_s * 1e3,
         )
+
+    # Requests
+
+    def add_request(self, request: EngineCoreRequest) -> EngineCoreOutput | None:
+        """Queue a request. Return None if it was accepted, otherwise the output that refuses it."""
+        try:
+            validate_request(
+                request,
+                vocab_size=self.info.vocab_size,
+                kv_role=self.config.kv_transfer.role,
+                data_parallel_rank=self.ready.data_parallel_rank,
+            )
+            self.scheduler.add_request(request)
+        except ValueError as error:
+            refusal = refusal_of(request, ErrorCode.INVALID, str(error))
+        except RequestRefusedError as error:
+            refusal = refusal_of(request, error.code, str(error))
+        else:
+            self.request_metrics.on_add(request)
+            return None
+        self.scheduler.forget_refused(request.request_id)
+        return refusal
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End these requests as aborted. Unknown ids are ignored."""
+        self.scheduler.abort_requests(request_ids)
+        self._collect_outputs()
+        self._pause.advance()
+
+    def fail_all(self, code: ErrorCode, message: str) -> None:
+        """End all requests with an error."""
+        self.scheduler.fail_all(code, message)
+        self._collect_outputs()
+
+    def add_prefill_result(self, result: PrefillResult) -> None:
+        if result.token_ids and not all(
+            0 <= token_id < self.info.vocab_size for token_id in result.token_ids
+        ):
+            result = PrefillResult(
+                result.request_id,
+                [],
+                f"the prefill engine sampled token ids {result.token_ids}, outside the vocabulary "
+                f"of {self.info.vocab_size}; do both engines serve the same model?",
+            )
+        self.scheduler.add_prefill_result(result)
+        self._collect_outputs()
+
+    def take_outputs(self) -> list[EngineCoreOutput]:
+        """Return all outputs that no earlier call has returned."""
+        self._collect_outputs()
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _collect_outputs(self) -> None:
+        """Move the outputs that the scheduler produced outside steps to `_outputs`."""
+        outputs = self.scheduler.take_outputs()
+        if outputs:
+            self.request_metrics.on_outputs(outputs)
+            self._outputs += outputs
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """Return the changes of the prefix cache since the last call.
+
+        The list is empty unless `cache.enable_kv_events` is set.
+        """
+        return self.scheduler.state.kv.take_events()
+
+    # Methods that `PauseControl` calls, see `PausedEngine`
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.scheduler.set_pause_state(state)
+
+    def end_requests(self) -> None:
+        self.scheduler.abort_requests(list(self.scheduler.state.requests))
+        self._collect_outputs()
+
+    def num_running(self) -> int:
+        stats = self.scheduler.stats()
+        return stats.num_requests_running + stats.num_requests_swapped
+
+    def free_kv_cache(self) -> bool:
+        self.scheduler.preempt_all()
+        if self.scheduler.state.kv.usage > 0:
+            return False
+        self.scheduler.reset_prefix_cache()
+        return True
+
+    def sleep_workers(self, level: int) -> None:
+        self.executor.collective_rpc("sleep", (level,))
+
+    def wake_workers(self, tags: list[str]) -> None:
+        self.executor.collective_rpc("wake_up", (tags,))
 
     # Utility methods. Clients call them by name, see server/utility_calls.py
 

@@ -40,7 +40,7 @@ from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import Histogram
 from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
 from baton_engine.scheduling.refusals import refusal_of
-from baton_engine.scheduling.scheduler import PauseState
+from baton_engine.scheduling.state import PauseState
 from baton_protocol.config import EngineConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
 from baton_protocol.topology import (
@@ -380,7 +380,7 @@ class DPEngineCore(EngineCore):
         self.made_progress = steps and (self.scheduler.made_progress or self._must_step)
         return self.take_outputs()
 
-    def _schedule(self) -> SchedulerOutput:
+    def _schedule(self) -> tuple[SchedulerOutput, float]:
         if self.phase is RankPhase.SERVING:
             return super()._schedule()
         # Without the other ranks' experts no tokens can run. Transfers continue.
@@ -395,9 +395,7 @@ class DPEngineCore(EngineCore):
 
         If all ranks voted for the next generation, commit the generation after the step.
         """
-        before = time.monotonic()
-        step = self._schedule()
-        schedule_s = time.monotonic() - before
+        step, schedule_s = self._schedule()
         decision: StepDecision | None = None
         voted: StandbyGeneration | None = None
         if self._waves is not None and (step.num_scheduled_tokens or self._must_step):

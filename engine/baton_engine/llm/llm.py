@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, Literal, Unpack
 
 import msgspec
 
@@ -21,6 +21,7 @@ from baton_engine.llm.collectors import BeamsCollector, Prompt, SamplesCollector
 from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_engine.llm.outputs import BeamSearchOutput, Metric, RequestOutput
 from baton_engine.llm.params import BeamSearchParams, SamplingParams
+from baton_engine.llm.prompts import Message, PromptType, as_conversations, prompt_list, tokenize
 from baton_engine.llm.step_loop import ProgressBar, StepLoop
 from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.messages import EngineCoreRequest
@@ -28,23 +29,6 @@ from baton_text.chat_template import ChatTemplate
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.messages import ChatMessage, template_messages
 from baton_text.tokenizer import Tokenizer
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text."""
-
-    prompt: str
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
-
-    prompt_token_ids: list[int]
-
-
-PromptType = str | list[int] | TextPrompt | TokensPrompt
-#: OpenAI's form: `role` and `content`. Other fields are passed to the model's chat template.
-Message = dict[str, Any]
 
 
 class LLM:
@@ -136,7 +120,8 @@ class LLM:
         """
         with self._lock:
             tokenized = [
-                self._tokenize(prompt, index) for index, prompt in enumerate(_prompt_list(prompts))
+                tokenize(self._tokenizer, prompt, index)
+                for index, prompt in enumerate(prompt_list(prompts))
             ]
             return self._generate(tokenized, sampling_params, use_tqdm)
 
@@ -179,7 +164,7 @@ class LLM:
             raise ValueError(
                 "this model has no chat template: pass chat_template=..., or use generate()"
             )
-        conversations = _conversations(messages)
+        conversations = as_conversations(messages)
         with self._lock:
             prompts = []
             for conversation in conversations:
@@ -213,15 +198,14 @@ class LLM:
         _check_params(params, BeamSearchParams, "params")
         wire = params.to_wire()
         with self._lock:
-            self._check_awake()
             collectors = []
-            for index, prompt in enumerate(_prompt_list(prompts)):
-                tokenized = self._tokenize(prompt, index)
+            for index, prompt in enumerate(prompt_list(prompts)):
+                tokenized = tokenize(self._tokenizer, prompt, index)
                 request = EngineCoreRequest(
                     str(next(self._ids)), tokenized.token_ids, wire, arrival_time=time.time()
                 )
                 collectors.append(BeamsCollector(tokenized, request, self._tokenizer))
-            self._loop.run(collectors, use_tqdm)
+            self._run(collectors, use_tqdm)
             return [collector.result() for collector in collectors]
 
     def get_tokenizer(self) -> Tokenizer:
@@ -299,7 +283,6 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: ProgressBar,
     ) -> list[RequestOutput]:
-        self._check_awake()
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
@@ -323,7 +306,7 @@ class LLM:
             )
             for request_id, prompt, params in zip(ids, prompts, sampling_params, strict=True)
         ]
-        self._loop.run(collectors, use_tqdm)
+        self._run(collectors, use_tqdm)
         return [
             collector.result(request_id)
             for request_id, collector in zip(ids, collectors, strict=True)
@@ -353,87 +336,17 @@ class LLM:
             for index in range(num)
         ]
 
-    def _tokenize(self, prompt: PromptType, index: int) -> Prompt:
-        given: Any = prompt  # not checked yet
-        if isinstance(given, dict):
-            if not {"prompt", "prompt_token_ids"} & given.keys():
-                raise TypeError(
-                    f"prompt {index} must have prompt or prompt_token_ids, "
-                    f"got {', '.join(map(repr, given))}"
-                )
-            given = given.get("prompt_token_ids", given.get("prompt"))
-        if isinstance(given, str):
-            try:
-                tokenized = Prompt(self._tokenizer.encode(given), given)
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}") from error
-        elif isinstance(given, list | tuple) and all(type(token_id) is int for token_id in given):
-            tokenized = Prompt(list(given), None)
-        else:
-            raise TypeError(
-                f"prompt {index} must be a text or a list of token ids (int), "
-                f"got {_type_name(given)}"
-            )
-        if not tokenized.token_ids:
-            raise ValueError(f"prompt {index} is empty: a model continues one token at least")
-        return tokenized
+    def _run(
+        self, collectors: Sequence[SamplesCollector | BeamsCollector], use_tqdm: ProgressBar
+    ) -> None:
+        self._check_open()
+        if self._core.is_paused():
+            raise RuntimeError("this LLM sleeps; wake_up() first")
+        self._loop.run(collectors, use_tqdm)
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
             raise RuntimeError("this LLM is closed; make a new one")
-
-    def _check_awake(self) -> None:
-        self._check_open()
-        if self._core.is_paused():
-            raise RuntimeError("this LLM sleeps; wake_up() first")
-
-
-def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
-    """Return the prompts as a list. A single prompt becomes a list of one."""
-    given: Any = prompts
-    if isinstance(given, str | dict):
-        return [cast(PromptType, given)]
-    if not isinstance(given, list | tuple):
-        raise TypeError(
-            "prompts must be a text, a list of token ids, or a list of these, "
-            f"got {type(given).__name__}"
-        )
-    if given and all(isinstance(item, int) for item in given):
-        return [cast(list[int], given)]
-    return given
-
-
-def _conversations(messages: Any) -> Sequence[Sequence[Message]]:
-    """Return the conversations as a list. A single conversation becomes a list of one.
-
-    Raises:
-        TypeError: `messages` is neither a conversation nor a list of conversations.
-        ValueError: a conversation is empty.
-    """
-    if not isinstance(messages, list | tuple):
-        raise TypeError(
-            "messages must be a list of messages, or of conversations, "
-            f"got {type(messages).__name__}"
-        )
-    if messages and isinstance(messages[0], dict):
-        messages = [messages]
-    for index, conversation in enumerate(messages):
-        if not isinstance(conversation, list | tuple):
-            raise TypeError(
-                f"conversation {index} must be a list of messages like "
-                f"{{'role': 'user', 'content': 'Hello'}}, got {type(conversation).__name__}"
-            )
-        if not conversation:
-            raise ValueError(f"conversation {index} is empty: it needs one message at least")
-    return cast(Sequence[Sequence[Message]], messages)
-
-
-def _type_name(given: object) -> str:
-    """Return the name of a value's type. For a list, add the type of the first non-int item."""
-    if isinstance(given, list | tuple):
-        item_type = next(type(item).__name__ for item in given if type(item) is not int)
-        return f"a {type(given).__name__} with {item_type}"
-    return type(given).__name__
 
 
 def _check_params(params: object, kind: type, name: str) -> None:

@@ -14,7 +14,7 @@ scheduled before the scheduler has the request's last token, because the worker 
 
 from __future__ import annotations
 
-import enum
+import copy
 from collections.abc import Iterable
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
@@ -40,7 +40,7 @@ from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.refusals import RequestRefusedError, check_request
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.state import PauseState, SchedulerState
 from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
 from baton_engine.scheduling.step_results import StepResults
 from baton_protocol.messages import (
@@ -51,16 +51,6 @@ from baton_protocol.messages import (
     FinishReason,
     PrefillResult,
 )
-
-
-class PauseState(enum.Enum):
-    """Which requests `Scheduler.schedule` may run."""
-
-    UNPAUSED = enum.auto()
-    #: Running and swapped requests continue. No request is admitted.
-    PAUSED_NEW = enum.auto()
-    #: No tokens run. Transfers continue.
-    PAUSED_ALL = enum.auto()
 
 
 class Scheduler:
@@ -378,8 +368,8 @@ class Scheduler:
         self.state.kv.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Return the counters since start and the current gauges."""
-        stats = self.state.counters
+        """Return a copy of the counters since start, with the current gauges."""
+        stats = copy.copy(self.state.counters)
         stats.num_requests_running = len(self.state.running)
         stats.num_requests_waiting = len(self.state.requests) - len(self.state.running)
         stats.num_requests_swapped = len(self.state.swapped)

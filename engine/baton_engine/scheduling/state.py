@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
 from baton_engine.grammar.structured_output import StructuredOutputManager
@@ -18,6 +19,16 @@ from baton_engine.scheduling.request_outputs import RequestOutputs
 from baton_engine.scheduling.stop_rules import StopRules
 from baton_engine.scheduling.worker_mirror import WorkerMirror
 from baton_protocol.config import SchedulerConfig
+
+
+class PauseState(enum.Enum):
+    """Which requests `Scheduler.schedule` may run."""
+
+    UNPAUSED = enum.auto()
+    #: Running and swapped requests continue. No request is admitted.
+    PAUSED_NEW = enum.auto()
+    #: No tokens run. Transfers continue.
+    PAUSED_ALL = enum.auto()
 
 
 class SchedulerState:

@@ -30,8 +30,9 @@ from baton_engine.core.engine_core import EngineCore, StepFailedError
 from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.load_counter import COUNTER
+from baton_engine.metrics.recent_maximum import RecentMaximum
 from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
-from baton_engine.scheduling.scheduler import PauseState
+from baton_engine.scheduling.state import PauseState
 from baton_engine.server import utility_calls
 from baton_engine.server.access import Access
 from baton_engine.server.admin_server import DrainStatus, Pending, ProbeResult
@@ -62,6 +63,8 @@ STUCK_MARGIN_S = 30.0
 CALL_STUCK_AFTER_S = 1800.0
 ADMIN_TIMEOUT_S = 10.0
 CONNECTOR_STATS_INTERVAL_S = 1.0
+#: `Pong.longest_step_s` forgets a step after one to two windows.
+LONGEST_STEP_WINDOW_S = 600.0
 
 
 class State(enum.Enum):
@@ -130,7 +133,7 @@ class EngineCoreProc:
         self._heartbeat = time.monotonic()
         #: Last time at which unfinished requests could make progress, or at which there were none.
         self._last_progress = self._heartbeat
-        self._longest_step_s = 0.0
+        self._step_seconds = RecentMaximum(LONGEST_STEP_WINDOW_S)
         #: Whether the loop is running a utility call.
         self._in_call = False
         self._failure = ""
@@ -363,7 +366,8 @@ class EngineCoreProc:
                 return
             began = time.monotonic()
             busy = self._step(core)
-            self._longest_step_s = max(self._longest_step_s, time.monotonic() - began)
+            ended = time.monotonic()
+            self._step_seconds.add(ended - began, ended)
             if events := core.take_kv_events():
                 self.io.send_kv_events(events)
             # Reading the workers' counters delays steps in flight, but costs nothing when idle.
@@ -520,7 +524,7 @@ class EngineCoreProc:
             paused=stats.paused,
             asleep=bool(stats.sleep_level),
             stalled_s=time.monotonic() - self._last_progress,
-            longest_step_s=self._longest_step_s,
+            longest_step_s=self._step_seconds.value,
         )
 
 

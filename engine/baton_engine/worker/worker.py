@@ -300,20 +300,11 @@ class Worker:
     def sleep(self, level: int) -> None:
         """Release memory until `wake_up`; see `ModelRunner.sleep`.
 
+        The engine core refuses to sleep while other engines use the KV cache or the experts.
+
         Raises:
-            ValueError: the level is unknown, or other engines use the KV cache or the experts.
+            ValueError: the level is unknown.
         """
-        if self._generations is not None:
-            raise ValueError(
-                "an engine with parallel.enable_expert_parallel cannot sleep: the other ranks of "
-                "its group use its experts; request a topology without this engine instead"
-            )
-        if self.connector is not None:
-            raise ValueError(
-                f"an engine with kv_transfer.role={self.config.kv_transfer.role.value} cannot "
-                "sleep: other engines read and write its KV cache; drain it and delete its pod "
-                "instead"
-            )
         self._loaded.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

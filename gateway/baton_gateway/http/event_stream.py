@@ -63,7 +63,7 @@ class EventStream:
             return
         with contextlib.suppress(ConnectionError):
             response = await self.open()
-            await self._bounded(response.write(_COMMENT))
+            await self._bounded(response.write(_COMMENT), self._client_timeout_s)
 
     async def send(self, event: bytes) -> None:
         """Send the JSON `event` as one server-sent event.
@@ -76,7 +76,7 @@ class EventStream:
         if len(event) < BUFFERED_BYTES // 2 and not has_unread_bytes(self._http):
             await write  # the buffer has room, and a timeout for each token costs time
         else:
-            await self._bounded(write)
+            await self._bounded(write, self._client_timeout_s)
 
     async def end(self, last: bytes = b"[DONE]") -> None:
         """Send the last event and end the response.
@@ -86,26 +86,24 @@ class EventStream:
         """
         await self.send(last)
         response = await self.open()
-        await self._bounded(response.write_eof())
+        await self._bounded(response.write_eof(), self._client_timeout_s)
 
     async def fail(self, body: bytes) -> None:
         """Send the JSON error `body` as the last event, and end the response.
 
         Raises:
-            ConnectionError: the client has disconnected.
-            TimeoutError: the client does not read.
+            ConnectionError: the client has disconnected, or does not read.
         """
-        async with asyncio.timeout(ERROR_TIMEOUT_S):
-            await self.end(body)
+        await self._bounded(self.end(body), ERROR_TIMEOUT_S)
 
-    async def _bounded(self, write: Awaitable[None]) -> None:
-        """Await `write`, and disconnect a client that does not read.
+    async def _bounded(self, write: Awaitable[None], timeout_s: float) -> None:
+        """Await `write`, and disconnect a client that does not read for `timeout_s`.
 
         Raises:
             ConnectionError: the client has disconnected, or does not read.
         """
         try:
-            async with asyncio.timeout(self._client_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await write
         except TimeoutError:
             abort_connection(self._http, self._http.path)

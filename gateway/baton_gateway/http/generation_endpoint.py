@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -26,9 +26,7 @@ from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
 from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.request_body import UnknownFields, parse_body, read_body
 from baton_gateway.http.slow_clients import (
-    abort_connection,
     abort_if_unread,
-    has_unread_bytes,
     send_json,
 )
 from baton_gateway.requests.generation import Generator
@@ -145,7 +143,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
                 raise
             error = bad_request(failure) if isinstance(failure, RequestError) else failure
             http[FINAL_STATUS] = error.status
-            with suppress(ConnectionError, TimeoutError):
+            with suppress(ConnectionError):
                 await stream.fail(self._encode(error.body))
             return await stream.open()
         finally:
@@ -155,12 +153,9 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float
     ) -> web.Response:
         outputs: dict[int, list[TextOutput]] = {id(choice): [] for choice in job.choices}
-        try:
-            async with asyncio.timeout_at(deadline):
-                async for choice, output in events:
-                    outputs[id(choice)].append(output)
-        except TimeoutError:
-            raise timed_out(self._timeout_s) from None
+        async with self._until(deadline):
+            async for choice, output in events:
+                outputs[id(choice)].append(output)
 
         def body() -> bytes:
             merged = [(choice, _merge(outputs[id(choice)])) for choice in job.best_choices()]
@@ -179,37 +174,38 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         deadline: float,
         stream: EventStream,
     ) -> web.StreamResponse:
-        try:
-            async with asyncio.timeout_at(deadline):
-                # A failure up to here is an HTTP status, later it is an event of the stream.
-                first = await anext(events)
-        except TimeoutError:
-            raise timed_out(self._timeout_s) from None
+        async with self._until(deadline):
+            # A failure up to here is an HTTP status, later it is an event of the stream.
+            first = await anext(events)
         response = await stream.open()
         try:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._send_all(request, job, first, events, stream)
-                    await stream.end()
-            except (APIError, TimeoutError) as failure:
-                await self._fail_stream(http, job, stream, failure)
-        except TimeoutError:  # a client that does not read must not count as in flight
-            abort_connection(http, f"request {job.id}")
+            async with self._until(deadline):
+                await self._send_all(request, job, first, events, stream)
+                await stream.end()
+        except APIError as failure:
+            await self._fail_stream(http, job, stream, failure)
         except ConnectionError:
             logger.info("request %s%s: the client disconnected", job.id, client_name(http))
             http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
         return response
 
-    async def _fail_stream(
-        self, http: web.Request, job: Job, stream: EventStream, failure: APIError | TimeoutError
-    ) -> None:
-        """End the stream with an error.
+    @asynccontextmanager
+    async def _until(self, deadline: float) -> AsyncGenerator[None, None]:
+        """Run the `with` block until the deadline of the request.
 
         Raises:
-            ConnectionError: the client has disconnected.
-            TimeoutError: the client does not read.
+            APIError: the deadline has passed.
         """
-        error = failure if isinstance(failure, APIError) else timed_out(self._timeout_s)
+        try:
+            async with asyncio.timeout_at(deadline):
+                yield
+        except TimeoutError:
+            raise timed_out(self._timeout_s) from None
+
+    async def _fail_stream(
+        self, http: web.Request, job: Job, stream: EventStream, error: APIError
+    ) -> None:
+        """End the stream with an error."""
         logger.warning(
             "request %s%s failed while it was streamed, the client got the error: %s",
             job.id,
@@ -217,9 +213,8 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             error.message,
         )
         http[FINAL_STATUS] = error.status
-        if isinstance(failure, TimeoutError) and has_unread_bytes(http):
-            raise failure
-        await stream.fail(self._encode(error.body))
+        with suppress(ConnectionError):
+            await stream.fail(self._encode(error.body))
 
     async def _send_all(
         self,

@@ -24,7 +24,7 @@ class PoolMember:
         """Mark the engine as removed from discovery."""
         self._has_left = True
 
-    def has_left(self) -> bool:
+    def has_left(self) -> bool:  # not a property: type checkers would narrow it in loops
         return self._has_left
 
     @property

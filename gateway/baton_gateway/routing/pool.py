@@ -33,8 +33,8 @@ LOAD_TIMEOUT_S = 600.0
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
 _POLL_S = 0.1
-#: Requests that make no progress for this long leave their engine in any case. They then wait for
-#: another engine like requests of a lost one.
+#: Without another engine, requests leave an engine after this time without progress. They then wait
+#: for another engine like requests of a lost one.
 MAX_STALL_S = 600.0
 
 _Picked = TypeVar("_Picked")
@@ -270,8 +270,8 @@ class EnginePool:
         """Return why the requests of a live engine should continue on other engines.
 
         Requests stay for MAX_STALL_S if no other decode engine can continue them. Decode engines
-        also continue the requests of prefill engines. A step may last twice as long as the engine's
-        longest one.
+        also continue the requests of prefill engines. In any case, a step may last twice as long as
+        the engine's longest one.
         """
         status = client.status
         if status is None or not client.num_unfinished or client.dead_reason is not None:

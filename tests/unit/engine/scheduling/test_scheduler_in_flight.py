@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.scheduling.scheduler import PauseState
+from baton_engine.scheduling.state import PauseState
 from baton_protocol.messages import FinishReason
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 from support.engine.scheduling.fake_runner import continuation

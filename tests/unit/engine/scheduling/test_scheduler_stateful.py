@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton_engine.scheduling.scheduler import PauseState
+from baton_engine.scheduling.state import PauseState
 from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind

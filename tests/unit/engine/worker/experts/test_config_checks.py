@@ -96,12 +96,8 @@ class _UninitializedExecutor:
         self.config = config
 
 
-def test_a_rank_of_an_expert_parallel_group_cannot_sleep(checkpoint: Path) -> None:
+def test_an_interrupt_without_a_generation_does_nothing(checkpoint: Path) -> None:
     worker = Worker(config(checkpoint), "instance")
     worker.load_model()
-    with pytest.raises(
-        ValueError, match="cannot sleep: the other ranks of its group use its experts"
-    ):
-        worker.sleep(1)
-    worker.interrupt()  # allowed without a generation
+    worker.interrupt()
     worker.shutdown()
