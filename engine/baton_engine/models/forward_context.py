@@ -18,8 +18,7 @@ from torch import Tensor
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_kernels.attention import AttentionPlan, plan_attention
-from baton_kernels.kv_write import plan_write
-from baton_kernels.kv_write.torch_cpu import Slots
+from baton_kernels.kv_write import Slots, plan_write
 
 
 class LayerPlan(NamedTuple):

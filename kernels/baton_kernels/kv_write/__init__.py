@@ -19,6 +19,8 @@ from baton_kernels import cpu
 from baton_kernels.kv_write.reference import to_fp8
 from baton_kernels.kv_write.torch_cpu import Slots, write_kv_cpu
 
+__all__ = ["Slots", "plan_write", "write_kv"]
+
 
 def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
     """Prepare the KV write of a step, once for all layers.

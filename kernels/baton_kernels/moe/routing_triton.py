@@ -110,10 +110,13 @@ def route_top_k_triton(
 
 
 class AlignedPairs(NamedTuple):
-    """The pairs and the expert of each tile of the grouped GEMMs, with `BLOCK_M` rows per tile."""
+    """Pairs grouped by expert, in tiles of `BLOCK_M` rows for the grouped GEMMs.
 
-    #: int32 [max_tiles * BLOCK_M]: pairs grouped by expert, num_pairs for padding. Undefined past
-    #: `num_padded`.
+    A pair is one token with one of its experts. All pairs of a tile have the same expert.
+    """
+
+    #: int32 [max_tiles * BLOCK_M]: pair numbers grouped by expert. Padding rows have the value
+    #: num_pairs. Rows past `num_padded` are undefined.
     sorted_pairs: Tensor
     tile_experts: Tensor  #: int32 [max_tiles]: the expert of each tile.
     num_padded: Tensor  #: int32 [1]: number of valid rows, a multiple of BLOCK_M.
