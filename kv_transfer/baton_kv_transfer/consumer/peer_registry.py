@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from baton_kv_transfer.consumer.peer import Peer
 from baton_kv_transfer.context import ConnectorContext
+from baton_kv_transfer.side_channel import MemoryDescription
 
 
 class PeerRegistry:
@@ -14,6 +15,8 @@ class PeerRegistry:
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
         self._known: dict[tuple[str, int, str], Peer] = {}
+        #: Push: this worker's memory, as handshakes describe it. None before `describe_memory`.
+        self._offered: MemoryDescription | None = None
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._known.values()))

@@ -103,9 +103,15 @@ class FramedSocket:
         )
 
     def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
-        """Send a message, followed by the data in `rows` as frames with the same number.
+        """Send a message, followed by the data in `rows`.
 
-        `flush` sends the bytes that the socket does not accept now.
+        Bytes that the socket does not accept now are kept. Later calls of `flush` send them.
+
+        Args:
+            kind: kind of the message, not DATA.
+            number: number of the transfer. The frames with data carry it too.
+            payload: content of the message.
+            rows: memory to send as data; None for a message alone.
         """
         message = _HEADER.pack(len(payload), kind, number) + payload
         if rows is None and not self.has_outgoing and len(message) <= _SEND_BYTES:
