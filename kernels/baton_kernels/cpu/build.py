@@ -35,9 +35,16 @@ OPENMP = "-fopenmp"
 
 
 def compiler() -> str | None:
-    """Return the command of the C++ compiler, or None if no compiler is found."""
+    """Return the command of GCC's C++ compiler, or None if it is not found."""
     candidates = (os.environ.get("CXX"), "c++", "g++")
-    return next((command for command in candidates if command and shutil.which(command)), None)
+    return next((command for command in candidates if command and _is_gcc(command)), None)
+
+
+def _is_gcc(command: str) -> bool:
+    if shutil.which(command) is None:
+        return False
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=False)
+    return "Free Software Foundation" in version.stdout  # Clang and others do not name it
 
 
 def build(instruction_set: InstructionSet, command: str) -> Path:

@@ -137,14 +137,34 @@ def test_a_build_without_a_compiler_reports_the_slower_operations(
     assert "slower torch operations" in capsys.readouterr().out
 
 
+def fake_compiler(path: Path, version: str) -> str:
+    """Write a compiler that prints its version and compiles nothing."""
+    path.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{version}"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_another_compiler_than_gcc_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", fake_compiler(tmp_path / "clang++", "Debian clang version 14.0.6"))
+    fake_compiler(tmp_path / "c++", "Debian clang version 14.0.6")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build.main() == 0
+    assert "slower torch operations" in capsys.readouterr().out
+    fake_compiler(tmp_path / "g++", "Copyright (C) 2022 Free Software Foundation, Inc.")
+    assert build.compiler() == "g++"
+
+
 def test_a_failing_compiler_does_not_fail_the_installation(
     built: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("CXX", "false")
+    gcc = fake_compiler(built / "g++", "Copyright (C) 2022 Free Software Foundation, Inc.")
+    monkeypatch.setenv("CXX", gcc)
     monkeypatch.setattr(build, "instruction_sets", lambda: libraries.instruction_sets("x86_64"))
     assert build.main() == 0
     assert "avx512 failed" in capsys.readouterr().err
-    assert not list(built.iterdir())
+    assert list(built.iterdir()) == [Path(gcc)]
 
 
 def test_processor_flags_are_those_of_the_first_processor(tmp_path: Path) -> None:
