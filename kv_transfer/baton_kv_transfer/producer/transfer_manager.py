@@ -294,7 +294,8 @@ class TransferManager:
             if now < subscriber.deadline:
                 continue
             if subscriber.state is not SubscriberState.LEFT:
-                self._expired(transfer, MAX_HOLD_S)
+                was_held = subscriber.deadline == subscriber.last_sent_at + MAX_HOLD_S
+                self._expired(transfer, MAX_HOLD_S if was_held else None)
                 self._stop(subscriber, "the producer's lease expired")
                 self._leave(subscriber)
             elif subscriber.num_writes:
@@ -303,7 +304,8 @@ class TransferManager:
                     subscriber.session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s"
                 )
         if transfer.is_waiting_for_subscribers and now >= transfer.deadline:
-            self._expired(transfer, MAX_WAIT_S)
+            was_held = transfer.deadline == transfer.held_since + MAX_WAIT_S
+            self._expired(transfer, MAX_WAIT_S if was_held else None)
             self._close(transfer, "its lease expired")
         elif transfer.waiting and now >= transfer.slots_deadline:
             self._close(
@@ -495,14 +497,16 @@ class TransferManager:
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _expired(self, transfer: Transfer, limit_s: float) -> None:
+    def _expired(self, transfer: Transfer, limit_s: float | None) -> None:
+        """Count and log a lease that ended at its limit; None: for lack of heartbeats."""
         self._stats.leases_expired += 1
         logger.warning(
-            "transfer %s: its consumer's lease has ended (no renewal for %.1f s, or held for %.0f "
-            "s); its blocks are freed once no write of them is in flight",
+            "transfer %s: its consumer's lease has ended (%s); its blocks are freed once no write "
+            "of them is in flight",
             transfer.transfer_id,
-            self._lease_s,
-            limit_s,
+            f"no renewal for {self._lease_s:.1f} s"
+            if limit_s is None
+            else f"renewed up to the limit of {limit_s:.0f} s",
         )
 
     def _deadline_in(self, seconds: float) -> float:

@@ -465,7 +465,7 @@ def test_other_peers_can_neither_load_nor_end_a_transfer(
 
 
 def test_a_transfer_without_a_consumer_ends_a_lease_after_the_last_save(
-    producer: Producer,
+    producer: Producer, caplog: pytest.LogCaptureFixture
 ) -> None:
     producer.offer()
     producer.advance(5 * LEASE_S)
@@ -478,6 +478,7 @@ def test_a_transfer_without_a_consumer_ends_a_lease_after_the_last_save(
     producer.advance(1)
     assert producer.finished == ["t"]
     assert producer.stats.leases_expired == 1
+    assert f"lease has ended (no renewal for {LEASE_S:.1f} s)" in caplog.text
 
 
 def test_a_subscriber_without_heartbeats_keeps_blocks_for_one_lease(
@@ -515,7 +516,9 @@ def test_heartbeats_keep_blocks_and_get_pending_while_prefill_runs(
     assert producer.finished == ["t"]
 
 
-def test_heartbeats_keep_blocks_up_to_a_limit(producer: Producer, consumer: Consumer) -> None:
+def test_heartbeats_keep_blocks_up_to_a_limit(
+    producer: Producer, consumer: Consumer, caplog: pytest.LogCaptureFixture
+) -> None:
     producer.offer()
     consumer.subscribe()
     producer.save([3], last=True)
@@ -523,6 +526,7 @@ def test_heartbeats_keep_blocks_up_to_a_limit(producer: Producer, consumer: Cons
         producer.advance(LEASE_S - 1)
         consumer.heartbeat()
     assert producer.finished == ["t"]
+    assert "lease has ended (renewed up to the limit of 600 s)" in caplog.text
 
 
 def test_a_missing_worker_ends_the_transfer_after_one_lease(
