@@ -7,7 +7,7 @@ connector's thread verifies blocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 
 from baton_kv_transfer.connector import FailureReason
 from baton_kv_transfer.consumer.load_state import LoadState, RankTransfer
@@ -24,25 +24,13 @@ VERIFY_SLICE_S = 0.02
 class BlockVerifier:
     """Reads and verifies the blocks of all per-rank transfers.
 
-    Callers add blocks with `read()` or `written()`. Verified batches of blocks are
-    reported through `on_verified`, unless the load has failed.
+    Callers add blocks with `read()` or `written()`. `advance()` yields the verified batches of
+    blocks, unless the load has failed.
     """
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        on_verified: Callable[[RankTransfer, list[int]], None],
-    ) -> None:
-        """Create a verifier without blocks.
-
-        Args:
-            context: state that both sides of the connector share.
-            on_verified: called with the per-rank transfer of a verified batch, and the positions of
-                blocks that differed from their checksums twice.
-        """
+    def __init__(self, context: ConnectorContext) -> None:
         self._context = context
         self._agent, self._memory, self._stats = context.agent, context.memory, context.stats
-        self._on_verified = on_verified
         self._windows: dict[Peer, ReadWindow] = {}
         self._in_flight: list[Batch] = []
         self._arrived: deque[Batch] = deque()
@@ -91,17 +79,25 @@ class BlockVerifier:
         """Drop the queued reads from a lost peer. Reads in flight end by themselves."""
         self._windows.pop(peer, None)
 
-    def advance(self) -> None:
+    def advance(self) -> Iterator[tuple[RankTransfer, list[int]]]:
         """Collect reads that have ended, post queued reads, and verify arrived blocks.
 
         Reads are posted before each verification, so that bytes arrive during the verification.
+
+        Yields:
+            The per-rank transfer of each verified batch, and the positions of blocks that differed
+            from their checksums twice. If there are any, fail the load before the next iteration.
         """
         until = self._context.clock() + VERIFY_SLICE_S
         self._collect()
         self.post()
         self._collect()  # some transports end a read at once
         while self._arrived:
-            self._verify(self._arrived.popleft())
+            batch = self._arrived.popleft()
+            if batch.rank_transfer.load.state is LoadState.LOADING:
+                yield batch.rank_transfer, self._verify(batch)
+            else:
+                self._discard(batch)
             self.post()
             self._collect()
             if self._context.clock() >= until:
@@ -169,16 +165,13 @@ class BlockVerifier:
         peer.fail(FailureReason.PEER_LOST, f"reading from {peer.name} failed: {error}")
         self._discard(batch)
 
-    def _verify(self, batch: Batch) -> None:
-        """Commit the batch's blocks whose checksums match, and call `on_verified`.
+    def _verify(self, batch: Batch) -> list[int]:
+        """Commit the blocks whose checksums match. Return the positions that differ twice.
 
         Blocks that differ from their checksums are read again, unless a block of the batch differs
-        for the second time. If the load is not LOADING, only discard the batch.
+        for the second time.
         """
         rank_transfer, load = batch.rank_transfer, batch.rank_transfer.load
-        if load.state is not LoadState.LOADING:
-            self._discard(batch)
-            return
         word_sums = self._memory.block_sums(batch.slots, rank_transfer.shared.heads).tolist()
         right, right_slots, wrong = [], [], []
         for position, slot, word_sum in zip(batch.positions, batch.slots, word_sums, strict=True):
@@ -210,7 +203,7 @@ class BlockVerifier:
         if wrong and not twice:
             rank_transfer.reread[wrong] = True
             self.read(rank_transfer, wrong)
-        self._on_verified(rank_transfer, twice)
+        return twice
 
     def _discard(self, batch: Batch) -> None:
         """Remove a batch from its per-rank transfer, and release the slots that the batch owns."""

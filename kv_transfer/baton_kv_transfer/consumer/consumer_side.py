@@ -60,12 +60,7 @@ class ConsumerSide:
         #: Loads that wait for memory: transfer id to the first worker of the producer.
         self._expected: dict[str, Peer] = {}
         self._peers = PeerRegistry(context)
-        self._blocks = BlockVerifier(
-            context,
-            lambda rank_transfer, wrong: self._loads.on_verified(
-                rank_transfer, wrong, self._clock()
-            ),
-        )
+        self._blocks = BlockVerifier(context)
         self._loads = LoadManager(context, self._peers, self._blocks, on_finished)
         self._peers.describe_memory()
 
@@ -133,12 +128,12 @@ class ConsumerSide:
         if notifications := list(self._notifications()):
             for peer, notification in notifications:
                 self._loads.handle_message(peer, notification, now)
-            self._blocks.advance()
+            self._verify_blocks()
             self._loads.advance_all(now)  # a load that ends here is reported before new messages
         for peer in self._peers:
             for message in peer.receive(now):
                 self._loads.handle_message(peer, message, now)
-        self._blocks.advance()
+        self._verify_blocks()
         self._loads.advance_all(now)
         self._loads.check_deadlines(now)
         for peer in self._peers:
@@ -148,6 +143,10 @@ class ConsumerSide:
             self._fence(why, now)
         self._loads.advance_all(now)
         self._send_heartbeats(now)
+
+    def _verify_blocks(self) -> None:
+        for rank_transfer, wrong in self._blocks.advance():
+            self._loads.record_verified(rank_transfer, wrong, self._clock())
 
     def next_deadline(self) -> float | None:
         """Return the time at which `advance` must run even without an event; None: no such time."""

@@ -403,7 +403,7 @@ class LoadManager:
         else:
             self._blocks.read(rank_transfer, new)
 
-    def on_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
+    def record_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
         """Record that a batch was verified. Fail the load if blocks were wrong twice.
 
         Args:
