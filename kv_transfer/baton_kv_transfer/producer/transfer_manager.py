@@ -1,14 +1,7 @@
 """The offered transfers. The connector's thread calls all methods.
 
 A transfer begins with the scheduler's offer and ends exactly once, with the call of `on_finished`.
-The blocks of a transfer stay allocated until its end. A transfer has these states:
-
-    OFFERED   There are no blocks yet. There is also no lease, because the request may wait in a
-              busy engine.
-    HOLDING   There are blocks. Each subscriber has a lease. Workers that have not subscribed yet
-              share one lease.
-    CLOSED    The transfer was cancelled, a worker of the consumer never subscribed, or no slots
-              became free. No further subscriber is admitted.
+The blocks of a transfer stay allocated until its end. `transfer_state` describes its states.
 
 A transfer ends when all subscribers have left and no write to a subscriber is in flight.
 """
@@ -34,6 +27,7 @@ from baton_kv_transfer.producer.transfer_state import (
     Subscriber,
     SubscriberState,
     Transfer,
+    TransferState,
     checksum_blocks,
     explain_invalid,
     explain_refusal,
@@ -114,7 +108,7 @@ class TransferManager:
         Do nothing if the transfer has ended or is CLOSED.
         """
         transfer = self._transfers.get(save.transfer_id)
-        if transfer is None or transfer.closed:
+        if transfer is None or transfer.state is TransferState.CLOSED:
             return
         transfer.held_since = transfer.held_since or self._clock()
         transfer.waiting.append(save)
@@ -133,7 +127,7 @@ class TransferManager:
 
     def cancel(self, transfer_id: str) -> None:
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None and not transfer.closed:
+        if transfer is not None and transfer.state is not TransferState.CLOSED:
             self._close(transfer, "cancelled by the producer")
 
     def end_all(self, reason: str) -> None:
@@ -481,7 +475,7 @@ class TransferManager:
             subscriber.state is SubscriberState.LEFT and subscriber.is_idle
             for subscriber in subscribers
         )
-        if left and (transfer.has_all_subscribers or transfer.closed):
+        if left and (transfer.has_all_subscribers or transfer.state is TransferState.CLOSED):
             self._end(transfer)
 
     def _end(self, transfer: Transfer) -> None:

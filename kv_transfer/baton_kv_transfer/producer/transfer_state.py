@@ -1,5 +1,14 @@
 """The data of transfers and of their subscribers, and the checks of subscribers' requests.
 
+A transfer has these states:
+
+    OFFERED   There are no blocks yet. There is also no lease, because the request may wait in a
+              busy engine.
+    HOLDING   There are blocks. Each subscriber has a lease. Workers that have not subscribed yet
+              share one lease.
+    CLOSED    The transfer was cancelled, a worker of the consumer never subscribed, or no slots
+              became free. No further subscriber is admitted.
+
 A subscriber is one worker of the consumer. It has these states:
 
     ACTIVE    Blocks are published to the subscriber. Its heartbeats renew its lease.
@@ -26,6 +35,12 @@ from baton_kv_transfer.memory.slot_memory import SlotMemory
 from baton_kv_transfer.producer.sessions import MAX_ID_LENGTH, Session
 from baton_kv_transfer.side_channel import PublishedBlock
 from baton_protocol.block_hash import BlockHash
+
+
+class TransferState(enum.Enum):
+    OFFERED = enum.auto()
+    HOLDING = enum.auto()
+    CLOSED = enum.auto()
 
 
 class SubscriberState(enum.Enum):
@@ -109,6 +124,13 @@ class Transfer:
     closed: str = ""
 
     @property
+    def state(self) -> TransferState:
+        if self.closed:
+            return TransferState.CLOSED
+        has_blocks = self.blocks or self.waiting or self.last
+        return TransferState.HOLDING if has_blocks else TransferState.OFFERED
+
+    @property
     def num_blocks(self) -> int:
         """Number of blocks that the transfer holds: published, or waiting for slots."""
         return len(self.blocks) + sum(len(save.block_ids) for save in self.waiting)
@@ -121,11 +143,7 @@ class Transfer:
     @property
     def is_waiting_for_subscribers(self) -> bool:
         """Whether the transfer is HOLDING, and some workers have not subscribed yet."""
-        return (
-            bool(self.blocks or self.waiting or self.last)
-            and not self.has_all_subscribers
-            and not self.closed
-        )
+        return self.state is TransferState.HOLDING and not self.has_all_subscribers
 
 
 def explain_invalid(
@@ -192,7 +210,7 @@ def explain_refusal(
             f"transfer {transfer.transfer_id} is offered to instance {transfer.peer_instance_id}, "
             f"not to {session.instance_id}"
         )
-    if transfer.closed:
+    if transfer.state is TransferState.CLOSED:
         return f"transfer {transfer.transfer_id} has ended: {transfer.closed}"
     if transfer.num_subscribers not in (0, message.num_subscribers):
         return (
