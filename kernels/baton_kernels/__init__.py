@@ -7,6 +7,9 @@ Each operation has a folder with these files:
     triton_kernel.py  the Triton implementation, imported when the first GPU tensor arrives
     torch_cpu.py      a faster torch implementation for CPUs, if the reference is too slow
 
+`linear` and `decoder_layers` have no reference and no counted cost. Tests compare `linear` with
+torch's product, and `decoder_layers` with the layers one by one.
+
 The operations, and what they share:
 
     attention         paged attention over the KV cache, prefill and decode in one call
