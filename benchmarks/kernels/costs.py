@@ -3,7 +3,7 @@
 There is one function per operation of `baton_kernels`. The docstring of the operation's package
 states the same count in words. All GB/s and TFLOP/s of the benchmark are computed from these
 counts. Each element that the formula reads or writes counts once for each read or write. Temporary
-memory does not count.
+memory and the weights of a norm do not count.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def attention(
 ) -> Cost:
     """Return the cost of attention: keys, values, queries, results and block ids.
 
-    The FLOPs are two products for each query and each key that the query may attend to.
+    The FLOPs are two products for each query and each key that the query may attend to. A sliding
+    window is not supported: all earlier keys count.
     """
     _, num_kv_heads, block_size, head_dim = key_cache.shape
     keys = sum(seq_lens) * num_kv_heads * head_dim * key_cache.itemsize
@@ -63,10 +64,7 @@ def sampling(logits: Tensor) -> Cost:
 
 
 def elementwise(arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Cost:
-    """Return the cost of a norm or activation: arguments are read and results are written.
-
-    The weights of a norm are not counted.
-    """
+    """Return the cost of a norm or activation: arguments are read and results are written."""
     return Cost(sum(tensor.nbytes for tensor in (*arguments, *results)))
 
 
