@@ -7,6 +7,9 @@ The connector's thread calls all methods. A session has these states:
     FAILED    A write to the consumer failed, or a fence removed the consumer's agent. REFUSED is
               sent when all writes of the session have ended.
 
+`Session.layout` is None while the handshake is pending. `Session.error` is set once a session has
+FAILED.
+
 A session is removed when its connection is lost, when the consumer sends HELLO again, or when too
 many consumers have connected. The consumer's agent is removed with the last session that uses it,
 or when a write to the consumer fails.
