@@ -31,7 +31,8 @@ async def test_new_requests_are_served_until_none_arrive(make_rig: MakeRig) -> N
     rig = await rig_of(make_rig, drain_quiet_s=2.4, drain_timeout_s=60.0)
     shutdown = asyncio.create_task(rig.gateway.shut_down())
     await until(lambda: is_not_ready(rig), "/ready to answer 503")
-    for _ in range(4):  # together longer than drain_quiet_s
+    # Time is the input: the pauses are shorter than drain_quiet_s, and together longer.
+    for _ in range(4):
         await asyncio.sleep(0.8)
         assert not shutdown.done()
         status, body, headers = await rig.post("/v1/completions", QUESTION)
@@ -67,7 +68,7 @@ async def test_a_stream_may_last_longer_than_drain_quiet_s(make_rig: MakeRig) ->
     first = await anext(aiter(stream))
     shutdown = asyncio.create_task(rig.gateway.shut_down())
     await until(lambda: is_not_ready(rig), "/ready to answer 503")
-    await asyncio.sleep(0.3)  # longer than drain_quiet_s
+    await asyncio.sleep(0.3)  # time is the input: longer than drain_quiet_s
     assert not shutdown.done()
     engine.released.set()
     rest = [chunk.choices[0].text async for chunk in stream]

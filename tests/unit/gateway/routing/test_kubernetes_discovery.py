@@ -127,7 +127,7 @@ async def test_discovery_waits_for_the_service_account(
     token.unlink()
     async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=60).watch()) as sets:
         first = asyncio.create_task(next_set(sets))
-        await asyncio.sleep(0.2)  # several attempts to connect
+        await asyncio.sleep(0.2)  # time for several attempts to connect, which nothing shows
         assert not first.done()
         token.write_text("secret")
         assert await first == []

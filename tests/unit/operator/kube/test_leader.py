@@ -215,7 +215,7 @@ async def test_a_second_candidate_waits_until_the_lease_is_released() -> None:
     assert held.held_s > 0
     assert held.may_write_s > held.held_s
     standing_by = asyncio.create_task(second.acquire())
-    await asyncio.sleep(0.5)  # several attempts to acquire
+    await asyncio.sleep(0.5)  # time for several attempts to acquire, which nothing shows
     assert not standing_by.done()
     await first.release()
     assert held.held_s < 0
