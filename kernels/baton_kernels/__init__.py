@@ -7,8 +7,8 @@ Each operation has a folder with these files:
     triton_kernel.py  the Triton implementation, imported when the first GPU tensor arrives
     torch_cpu.py      a faster torch implementation for CPUs, if the reference is too slow
 
-`linear` and `decoder_layers` have no reference and no counted cost. Tests compare `linear` with
-torch's product, and `decoder_layers` with the layers one by one.
+`linear` and `decoder_layers` have no counted cost. `decoder_layers` has no reference: tests compare
+it with the layers one by one.
 
 The operations, and what they share:
 

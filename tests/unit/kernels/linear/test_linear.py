@@ -11,6 +11,11 @@ from baton_kernels import cpu
 from baton_kernels.linear import PackedWeight, QuantizedWeight, linear, packing, quantized
 from baton_kernels.linear.packed import Implementation
 from baton_kernels.linear.quantized import Bits
+from baton_kernels.linear.reference import (
+    dequantize_reference,
+    linear_reference,
+    round_to_int8_reference,
+)
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -34,7 +39,7 @@ def test_plain_and_packed_weights_give_the_product(
     weight = (torch.randn(outputs, inputs) / inputs**0.5).to(dtype)
     bias = torch.randn(outputs).to(dtype) if has_bias else None
     x = torch.randn(num_rows, inputs).to(dtype)
-    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = linear_reference(x, weight, bias)
     form = weight if implementation == "plain" else packed(weight, implementation)
     actual = linear(x, form, bias)
     assert actual.dtype is dtype
@@ -144,18 +149,11 @@ def test_int4_weights_are_closer_than_with_the_scale_of_the_largest_element(
     groups = torch.nn.functional.pad(weight.double(), (0, -inputs % 32)).unflatten(1, (-1, 32))
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
     plain = (groups / (largest / -8)).round().clamp(-8, 7) * (largest / -8)
-    dequantized = dequantize(values, scales).double()
+    dequantized = dequantize_reference(values, scales).double()
     rounded = torch.nn.functional.pad(dequantized, (0, -inputs % 32)).unflatten(1, (-1, 32))
     # A scale in bfloat16 is off by up to 1/256.
     bound = (plain - groups).norm() + groups.norm() / 256
     assert (rounded - groups).norm() <= bound
-
-
-def dequantize(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the weight that quantized values stand for."""
-    if scales.dim() == 1:
-        return values.float() * scales[:, None]
-    return values.float() * scales.float().repeat_interleave(32, 1)[:, : values.shape[1]]
 
 
 @pytest.fixture(params=["cpp", "torch"])
@@ -169,16 +167,6 @@ def quantized_implementation(
     elif cpu.OPS is None:
         pytest.skip(f"no compiled operations: {cpu.DESCRIPTION}")
     return str(request.param)
-
-
-def rounded_to_int8(x: torch.Tensor) -> torch.Tensor:
-    """Return x as the compiled product rounds it, in float64: a scale for each 32 inputs."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 32))
-    groups = padded.unflatten(-1, (-1, 32))
-    largest = groups.abs().amax(-1, keepdim=True)
-    inverse = torch.where(largest > 0, torch.tensor(127.0).div(largest), 0)
-    rounded = (groups * inverse).round().double() * (largest / 127).double()
-    return rounded.flatten(-2)[..., : x.shape[-1]]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -199,9 +187,8 @@ def test_the_product_of_quantized_weights_is_that_of_the_rounded_numbers(
     tolerance = TOLERANCE.get(dtype, 2e-3)
     for num_rows in (0, 1, 2, 3, 4, 17, 100):
         x = torch.randn(num_rows, inputs).to(dtype)
-        rounded = rounded_to_int8(x) if quantized_implementation == "cpp" else x.double()
-        expected = rounded @ dequantize(*weight.parts()).double().T
-        expected = expected if bias is None else expected + bias.double()
+        rounded = round_to_int8_reference(x) if quantized_implementation == "cpp" else x.double()
+        expected = linear_reference(rounded, dequantize_reference(*weight.parts()), bias)
         actual = linear(x, weight, bias)
         assert actual.dtype is dtype
         torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
@@ -212,7 +199,7 @@ def test_the_product_of_quantized_weights_is_that_of_the_rounded_numbers(
 def test_rounding_x_to_int8_changes_a_product_less_than_rounding_the_weight(bits: Bits) -> None:
     x, exact = torch.randn(20, 768), torch.randn(300, 768) / 768**0.5
     weight = QuantizedWeight(exact, bits)
-    expected, with_weight = x @ exact.T, x @ dequantize(*weight.parts()).T
+    expected, with_weight = x @ exact.T, x @ dequantize_reference(*weight.parts()).T
     by_weight = (with_weight - expected).square().mean().sqrt()
     by_x = (linear(x, weight) - with_weight).square().mean().sqrt()
     assert 0 < by_x < by_weight < (0.01 if bits == 8 else 0.1)

@@ -1,0 +1,36 @@
+"""Linear layers in float64, and the rounding of quantized weights and inputs, for tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+#: Columns of an int4 weight, and inputs of the compiled product, that share a scale.
+GROUP = 32
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T + b in float64, for a weight of shape [out_features, in_features]."""
+    return functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def dequantize_reference(values: Tensor, scales: Tensor) -> Tensor:
+    """Return in float32 the weight that quantized values stand for.
+
+    Args:
+        values: int8 of shape [out_features, in_features].
+        scales: of shape [out_features] for int8, [out_features, num_groups] for int4.
+    """
+    if scales.dim() == 1:
+        return values.float() * scales[:, None]
+    return values.float() * scales.float().repeat_interleave(GROUP, 1)[:, : values.shape[1]]
+
+
+def round_to_int8_reference(x: Tensor) -> Tensor:
+    """Return x in float64 as the compiled quantized product rounds it, a scale for each group."""
+    groups = functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.where(largest > 0, torch.tensor(127.0).div(largest), 0)
+    rounded = (groups * inverse).round().double() * (largest / 127).double()
+    return rounded.flatten(-2)[..., : x.shape[-1]]
