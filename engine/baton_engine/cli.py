@@ -17,8 +17,8 @@ from baton_engine.metrics.prometheus import engine_registry
 from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.server.admin_server import AdminServer
 from baton_engine.server.engine_core_proc import EngineCoreProc
-from baton_engine.server.options import OPTIONS, check_bounds
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
+from baton_protocol.engine_options import OPTIONS, problems
 from baton_protocol.fatal import ConfigurationError, report_fatal
 from baton_protocol.options import add_flags, set_field
 
@@ -74,7 +74,8 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
         config = msgspec.convert(fields, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigurationError("InvalidConfig", f"{args.config or 'flags'}: {error}") from error
-    check_bounds(config)
+    for path, problem in problems(config):
+        raise ConfigurationError("InvalidConfig", f"{path} {problem}")
     return config, args
 
 

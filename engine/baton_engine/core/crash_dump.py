@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import logging
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -17,7 +18,7 @@ import msgspec
 
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.metrics.engine_stats import EngineStats
-from baton_protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig, container_path
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +55,12 @@ def write_crash_dump(
             "stats": describe(stats),
             "config": describe(config),
         }
-        folder = Path(config.observability.crash_dump_dir or tempfile.gettempdir())
+        configured = config.observability.crash_dump_dir
+        folder = container_path(configured) if configured else Path(tempfile.gettempdir())
         folder.mkdir(parents=True, exist_ok=True)
         name = f"step{step.step_id}" if step is not None else "schedule"
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-        path = folder / f"baton-crash-{stamp}-{os.getpid()}-{name}.json"
+        path = folder / f"baton-crash-{socket.gethostname()}-{stamp}-{os.getpid()}-{name}.json"
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
     except Exception:

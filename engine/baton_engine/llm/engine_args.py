@@ -9,7 +9,8 @@ from typing import Any, TypedDict
 import msgspec
 
 from baton_protocol.config import EngineConfig
-from baton_protocol.options import options, set_field
+from baton_protocol.engine_options import OPTIONS, problems
+from baton_protocol.options import set_field
 
 
 class EngineArgs(TypedDict, total=False):
@@ -63,7 +64,7 @@ class EngineArgs(TypedDict, total=False):
 #: Options by the name of the argument. The option's flag has the same name.
 _OPTIONS = {
     name: option
-    for option in options(EngineConfig)
+    for option in OPTIONS
     if (name := option.flag[2:].replace("-", "_")) in EngineArgs.__annotations__
 }
 
@@ -93,9 +94,7 @@ def engine_config(model: str | Path, args: EngineArgs) -> EngineConfig:
         for name, option in _OPTIONS.items():
             text = text.replace(f"`$.{option.path}`", name)
         raise ValueError(text) from error
-    for name in args:
-        if problem := _OPTIONS[name].problem(config):
-            raise ValueError(f"{name} {problem}")
-    if config.scheduler.target_itl_s and not config.scheduler.enable_chunked_prefill:
-        raise ValueError("target_itl_s needs enable_chunked_prefill")
+    names = {option.path: name for name, option in _OPTIONS.items()}
+    for path, problem in problems(config):
+        raise ValueError(f"{names.get(path, path)} {problem}")
     return config

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 from baton_engine.compilation.dispatch import CudagraphMode
 from baton_engine.models.checkpoint_config import CheckpointConfig
-from baton_engine.models.errors import ConfigurationError
-from baton_protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig, container_path
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,8 @@ class CompilationPlan:
     graphs_are_asked_for: bool
     capture_sizes: tuple[int, ...]
     compile_sizes: tuple[int, ...]
-    cache_dir: str
+    #: None: the default folder.
+    cache_dir: Path | None
     max_num_seqs: int
     max_num_batched_tokens: int
     max_blocks_per_seq: int
@@ -38,20 +39,9 @@ def plan_compilation(
 
     Args:
         has_graphs: whether the device can capture and replay graphs.
-
-    Raises:
-        ConfigurationError: a capture size or compile size is not in [1, max_num_batched_tokens].
     """
     given, scheduler = config.compilation, config.scheduler
     budget = scheduler.max_num_batched_tokens
-    sizes = {"capture_sizes": given.capture_sizes, "compile_sizes": given.compile_sizes}
-    for name, each in sizes.items():
-        if any(not 0 < size <= budget for size in each or ()):
-            raise ConfigurationError(
-                "InvalidConfig",
-                f"compilation.{name} are numbers of tokens of a step, 1 to "
-                f"max_num_batched_tokens={budget}, got {each}",
-            )
     # Exchanges with other ranks are not captured.
     has_graphs = has_graphs and not config.parallel.enable_expert_parallel
     mode = given.mode if given.mode != "auto" else "inductor" if has_graphs else "none"
@@ -79,7 +69,7 @@ def plan_compilation(
         graphs_are_asked_for=given.cudagraph_mode != "auto",
         capture_sizes=() if cudagraph_mode is CudagraphMode.NONE else tuple(sorted(capture_sizes)),
         compile_sizes=() if mode == "none" else tuple(sorted(given.compile_sizes)),
-        cache_dir=given.cache_dir,
+        cache_dir=container_path(given.cache_dir) if given.cache_dir else None,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=budget,
         max_blocks_per_seq=-(-max_model_len // config.cache.block_size) + 1,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -172,8 +171,7 @@ class ForwardRunner:
             self._graph_backend.start_over()
 
     def _set_up_compiler(self, plan: CompilationPlan) -> None:
-        folder = Path(plan.cache_dir) if plan.cache_dir else None
-        self.compiler = NoCompiler() if plan.mode == "eager" else InductorCompiler(folder)
+        self.compiler = NoCompiler() if plan.mode == "eager" else InductorCompiler(plan.cache_dir)
         model, group = self.model, self.model.parallel.tensor
         config = (type(model).__qualname__, model.config, self.dtype, group.size, model.layer_ids)
         self.backend = PiecewiseBackend(

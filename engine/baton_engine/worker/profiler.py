@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -59,6 +60,7 @@ class Profiler:
         stopped.stop()
         folder = container_path(self._directory)
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"baton-rank{self._rank}-{os.getpid()}-{time.time_ns()}.pt.trace.json.gz"
+        name = f"baton-{socket.gethostname()}-rank{self._rank}-{os.getpid()}-{time.time_ns()}"
+        file = folder / f"{name}.pt.trace.json.gz"
         stopped.export_chrome_trace(str(file))
         return file

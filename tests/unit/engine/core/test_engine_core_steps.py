@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import socket
 import stat
 from concurrent.futures import Future
 from pathlib import Path
@@ -216,6 +217,7 @@ def test_a_failed_step_writes_its_input_to_a_file(tmp_path):
     ) as failed:
         core.step_fn()
     (path,) = (tmp_path / "dumps").iterdir()
+    assert socket.gethostname() in path.name, "pods that share the folder would use equal names"
     assert str(path) in str(failed.value)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     dump = json.loads(path.read_text())
@@ -230,6 +232,16 @@ def test_a_failed_step_writes_its_input_to_a_file(tmp_path):
     assert new["bad"]["sampling_params"]["max_tokens"] == 6
     assert dump["stats"]["num_requests_running"] == 2
     assert dump["config"]["cache"]["num_blocks"] == 64
+
+
+def test_a_crash_dump_is_written_to_the_volume_of_a_pod_of_the_local_cluster(tmp_path, monkeypatch):
+    monkeypatch.setenv("POCKETKUBE_POD_ROOT", str(tmp_path))
+    (tmp_path / "dumps").mkdir()
+    core = make_core(observability=ObservabilityConfig(crash_dump_dir="/dumps"))
+    core.add_request(request("bad", [13, 13, 13]))
+    with pytest.raises(StepFailedError, match="its input is in"):
+        core.step_fn()
+    assert len(list((tmp_path / "dumps").iterdir())) == 1
 
 
 def test_a_scheduling_failure_writes_the_engine_state_to_a_file(tmp_path, monkeypatch):

@@ -53,6 +53,7 @@ def test_the_arguments_are_the_options_that_are_not_for_servers_with_their_types
         ({"watermark": 1.5}, r"watermark must be in \[0, 1\), got 1.5"),
         ({"device": "tpu"}, "device must be auto, cpu or cuda, got 'tpu'"),
         ({"kv_cache_memory_bytes": "much"}, "kv_cache_memory_bytes"),
+        ({"capture_sizes": [1, 600]}, r"capture_sizes .* max_num_batched_tokens=512"),
     ],
 )
 def test_the_error_about_an_invalid_argument_names_it(args, message):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -84,6 +85,16 @@ def test_sizes_are_sorted_and_sizes_outside_the_token_budget_are_refused(
     for flags in ("--capture-sizes 1,600", "--compile-sizes 0"):
         with pytest.raises(ConfigurationError, match="max_num_batched_tokens=512"):
             plan_from_flags(models["llama"], flags, has_graphs=True)
+
+
+def test_the_cache_folder_is_the_volume_of_a_pod_of_the_local_cluster(
+    models: dict[str, CheckpointConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("POCKETKUBE_POD_ROOT", str(tmp_path))
+    (tmp_path / "cache").mkdir()
+    plan = plan_from_flags(models["llama"], "--compile-cache-dir /cache", has_graphs=True)
+    assert plan.cache_dir == tmp_path / "cache"
+    assert plan_from_flags(models["llama"], "", has_graphs=True).cache_dir is None
 
 
 def test_an_empty_list_of_capture_sizes_means_no_graphs(

@@ -7,6 +7,7 @@ import gzip
 import json
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import weakref
@@ -352,7 +353,7 @@ def test_a_profile_is_a_trace_file_named_after_the_rank(checkpoint: Path, tmp_pa
     generate(runner)
     file = runner.stop_profile()
     assert file.parent == folder
-    assert "rank0" in file.name
+    assert file.name.startswith(f"baton-{socket.gethostname()}-rank0-")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     assert any(
         "paged_attention" in str(e.get("name"))
