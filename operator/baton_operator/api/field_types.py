@@ -20,6 +20,8 @@ class ApiStruct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
 
 Count = Annotated[int, Meta(ge=0)]
 Tokens = Annotated[int, Meta(ge=1, le=2**24)]
+Percent = Annotated[int, Meta(ge=1, le=100)]
+Milliseconds = Annotated[int, Meta(ge=1, le=3_600_000)]
 Time = Annotated[str, Meta(extra_json_schema={"format": "date-time"})]
 Quantity = Annotated[str, Meta(pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti|k|M|G|T)?$")]
 ObjectName = Annotated[str, Meta(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", max_length=253)]

@@ -18,13 +18,8 @@ from msgspec import Meta
 
 from baton_operator.api.field_types import ApiStruct, Count, Quantity, Time
 from baton_operator.api.spec_access import Gateway, Security
-from baton_operator.api.spec_groups import (
-    AutoscalingStatus,
-    Decode,
-    Milliseconds,
-    Prefill,
-    UpdateStrategy,
-)
+from baton_operator.api.spec_engine import Engine
+from baton_operator.api.spec_groups import AutoscalingStatus, Decode, Prefill, UpdateStrategy
 from baton_operator.api.spec_model import Model, ModelStatus
 
 #: Leaves room for `-prefill-<ordinal>` and hashes in a DNS label.
@@ -49,39 +44,17 @@ class KVTransfer(ApiStruct, frozen=True):
     #: What a decode pod does if KV blocks do not arrive intact. recompute: it computes them. fail:
     #: the request fails.
     load_failure_policy: Literal["recompute", "fail"] = "recompute"
-
-
-class Engine(ApiStruct, frozen=True):
-    """Tuning of every engine of the service. An unset field has the engine's default."""
-
-    #: auto: cuda if the pod has a GPU, else cpu. Unset: auto.
-    device: Literal["auto", "cpu", "cuda"] | None = None
-    block_size: Literal[8, 16, 32, 64, 128] | None = None  #: Tokens per KV block. Unset: 16.
-    #: Number of KV blocks per engine. Unset: as many as kvCacheMemory holds.
-    num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
-    #: Memory for the KV blocks of one engine, for example 512Mi. numBlocks overrides it. Unset: as
-    #: much as fits on a GPU, and 256Mi on a CPU.
-    kv_cache_memory: Quantity | None = None
-    #: Host memory of one engine for blocks that its prefix cache evicts, for example 8Gi. They are
-    #: copied back when a prompt needs them. Unset: evicted blocks are computed again.
-    offload_memory: Quantity | None = None
-    #: true: requests share the blocks of equal prefixes, and later requests use them. Unset: true.
-    enable_prefix_caching: bool | None = None
-    #: Maximum number of tokens of one step. A longer prompt is computed in chunks. Unset: 512.
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=2**20)] | None = None
-    #: Wanted time from one token of a sequence to the next. Beside running sequences, a step
-    #: computes only as many prompt tokens as are expected to fit this time. A lower value makes
-    #: tokens come more evenly, and first tokens later. Unset: only maxNumBatchedTokens limits a
-    #: step.
-    target_itl_milliseconds: Milliseconds | None = None
-    #: Maximum number of sequences that one engine runs at the same time. Unset: 64.
-    max_num_seqs: Annotated[int, Meta(ge=1, le=2**16)] | None = None
-    #: Maximum number of waiting requests of one engine. Further requests get 429 with Retry-After,
-    #: unless another engine accepts them. Unset: 4096.
-    max_queue: Annotated[int, Meta(ge=1, le=10**6)] | None = None
-    #: Compute threads of each worker of an engine. Set it if engines on one machine share its
-    #: cores. Unset: one per core that the container may use.
-    num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    #: Seconds for which a prefill pod keeps KV blocks while its decode pod sends nothing. Unset:
+    #: 30.
+    lease_seconds: Annotated[int, Meta(ge=1, le=3600)] | None = None
+    #: Seconds without progress after which a decode pod gives up a transfer. Unset: 30.
+    load_timeout_seconds: Annotated[int, Meta(ge=1, le=3600)] | None = None
+    #: Maximum amount of KV in flight between two pods, for example 256Mi. Further transfers wait,
+    #: and requests take turns. Unset: 64Mi.
+    max_inflight_memory: Quantity | None = None
+    #: Pinned host memory through which the KV of a GPU travels, for each worker. Blocks wait for
+    #: room in it. Unset: 256Mi.
+    staging_memory: Quantity | None = None
 
 
 class Spec(ApiStruct, frozen=True):

@@ -17,6 +17,7 @@ import msgspec
 
 from baton_operator.api.llmservice import Spec, decode_spec
 from baton_operator.api.spec_access import Gateway
+from baton_operator.api.spec_engine import Engine, merged
 from baton_operator.api.spec_model import is_fetched
 
 
@@ -54,6 +55,29 @@ def _is_no_certificate(gateway: Gateway) -> bool:
     )
 
 
+def _prefill(spec: Spec) -> Engine:
+    """Return the tuning of the prefill engines of a spec with prefill."""
+    return merged(spec.engine, spec.prefill.engine if spec.prefill else None)
+
+
+def _decode(spec: Spec) -> Engine:
+    """Return the tuning of the decode engines."""
+    return merged(spec.engine, spec.decode.engine)
+
+
+def _tuned(role: str, field: str, default: str) -> str:
+    """Return the CEL expression for a field of the tuning of `role`."""
+    own, shared = f"self.{role}.engine", "self.engine"
+    return (
+        f"(has({own}) && has({own}.{field}) ? {own}.{field} : "
+        f"has({shared}.{field}) ? {shared}.{field} : {default})"
+    )
+
+
+_AUTO = "'auto'"
+_PREFILL_DEVICE = _tuned("prefill", "device", _AUTO)
+_DECODE_DEVICE = _tuned("decode", "device", _AUTO)
+
 RULES = (
     Rule(
         "",
@@ -66,19 +90,57 @@ RULES = (
         "",
         "engine.numBlocks is required with decode.parallelism.expert on device cuda: the memory "
         "that experts leave on a GPU depends on the group's size",
-        "!self.decode.parallelism.expert || !has(self.engine.device) || "
-        "self.engine.device != 'cuda' || has(self.engine.numBlocks)",
+        f"!self.decode.parallelism.expert || {_DECODE_DEVICE} != 'cuda' || "
+        f"{_tuned('decode', 'numBlocks', '0')} != 0",
         lambda spec: (
             not spec.decode.parallelism.expert
-            or spec.engine.device != "cuda"
-            or spec.engine.num_blocks is not None
+            or _decode(spec).device != "cuda"
+            or _decode(spec).num_blocks is not None
+        ),
+    ),
+    Rule(
+        "",
+        "engine.asyncScheduling must not be true with decode.parallelism.expert: ranks agree on "
+        "every step before it is scheduled",
+        f"!self.decode.parallelism.expert || !{_tuned('decode', 'asyncScheduling', 'false')}",
+        lambda spec: not spec.decode.parallelism.expert or not _decode(spec).async_scheduling,
+    ),
+    Rule(
+        "",
+        "engine.compilationMode and engine.cudagraphMode must be auto or none with "
+        "decode.parallelism.expert: exchanges with other ranks are neither compiled nor captured",
+        f"!self.decode.parallelism.expert || {_tuned('decode', 'enforceEager', 'false')} || "
+        f"({_tuned('decode', 'compilationMode', _AUTO)} in ['auto', 'none'] && "
+        f"{_tuned('decode', 'cudagraphMode', _AUTO)} in ['auto', 'none'])",
+        lambda spec: (
+            not spec.decode.parallelism.expert
+            or _decode(spec).enforce_eager is True
+            or {_decode(spec).compilation_mode, _decode(spec).cudagraph_mode}
+            <= {None, "auto", "none"}
+        ),
+    ),
+    Rule(
+        "",
+        "engine.blockSize must be the same for prefill and decode: they exchange KV blocks",
+        f"!has(self.prefill) || {_tuned('prefill', 'blockSize', '16')} == "
+        f"{_tuned('decode', 'blockSize', '16')}",
+        lambda spec: (
+            spec.prefill is None
+            or (_prefill(spec).block_size or 16) == (_decode(spec).block_size or 16)
         ),
     ),
     Rule(
         "",
         "model.quantization is for CPUs, and engine.device is cuda: leave out one of them",
-        "!has(self.model.quantization) || !has(self.engine.device) || self.engine.device != 'cuda'",
-        lambda spec: spec.model.quantization is None or spec.engine.device != "cuda",
+        f"!has(self.model.quantization) || ({_DECODE_DEVICE} != 'cuda' && "
+        f"(!has(self.prefill) || {_PREFILL_DEVICE} != 'cuda'))",
+        lambda spec: (
+            spec.model.quantization is None
+            or (
+                _decode(spec).device != "cuda"
+                and (spec.prefill is None or _prefill(spec).device != "cuda")
+            )
+        ),
     ),
     Rule(
         "",
@@ -117,6 +179,20 @@ RULES = (
         lambda model: (
             model.cache is None or model.cache.host_path is None or model.cache.claim is None
         ),
+    ),
+    *(
+        Rule(
+            path,
+            "each of compileCache and diagnostics needs either hostPath or claim",
+            "(!has(self.compileCache) || has(self.compileCache.hostPath) != "
+            "has(self.compileCache.claim)) && (!has(self.diagnostics) || "
+            "has(self.diagnostics.hostPath) != has(self.diagnostics.claim))",
+            lambda engine: all(
+                storage is None or (storage.host_path is None) != (storage.claim is None)
+                for storage in (engine.compile_cache, engine.diagnostics)
+            ),
+        )
+        for path in ("engine", "prefill.engine", "decode.engine")
     ),
     Rule(
         "decode.parallelism",

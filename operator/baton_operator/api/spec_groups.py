@@ -7,15 +7,22 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from baton_operator.api.field_types import ApiStruct, Count, Resources, Template, Time
+from baton_operator.api.field_types import (
+    ApiStruct,
+    Count,
+    Milliseconds,
+    Percent,
+    Resources,
+    Template,
+    Time,
+)
+from baton_operator.api.spec_engine import Engine
 
 DEFAULT_HOLD_SECONDS = 300
 
 IntOrPercent = (
     Annotated[int, Meta(ge=0, le=256)] | Annotated[str, Meta(pattern=r"^(100|[0-9]{1,2})%$")]
 )
-Milliseconds = Annotated[int, Meta(ge=1, le=3_600_000)]
-Percent = Annotated[int, Meta(ge=1, le=100)]
 Replicas = Annotated[int, Meta(ge=0, le=256)]
 StabilizationSeconds = Annotated[int, Meta(ge=0, le=3600)]
 
@@ -108,6 +115,9 @@ class Prefill(ApiStruct, frozen=True):
     replicas: Replicas = 1
     autoscaling: PrefillAutoscaling | None = None
     parallelism: PrefillParallelism = PrefillParallelism()
+    #: Tuning of the prefill engines. The fields that are set here override those of spec.engine.
+    #: extraArgs are appended.
+    engine: Engine | None = None
     resources: Resources | None = None
     template: Template | None = None
 
@@ -118,6 +128,9 @@ class Decode(ApiStruct, frozen=True):
     replicas: Replicas = 1  #: Number of pods, with one data-parallel rank each.
     autoscaling: DecodeAutoscaling | None = None
     parallelism: DecodeParallelism = DecodeParallelism()
+    #: Tuning of the decode engines. The fields that are set here override those of spec.engine.
+    #: extraArgs are appended.
+    engine: Engine | None = None
     resources: Resources | None = None
     template: Template | None = None
 

@@ -13,21 +13,19 @@ import msgspec
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
-from baton_operator.builders import model, service_key
+from baton_operator.builders import engine_settings, model, service_key
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.config import (
+    ENGINE_HTTP_PORT,
+    ENGINE_PORT,
+    KV_PORT,
     AccessConfig,
-    CacheConfig,
     DiscoveryConfig,
     EngineConfig,
     GatewayConfig,
     KVRole,
-    KVTransferConfig,
     ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
 )
 from baton_protocol.topology import COORDINATOR_PORT
 
@@ -54,68 +52,43 @@ def config_map(resolved: ResolvedService, role: names.ConfiguredRole) -> Object:
 
 
 def engine_config(resolved: ResolvedService, role: names.MemberRole) -> EngineConfig:
-    """Return the configuration of `baton-engine` in pods of `role`."""
-    spec, tuning = resolved.spec, resolved.spec.engine
-    memory, offload = tuning.kv_cache_memory, tuning.offload_memory
-    if not resolved.has_prefill:
-        kv_role = KVRole.NONE
-    else:
-        kv_role = KVRole.PRODUCER if role == "prefill" else KVRole.CONSUMER
-    target = tuning.target_itl_milliseconds
-    return EngineConfig(
-        model=_model_config(resolved, role),
-        cache=CacheConfig(
-            **_given(
-                block_size=tuning.block_size,
-                num_blocks=tuning.num_blocks,
-                memory_bytes=quantity_bytes(memory) if memory else None,
-                offload_memory_bytes=quantity_bytes(offload) if offload else None,
-                enable_prefix_caching=tuning.enable_prefix_caching,
-            )
-        ),
-        scheduler=SchedulerConfig(
-            **_given(
-                max_num_batched_tokens=tuning.max_num_batched_tokens,
-                max_num_seqs=tuning.max_num_seqs,
-                target_itl_s=target / 1000 if target else None,
-                max_queue=tuning.max_queue,
-            )
-        ),
-        kv_transfer=KVTransferConfig(
-            role=kv_role,
-            transport=spec.kv_transfer.transport,
-            rdma=spec.kv_transfer.rdma,
-            load_failure_policy=spec.kv_transfer.load_failure_policy,
-            mode=spec.kv_transfer.mode,
-        ),
-        parallel=_parallel_config(resolved, role),
-        service_key_file=service_key.FILE,
-        drain_timeout_s=float(spec.drain_timeout_seconds),
-        **_given(device=tuning.device, num_threads=tuning.num_threads),
-    )
-
-
-def _parallel_config(resolved: ResolvedService, role: names.MemberRole) -> ParallelConfig:
-    """Return the parallelism of one engine.
+    """Return the configuration of `baton-engine` in pods of `role`.
 
     Ranks get the IP address of the coordinator's Service, because pods of a local cluster have no
     cluster DNS. So a new address results in a new revision of the decode pods.
 
     Raises:
-        ValueError: the coordinator's Service has no address yet.
+        ValueError: the coordinator's Service has no address yet, or the spec is invalid. The
+            message names the field.
     """
-    size = resolved.tensor_parallel_size(role)
-    if role != "decode" or not resolved.is_expert_parallel:
-        stages = resolved.spec.decode.parallelism.pipeline if role == "decode" else 1
-        return ParallelConfig(tensor_parallel_size=size, pipeline_parallel_size=stages)
-    if resolved.coordinator is None:
-        raise ValueError("the coordinator's Service has no address yet")
-    return ParallelConfig(
-        tensor_parallel_size=size,
-        enable_expert_parallel=True,
-        coordinator=f"{names.url_host(resolved.coordinator)}:{COORDINATOR_PORT}",
-        num_redundant_experts=resolved.spec.decode.parallelism.redundant_experts,
-    )
+    parallelism = resolved.spec.decode.parallelism
+    is_rank = role == "decode" and resolved.is_expert_parallel
+    coordinator = ""
+    if is_rank:
+        if resolved.coordinator is None:
+            raise ValueError("the coordinator's Service has no address yet")
+        coordinator = f"{names.url_host(resolved.coordinator)}:{COORDINATOR_PORT}"
+    if not resolved.has_prefill:
+        kv_role = KVRole.NONE
+    else:
+        kv_role = KVRole.PRODUCER if role == "prefill" else KVRole.CONSUMER
+    served = msgspec.structs.asdict(_model_config(resolved, role))
+    own: dict[str, Any] = {
+        **{f"model.{name}": value for name, value in served.items()},
+        "kv_transfer.role": kv_role,
+        "kv_transfer.port": KV_PORT,
+        "parallel.tensor_parallel_size": resolved.tensor_parallel_size(role),
+        "parallel.pipeline_parallel_size": parallelism.pipeline if role == "decode" else 1,
+        "parallel.enable_expert_parallel": is_rank,
+        "parallel.coordinator": coordinator,
+        "parallel.rank_name": "",  # $POD_NAME
+        "parallel.num_redundant_experts": parallelism.redundant_experts if is_rank else 0,
+        "engine_port": ENGINE_PORT,
+        "http_port": ENGINE_HTTP_PORT,
+        "service_key_file": service_key.FILE,
+        "drain_timeout_s": float(resolved.spec.drain_timeout_seconds),
+    }
+    return engine_settings.configure(resolved, role, own)
 
 
 def gateway_config(resolved: ResolvedService) -> GatewayConfig:

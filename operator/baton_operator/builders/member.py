@@ -6,7 +6,8 @@ import copy
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders import config, pod
+from baton_operator.api.spec_engine import Engine
+from baton_operator.builders import config, engine_settings, pod
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 
@@ -42,6 +43,7 @@ class MemberTemplate:
             },
             template=group.template if group else None,
             resources=group.resources if group else None,
+            extra=_lasting_volumes(resolved.engine(role)),
         )
         #: Pods with another revision are replaced.
         self.revision = names.content_hash(self._template)
@@ -93,8 +95,25 @@ def headless_service(resolved: ResolvedService) -> Object:
     }
 
 
+def _lasting_volumes(engine: Engine) -> list[tuple[Object, Object]]:
+    """Return (volume, mount) of each volume that outlives the pod."""
+    mounted: list[tuple[Object, Object]] = []
+    for name, storage, path in (
+        ("compile-cache", engine.compile_cache, engine_settings.COMPILE_CACHE_PATH),
+        ("diagnostics", engine.diagnostics, engine_settings.DIAGNOSTICS_PATH),
+    ):
+        if storage is not None:
+            source: Object = (
+                {"persistentVolumeClaim": {"claimName": storage.claim}}
+                if storage.claim
+                else {"hostPath": {"path": storage.host_path, "type": "DirectoryOrCreate"}}
+            )
+            mounted.append(({"name": name, **source}, {"name": name, "mountPath": path}))
+    return mounted
+
+
 def _container(resolved: ResolvedService, role: names.MemberRole) -> Object:
-    threads = resolved.spec.engine.num_threads
+    threads = resolved.engine(role).num_threads
     return {
         "name": CONTAINER,
         "command": ["baton-engine", "--config", f"{config.MOUNT_PATH}/{role}.json"],

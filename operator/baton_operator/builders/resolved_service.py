@@ -9,6 +9,7 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.llmservice import Spec
+from baton_operator.api.spec_engine import Engine, merged
 from baton_operator.api.spec_groups import Decode, Prefill
 
 Scheme = Literal["http", "https"]
@@ -81,13 +82,18 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
             source.dtype,
             source.quantization,
             self.tensor_parallel_size(role),
-            self.spec.engine.device,
+            self.engine(role).device,
         ]
         return names.content_hash([self.coordinator, self.key_name, *same])
 
     def group(self, role: names.MemberRole) -> Decode | Prefill | None:
         """Return `spec.decode` or `spec.prefill`; None if the spec has no prefill group."""
         return self.spec.decode if role == "decode" else self.spec.prefill
+
+    def engine(self, role: names.MemberRole) -> Engine:
+        """Return the tuning of the engines of `role`."""
+        group = self.group(role)
+        return merged(self.spec.engine, group.engine if group else None)
 
     def tensor_parallel_size(self, role: names.MemberRole) -> int:
         group = self.group(role)

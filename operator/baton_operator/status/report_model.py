@@ -9,7 +9,7 @@ import msgspec
 
 from baton_kube.client import Object
 from baton_operator.api.spec_model import Model, ModelStatus, is_fetched
-from baton_operator.builders.model import FETCHER
+from baton_operator.builders.model import FETCHER, source
 from baton_operator.observe.observation import condition, is_ready
 from baton_operator.status.diagnose import Verdict, by_name, fatal, still_loading, tries_again
 from baton_operator.status.report_group import Group
@@ -66,7 +66,7 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
         found = None if is_ready(pod) else fatal(pod)
         if found and found.reason in MODEL_REASONS:
             return Verdict("False", found.reason, f"{found.message}{tries_again([pod], health)}")
-    if missing := next(filter(None, map(_missing_claim, pods)), None):
+    if missing := next(filter(None, (_missing_claim(model, pod) for pod in pods)), None):
         return Verdict("False", "ModelMissing", missing)
     had_before = _had_model(model, before)
     if not pods and had_before:
@@ -146,8 +146,9 @@ def _fetcher_end(pod: Object) -> Object:
     return state.get("terminated") or {}
 
 
-def _missing_claim(pod: Object) -> str | None:
-    """Return a message if the pod's PersistentVolumeClaim does not exist, else None."""
+def _missing_claim(model: Model, pod: Object) -> str | None:
+    """Return a message if the PersistentVolumeClaim of the model does not exist, else None."""
     text = condition(pod, "PodScheduled").get("message") or ""
-    is_missing = "persistentvolumeclaim" in text and "not found" in text
+    claim = source(model, "decode").volume.get("persistentVolumeClaim", {}).get("claimName")
+    is_missing = f'persistentvolumeclaim "{claim}" not found' in text
     return f"pod {pod['metadata']['name']}: {text}" if is_missing else None

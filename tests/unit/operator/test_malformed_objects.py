@@ -87,6 +87,10 @@ MALFORMED: list[tuple[Object, str]] = [
         "decode.resources.limits.cpu must be a quantity",
     ),
     ({"decode": {"resources": {"more": deep(300)}}}, "decode.resources is nested more than"),
+    (
+        {"decode": {"engine": {"extraArgs": ["--no-bind-threads", "--watermark=2"]}}},
+        "decode.engine.extraArgs[1]: --watermark must be in [0, 1), got 2.0",
+    ),
 ]
 
 
@@ -146,7 +150,10 @@ def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
     assert f"{NAME}-decode-3" not in member_names(simulated)
     assert f"{NAME}-decode-2" in member_names(simulated), "new sizes must apply, as in a pause"
     simulated.patch(
-        {group: {"template": None, "resources": None} for group in ("prefill", "decode", "gateway")}
+        {
+            group: {"template": None, "resources": None, "engine": None}
+            for group in ("prefill", "decode", "gateway")
+        }
     )
     simulated.settle()
 

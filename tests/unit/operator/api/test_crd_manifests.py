@@ -18,7 +18,15 @@ from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import RULES
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
 from baton_operator.manifests import main
-from baton_protocol.config import CacheConfig, GatewayConfig, SchedulerConfig
+from baton_protocol.config import (
+    CacheConfig,
+    CompilationConfig,
+    GatewayConfig,
+    KVTransferConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 
 MANIFESTS = Path(__file__).parents[4] / "manifests"
 SCHEMA = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -55,13 +63,31 @@ def test_every_field_is_described_in_its_struct() -> None:
 def test_descriptions_name_the_defaults_of_engine_and_gateway() -> None:
     gateway = {field.name: field.default for field in msgspec.structs.fields(GatewayConfig)}
     cpu_memory = f"{CPU_MEMORY_BYTES // 2**20}Mi"
+    cache, compilation, transfer = CacheConfig(), CompilationConfig(), KVTransferConfig()
+    scheduler, observed = SchedulerConfig(), ObservabilityConfig()
     defaults = {
-        "engine.blockSize": CacheConfig().block_size,
+        "engine.blockSize": cache.block_size,
         "engine.kvCacheMemory": f"as much as fits on a GPU, and {cpu_memory} on a CPU",
-        "engine.enablePrefixCaching": str(CacheConfig().enable_prefix_caching).lower(),
-        "engine.maxNumBatchedTokens": SchedulerConfig().max_num_batched_tokens,
-        "engine.maxNumSeqs": SchedulerConfig().max_num_seqs,
-        "engine.maxQueue": SchedulerConfig().max_queue,
+        "engine.gpuMemoryUtilizationPercent": round(100 * cache.gpu_memory_utilization),
+        "engine.swapMemory": f"{cache.swap_memory_bytes // 2**20}Mi",
+        "engine.enablePrefixCaching": str(cache.enable_prefix_caching).lower(),
+        "engine.maxNumBatchedTokens": scheduler.max_num_batched_tokens,
+        "engine.longPrefillTokenThreshold": scheduler.long_prefill_token_threshold,
+        "engine.maxNumSeqs": scheduler.max_num_seqs,
+        "engine.maxQueue": scheduler.max_queue,
+        "engine.schedulingPolicy": scheduler.policy,
+        "engine.preemptionMode": scheduler.preemption_mode,
+        "engine.asyncScheduling": str(scheduler.async_scheduling).lower(),
+        "engine.stepTimeoutSeconds": f"{ParallelConfig().step_timeout_s:g}",
+        "engine.enforceEager": str(compilation.enforce_eager).lower(),
+        "engine.compilationMode": compilation.mode,
+        "engine.cudagraphMode": compilation.cudagraph_mode,
+        "engine.logIterations": str(observed.log_iterations).lower(),
+        "engine.countNansInLogits": str(observed.count_nans_in_logits).lower(),
+        "kvTransfer.leaseSeconds": f"{transfer.lease_s:g}",
+        "kvTransfer.loadTimeoutSeconds": f"{transfer.load_timeout_s:g}",
+        "kvTransfer.maxInflightMemory": f"{transfer.max_inflight_bytes // 2**20}Mi",
+        "kvTransfer.stagingMemory": f"{transfer.staging_bytes // 2**20}Mi",
         "gateway.maxConcurrentRequests": gateway["max_concurrent_requests"],
         "gateway.generationConfig": gateway["generation_config"],
         "gateway.prefillThresholdTokens": gateway["prefill_threshold_tokens"],

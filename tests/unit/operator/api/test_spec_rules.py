@@ -84,6 +84,13 @@ def test_both_agree_on_any_spec(spec: Object) -> None:
     assert set(violations(decode_spec(stored(spec)["spec"]))) == refused(spec)
 
 
+def nested(path: str, value: Object) -> Object:
+    """Return a spec with `value` at `path`."""
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return value
+
+
 M = {"model": {"uri": "file:///m"}}
 GATEWAY_TLS = {"tls": {"secretName": "s"}}
 BROKEN: list[tuple[str, Object]] = [
@@ -102,6 +109,43 @@ BROKEN: list[tuple[str, Object]] = [
     (
         "model.quantization is for CPUs",
         {"model": {**M["model"], "quantization": "int8"}, "engine": {"device": "cuda"}},
+    ),
+    (
+        "model.quantization is for CPUs",
+        {
+            "model": {**M["model"], "quantization": "int8"},
+            "prefill": {"engine": {"device": "cuda"}},
+            "engine": {"device": "cpu"},
+        },
+    ),
+    (
+        "engine.numBlocks is required",
+        {
+            "decode": {"parallelism": {"expert": True}, "engine": {"device": "cuda"}},
+            "prefill": {"engine": {"numBlocks": 9}},
+        },
+    ),
+    (
+        "engine.asyncScheduling must not be true",
+        {"decode": {"parallelism": {"expert": True}, "engine": {"asyncScheduling": True}}},
+    ),
+    (
+        "engine.compilationMode and engine.cudagraphMode must be auto or none",
+        {"decode": {"parallelism": {"expert": True}}, "engine": {"cudagraphMode": "full"}},
+    ),
+    (
+        "engine.compilationMode and engine.cudagraphMode must be auto or none",
+        {"decode": {"parallelism": {"expert": True}}, "engine": {"compilationMode": "inductor"}},
+    ),
+    (
+        "engine.blockSize must be the same",
+        {"prefill": {"engine": {"blockSize": 32}}, "decode": {"engine": {"blockSize": 8}}},
+    ),
+    ("engine.blockSize must be the same", {"prefill": {}, "decode": {"engine": {"blockSize": 32}}}),
+    *(
+        (f"{path}: each of compileCache and diagnostics needs", nested(path, engine))
+        for path in ("engine", "prefill.engine", "decode.engine")
+        for engine in ({"compileCache": {}}, {"diagnostics": {"hostPath": "/d", "claim": "d"}})
     ),
     ("uri must not have ..", {"model": {"uri": "pvc://c/../m"}}),
     ("uri must not be /, /tmp,", {"model": {"uri": "file:///tmp"}}),
@@ -261,3 +305,31 @@ def test_each_rule_is_placed_at_its_fields() -> None:
     assert sorted(rules(ROOT["properties"]["spec"], "")) == sorted(
         (rule.path, rule.cel) for rule in RULES
     )
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {
+            "model": {**M["model"], "quantization": "int8"},
+            "engine": {"device": "cuda"},
+            "decode": {"engine": {"device": "cpu"}},
+        },
+        {
+            "decode": {
+                "parallelism": {"expert": True},
+                "engine": {"device": "cuda", "numBlocks": 9, "enforceEager": True},
+            },
+            "engine": {"compilationMode": "inductor"},
+        },
+        {
+            "decode": {"parallelism": {"expert": True}, "engine": {"asyncScheduling": False}},
+            "engine": {"asyncScheduling": True},
+        },
+        {"prefill": {"engine": {"blockSize": 16}}, "decode": {}},
+        {"engine": {"blockSize": 8}, "prefill": {}, "decode": {"engine": {"blockSize": 8}}},
+    ],
+)
+def test_the_tuning_of_a_role_decides(spec: Object) -> None:
+    assert not violations(decode_spec(M | spec))
+    assert not refused(M | spec)

@@ -59,6 +59,12 @@ EDITS: list[tuple[str, Any, set[str]]] = [
     ),
     ("engine.maxNumSeqs", 7, {"prefill", "decode"}),
     ("engine.blockSize", 32, {"prefill", "decode"}),
+    ("engine.extraArgs", ["--watermark=0.5"], {"prefill", "decode"}),
+    ("prefill.engine", {"maxNumSeqs": 7}, {"prefill"}),
+    ("decode.engine", {"diagnostics": {"claim": "c"}}, {"decode"}),
+    ("decode.engine", {"maxNumSeqs": 64}, set()),  # the default
+    ("kvTransfer.leaseSeconds", 7, {"prefill"}),
+    ("kvTransfer.loadTimeoutSeconds", 7, {"decode"}),
     ("kvTransfer.mode", "push", {"prefill", "decode"}),
     ("prefill.template", ENV, {"prefill"}),
     ("prefill.resources", RESOURCES, {"prefill"}),

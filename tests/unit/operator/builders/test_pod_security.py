@@ -32,6 +32,9 @@ SPECS: dict[str, Object] = {
         "engine": {"device": "cuda", "numThreads": 4, "offloadMemory": "8Gi"},
         "kvTransfer": {"transport": "nixl"},
     },
+    "with volumes that outlive the pods": {
+        "engine": {"compileCache": {"claim": "a"}, "diagnostics": {"claim": "b"}}
+    },
     "by ingress": {
         "gateway": {"replicas": 3, "ingress": {"host": "a.example"}, "maxConcurrentRequests": 7}
     },

@@ -260,6 +260,10 @@ def test_a_missing_claim_is_reported() -> None:
     status, reason, message = verdict([waiting], uri="pvc://models/x")
     assert (status, reason) == ("False", "ModelMissing")
     assert text in message
+    assert verdict([waiting], **HUB, cache={"claim": "models"})[1] == "ModelMissing"
+    # The claim of engine.compileCache, for example.
+    assert verdict([waiting], uri="pvc://other/x")[1] == "Starting"
+    assert verdict([waiting], uri="file:///x")[1] == "Starting"
 
 
 async def test_unready_pods_are_probed_and_invalid_responses_are_ignored() -> None:
