@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 
 class RecentMaximum:
     """The largest value that was added in the last `window_s` to `2 * window_s` seconds."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._window_started = -math.inf
+        #: Number of the window of the last `add`. Windows start at multiples of `window_s`.
+        self._window = 0
         self._current = 0.0
         self._previous = 0.0
 
@@ -26,7 +25,8 @@ class RecentMaximum:
             value: not negative.
             now: monotonic time in seconds.
         """
-        if (age_s := now - self._window_started) >= self._window_s:
-            self._previous = self._current if age_s < 2 * self._window_s else 0.0
-            self._current, self._window_started = 0.0, now
+        window = int(now // self._window_s)
+        if window != self._window:
+            self._previous = self._current if window == self._window + 1 else 0.0
+            self._current, self._window = 0.0, window
         self._current = max(self._current, value)

@@ -64,7 +64,7 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         "max_num_seqs": rng.choice([4, 8, 16, 16]),
         "max_num_batched_tokens": rng.choice([4, 7, 16, 33, 128])
         if chunked
-        else rng.choice([40, 128]),
+        else rng.choice([MAX_MODEL_LEN, 128]),
         "enable_chunked_prefill": chunked,
         "long_prefill_token_threshold": rng.choice([0, 0, 3, 16]),
         "scheduling_policy": rng.choice(["priority", "fcfs"]),

@@ -136,9 +136,11 @@ def test_only_the_leader_works_and_the_other_only_reads_the_lease(pair: Pair) ->
     assert {path.partition("?")[0].rpartition("/")[2] for _, path in pair.standby.proxy.reads} <= {
         "baton-operator"
     }
-    line = json.loads(
-        next(text for text in pair.leader.log.read_text().splitlines() if "Created" in text)
-    )
+
+    def creations() -> list[str]:
+        return [text for text in pair.leader.log.read_text().splitlines() if "Created" in text]
+
+    line = json.loads(eventually(creations, "the log line of a created object")[0])
     assert (line["namespace"], line["service"], line["level"]) == (NAMESPACE, "steady", "info")
 
 
