@@ -207,7 +207,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
     ) -> None:
         """End the stream with an error."""
         logger.warning(
-            "request %s%s failed while it was streamed, the client got the error: %s",
+            "request %s%s failed while it was streamed, sending the error to the client: %s",
             job.id,
             client_name(http),
             error.message,

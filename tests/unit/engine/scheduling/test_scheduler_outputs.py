@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 
 from baton_engine.scheduling.refusals import RequestRefusedError
@@ -81,6 +83,17 @@ def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason():
     assert output.error == "no such grammar"
     with pytest.raises(RequestRefusedError, match="structured_output is not available"):
         Engine().add("r", [1, 2], 9, grammar("3"))
+
+
+def test_stats_do_not_change_after_they_were_returned():
+    engine = Engine()
+    engine.add("r", [1, 2], 6)
+    engine.step()
+    stats = engine.scheduler.stats()
+    before = copy.deepcopy(stats)
+    engine.run()
+    assert stats == before
+    assert engine.scheduler.stats().generation_tokens > before.generation_tokens
 
 
 def test_paused_new_admits_no_requests_and_paused_all_runs_none():
