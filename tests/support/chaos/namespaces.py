@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from support.pods import Network
+from support.waiting import eventually
 
 
 class Namespaces:
@@ -59,6 +60,20 @@ class Namespaces:
             _ip("link", "set", link, "master", self._bridge, "up")
             _ip("link", "set", "dev", link, "type", "bridge_slave", "isolated", "off")
 
+    def wait_until_resent(self) -> None:
+        """Wait until TCP has resent what was lost in an outage.
+
+        The kernel doubles its delay with each loss. So after an outage, a connection may be silent
+        for about as long again.
+        """
+
+        def resent() -> bool:
+            sockets = _run("ss", "-tin", "src", self.host)
+            sockets += "".join(_run(*network.command, "ss", "-tin") for network in self.networks)
+            return "backoff:" not in sockets
+
+        eventually(resent, timeout_s=20, what="all lost packets resent")
+
     def remove(self) -> None:
         for name in self._names:
             with contextlib.suppress(AssertionError):
@@ -88,7 +103,10 @@ def namespaces(num: int, environment: dict[str, str]) -> Iterator[Namespaces]:
 
 
 def _ip(*arguments: str) -> None:
-    done = subprocess.run(
-        ["ip", *arguments], capture_output=True, text=True, timeout=10, check=False
-    )
-    assert done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout
