@@ -17,6 +17,7 @@ The modules:
 - `controller`: runs the queued reconciles.
 - `desired`: the desired state of a service, collected from the builders.
 - `apply`: writes the difference between the desired and the observed state.
+- `drain`: sends `POST /drain` to the members that are marked as draining.
 - `revisions`: the revision history of a service.
 - `cli`, `process`, `runtime`: the command, the process with its Lease, and the process's parts.
 - `metrics`, `logs`: metrics, `/health` and log lines of the operator.

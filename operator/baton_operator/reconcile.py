@@ -1,6 +1,6 @@
 """Reconcile one service: observe, plan, apply, report. Level-triggered and idempotent.
 
-`Reconciler._step` calls one method for each step, in order.
+`Reconciler._run_steps` lists the steps, in order.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.controller import Outcome
 from baton_operator.desired import Desired, compute_desired, resolve
+from baton_operator.drain import drain_members
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
@@ -66,7 +67,7 @@ LOADING_REVISIT_S = 3.0
 
 
 @dataclass(eq=False)
-class _Step:
+class _ReconcileState:
     """One reconcile: the observed state, the desired state and the problems."""
 
     observed: Observation
@@ -165,40 +166,45 @@ class Reconciler:
         """
         try:
             try:
-                step = await self._step(key, freshness)
+                state = await self._run_steps(key, freshness)
             except StaleReadError:
-                step = await self._step(key, Freshness(versions=freshness.versions))
+                state = await self._run_steps(key, Freshness(versions=freshness.versions))
         except (KubeError, OSError):
             raise
         except Exception as error:
             await self._report_defect(key, error)
             raise
-        return step.outcome() if step is not None else Outcome(is_gone=True)
+        return state.outcome() if state is not None else Outcome(is_gone=True)
 
-    async def _step(self, key: names.Key, freshness: Freshness) -> _Step | None:
+    async def _run_steps(self, key: names.Key, freshness: Freshness) -> _ReconcileState | None:
         """Run one reconcile. Return its state, or None if the service is deleted."""
         # 1. Observe what exists.
-        observed = await observe(self._kube, self._drainer, self._coordinators, key, freshness)
+        observed = await observe(self._kube, self._coordinators, key, freshness)
         if observed is None:
             self._forget(key)
             return None
-        step = _Step(observed, self._clock(), recorded_name(observed.service))
+        state = _ReconcileState(observed, self._clock(), recorded_name(observed.service))
         try:
-            # 2. Compute what should exist.
-            await self._decide(step)
-            # 3. Write the objects other than member pods.
-            await self._write_objects(step)
-            # 4. Take the next step of each group of members, even if an object was refused.
-            if await self._move_members(step):
-                # 5. Delete ConfigMaps that no pod needs.
-                await self._collect(step)
+            # 2. Drain marked members. The topology was read before. So if it shows that a member
+            # stands by, the requests are counted after the member has left the topology.
+            await drain_members(self._drainer, observed)
+            # 3. Compute what should exist.
+            await self._decide(state)
+            # 4. Write the objects other than member pods.
+            await self._write_objects(state)
+            # 5. Take the next step of each group of members, even if an object was refused.
+            if await self._move_members(state):
+                # 6. Delete ConfigMaps that no pod needs.
+                await self._collect(state)
         except StaleReadError:
             raise
         except Exception as error:  # after any error the status must not stay Ready
-            step.fail(error)
-        # 6. Report, even if a step failed.
-        step.is_ready = await self._report(step)
-        return step
+            state.fail(error)
+        # 7. Send the status probes, and pass the groups to the autoscaler, even if a step failed.
+        groups = await self._probe_groups(state)
+        # 8. Report.
+        state.is_ready = await self._report(state, groups)
+        return state
 
     def _forget(self, key: names.Key) -> None:
         """Drop the cached state of a deleted service."""
@@ -207,7 +213,7 @@ class Reconciler:
         self._refused_pods.forget(key)
         self._probes.forget(key)
 
-    async def _decide(self, step: _Step) -> None:
+    async def _decide(self, state: _ReconcileState) -> None:
         """Compute the desired state from the spec of the service.
 
         If that spec cannot be used, use the spec that was rolled out last.
@@ -215,31 +221,31 @@ class Reconciler:
         Raises:
             Problem: neither spec can be used.
         """
-        observed = step.observed
+        observed = state.observed
         if observed.has_no_recorded_spec:
             raise Paused("spec.paused is true, and nothing was rolled out before; set it to false")
         try:
-            await self._build(step, observed.service["spec"])
+            await self._build(state, observed.service["spec"])
         except Exception as error:
-            step.fail(error)
-            await self._build_recorded(step)
-        resolved, _ = step.target
+            state.fail(error)
+            await self._build_recorded(state)
+        resolved, _ = state.target
         # While paused, the recorded spec applies.
-        if not resolved.spec.paused and not step.problems:
-            step.spec_revision = await record_spec(self._kube, resolved, observed.service)
+        if not resolved.spec.paused and not state.problems:
+            state.spec_revision = await record_spec(self._kube, resolved, observed.service)
 
-    async def _build_recorded(self, step: _Step) -> None:
+    async def _build_recorded(self, state: _ReconcileState) -> None:
         """Compute the desired state from the spec that was rolled out last.
 
-        `step.desired` stays None if no such spec can be used, or if the spec of the service did not
-        cause the first problem of the step.
+        `state.desired` stays None if no such spec can be used, or if the spec of the service did
+        not cause the first problem.
         """
-        is_of_spec = step.problems[0].is_of_spec
-        recorded = await recorded_spec(self._kube, step.observed.service) if is_of_spec else None
+        is_of_spec = state.problems[0].is_of_spec
+        recorded = await recorded_spec(self._kube, state.observed.service) if is_of_spec else None
         if recorded is None:
             return
         try:
-            await self._build(step, recorded)
+            await self._build(state, recorded)
         except Exception as error:
             logger.warning(
                 "no object is written, because the recorded spec cannot be used either: %s; "
@@ -247,26 +253,26 @@ class Reconciler:
                 error,
             )
 
-    async def _build(self, step: _Step, spec: Object) -> None:
+    async def _build(self, state: _ReconcileState, spec: Object) -> None:
         """Compute the desired state from `spec`, and create the service's key if necessary.
 
         Raises:
             Problem: the spec or the service's key cannot be used.
             KubeError: the API server refused a request.
         """
-        observed, step.desired = step.observed, None
-        step.resolved = self._autoscaler.apply_sizes(resolve(observed, spec), observed.service)
+        observed, state.desired = state.observed, None
+        state.resolved = self._autoscaler.apply_sizes(resolve(observed, spec), observed.service)
         observed.service_key = await ensure_service_key(
-            self._kube, step.resolved, observed.key_secret
+            self._kube, state.resolved, observed.key_secret
         )
-        step.resolved = msgspec.structs.replace(
-            step.resolved, key_name=service_key.name_of(observed.service_key)
+        state.resolved = msgspec.structs.replace(
+            state.resolved, key_name=service_key.name_of(observed.service_key)
         )
-        if step.resolved.spec.gateway.http_route is not None:
+        if state.resolved.spec.gateway.http_route is not None:
             await self._kube.serves_http_routes()
         try:
-            step.desired = compute_desired(
-                step.resolved,
+            state.desired = compute_desired(
+                state.resolved,
                 self._kube.policy_api,
                 keep_coordinator=observed.has_ranks,
                 operator_namespace=self._operator_namespace,
@@ -275,8 +281,8 @@ class Reconciler:
         except ValueError as error:
             raise InvalidSpec(error) from error
 
-    async def _write_objects(self, step: _Step) -> None:
-        """Write all objects except member pods. Add refused objects to the problems of the step.
+    async def _write_objects(self, state: _ReconcileState) -> None:
+        """Write all objects except member pods. Add refused objects to the problems.
 
         If the last reconcile left all objects as desired, and nothing may have changed since then,
         only the objects of MOVING_KINDS are compared.
@@ -284,17 +290,17 @@ class Reconciler:
         Raises:
             Problem: a ConfigMap that pods mount could not be written.
         """
-        resolved, desired = step.target
-        observed, freshness = step.observed, step.observed.freshness
+        resolved, desired = state.target
+        observed, freshness = state.observed, state.observed.freshness
         kinds = {
             "ConfigMap",
             *(obj["kind"] for obj in desired.objects),
             *(kind for kind, _ in desired.absent),
         }
         outdated = sorted(observed.mounted_config_maps - desired.config_maps)
-        step.content = names.content_hash([desired.objects, desired.absent, outdated])
+        state.content = names.content_hash([desired.objects, desired.absent, outdated])
         may_have_changed = freshness.is_consistent or freshness.objects_changed
-        if self._verified.pop(observed.key, "") == step.content and not may_have_changed:
+        if self._verified.pop(observed.key, "") == state.content and not may_have_changed:
             kinds = {obj["kind"] for obj in desired.objects} & MOVING_KINDS
         if "status" in observed.service:
             await observed.read_objects(self._kube, kinds)
@@ -305,44 +311,44 @@ class Reconciler:
         # created without them.
         refused.sort(key=lambda each: each[0] != "ConfigMap")
         for _, problem in refused:
-            step.fail(problem)
+            state.fail(problem)
         if "ConfigMap" in observed.kinds and any(
             not observed.owned("ConfigMap", name) for name in desired.config_maps
         ):
             raise refused[0][1]
-        step.objects_match = all(isinstance(problem, GatewayAPIMissing) for _, problem in refused)
+        state.objects_match = all(isinstance(problem, GatewayAPIMissing) for _, problem in refused)
 
-    async def _move_members(self, step: _Step) -> bool:
+    async def _move_members(self, state: _ReconcileState) -> bool:
         """Take the next step of each group of members. Return True if no step failed.
 
         A pod that the API server refuses does not count as a failure. The condition of its group
         reports the refusal.
         """
-        resolved, desired = step.target
-        observed = step.observed
+        resolved, desired = state.target
+        observed = state.observed
         previous = await find_previous_revisions(
-            self._kube, resolved, observed.service, step.spec_revision, desired.members
+            self._kube, resolved, observed.service, state.spec_revision, desired.members
         )
         all_went_well = True
         for role, template in desired.members.items():
             try:
-                await self._move_group(step, role, template, previous.get(role))
+                await self._move_group(state, role, template, previous.get(role))
             except (OSError, StaleReadError):
                 raise
             except Exception as error:  # a defect in one group does not stop the other
-                step.fail(error)
+                state.fail(error)
                 all_went_well = False
         return all_went_well
 
     async def _move_group(
         self,
-        step: _Step,
+        state: _ReconcileState,
         role: names.MemberRole,
         template: MemberTemplate,
         previous: PreviousRevision | None,
     ) -> None:
-        resolved, _ = step.target
-        observed, now = step.observed, step.now
+        resolved, _ = state.target
+        observed, now = state.observed, state.now
         key = observed.key, role, template.revision
         recorded = (
             recorded_for(observed.service, observed.coordinator) if observed.coordinator else None
@@ -360,7 +366,7 @@ class Reconciler:
         )
         plan = self._refused_pods.hold_back(*key, plan, now)
         if plan.revisit_s is not None:
-            step.revisits.append(plan.revisit_s)
+            state.revisits.append(plan.revisit_s)
         if plan.acts:
             observed.freshness.require_consistent()
         if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
@@ -369,11 +375,11 @@ class Reconciler:
             self._kube, self._events, resolved, template, previous, plan, observed, now
         )
         if plan.restore and previous is not None:
-            step.restored_config_maps.add(previous.config_map["metadata"]["name"])
+            state.restored_config_maps.add(previous.config_map["metadata"]["name"])
         if plan.create or plan.restore:
             delay_s = self._refused_pods.record(*key, refusal, now)
             if delay_s is not None:
-                step.revisits.append(delay_s)
+                state.revisits.append(delay_s)
 
     async def _request_topology(self, request: TopologyRequest, observed: Observation) -> None:
         """Send the topology request to the coordinator, and store the reply in `observed`."""
@@ -387,28 +393,27 @@ class Reconciler:
             message = f"operation {request.operation_id}: requested a topology of {members}"
             await self._events.emit(observed.service, "TopologyRequested", message)
 
-    async def _collect(self, step: _Step) -> None:
+    async def _collect(self, state: _ReconcileState) -> None:
         """Delete ConfigMaps that no pod needs. If all objects are as desired, record their hash."""
-        resolved, desired = step.target
-        needed = desired.config_maps | step.restored_config_maps
-        await collect_config_maps(self._kube, resolved, needed, step.observed)
-        if step.objects_match:
-            self._verified[step.observed.key] = step.content
+        resolved, desired = state.target
+        needed = desired.config_maps | state.restored_config_maps
+        await collect_config_maps(self._kube, resolved, needed, state.observed)
+        if state.objects_match:
+            self._verified[state.observed.key] = state.content
 
-    async def _report(self, step: _Step) -> bool:
+    async def _report(self, state: _ReconcileState, groups: dict[names.Role, Group]) -> bool:
         """Write the status and its Events. Return whether the service is Ready."""
-        observed, service, resolved = step.observed, step.observed.service, step.resolved
-        groups = await self._groups_for_report(step)
+        observed, service, resolved = state.observed, state.observed.service, state.resolved
         gateway = observed.owned("Service", names.gateway_name(observed.key.name))
-        problem = step.problems[0] if step.problems else None
+        problem = state.problems[0] if state.problems else None
         status = report(
             service,
             resolved,
             groups,
             cluster_ip=gateway["spec"].get("clusterIP") if gateway else None,
             problem=problem,
-            now=step.now,
-            spec_revision=step.spec_revision,
+            now=state.now,
+            spec_revision=state.spec_revision,
             kv=observed.kv,
             held_back=observed.held_back,
         )
@@ -419,13 +424,14 @@ class Reconciler:
         await self._status.emit(service, [*scaled, *new_events(service, status, problem)])
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
-    async def _groups_for_report(self, step: _Step) -> dict[names.Role, Group]:
-        """Return the groups of pods for the report; empty if the desired state is not known.
+    async def _probe_groups(self, state: _ReconcileState) -> dict[names.Role, Group]:
+        """Send the status probes, and pass the groups of pods to the autoscaler.
 
-        This also sends the status probes, and passes the groups to the autoscaler.
+        Returns:
+            The groups; empty if the desired state is not known.
         """
         groups: dict[names.Role, Group] = {}
-        observed, resolved, desired = step.observed, step.resolved, step.desired
+        observed, resolved, desired = state.observed, state.resolved, state.desired
         if resolved is None or desired is None:
             return groups
         await self._probes.fill_in(self._kube, observed, resolved)

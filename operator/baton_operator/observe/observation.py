@@ -1,4 +1,4 @@
-"""Observe a service: read its state from the API server, the coordinator and draining members."""
+"""Observe a service: read its state from the API server and the coordinator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.resolved_service import Scheme, controlled_by
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.freshness import Freshness
-from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
+from baton_operator.observe.pod_clients import CoordinatorClient
 from baton_operator.plan.plan_group import Member
 from baton_operator.revisions import held_back, recorded_spec
 from baton_protocol.kv_compatibility import KVCompatibility
@@ -130,7 +130,6 @@ async def list_own(kube: Kube, kind: str, key: names.Key, freshness: Freshness) 
 
 async def observe(
     kube: Kube,
-    drainer: Drainer,
     coordinators: CoordinatorClient,
     key: names.Key,
     freshness: Freshness,
@@ -180,8 +179,6 @@ async def observe(
         has_no_recorded_spec=recorded is None,
         held_back=waiting,
     )
-    # The topology is read before the members' unfinished requests. So if the topology shows that a
-    # member stands by, the requests are counted after the member has left the topology.
     is_any_a_rank = any(
         names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {}) for pod in pods
     )
@@ -192,7 +189,7 @@ async def observe(
     if observed.coordinator is not None:
         observed.topology = await coordinators.topology(observed.coordinator, service_key)
     for role in names.MEMBER_ROLES:
-        observed.members[role] = await _members(pods, role, drainer, service_key)
+        observed.members[role] = list(map(member, observed.role_pods(role)))
     return observed
 
 
@@ -211,23 +208,6 @@ def _is_set(service: Object, *path: str) -> bool:
     for field in path:
         node = node.get(field) if isinstance(node, dict) else None
     return node is True
-
-
-async def _members(
-    pods: list[Object], role: names.MemberRole, drainer: Drainer, key: ServiceKey | None
-) -> list[Member]:
-    members = [
-        member(pod) for pod in pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role
-    ]
-    addresses = {pod["metadata"]["name"]: pod.get("status", {}).get("podIP") for pod in pods}
-
-    async def with_unfinished(observed: Member) -> Member:
-        if not (observed.draining and observed.serving and observed.deletion is None):
-            return observed
-        unfinished = await drainer.drain(addresses[observed.name], key)
-        return msgspec.structs.replace(observed, unfinished=unfinished)
-
-    return list(await asyncio.gather(*map(with_unfinished, members)))
 
 
 def member(pod: Object) -> Member:

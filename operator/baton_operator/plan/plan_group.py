@@ -3,7 +3,8 @@
 A member leaves in three steps. Each step is observed in the cluster before the next one:
 
 1. The member is marked as draining, so gateways send it no new requests.
-2. The member drains until it has no unfinished request or transfer, or the drain timeout passes.
+2. The member drains until it has no unfinished request or transfer, or the drain timeout passes
+   (`drain.py`).
 3. The member is deleted.
 
 A rollout replaces members of an earlier revision within two bounds. At most `desired + max_surge`
@@ -55,6 +56,11 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     expert_group: str = ""  # ranks with the same value can share a topology; empty: no rank
     #: Since when the pod has been unschedulable only because other pods use the resources.
     no_room_since: datetime | None = None
+
+    @property
+    def must_drain(self) -> bool:
+        """Whether to send `POST /drain` to the member."""
+        return self.draining and self.serving and self.deletion is None
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,30 @@
+"""Drain the members that `apply_members` marked as draining in an earlier reconcile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from baton_operator.observe.observation import Observation
+from baton_operator.observe.pod_clients import Drainer
+from baton_operator.plan.plan_group import Member
+
+
+async def drain_members(drainer: Drainer, observed: Observation) -> None:
+    """Send `POST /drain` to each member that must drain.
+
+    The numbers of unfinished requests are added to `observed`, because the planner needs them.
+    """
+    addresses = {
+        pod["metadata"]["name"]: pod.get("status", {}).get("podIP") for pod in observed.pods
+    }
+
+    async def drain(member: Member) -> Member:
+        if not member.must_drain:
+            return member
+        unfinished = await drainer.drain(addresses[member.name], observed.service_key)
+        return msgspec.structs.replace(member, unfinished=unfinished)
+
+    for role, members in observed.members.items():
+        observed.members[role] = list(await asyncio.gather(*map(drain, members)))
