@@ -52,7 +52,7 @@ from baton_operator.revisions import (
 from baton_operator.revisions import record as record_spec
 from baton_operator.status.report import report, report_defect
 from baton_operator.status.report_events import new_events
-from baton_operator.status.report_group import Group, gateway_group, member_group
+from baton_operator.status.report_group import ReportedGroup, gateway_group, member_group
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_operator.status.status_writer import StatusWriter
 from baton_protocol.topology import TopologyRequest
@@ -401,7 +401,9 @@ class Reconciler:
         if state.objects_match:
             self._verified[state.observed.key] = state.content
 
-    async def _report(self, state: _ReconcileState, groups: dict[names.Role, Group]) -> bool:
+    async def _report(
+        self, state: _ReconcileState, groups: dict[names.Role, ReportedGroup]
+    ) -> bool:
         """Write the status and its Events. Return whether the service is Ready."""
         observed, service, resolved = state.observed, state.observed.service, state.resolved
         gateway = observed.owned("Service", names.gateway_name(observed.key.name))
@@ -424,13 +426,13 @@ class Reconciler:
         await self._status.emit(service, [*scaled, *new_events(service, status, problem)])
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
-    async def _probe_groups(self, state: _ReconcileState) -> dict[names.Role, Group]:
+    async def _probe_groups(self, state: _ReconcileState) -> dict[names.Role, ReportedGroup]:
         """Send the status probes, and pass the groups of pods to the autoscaler.
 
         Returns:
             The groups; empty if the desired state is not known.
         """
-        groups: dict[names.Role, Group] = {}
+        groups: dict[names.Role, ReportedGroup] = {}
         observed, resolved, desired = state.observed, state.resolved, state.desired
         if resolved is None or desired is None:
             return groups

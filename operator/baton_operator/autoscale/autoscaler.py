@@ -22,14 +22,14 @@ import msgspec
 from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.autoscale.decision_history import History
-from baton_operator.autoscale.inputs import groups_of, targets_of
-from baton_operator.autoscale.policy import Decision, Group, decide
+from baton_operator.autoscale.inputs import role_states, targets_of
+from baton_operator.autoscale.policy import Decision, RoleState, decide
 from baton_operator.autoscale.scrape import Scraper, ScrapeTarget
 from baton_operator.autoscale.settings import Settings, scrape_period_s, settings_of
 from baton_operator.autoscale.windows import Snapshot, window
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
-from baton_operator.status import report_group
+from baton_operator.status.report_group import ReportedGroup
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.5
@@ -57,7 +57,7 @@ class _Service:
     def __init__(self, uid: str, now: float) -> None:
         self.uid = uid
         self.roles: dict[names.MemberRole, _Role] = {}
-        self.groups: dict[names.MemberRole, Group] = {}
+        self.groups: dict[names.MemberRole, RoleState] = {}
         self.targets: list[ScrapeTarget] = []
         self.snapshots: list[Snapshot] = []
         self.errors: dict[str, str] = {}
@@ -128,7 +128,7 @@ class Autoscaler:
     def observe(
         self,
         resolved: ResolvedService,
-        groups: Mapping[names.Role, report_group.Group],
+        groups: Mapping[names.Role, ReportedGroup],
         pods: list[dict[str, Any]],
     ) -> None:
         """Record the state that a reconcile observed, for the next scrape and decision.
@@ -140,7 +140,7 @@ class Autoscaler:
         known = self._services.get(names.Key(resolved.namespace, resolved.name))
         if known is not None:
             settings = {role: state.settings for role, state in known.roles.items()}
-            known.groups = groups_of(resolved, groups, settings)
+            known.groups = role_states(resolved, groups, settings)
             known.targets = targets_of(resolved, pods)
 
     def status(self, resolved: ResolvedService, role: names.MemberRole) -> AutoscalingStatus | None:

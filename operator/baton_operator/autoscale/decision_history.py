@@ -31,10 +31,10 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Breach(msgspec.Struct, frozen=True):
-    """The load per engine at which a target was missed after the size was reduced."""
+    """A target that was missed after the size was reduced."""
 
-    at: float
-    #: As `recommendations.load_per_engine` returns it.
+    at: float  # time of the miss, in seconds
+    #: The load at that time, from `recommendations.load_per_engine`.
     load_per_engine: float
 
 

@@ -7,26 +7,26 @@ from math import isfinite
 from typing import Any
 
 from baton_operator import names
-from baton_operator.autoscale.policy import Group
+from baton_operator.autoscale.policy import RoleState
 from baton_operator.autoscale.scrape import ScrapeTarget
 from baton_operator.autoscale.settings import Settings
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import is_ready
-from baton_operator.status import report_group
 from baton_operator.status.diagnose import is_leaving
+from baton_operator.status.report_group import ReportedGroup
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
 from baton_protocol.topology import ACTIVE_PHASES
 
 
-def groups_of(
+def role_states(
     resolved: ResolvedService,
-    seen: Mapping[names.Role, report_group.Group],
+    seen: Mapping[names.Role, ReportedGroup],
     settings: Mapping[names.MemberRole, Settings],
-) -> dict[names.MemberRole, Group]:
+) -> dict[names.MemberRole, RoleState]:
     """Return the state of each observed group that has `autoscaling`, as input of `decide`."""
     alone = resolved.replicas("prefill") == 0
     return {
-        role: Group(
+        role: RoleState(
             role=role,
             size=resolved.replicas(role),
             pods=len(seen[role].pods),
@@ -39,7 +39,7 @@ def groups_of(
     }
 
 
-def _operation(resolved: ResolvedService, group: report_group.Group) -> str:
+def _operation(resolved: ResolvedService, group: ReportedGroup) -> str:
     """Return the operation that must end before the size changes again; empty if none runs."""
     operation = (
         group.topology.status.operation if group.topology and group.topology.status else None

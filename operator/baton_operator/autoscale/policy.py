@@ -102,7 +102,7 @@ class Behavior(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.up_window_s, self.down_window_s, self.step_s)
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class RoleState(msgspec.Struct, frozen=True, kw_only=True):
     """The observed state of one role."""
 
     role: MemberRole
@@ -145,7 +145,7 @@ class _Choice(NamedTuple):
 
 def decide(
     now: float,
-    group: Group,
+    group: RoleState,
     bounds: Bounds,
     targets: Targets,
     window: Window | None,
@@ -183,7 +183,7 @@ def decide(
 
 def _choose(
     now: float,
-    group: Group,
+    group: RoleState,
     bounds: Bounds,
     targets: Targets,
     window: Window | None,
@@ -225,7 +225,7 @@ def _choose(
 
 
 def _choose_from_zero(
-    now: float, group: Group, window: Window | None, history: History, behavior: Behavior
+    now: float, group: RoleState, window: Window | None, history: History, behavior: Behavior
 ) -> _Choice:
     if window is None or now - window.end > behavior.stale_s or window.gateways == 0:
         return _Choice(0, "MetricsMissing", "no gateway reports whether requests wait")
@@ -240,7 +240,7 @@ def _choose_from_zero(
 
 
 def _hold(
-    now: float, group: Group, window: Window | None, history: History, behavior: Behavior
+    now: float, group: RoleState, window: Window | None, history: History, behavior: Behavior
 ) -> tuple[Reason, str, bool] | None:
     """Return (reason, text, is_settled) if the size must stay; None if the size may change.
 
@@ -289,7 +289,7 @@ def _idle_since(
 
 def _recommend(
     now: float,
-    group: Group,
+    group: RoleState,
     window: Window,
     measured: RoleWindow,
     targets: Targets,

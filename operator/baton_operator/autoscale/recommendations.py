@@ -153,7 +153,10 @@ def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float)
 
 
 def _ttft_of_next_s(n: int, role: RoleWindow) -> float:
-    """Return the expected TTFT in seconds of a request that arrives now; 0 if no request waits."""
+    """Return the expected TTFT in seconds of the next request to arrive.
+
+    The result is 0 below WAITING_PER_ENGINE. It is infinite if requests wait and none was computed.
+    """
     if role.waiting < WAITING_PER_ENGINE:
         return 0.0
     return role.prefill_s + n * role.waiting / role.requests_per_s if role.requests_per_s else inf

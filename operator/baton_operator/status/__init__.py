@@ -3,8 +3,10 @@
 - `report`: the whole status.
 - `report_group`: the condition of each group of pods.
 - `report_model`, `report_topology`, `report_update`: ModelAvailable, Scaling and Updating.
+- `report_route`: why no Gateway accepts the HTTPRoute, a part of GatewayReady.
 - `report_events`: the Events about changes of the status.
 - `diagnose`: why pods are not ready.
+- `reasons`: the reasons of conditions, by progress and failure.
 - `status_probes`: requests for state that only the status shows.
 - `status_writer`: writes the status and the Events.
 """

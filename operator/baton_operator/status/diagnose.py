@@ -15,6 +15,7 @@ import msgspec
 from baton_kube.client import SERVICE_ACCOUNT, Object
 from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe.observation import Reference, condition, is_ready, parse_time
+from baton_operator.status.reasons import Failure
 from baton_protocol.progress import Health
 
 #: The last line of a component whose configuration is wrong (docs/internals/pods.md).
@@ -22,11 +23,6 @@ FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]{0,99}): (.*)$", re.MULTILINE)
 CRASH_LOOP_RESTARTS = 2
 LOST = "ContainerStatusUnknown"  # reason of a container that was lost with its node or kubelet
 SIGNALLED = 128  # the exit code after a signal is this number plus the number of the signal
-#: Reasons that show progress and no failure. The second line is about topologies.
-PROGRESS_REASONS = {
-    *("Starting", "Progressing", "Draining", "ScaledToZero", "Fetching", "Loading", "RoutePending"),
-    *("Forming", "ScalingUp", "ScalingDown", "Committing", "Recovering", "Rebalancing"),
-}
 
 
 class Verdict(NamedTuple):
@@ -102,7 +98,9 @@ def _no_capacity(pod: Object) -> Diagnosis | None:
     if scheduled.get("status") != "False" or scheduled.get("reason") != "Unschedulable":
         return None
     text = scheduled.get("message") or "no node fits"
-    return Diagnosis("NoCapacity", f"pod {pod['metadata']['name']} cannot be scheduled: {text}")
+    return Diagnosis(
+        Failure.NO_CAPACITY, f"pod {pod['metadata']['name']} cannot be scheduled: {text}"
+    )
 
 
 def _crash_looping(pod: Object) -> Diagnosis | None:
@@ -114,14 +112,14 @@ def _crash_looping(pod: Object) -> Diagnosis | None:
         )
         if often and not _was_ready_since(pod, terminated.get("startedAt")):
             text = f"restarted {restarts} times, last {_ending(terminated)}"
-            return Diagnosis("CrashLooping", f"pod {pod['metadata']['name']} {text}")
+            return Diagnosis(Failure.CRASH_LOOPING, f"pod {pod['metadata']['name']} {text}")
     return None
 
 
 def _terminated(pod: Object) -> Diagnosis | None:
     for _, terminated in _failures(pod):
         return Diagnosis(
-            "ContainerTerminated", f"pod {pod['metadata']['name']} {_ending(terminated)}"
+            Failure.CONTAINER_TERMINATED, f"pod {pod['metadata']['name']} {_ending(terminated)}"
         )
     return None
 
@@ -135,7 +133,7 @@ def _ended(pod: Object) -> Diagnosis | None:
         ": ".join(text for text in (status.get("reason"), status.get("message")) if text)
         or "its containers ended"
     )
-    return Diagnosis("PodFailed", f"pod {pod['metadata']['name']} failed: {why}")
+    return Diagnosis(Failure.POD_FAILED, f"pod {pod['metadata']['name']} failed: {why}")
 
 
 _REFERENCE_FIELDS = (
@@ -152,8 +150,10 @@ _IMAGE_STATES = (
 _ERROR_STATES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _POLICIES: tuple[Policy, ...] = (
     fatal,
-    partial(_waiting, reason="ImagePull", states=_IMAGE_STATES, words=" cannot get its image"),
-    partial(_waiting, reason="ContainerError", states=_ERROR_STATES, words=""),
+    partial(
+        _waiting, reason=Failure.IMAGE_PULL, states=_IMAGE_STATES, words=" cannot get its image"
+    ),
+    partial(_waiting, reason=Failure.CONTAINER_ERROR, states=_ERROR_STATES, words=""),
     _no_capacity,
     _crash_looping,
     _terminated,

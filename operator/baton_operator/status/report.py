@@ -19,11 +19,12 @@ from baton_operator.builders.gateway import scheme_in_use
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import conditions
 from baton_operator.reconcile_problems import Problem
-from baton_operator.status.diagnose import PROGRESS_REASONS, Verdict
-from baton_operator.status.report_group import INCOMPATIBLE, Group, group_verdict, prefill_verdict
+from baton_operator.status.diagnose import Verdict
+from baton_operator.status.reasons import Failure, Progress, Settled
+from baton_operator.status.report_group import ReportedGroup, group_verdict, prefill_verdict
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
-from baton_operator.status.report_topology import AT_REST, scaling_verdict
-from baton_operator.status.report_update import STALLED, updating_verdict
+from baton_operator.status.report_topology import scaling_verdict
+from baton_operator.status.report_update import updating_verdict
 from baton_protocol.kv_compatibility import KVCompatibility
 
 MAX_MESSAGE = 32768  # maximum length of a condition's message in the CRD
@@ -34,7 +35,7 @@ BLIND_REASONS = ("MetricsMissing", "MetricsStale")  # of an autoscaler without m
 def report(
     service: Object,
     resolved: ResolvedService | None,
-    groups: dict[names.Role, Group],
+    groups: dict[names.Role, ReportedGroup],
     *,
     cluster_ip: str | None,
     problem: Problem | None,
@@ -57,7 +58,7 @@ def report(
     """
     before = service.get("status") or {}
     members = [groups[role] for role in names.MEMBER_ROLES if role in groups]
-    updating = Verdict("Unknown", "NotObserved", "pods were not observed yet")
+    updating = Verdict("Unknown", Settled.NOT_OBSERVED, "pods were not observed yet")
     if resolved is not None and groups:
         updating = updating_verdict(resolved.spec, groups.values(), held_back, now)
     ready = _ready_verdicts(groups, updating, kv)
@@ -71,7 +72,7 @@ def report(
         verdicts["Scaling"] = scaling
     if resolved is None:
         unknown = "no spec is rolled out, so the model is not known"
-        verdicts[MODEL_AVAILABLE] = Verdict("Unknown", "NotObserved", unknown)
+        verdicts[MODEL_AVAILABLE] = Verdict("Unknown", Settled.NOT_OBSERVED, unknown)
     else:
         refused = [group.refusal.message for group in groups.values() if group.refusal]
         why = refused[0] if refused else str(problem or "")
@@ -94,12 +95,12 @@ def report(
 
 
 def _ready_verdicts(
-    groups: dict[names.Role, Group], updating: Verdict, kv: Mapping[str, KVCompatibility]
+    groups: dict[names.Role, ReportedGroup], updating: Verdict, kv: Mapping[str, KVCompatibility]
 ) -> dict[str, Verdict]:
     """Return the conditions PrefillReady, DecodeReady and GatewayReady by type."""
     verdicts: dict[str, Verdict] = {}
     for role in ("prefill", "decode", "gateway"):
-        unknown = Verdict("Unknown", "NotObserved", f"{role} pods were not observed yet")
+        unknown = Verdict("Unknown", Settled.NOT_OBSERVED, f"{role} pods were not observed yet")
         verdicts[f"{role.capitalize()}Ready"] = (
             group_verdict(groups[role]) if role in groups else unknown
         )
@@ -122,21 +123,21 @@ def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdi
     bad = [verdict for verdict in ready.values() if verdict.status != "True"]
     if not bad:
         messages = "; ".join(verdict.message for verdict in ready.values())
-        return Verdict("True", "AllGroupsReady", messages)
+        return Verdict("True", Settled.ALL_GROUPS_READY, messages)
     # Other failures are more specific than incompatible peers.
     first = min(
         bad,
         key=lambda verdict: (
             verdict.status == "Unknown",
-            verdict.reason in PROGRESS_REASONS,
-            verdict.reason == INCOMPATIBLE,
+            verdict.reason in set(Progress),
+            verdict.reason == Failure.INCOMPATIBLE_PEERS,
         ),
     )
-    is_stalled = updating.reason == STALLED and first.reason in PROGRESS_REASONS
+    is_stalled = updating.reason == Failure.ROLLOUT_STALLED and first.reason in set(Progress)
     return updating if is_stalled else first
 
 
-def _available(groups: Mapping[names.Role, Group], ready: Mapping[str, Verdict]) -> Verdict:
+def _available(groups: Mapping[names.Role, ReportedGroup], ready: Mapping[str, Verdict]) -> Verdict:
     """Return the condition Available: whether the service answers requests.
 
     Available is True if a gateway pod and a decode pod of any revision are ready. Prefill pods do
@@ -149,7 +150,7 @@ def _available(groups: Mapping[names.Role, Group], ready: Mapping[str, Verdict])
     message = f"ready pods: {groups['gateway'].ready} gateway, {groups['decode'].ready} decode"
     if "prefill" in groups and groups["prefill"].desired and not groups["prefill"].ready:
         message += "; no prefill pod is ready, so decode pods compute the prompts"
-    return Verdict("True", "MinimumPodsReady", message)
+    return Verdict("True", Settled.MINIMUM_PODS_READY, message)
 
 
 def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:
@@ -172,10 +173,10 @@ def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:
         "ports without authentication: a client that reaches them can write to the memory of "
         "engines. Set security.networkPolicy to true, or kvTransfer.transport to tcp"
     )
-    return Verdict("False", "NetworkPolicyOff", message)
+    return Verdict("False", Failure.NETWORK_POLICY_OFF, message)
 
 
-def _scaling(members: list[Group]) -> Verdict | None:
+def _scaling(members: list[ReportedGroup]) -> Verdict | None:
     of_topology = [
         scaling_verdict(group.topology, group.desired) for group in members if group.topology
     ]
@@ -183,7 +184,7 @@ def _scaling(members: list[Group]) -> Verdict | None:
     return autoscaling_verdict(sized, of_topology[0] if of_topology else None)
 
 
-def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verdict | None:
+def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None) -> Verdict | None:
     """Return the condition Scaling of a service; None if nothing scales its groups.
 
     If the topology is at rest, the condition describes the groups in `sized`. In all other cases,
@@ -193,16 +194,15 @@ def autoscaling_verdict(sized: list[Group], of_topology: Verdict | None) -> Verd
         sized: the groups with `autoscaling`.
         of_topology: Scaling of the expert-parallel group; None without such a group.
     """
-    if not sized or (of_topology is not None and of_topology[:2] != ("False", AT_REST)):
+    if not sized or (of_topology is not None and of_topology[:2] != ("False", Settled.AT_REST)):
         return of_topology
     statuses = [group.autoscaling for group in sized if group.autoscaling is not None]
     messages = " ".join(status.message for status in statuses)
     for group in sized:
         if len(group.pods) != group.desired or group.ready != group.desired:
-            reason = "ScalingUp" if group.ready < group.desired else "ScalingDown"
             return Verdict(
                 "True",
-                reason,
+                Progress.SCALING_UP if group.ready < group.desired else Progress.SCALING_DOWN,
                 f"{group.ready} of {group.desired} {group.role} pods serve. {messages}",
             )
     reason = min(
@@ -249,16 +249,16 @@ def report_defect(service: Object, problem: Problem, now: datetime) -> Status:
     return Status(observed_generation=generation, conditions=_conditions(service, verdicts, now))
 
 
-def _counts(group: Group) -> dict[str, Any]:
+def _counts(group: ReportedGroup) -> dict[str, Any]:
     newest = {"updated": len(group.newest), "revision": group.newest_revision}
     return {"desired": group.desired, "ready": group.ready, **newest}
 
 
-def _prefill_status(group: Group | None) -> PrefillStatus | None:
+def _prefill_status(group: ReportedGroup | None) -> PrefillStatus | None:
     return PrefillStatus(**_counts(group), autoscaling=group.autoscaling) if group else None
 
 
-def _decode_status(group: Group | None, service: Object) -> DecodeStatus | None:
+def _decode_status(group: ReportedGroup | None, service: Object) -> DecodeStatus | None:
     if group is None:
         return None
     return DecodeStatus(
@@ -270,7 +270,7 @@ def _decode_status(group: Group | None, service: Object) -> DecodeStatus | None:
     )
 
 
-def _gateway_status(group: Group | None) -> GroupStatus | None:
+def _gateway_status(group: ReportedGroup | None) -> GroupStatus | None:
     return GroupStatus(**_counts(group)) if group else None
 
 

@@ -1,4 +1,7 @@
-"""Compute the Events about changes of the status. Pure."""
+"""Compute the Events about changes of the status. Pure.
+
+The Events of the autoscaler, `Scaled` and `ReplicasIgnored`, come from `Autoscaler.take_events`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,9 @@ from baton_operator.kube.events import Event
 from baton_operator.observe.observation import condition, conditions
 from baton_operator.plan.topology_view import recorded_for
 from baton_operator.reconcile_problems import Problem
-from baton_operator.status.diagnose import PROGRESS_REASONS
+from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_model import MODEL_AVAILABLE
-from baton_operator.status.report_topology import SCALE_FAILED, operation_events
-from baton_operator.status.report_update import PAUSED, UP_TO_DATE
+from baton_operator.status.report_topology import operation_events
 
 
 def new_events(service: Object, status: Status, problem: Problem | None) -> list[Event]:
@@ -47,6 +49,6 @@ def new_failures(service: Object, status: Status) -> list[Condition]:
         for each in status.conditions or []
         if each.status == "False"
         and each.type not in summaries
-        and each.reason not in {*PROGRESS_REASONS, UP_TO_DATE, PAUSED, SCALE_FAILED}
+        and each.reason not in {*Progress, *Settled, Failure.SCALE_FAILED}
         and (each.type, each.status, each.reason) not in before
     ]

@@ -16,7 +16,6 @@ from baton_operator.observe.observation import Observation, Reference, condition
 from baton_operator.plan.refused_pods import POD_REFUSED, Refusal, refusal_reason
 from baton_operator.plan.topology_view import asleep, record, recorded_for
 from baton_operator.status.diagnose import (
-    PROGRESS_REASONS,
     Diagnosis,
     Verdict,
     diagnose,
@@ -25,19 +24,14 @@ from baton_operator.status.diagnose import (
     still_loading,
     tries_again,
 )
-from baton_operator.status.report_topology import (
-    SCALE_FAILED,
-    UNREACHABLE,
-    GroupTopology,
-    scaling_verdict,
-)
+from baton_operator.status.reasons import Failure, Progress, Settled
+from baton_operator.status.report_route import diagnose_route
+from baton_operator.status.report_topology import GroupTopology, scaling_verdict
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.progress import Health
 
-INCOMPATIBLE = "IncompatiblePeers"
 
-
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The observed state of one group of pods, as input of the status."""
 
     role: names.Role
@@ -117,7 +111,7 @@ def member_group(
     observed: Observation,
     autoscaling: AutoscalingStatus | None,
     refusal: Refusal | None,
-) -> Group:
+) -> ReportedGroup:
     """Return the observed state of the prefill or decode group.
 
     Args:
@@ -128,7 +122,7 @@ def member_group(
         coordinators = observed.role_pods("coordinator")
         deployment = observed.owned("Deployment", names.coordinator_name(resolved.name))
         refusal = refusal or (refusal_of_deployment(deployment) if deployment else None)
-    return Group(
+    return ReportedGroup(
         role=role,
         desired=resolved.replicas(role),
         pods=observed.role_pods(role),
@@ -144,7 +138,7 @@ def member_group(
 
 def gateway_group(
     resolved: ResolvedService, desired: Desired, observed: Observation, *, has_route: bool
-) -> Group:
+) -> ReportedGroup:
     """Return the observed state of the group of gateway pods.
 
     Args:
@@ -153,7 +147,7 @@ def gateway_group(
     name = names.gateway_name(resolved.name)
     deployment = observed.owned("Deployment", name)
     route = observed.owned("HTTPRoute", name) if has_route else None
-    return Group(
+    return ReportedGroup(
         role="gateway",
         desired=resolved.spec.gateway.replicas,
         pods=observed.role_pods("gateway"),
@@ -208,7 +202,7 @@ def _is_rolled_out(deployment: Object) -> bool:
     )
 
 
-def group_verdict(group: Group) -> Verdict:
+def group_verdict(group: ReportedGroup) -> Verdict:
     """Return the condition of a group.
 
     The condition is True if the desired number of pods serve and all of them have the newest
@@ -220,14 +214,14 @@ def group_verdict(group: Group) -> Verdict:
     if group.ready >= group.desired and not group.outdated and len(group.current) == group.desired:
         if group.route is not None:
             return Verdict("False", group.route.reason, f"{group.route.message}; {counts}")
-        return Verdict("True", "PodsReady", counts)
+        return Verdict("True", Settled.PODS_READY, counts)
     obstacle = next(_obstacles(group), None)
     if obstacle is None:
-        return Verdict("False", "Starting", counts)
+        return Verdict("False", Progress.STARTING, counts)
     return Verdict("False", obstacle.reason, f"{obstacle.message}; {counts}")
 
 
-def _counts(group: Group) -> str:
+def _counts(group: ReportedGroup) -> str:
     """Return the numbers of serving and desired pods, as text."""
     if group.topology is not None:
         return f"{group.ready} of {group.desired} {group.role} ranks serve"
@@ -238,24 +232,24 @@ def _counts(group: Group) -> str:
     return f"{text} are ready"
 
 
-def _verdict_without_pods(group: Group) -> Verdict:
+def _verdict_without_pods(group: ReportedGroup) -> Verdict:
     if group.role == "prefill":
         return Verdict(
             "True",
-            "NotRequested",
+            Settled.NOT_REQUESTED,
             "no prefill pods are desired: decode pods compute the prompts",
         )
     if group.autoscaling is not None:
         return Verdict(
             "True",
-            "ScaledToZero",
+            Progress.SCALED_TO_ZERO,
             f"{group.role} is scaled to zero: the next request starts a pod",
         )
     hint = f"set spec.{group.role}.replicas to 1 or more"
-    return Verdict("False", "ScaledToZero", f"{group.role} is scaled to zero; {hint}")
+    return Verdict("False", Progress.SCALED_TO_ZERO, f"{group.role} is scaled to zero; {hint}")
 
 
-def _obstacles(group: Group) -> Iterator[Diagnosis]:
+def _obstacles(group: ReportedGroup) -> Iterator[Diagnosis]:
     """Yield a diagnosis of each obstacle that keeps the group from serving, most specific first."""
     # A failed member is included, because it may show why its replacement fails. Failed pods of a
     # Deployment are left out, because they remain after their replacement is ready.
@@ -271,14 +265,14 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
     if group.topology is not None:
         scaling = scaling_verdict(group.topology, group.desired)
         # Without ranks the coordinator is still starting.
-        is_lost = scaling.reason == UNREACHABLE and group.topology.has_ranks
-        if scaling.status == "True" or scaling.reason == SCALE_FAILED or is_lost:
+        is_lost = scaling.reason == Failure.COORDINATOR_UNREACHABLE and group.topology.has_ranks
+        if scaling.status == "True" or scaling.reason == Failure.SCALE_FAILED or is_lost:
             yield Diagnosis(scaling.reason, scaling.message)
     current = group.current
     if going := [pod for pod in group.pods if pod not in current]:
-        yield Diagnosis("Draining", f"waiting for {named(going)} to end")
+        yield Diagnosis(Progress.DRAINING, f"waiting for {named(going)} to end")
     if group.outdated:
-        yield Diagnosis("Progressing", "pods of an earlier revision are being replaced")
+        yield Diagnosis(Progress.PROGRESSING, "pods of an earlier revision are being replaced")
     if under_way := still_loading(current, group.loading):
         yield under_way
 
@@ -286,8 +280,8 @@ def _obstacles(group: Group) -> Iterator[Diagnosis]:
 def prefill_verdict(
     verdict: Verdict,
     updating: Verdict,
-    prefill: Group,
-    decode: Group,
+    prefill: ReportedGroup,
+    decode: ReportedGroup,
     kv: Mapping[str, KVCompatibility],
 ) -> Verdict:
     """Return the condition PrefillReady.
@@ -301,16 +295,18 @@ def prefill_verdict(
         updating: the condition Updating.
         kv: KV compatibility by pod name, for the pods that have reported it.
     """
-    has_failed = verdict.status != "True" and verdict.reason not in PROGRESS_REASONS
+    has_failed = verdict.status != "True" and verdict.reason not in set(Progress)
     if has_failed or updating.status == "True":
         return verdict
     problem = _incompatible(prefill, decode, kv)
     if not problem:
         return verdict
-    return Verdict("False", INCOMPATIBLE, f"{problem}; {verdict.message}")
+    return Verdict("False", Failure.INCOMPATIBLE_PEERS, f"{problem}; {verdict.message}")
 
 
-def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibility]) -> str:
+def _incompatible(
+    prefill: ReportedGroup, decode: ReportedGroup, kv: Mapping[str, KVCompatibility]
+) -> str:
     """Return a message about pods that have no compatible peer.
 
     Empty if every pod has a compatible peer, or if no prefill or no decode pod has reported its
@@ -335,48 +331,3 @@ def _incompatible(prefill: Group, decode: Group, kv: Mapping[str, KVCompatibilit
             counts = f"{len(alone)} of {len(ours)} {can_not}"
             return f"{counts}, so decode pods compute the prompts: {why}"
     return ""
-
-
-def diagnose_route(route: Object) -> Diagnosis | None:
-    """Return why no Gateway has accepted the newest spec of the HTTPRoute.
-
-    None: at least one Gateway has accepted this spec.
-    """
-    metadata = route["metadata"]
-    complaints = []
-    for parent in (route.get("status") or {}).get("parents") or []:
-        current = [each for each in parent.get("conditions") or [] if _is_current(each, metadata)]
-        conditions = {
-            each["type"]: each for each in current if each["type"] in ("Accepted", "ResolvedRefs")
-        }
-        wrong = [each for each in conditions.values() if each["status"] == "False"]
-        if not wrong and conditions.get("Accepted", {}).get("status") == "True":
-            return None
-        complaints += [
-            f"{_parent_name(parent.get('parentRef') or {})}: {_complaint(each)}" for each in wrong
-        ]
-    if complaints:
-        text = f"no Gateway accepts HTTPRoute {metadata['name']}: {'; '.join(sorted(complaints))}"
-        return Diagnosis("RouteNotAccepted", text)
-    wanted = ", ".join(map(_parent_name, (route.get("spec") or {}).get("parentRefs") or []))
-    return Diagnosis(
-        "RoutePending",
-        f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}; check its controller",
-    )
-
-
-def _is_current(entry: Object, metadata: Object) -> bool:
-    """Return whether the condition `entry` describes the newest generation of the object."""
-    generation = metadata.get("generation", 0)
-    return bool(entry.get("observedGeneration", generation) >= generation)
-
-
-def _complaint(entry: Object) -> str:
-    message = f": {entry['message']}" if entry.get("message") else ""
-    return f"{entry['type']} is False, {entry.get('reason') or 'no reason was given'}{message}"
-
-
-def _parent_name(reference: Object) -> str:
-    namespace = f"{reference['namespace']}/" if reference.get("namespace") else ""
-    section = f" (section {reference['sectionName']})" if reference.get("sectionName") else ""
-    return f"{reference.get('kind', 'Gateway')} {namespace}{reference.get('name', '')}{section}"

@@ -12,7 +12,8 @@ from baton_operator.api.spec_model import Model, ModelStatus, is_fetched
 from baton_operator.builders.model import FETCHER, source
 from baton_operator.observe.observation import condition, is_ready
 from baton_operator.status.diagnose import Verdict, by_name, fatal, still_loading, tries_again
-from baton_operator.status.report_group import Group
+from baton_operator.status.reasons import Failure, Progress, Settled
+from baton_operator.status.report_group import ReportedGroup
 
 #: FATAL reasons of fetchers and engines that are about the model's files.
 MODEL_REASONS = {
@@ -34,7 +35,6 @@ MODEL_REASONS = {
     "NoSpace",
 }
 MODEL_AVAILABLE = "ModelAvailable"
-AVAILABLE = "Available"
 
 
 class _Fetched(msgspec.Struct):
@@ -43,7 +43,9 @@ class _Fetched(msgspec.Struct):
     revision: str
 
 
-def model_verdict(model: Model, members: list[Group], refusal: str, before: Object) -> Verdict:
+def model_verdict(
+    model: Model, members: list[ReportedGroup], refusal: str, before: Object
+) -> Verdict:
     """Return the condition ModelAvailable.
 
     The condition describes only members of the newest revision, because other members may have
@@ -59,7 +61,7 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
             "this cluster refuses image volumes "
             "(they need Kubernetes 1.31 or newer with the feature ImageVolume)"
         )
-        return Verdict("False", "ImageVolumeUnsupported", f"{text}: {refusal}")
+        return Verdict("False", Failure.IMAGE_VOLUME_UNSUPPORTED, f"{text}: {refusal}")
     pods = by_name(pod for group in members for pod in group.newest)
     health = {name: found for group in members for name, found in group.loading.items()}
     for pod in pods:
@@ -67,39 +69,39 @@ def model_verdict(model: Model, members: list[Group], refusal: str, before: Obje
         if found and found.reason in MODEL_REASONS:
             return Verdict("False", found.reason, f"{found.message}{tries_again([pod], health)}")
     if missing := next(filter(None, (_missing_claim(model, pod) for pod in pods)), None):
-        return Verdict("False", "ModelMissing", missing)
+        return Verdict("False", Failure.MODEL_MISSING, missing)
     had_before = _had_model(model, before)
     if not pods and had_before:
         return _verdict_without_pods(model, members)
     if not pods:
-        return Verdict("Unknown", "NotObserved", "no pod of the newest revision exists yet")
+        return Verdict("Unknown", Settled.NOT_OBSERVED, "no pod of the newest revision exists yet")
     have = [pod for pod in pods if _has_model(model, pod)]
     under_way = still_loading(pods, health)
     if have:
         counts = f"{len(have)} of {len(pods)} pods have the model"
         text = f"{counts}; {under_way.message}" if under_way else counts
-        return Verdict("True", AVAILABLE, text)
+        return Verdict("True", Settled.AVAILABLE, text)
     if had_before and not is_fetched(model.uri):
         text = under_way.message if under_way else "earlier pods had the model; new pods load it"
-        return Verdict("True", AVAILABLE, text)
+        return Verdict("True", Settled.AVAILABLE, text)
     if under_way:
         return Verdict(
             "False" if is_fetched(model.uri) else "Unknown", under_way.reason, under_way.message
         )
-    return Verdict("Unknown", "Starting", "no pod has reported progress on the model yet")
+    return Verdict("Unknown", Progress.STARTING, "no pod has reported progress on the model yet")
 
 
-def _verdict_without_pods(model: Model, members: list[Group]) -> Verdict:
+def _verdict_without_pods(model: Model, members: list[ReportedGroup]) -> Verdict:
     """Return the condition ModelAvailable for groups without pods of the newest revision.
 
     Call this function only if earlier pods had the model.
     """
     if any(group.current for group in members):
         text = "earlier pods had the model; no pod of the newest revision runs yet"
-        return Verdict("True", AVAILABLE, text)
+        return Verdict("True", Settled.AVAILABLE, text)
     is_kept = model.cache is not None and bool(model.cache.host_path or model.cache.claim)
     again = "; the next pod downloads it again" if is_fetched(model.uri) and not is_kept else ""
-    return Verdict("True", AVAILABLE, f"earlier pods had the model; no pod runs now{again}")
+    return Verdict("True", Settled.AVAILABLE, f"earlier pods had the model; no pod runs now{again}")
 
 
 def _had_model(model: Model, before: Object) -> bool:
@@ -108,7 +110,9 @@ def _had_model(model: Model, before: Object) -> bool:
     return was_available and (before.get("model") or {}).get("uri") == model.uri
 
 
-def model_status(model: Model, members: list[Group], previous: Object | None) -> ModelStatus | None:
+def model_status(
+    model: Model, members: list[ReportedGroup], previous: Object | None
+) -> ModelStatus | None:
     """Return the model for the status; None if no pod has or had the model.
 
     The revision is the one that the newest pod fetched or, without a fetch, the one in `previous`.

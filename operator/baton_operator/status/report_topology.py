@@ -7,12 +7,14 @@ import msgspec
 from baton_operator.api.llmservice import OperationStatus, TopologyStatus
 from baton_operator.kube.events import Event
 from baton_operator.status.diagnose import Verdict
+from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_protocol.topology import ACTIVE_PHASES, OperationPhase, RankPhase
 
-AT_REST = "AtRest"
-SCALE_FAILED = "ScaleFailed"
-UNREACHABLE = "CoordinatorUnreachable"
-_KINDS = {"form": "Forming", "recover": "Recovering", "rebalance": "Rebalancing"}
+_KINDS = {
+    "form": Progress.FORMING,
+    "recover": Progress.RECOVERING,
+    "rebalance": Progress.REBALANCING,
+}
 
 
 class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +44,7 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     if not topology.reachable:
         return Verdict(
             "Unknown",
-            UNREACHABLE,
+            Failure.COORDINATOR_UNREACHABLE,
             "the coordinator does not answer; ranks keep serving, and no member is removed; "
             "check the coordinator's pod",
         )
@@ -50,7 +52,7 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     operation, generation = (status.operation, status.generation) if status else (None, 0)
     ranks = {rank.name for rank in status.ranks} if status else set()
     if not desired and not ranks:
-        return Verdict("False", AT_REST, "the group is scaled to zero")
+        return Verdict("False", Settled.AT_REST, "the group is scaled to zero")
     if operation and operation.phase in ACTIVE_PHASES:
         members = ", ".join(sorted(topology.requested))
         what = f"{operation.phase}{_after(' generation ', operation.generation)}"
@@ -63,23 +65,25 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     if operation and operation.phase == OperationPhase.FAILED:
         why = f"operation {operation.kind} failed: {operation.reason or 'no reason was given'}"
         serving = f"generation {generation} keeps serving with {len(ranks)} ranks"
-        return Verdict("False", SCALE_FAILED, f"{why}; {serving}; the operation is retried")
+        return Verdict("False", Failure.SCALE_FAILED, f"{why}; {serving}; the operation is retried")
     if len(ranks) < desired:
-        reason = "ScalingUp" if ranks else "Forming"
+        reason = Progress.SCALING_UP if ranks else Progress.FORMING
         return Verdict(
             "True", reason, f"waiting for pods to join: {len(ranks)} of {desired} are ranks"
         )
     if len(ranks) > desired:
-        return Verdict("True", "ScalingDown", f"ranks: {len(ranks)} exist, {desired} desired")
-    return Verdict("False", AT_REST, f"generation {generation} with {len(ranks)} ranks")
+        return Verdict(
+            "True", Progress.SCALING_DOWN, f"ranks: {len(ranks)} exist, {desired} desired"
+        )
+    return Verdict("False", Settled.AT_REST, f"generation {generation} with {len(ranks)} ranks")
 
 
 def _reason(operation: OperationStatus, ranks: set[str], requested: frozenset[str]) -> str:
     if operation.kind != "scale":
-        return _KINDS.get(operation.kind, "ScalingUp")
+        return _KINDS.get(operation.kind, Progress.SCALING_UP)
     if ranks == requested:  # after the commit, the status no longer shows which ranks join or leave
-        return "Committing"
-    return "ScalingUp" if requested - ranks else "ScalingDown"
+        return Progress.COMMITTING
+    return Progress.SCALING_UP if requested - ranks else Progress.SCALING_DOWN
 
 
 def _after(words: str, value: str | int | None) -> str:

@@ -16,26 +16,30 @@ from baton_operator.observe.observation import is_ready, no_room_since, parse_ti
 from baton_operator.plan.plan_group import STUCK_TERMINATING
 from baton_operator.plan.refused_pods import POD_REFUSED, QUOTA_EXCEEDED
 from baton_operator.status.diagnose import Diagnosis, Verdict, diagnose, is_leaving, named
-from baton_operator.status.report_group import Group
+from baton_operator.status.reasons import Failure, Progress, Settled
+from baton_operator.status.report_group import ReportedGroup
 
-UP_TO_DATE = "UpToDate"
-PAUSED = "Paused"
-STALLED = "RolloutStalled"
-NO_ROOM = "WaitingForCapacity"
 #: Reasons, the most specific first.
-_ORDER = (STALLED, POD_REFUSED, NO_ROOM, "Draining", "Starting", "Replacing")
+_ORDER = (
+    Failure.ROLLOUT_STALLED,
+    POD_REFUSED,
+    Progress.WAITING_FOR_CAPACITY,
+    Progress.DRAINING,
+    Progress.STARTING,
+    Progress.REPLACING,
+)
 
 
 class _Rollout(NamedTuple):
     """The existing pods of one group by revision, including pods that are leaving."""
 
-    group: Group
+    group: ReportedGroup
     newest: list[Object]
     old: list[Object]
 
 
 def updating_verdict(
-    spec: Spec, groups: Iterable[Group], held_back: tuple[str, ...], now: datetime
+    spec: Spec, groups: Iterable[ReportedGroup], held_back: tuple[str, ...], now: datetime
 ) -> Verdict:
     """Return the condition Updating.
 
@@ -52,24 +56,24 @@ def updating_verdict(
         )
         return Verdict(
             "False",
-            PAUSED,
+            Settled.PAUSED,
             f"{edits} until spec.paused is false{'; ' if counts else ''}{counts}",
         )
     if not under_way:
-        return Verdict("False", UP_TO_DATE, "no pod of an earlier revision exists")
+        return Verdict("False", Settled.UP_TO_DATE, "no pod of an earlier revision exists")
     obstacles = [
         (each.group.role, _obstacle(each, spec.progress_deadline_seconds, now))
         for each in under_way
     ]
     role, first = min(obstacles, key=lambda obstacle: _ORDER.index(obstacle[1].reason))
     return Verdict(
-        "False" if first.reason == STALLED else "True",
+        "False" if first.reason == Failure.ROLLOUT_STALLED else "True",
         first.reason,
         f"{role}: {first.message}; {counts}",
     )
 
 
-def _rollout(group: Group, now: datetime) -> _Rollout:
+def _rollout(group: ReportedGroup, now: datetime) -> _Rollout:
     alive = [pod for pod in group.pods if _exists(pod, now)]
     newest = [pod for pod in alive if group.is_newest(pod)]
     return _Rollout(group, newest, old=[pod for pod in alive if not group.is_newest(pod)])
@@ -89,19 +93,25 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
         why = f"{named(late)} not ready within {progress_deadline_s} s"
         cause = f": {found.message}" if found else ""
         hint = "pods of the earlier revision keep serving; correct the spec or undo the edit"
-        return Diagnosis(STALLED, f"{why}{cause}; {hint}")
+        return Diagnosis(Failure.ROLLOUT_STALLED, f"{why}{cause}; {hint}")
     if any(map(no_room_since, unready)):
-        return Diagnosis(NO_ROOM, f"no node has room for {named(unready)}; add or free capacity")
+        return Diagnosis(
+            Progress.WAITING_FOR_CAPACITY,
+            f"no node has room for {named(unready)}; add or free capacity",
+        )
     if group.refusal is not None:
         is_full = group.refusal.reason == QUOTA_EXCEEDED
-        return Diagnosis(NO_ROOM if is_full else POD_REFUSED, group.refusal.message)
+        return Diagnosis(
+            Progress.WAITING_FOR_CAPACITY if is_full else POD_REFUSED, group.refusal.message
+        )
     if going := [pod for pod in rollout.old if is_leaving(pod)]:
-        return Diagnosis("Draining", f"waiting for {named(going)} to drain and end")
+        return Diagnosis(Progress.DRAINING, f"waiting for {named(going)} to drain and end")
     if unready:
         return Diagnosis(
-            "Starting", found.message if found else f"waiting for {named(unready)} to be ready"
+            Progress.STARTING,
+            found.message if found else f"waiting for {named(unready)} to be ready",
         )
-    return Diagnosis("Replacing", f"still to be replaced: {named(rollout.old)}")
+    return Diagnosis(Progress.REPLACING, f"still to be replaced: {named(rollout.old)}")
 
 
 def _counts(rollout: _Rollout) -> str:

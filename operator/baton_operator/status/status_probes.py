@@ -20,6 +20,7 @@ from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Observation, Reference, is_ready
 from baton_operator.observe.pod_clients import read_body
 from baton_operator.status.diagnose import by_name, is_leaving, may_lack_objects, references
+from baton_operator.status.reasons import Progress
 from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health
@@ -30,7 +31,6 @@ CONCURRENCY = 16
 #: Maximum number of loading pods that one reconcile probes. Also the maximum number of Secrets and
 #: ConfigMaps that one reconcile requests. Conditions name only the first ones.
 MAX_PROBED = 16
-LOADING_REASONS = ("Fetching", "Loading")
 
 
 class StatusProbes:
@@ -74,7 +74,7 @@ class StatusProbes:
         return {
             pod["metadata"]["name"]: health
             for pod, health in zip(probed, replies, strict=True)
-            if health is not None and health.reason in LOADING_REASONS
+            if health is not None and health.reason in (Progress.FETCHING, Progress.LOADING)
         }
 
     async def kv(self, key: names.Key, pods: list[Object]) -> dict[str, KVCompatibility]:

@@ -22,7 +22,7 @@ from itertools import count, pairwise
 from baton_engine.metrics.request_metrics import Histogram as EngineHistogram
 from baton_operator.autoscale import windows
 from baton_operator.autoscale.decision_history import History
-from baton_operator.autoscale.policy import Behavior, Bounds, Decision, Group, decide
+from baton_operator.autoscale.policy import Behavior, Bounds, Decision, RoleState, decide
 from baton_operator.autoscale.recommendations import Targets
 from baton_operator.autoscale.windows import Sample, Snapshot, Window, window
 from baton_operator.names import MEMBER_ROLES, MemberRole
@@ -248,7 +248,7 @@ class Simulation:
         measured = self._window()
         for role in MEMBER_ROLES:
             engines = self.engines[role].values()
-            group = Group(
+            group = RoleState(
                 role=role, size=self._wanted[role], pods=len(engines), ready=len(self._takers(role))
             )
             decision = decide(

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_operator.autoscale.decision_history import Breach, Change, History, Run
-from baton_operator.autoscale.policy import Behavior, Bounds, Decision, Group, decide
+from baton_operator.autoscale.policy import Behavior, Bounds, Decision, RoleState, decide
 from baton_operator.autoscale.queueing import wait_quantile_s
 from baton_operator.autoscale.recommendations import Targets
 from baton_operator.autoscale.windows import RoleWindow, Window
@@ -45,8 +45,8 @@ def window(
     )  # fmt: skip
 
 
-def group(role: MemberRole, size: int = 4, **fields: Any) -> Group:
-    return Group(**{"role": role, "size": size, "pods": size, "ready": size, **fields})
+def group(role: MemberRole, size: int = 4, **fields: Any) -> RoleState:
+    return RoleState(**{"role": role, "size": size, "pods": size, "ready": size, **fields})
 
 
 def settled(size: int, **fields: Any) -> History:
@@ -55,7 +55,7 @@ def settled(size: int, **fields: Any) -> History:
 
 
 def chosen(
-    now_group: Group,
+    now_group: RoleState,
     measured: Window | None,
     history: History | None = None,
     bounds: Bounds = BOUNDS,
@@ -166,7 +166,7 @@ def test_the_size_and_its_reason(situation: str) -> None:
     )
 
 
-HOLDS: dict[str, tuple[Group, Window | None, str]] = {
+HOLDS: dict[str, tuple[RoleState, Window | None, str]] = {
     "nothing was measured": (group("decode"), None, "MetricsMissing"),
     "old measurements": (group("decode"), window("decode", age=61, itl_s=0.5), "MetricsStale"),
     "an engine did not answer": (
@@ -204,7 +204,7 @@ def test_measurements_from_before_the_engines_were_ready_are_ignored() -> None:
 
 
 def test_the_next_step_down_waits_for_new_measurements_but_not_for_a_whole_window() -> None:
-    def at(seconds: float, now_group: Group, engines: int, history: History) -> Decision:
+    def at(seconds: float, now_group: RoleState, engines: int, history: History) -> Decision:
         now = NOW + seconds
         measured = msgspec.structs.replace(
             window("decode", engines, **QUIET_DECODE), start=now - 60, end=now

@@ -12,7 +12,7 @@ import pytest
 from baton_operator.api.llmservice import TopologyStatus
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.autoscale.autoscaler import Autoscaler
-from baton_operator.autoscale.inputs import groups_of, targets_of
+from baton_operator.autoscale.inputs import role_states, targets_of
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.autoscale.settings import (
     SCRAPE_S,
@@ -26,7 +26,7 @@ from baton_operator.kube.events import Event
 from baton_operator.names import ANNOTATION_DRAINING, Key
 from baton_operator.status.diagnose import Verdict
 from baton_operator.status.report import autoscaling_verdict
-from baton_operator.status.report_group import Group, group_verdict
+from baton_operator.status.report_group import ReportedGroup, group_verdict
 from baton_operator.status.report_topology import GroupTopology
 from support.operator.autoscale_pods import Clock, FakePod, scraper, serving
 from support.operator.services import resolved, service
@@ -66,7 +66,7 @@ class Stand:
     def reconcile(self) -> ResolvedService:
         sized = self.autoscaler.apply_sizes(resolved(decode=self.spec), self.stored)
         pods = [pod.object for pod in (self.gateway, *self.engines)]
-        group = Group(
+        group = ReportedGroup(
             role="decode",
             desired=sized.replicas("decode"),
             pods=[engine.object for engine in self.engines],
@@ -267,7 +267,7 @@ async def test_the_autoscaler_runs_by_itself_and_stops_with_the_service() -> Non
             autoscaler = Autoscaler()
             autoscaler.observe(
                 autoscaler.apply_sizes(resolved(decode=stand.spec), stored()),
-                {"decode": Group(role="decode", desired=0, pods=[])},
+                {"decode": ReportedGroup(role="decode", desired=0, pods=[])},
                 [stand.gateway.object],
             )
             task = asyncio.create_task(autoscaler.run(scraping, due.put_nowait))
@@ -319,8 +319,8 @@ def test_running_changes_are_passed_to_the_policy() -> None:
     settings = settings_of(resolved(decode=spec).spec)
 
     def operation(**fields: Any) -> str:
-        group = Group(role="decode", desired=1, pods=[], **fields)
-        return groups_of(resolved(decode=spec), {"decode": group}, settings)["decode"].operation
+        group = ReportedGroup(role="decode", desired=1, pods=[], **fields)
+        return role_states(resolved(decode=spec), {"decode": group}, settings)["decode"].operation
 
     topology = {
         "coordinator": "10.0.0.1",
@@ -387,18 +387,20 @@ def test_the_gateway_holds_requests_only_if_decode_may_scale_to_zero() -> None:
     )
 
 
-def sized_group(reason: str, *, desired: int = 1) -> Group:
+def sized_group(reason: str, *, desired: int = 1) -> ReportedGroup:
     status = AutoscalingStatus(
         size=desired, recommended=desired, reason=reason, message=f"because of {reason}."
     )
     engines = [FakePod(f"demo-decode-{number}", "decode").object for number in range(1)]
-    return Group(
+    return ReportedGroup(
         role="decode", desired=desired, pods=engines if desired else [], autoscaling=status
     )
 
 
 def test_the_scaling_condition_reports_the_autoscaler() -> None:
-    def verdict(*groups: Group, of_topology: Verdict | None = None) -> tuple[str, str] | None:
+    def verdict(
+        *groups: ReportedGroup, of_topology: Verdict | None = None
+    ) -> tuple[str, str] | None:
         found = autoscaling_verdict(list(groups), of_topology)
         return found[:2] if found else None
 
@@ -418,5 +420,5 @@ def test_the_scaling_condition_reports_the_autoscaler() -> None:
 def test_a_group_at_zero_is_ready() -> None:
     status, reason, _ = group_verdict(sized_group("Idle", desired=0))
     assert (status, reason) == ("True", "ScaledToZero")
-    unsized = Group(role="decode", desired=0, pods=[])
+    unsized = ReportedGroup(role="decode", desired=0, pods=[])
     assert group_verdict(unsized)[:2] == ("False", "ScaledToZero")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from baton_kube.client import Object
 from baton_operator.status.report import report
-from baton_operator.status.report_group import Group
+from baton_operator.status.report_group import ReportedGroup
 from baton_protocol.progress import Health, LoadProgress
 from support.operator.services import NOW, pod, resolved, service
 
@@ -69,7 +69,9 @@ class Reported:
         self, pods: list[Object], loading: dict[str, Health] | None = None, at: datetime = NOW
     ) -> dict[str, tuple[str, str, str]]:
         """Return (status, reason, message) of each condition."""
-        group = Group(role="decode", desired=2, pods=pods, revision="new", loading=loading or {})
+        group = ReportedGroup(
+            role="decode", desired=2, pods=pods, revision="new", loading=loading or {}
+        )
         status = report(
             self.before,
             resolved(model=self.model),

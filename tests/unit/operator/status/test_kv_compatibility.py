@@ -14,7 +14,7 @@ from baton_kube.client import Object
 from baton_operator.names import Key
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
-from baton_operator.status.report_group import Group
+from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.progress import Health
@@ -30,8 +30,8 @@ KV = KVCompatibility(
 LARGE_BLOCKS = msgspec.structs.replace(KV, block_size=32)
 
 
-def group(role: Any, *pods: Object, desired: int | None = None) -> Group:
-    return Group(
+def group(role: Any, *pods: Object, desired: int | None = None) -> ReportedGroup:
+    return ReportedGroup(
         role=role,
         desired=len(pods) if desired is None else desired,
         pods=list(pods),
@@ -43,9 +43,11 @@ def of(role: str, ordinal: int, **options: Any) -> Object:
     return pod(f"demo-{role}-{ordinal}", **{"ready": True, **options})
 
 
-def reported(prefill: Group, decode: Group, kv: dict[str, KVCompatibility], **spec: Any) -> Any:
-    gateway = Group(role="gateway", desired=1, pods=[pod("demo-gateway", ready=True)])
-    groups: dict[Any, Group] = {"prefill": prefill, "decode": decode, "gateway": gateway}
+def reported(
+    prefill: ReportedGroup, decode: ReportedGroup, kv: dict[str, KVCompatibility], **spec: Any
+) -> Any:
+    gateway = ReportedGroup(role="gateway", desired=1, pods=[pod("demo-gateway", ready=True)])
+    groups: dict[Any, ReportedGroup] = {"prefill": prefill, "decode": decode, "gateway": gateway}
     return report(
         service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW, kv=kv
     )

@@ -12,7 +12,7 @@ from baton_operator.observe.observation import Reference
 from baton_operator.status.diagnose import may_lack_objects, references
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
-from baton_operator.status.report_group import Group
+from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.status_probes import find_missing
 from support.operator.services import NOW, pod, resolved, service
 
@@ -159,7 +159,7 @@ async def test_an_unreadable_object_is_not_reported_as_missing(error: Exception)
 
 
 def test_a_missing_object_is_reported_for_its_group_until_it_exists() -> None:
-    gateway = Group(
+    gateway = ReportedGroup(
         role="gateway", desired=1, pods=[waiting()], updated=False, missing=frozenset({KEYS})
     )
     status = report(
@@ -171,7 +171,7 @@ def test_a_missing_object_is_reported_for_its_group_until_it_exists() -> None:
     assert "volume api-keys" in message
     assert condition_of("Ready", status)[:2] == ("False", "SecretNotFound")
     assert [each.reason for each in new_failures(service(), status)] == ["SecretNotFound"]
-    there = Group(role="gateway", desired=1, pods=[waiting()], updated=False)
+    there = ReportedGroup(role="gateway", desired=1, pods=[waiting()], updated=False)
     status = report(
         service(), resolved(), {"gateway": there}, cluster_ip=None, problem=None, now=NOW
     )
@@ -185,7 +185,9 @@ def test_a_missing_secret_takes_precedence_over_the_containers_error() -> None:
         "demo-decode-0", state=INITIALIZING, volumes=[], initContainers=[model], containers=[]
     )
     member["status"]["initContainerStatuses"] = [{"name": "model", "state": CONFIG_ERROR}]
-    group = Group(role="decode", desired=1, pods=[member], revision="new", missing=frozenset({hub}))
+    group = ReportedGroup(
+        role="decode", desired=1, pods=[member], revision="new", missing=frozenset({hub})
+    )
     status = report(
         service(), resolved(), {"decode": group}, cluster_ip=None, problem=None, now=NOW
     )
@@ -199,7 +201,7 @@ def test_a_rollout_names_the_missing_object_of_its_new_pod() -> None:
     settings = Reference("ConfigMap", "settings")
     volumes = [{"name": "settings", "configMap": {"name": "settings"}}]
     new = waiting("demo-decode-0", volumes=volumes)
-    group = Group(
+    group = ReportedGroup(
         role="decode", desired=1, pods=[old, new], revision="new", missing=frozenset({settings})
     )
     status = report(

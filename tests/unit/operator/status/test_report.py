@@ -14,7 +14,7 @@ from baton_operator.plan.refused_pods import Refusal
 from baton_operator.reconcile_problems import InvalidSpec, Problem
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
-from baton_operator.status.report_group import Group, group_verdict, refusal_of_deployment
+from baton_operator.status.report_group import ReportedGroup, group_verdict, refusal_of_deployment
 from support.operator.services import NOW, pod, resolved, service
 
 FATAL = {
@@ -33,11 +33,11 @@ def just_started(seconds: float) -> Object:
     return {"running": {"startedAt": (NOW - timedelta(seconds=seconds)).isoformat()}}
 
 
-def decode(pods: list[Object], desired: int = 1) -> Group:
-    return Group(role="decode", desired=desired, pods=pods, revision="new")
+def decode(pods: list[Object], desired: int = 1) -> ReportedGroup:
+    return ReportedGroup(role="decode", desired=desired, pods=pods, revision="new")
 
 
-VERDICTS: dict[str, tuple[Group, str, str, str]] = {
+VERDICTS: dict[str, tuple[ReportedGroup, str, str, str]] = {
     "ready": (decode([pod(ready=True)]), "True", "PodsReady", "1 of 1"),
     "no pods yet": (decode([]), "False", "Starting", "0 of 1"),
     "loading": (decode([pod()]), "False", "Starting", "0 of 1"),
@@ -109,17 +109,19 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
     ),
     "scaled to zero": (decode([], 0), "False", "ScaledToZero", "set spec.decode.replicas"),
     "no prefill": (
-        Group(role="prefill", desired=0, pods=[]), "True", "NotRequested", "decode pods compute",
+        ReportedGroup(role="prefill", desired=0, pods=[]), "True", "NotRequested",
+        "decode pods compute",
     ),
     "a gateway that starts": (
-        Group(role="gateway", desired=1, pods=[], updated=False), "False", "Starting", "0 of 1",
+        ReportedGroup(role="gateway", desired=1, pods=[], updated=False), "False", "Starting",
+        "0 of 1",
     ),
     "a gateway of an old template": (
-        Group(role="gateway", desired=1, pods=[pod(ready=True)], updated=False), "False",
+        ReportedGroup(role="gateway", desired=1, pods=[pod(ready=True)], updated=False), "False",
         "Progressing", "1 of 1",
     ),
     "gateways of two templates": (
-        Group(
+        ReportedGroup(
             role="gateway", desired=1, template_revision="new", updated=False,
             pods=[pod(ready=True), pod("demo-gateway-1", ready=True, revision="old")],
         ),
@@ -132,23 +134,23 @@ VERDICTS: dict[str, tuple[Group, str, str, str]] = {
 @pytest.mark.parametrize(
     ("group", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys()
 )
-def test_conditions_of_a_group(group: Group, status: str, reason: str, text: str) -> None:
+def test_conditions_of_a_group(group: ReportedGroup, status: str, reason: str, text: str) -> None:
     verdict = group_verdict(group)
     assert verdict[:2] == (status, reason)
     assert text in verdict[2]
 
 
 def conditions(
-    before: Object, groups: dict[Any, Group], problem: Problem | None = None
+    before: Object, groups: dict[Any, ReportedGroup], problem: Problem | None = None
 ) -> dict[str, Condition]:
     status = report(before, resolved(), groups, cluster_ip="10.0.0.7", problem=problem, now=NOW)
     return {condition.type: condition for condition in status.conditions or []}
 
 
 ALL_READY = {
-    "prefill": Group(role="prefill", desired=0, pods=[]),
+    "prefill": ReportedGroup(role="prefill", desired=0, pods=[]),
     "decode": decode([pod(ready=True)]),
-    "gateway": Group(role="gateway", desired=1, pods=[pod(ready=True)]),
+    "gateway": ReportedGroup(role="gateway", desired=1, pods=[pod(ready=True)]),
 }
 
 
@@ -159,22 +161,22 @@ def test_a_service_is_ready_if_every_group_is() -> None:
     assert (ready.status, ready.reason) == ("False", "ModelNotFound")
 
 
-def gateway(pods: list[Object]) -> Group:
-    return Group(role="gateway", desired=1, pods=pods, template_revision="new")
+def gateway(pods: list[Object]) -> ReportedGroup:
+    return ReportedGroup(role="gateway", desired=1, pods=pods, template_revision="new")
 
 
-def prefill(pods: list[Object]) -> Group:
-    return Group(role="prefill", desired=1, pods=pods, revision="new")
+def prefill(pods: list[Object]) -> ReportedGroup:
+    return ReportedGroup(role="prefill", desired=1, pods=pods, revision="new")
 
 
-def sleeping(autoscaling: AutoscalingStatus | None) -> Group:
-    return Group(role="decode", desired=0, pods=[], revision="new", autoscaling=autoscaling)
+def sleeping(autoscaling: AutoscalingStatus | None) -> ReportedGroup:
+    return ReportedGroup(role="decode", desired=0, pods=[], revision="new", autoscaling=autoscaling)
 
 
 OLD_POD = pod(ready=True, revision="old")
 BROKEN_POD = pod("demo-decode-1", state=BACK_OFF, last=FATAL)
 ASLEEP = AutoscalingStatus(size=0, recommended=0, reason="OnTarget", message="no request waits")
-AVAILABILITY: dict[str, tuple[dict[str, Group], str, str, str, str]] = {
+AVAILABILITY: dict[str, tuple[dict[str, ReportedGroup], str, str, str, str]] = {
     "healthy": (
         {}, "True", "True", "MinimumPodsReady", "ready pods: 1 gateway, 1 decode",
     ),
@@ -227,7 +229,7 @@ AVAILABILITY: dict[str, tuple[dict[str, Group], str, str, str, str]] = {
     ids=AVAILABILITY.keys(),
 )
 def test_a_service_is_available_while_it_answers_requests(
-    changed: dict[str, Group], ready: str, status: str, reason: str, text: str
+    changed: dict[str, ReportedGroup], ready: str, status: str, reason: str, text: str
 ) -> None:
     found = conditions(service(), ALL_READY | changed)
     available = found["Available"]
@@ -242,7 +244,7 @@ def test_a_problem_of_the_reconcile_leaves_the_service_available() -> None:
 
 def test_a_failure_outranks_a_group_that_merely_starts() -> None:
     groups = ALL_READY | {
-        "prefill": Group(role="prefill", desired=1, pods=[], revision="new"),
+        "prefill": ReportedGroup(role="prefill", desired=1, pods=[], revision="new"),
         "decode": decode([pod(state=BACK_OFF, last=FATAL)]),
     }
     assert conditions(service(), groups)["Ready"].reason == "ModelNotFound"
@@ -356,7 +358,7 @@ def test_a_refused_pod_of_a_deployment_is_the_reason_of_its_group() -> None:
     found = refusal_of_deployment(deployment)
     assert found.reason == "QuotaExceeded"
     assert refusal_of_deployment({"metadata": {"name": "demo-gateway"}}) is None
-    gateway = Group(role="gateway", desired=1, pods=[], updated=False, refusal=found)
+    gateway = ReportedGroup(role="gateway", desired=1, pods=[], updated=False, refusal=found)
     status = report(
         service(), resolved(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
     )
@@ -366,7 +368,7 @@ def test_a_refused_pod_of_a_deployment_is_the_reason_of_its_group() -> None:
 
 
 def test_a_fatal_line_of_a_pod_precedes_a_refusal() -> None:
-    group = Group(
+    group = ReportedGroup(
         role="decode",
         desired=2,
         pods=[pod(state={"terminated": FATAL})],

@@ -14,7 +14,7 @@ from baton_kube.client import Object
 from baton_operator.reconcile_problems import Problem, ReconcileError
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
-from baton_operator.status.report_group import Group
+from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_protocol.progress import Health, LoadProgress
 from support.http_server import serving
@@ -50,7 +50,9 @@ def status_of(
     problem: Problem | None = None,
     **spec: Any,
 ) -> Any:
-    group = Group(role="decode", desired=1, pods=pods, revision="new", loading=loading or {})
+    group = ReportedGroup(
+        role="decode", desired=1, pods=pods, revision="new", loading=loading or {}
+    )
     wanted = resolved(model=spec or HUB)
     return report(service(), wanted, {"decode": group}, cluster_ip=None, problem=problem, now=NOW)
 
@@ -108,7 +110,7 @@ def test_the_model_is_available_after_the_first_fetch_with_its_revision() -> Non
     later = report(
         {**service(), "status": {"model": {"uri": HUB["uri"], "revision": "c0ffee"}}},
         resolved(model=HUB),
-        {"decode": Group(role="decode", desired=1, pods=[], revision="new")},
+        {"decode": ReportedGroup(role="decode", desired=1, pods=[], revision="new")},
         cluster_ip=None,
         problem=None,
         now=NOW,
@@ -132,7 +134,9 @@ def after(
 ) -> tuple[str, str]:
     """Return ModelAvailable of a service with the status `before`."""
     stored = {**service(), "status": msgspec.to_builtins(before)}
-    group = Group(role="decode", desired=0, pods=pods, revision="new", loading=loading or {})
+    group = ReportedGroup(
+        role="decode", desired=0, pods=pods, revision="new", loading=loading or {}
+    )
     status = report(
         stored, resolved(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW
     )
@@ -175,7 +179,7 @@ def test_a_service_at_zero_does_not_report_a_model_that_it_never_had() -> None:
     lost = report(
         {**service(), "status": had},
         resolved(model=FILE),
-        {"decode": Group(role="decode", desired=1, pods=[missing], revision="new")},
+        {"decode": ReportedGroup(role="decode", desired=1, pods=[missing], revision="new")},
         cluster_ip=None,
         problem=None,
         now=NOW,

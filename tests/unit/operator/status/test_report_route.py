@@ -9,7 +9,8 @@ import pytest
 from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
-from baton_operator.status.report_group import Group, diagnose_route
+from baton_operator.status.report_group import ReportedGroup
+from baton_operator.status.report_route import diagnose_route
 from support.operator.services import NOW, pod, resolved, service
 
 
@@ -78,7 +79,7 @@ def test_conditions_of_a_route(given: Object, reason: str | None, text: str) -> 
 
 
 def gateway_ready(given: Object, ready: bool = True) -> tuple[Any, Any]:
-    group = Group(
+    group = ReportedGroup(
         role="gateway", desired=1, pods=[pod("g", ready=ready)], route=diagnose_route(given)
     )
     status = report(

@@ -20,7 +20,7 @@ from baton_operator.plan.topology_view import (
     record,
     recorded_for,
 )
-from baton_operator.status.report_group import Group, group_verdict
+from baton_operator.status.report_group import ReportedGroup, group_verdict
 from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
 from baton_protocol.topology import (
     MemberStatus,
@@ -231,7 +231,7 @@ def test_an_unreachable_coordinator_is_reported() -> None:
 def test_ready_counts_serving_ranks() -> None:
     pods = [pod(f"demo-decode-{ordinal}", ready=True) for ordinal in range(2)]
     one = GroupTopology(status=status("demo-decode-0"), reachable=True)
-    group = Group(role="decode", desired=2, pods=pods, revision="new", topology=one)
+    group = ReportedGroup(role="decode", desired=2, pods=pods, revision="new", topology=one)
     assert group.ready == 1
     assert group_verdict(group)[:2] == ("False", "ScalingUp")
     assert "1 of 2 decode ranks serve" in group_verdict(group)[2]
@@ -253,7 +253,7 @@ def test_problems_of_the_coordinator_are_reported_for_its_ranks() -> None:
     topology = GroupTopology(status=None, reachable=False)
     state = {"waiting": {"reason": "ImagePullBackOff", "message": "not found"}}
     coordinators = [pod("demo-coordinator-0", state=state)]
-    group = Group(
+    group = ReportedGroup(
         role="decode",
         desired=1,
         pods=[pod()],

@@ -10,7 +10,7 @@ import pytest
 from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
-from baton_operator.status.report_group import Group
+from baton_operator.status.report_group import ReportedGroup
 from support.operator.services import NOW, pod, resolved, service
 
 DEADLINE_S = 600
@@ -100,8 +100,8 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
 
 
 def reported(pods: list[Object], **spec: Any) -> Any:
-    groups: dict[Any, Group] = {
-        "decode": Group(role="decode", desired=2, pods=pods, revision="new")
+    groups: dict[Any, ReportedGroup] = {
+        "decode": ReportedGroup(role="decode", desired=2, pods=pods, revision="new")
     }
     return report(service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW)
 
@@ -157,7 +157,9 @@ def test_the_gateway_is_included() -> None:
         made(pod(f"gateway-{n}", ready=True, revision=rev), **RECENT)
         for n, rev in enumerate(["g1", "g2"])
     ]
-    group = Group(role="gateway", desired=2, pods=gateways, updated=False, template_revision="g2")
+    group = ReportedGroup(
+        role="gateway", desired=2, pods=gateways, updated=False, template_revision="g2"
+    )
     status = report(
         service(), resolved(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW
     )

@@ -1,0 +1,64 @@
+"""The reasons of conditions that this package decides.
+
+Other reasons come from `reconcile_problems`, `plan.refused_pods`, `autoscale.policy`, the FATAL
+lines of components, and `GET /health` of pods.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Progress(StrEnum):
+    """Something is under way, and nothing has failed. No Event reports it."""
+
+    STARTING = "Starting"
+    PROGRESSING = "Progressing"
+    DRAINING = "Draining"
+    REPLACING = "Replacing"
+    WAITING_FOR_CAPACITY = "WaitingForCapacity"
+    SCALED_TO_ZERO = "ScaledToZero"
+    ROUTE_PENDING = "RoutePending"
+    # Of pods that fetch or load the model.
+    FETCHING = "Fetching"
+    LOADING = "Loading"
+    # Of sizes and topologies.
+    FORMING = "Forming"
+    SCALING_UP = "ScalingUp"
+    SCALING_DOWN = "ScalingDown"
+    COMMITTING = "Committing"
+    RECOVERING = "Recovering"
+    REBALANCING = "Rebalancing"
+
+
+class Settled(StrEnum):
+    """Nothing is under way, and nothing has failed. No Event reports it."""
+
+    ALL_GROUPS_READY = "AllGroupsReady"
+    AT_REST = "AtRest"
+    AVAILABLE = "Available"
+    MINIMUM_PODS_READY = "MinimumPodsReady"
+    NOT_OBSERVED = "NotObserved"
+    NOT_REQUESTED = "NotRequested"
+    PAUSED = "Paused"
+    PODS_READY = "PodsReady"
+    UP_TO_DATE = "UpToDate"
+
+
+class Failure(StrEnum):
+    """Something has failed."""
+
+    CONTAINER_ERROR = "ContainerError"
+    CONTAINER_TERMINATED = "ContainerTerminated"
+    COORDINATOR_UNREACHABLE = "CoordinatorUnreachable"
+    CRASH_LOOPING = "CrashLooping"
+    IMAGE_PULL = "ImagePull"
+    IMAGE_VOLUME_UNSUPPORTED = "ImageVolumeUnsupported"
+    INCOMPATIBLE_PEERS = "IncompatiblePeers"
+    MODEL_MISSING = "ModelMissing"
+    NETWORK_POLICY_OFF = "NetworkPolicyOff"
+    NO_CAPACITY = "NoCapacity"
+    POD_FAILED = "PodFailed"
+    ROLLOUT_STALLED = "RolloutStalled"
+    ROUTE_NOT_ACCEPTED = "RouteNotAccepted"
+    SCALE_FAILED = "ScaleFailed"
