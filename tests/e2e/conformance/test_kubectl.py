@@ -41,6 +41,13 @@ def test_apply_get_patch_scale_wait_describe_delete_of_a_custom_resource(api, re
     assert api.get(relays.at("demo")).status_code == 404
 
 
+def test_a_list_is_applied(api, namespace):
+    items = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}} for name in "ab"]
+    body = {"apiVersion": "v1", "kind": "List", "items": items}
+    shown = _run(api, "apply", "-n", namespace, "-f", "-", stdin=body)
+    assert shown.split() == ["configmap/a", "created", "configmap/b", "created"]
+
+
 def test_server_side_apply_and_its_conflicts(api, relays, namespace):
     body = relays.body("demo", args=["a"])
     _run(

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 #: Maximum size of a request body in bytes, as in kube-apiserver.
 _MAX_BODY = 3 * 1024 * 1024
-_OPENAPI_V2_PROTOBUF = "application/com.github.proto-openapi.spec.v2@v1.0+protobuf"
+_OPENAPI_V2_PROTOBUF = "application/com.github.proto-openapi.spec.v2.v1.0+protobuf"
 
 
 class ApiServer:
