@@ -200,5 +200,12 @@ def unsupported_media_type(message: str) -> ApiError:
     return ApiError(415, "UnsupportedMediaType", message)
 
 
+def unknown_media_type(accepted: Sequence[str]) -> ApiError:
+    return unsupported_media_type(
+        "the body of the request was in an unknown format - accepted media types include: "
+        + ", ".join(accepted)
+    )
+
+
 def expired(message: str) -> ApiError:
     return ApiError(410, "Expired", message)

@@ -11,8 +11,20 @@ from typing import Any
 import jsonpatch
 
 from pocketkube.apiserver.errors import ApiError, bad_request
-from pocketkube.apiserver.resources import Object
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.field_types import FieldTypes, Path
+
+
+def media_types(resource: Resource) -> list[str]:
+    """Return the media types of patches that objects of `resource` accept."""
+    accepted = [
+        "application/json-patch+json",
+        "application/merge-patch+json",
+        "application/apply-patch+yaml",
+    ]
+    if not resource.custom:
+        accepted.insert(2, "application/strategic-merge-patch+json")
+    return accepted
 
 
 def json_patch(original: Object, operations: Any) -> Object:

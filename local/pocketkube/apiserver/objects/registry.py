@@ -162,17 +162,7 @@ class Registry:
         elif content_type == "application/strategic-merge-patch+json" and not resource.custom:
             result = patches.strategic_merge_patch(obj, body, self.catalog.types(resource))
         else:
-            accepted = [
-                "application/json-patch+json",
-                "application/merge-patch+json",
-                "application/apply-patch+yaml",
-            ]
-            if not resource.custom:
-                accepted.insert(2, "application/strategic-merge-patch+json")
-            raise errors.unsupported_media_type(
-                f"the body of the request was in an unknown format - "
-                f"accepted media types include: {', '.join(accepted)}"
-            )
+            raise errors.unknown_media_type(patches.media_types(resource))
         if not isinstance(result, dict) or not isinstance(result.get("metadata"), dict):
             raise errors.bad_request("the patched document is not an object with metadata")
         return result

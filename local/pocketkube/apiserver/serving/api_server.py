@@ -21,13 +21,15 @@ from aiohttp import web
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
-from pocketkube.apiserver.objects import subresources
+from pocketkube.apiserver.objects import patches, subresources
 from pocketkube.apiserver.objects.registry import WriteOptions
 from pocketkube.apiserver.resources import VERBS, Object, RequestInfo, Resource
 from pocketkube.apiserver.serving import discovery
 from pocketkube.apiserver.serving.pod_logs import stream_logs
 from pocketkube.apiserver.serving.request import (
+    OBJECT_TYPES,
     delete_options,
+    media_type_of,
     parse_body,
     parse_path,
     parse_selectors,
@@ -181,8 +183,10 @@ class ApiServer:
         if verb == "get":
             return self._respond(request, info, self._read_one(info))
         options = write_options(info, request)
-        body = parse_body(await request.read(), request.content_type)
-        if request.content_type != "application/json-patch+json":
+        media_type = media_type_of(request)
+        accepted = patches.media_types(info.resource) if verb == "patch" else OBJECT_TYPES
+        body = parse_body(await request.read(), media_type, accepted)
+        if media_type != "application/json-patch+json":
             body = require_object(body)
         result, code = self._write(request, info, verb, body, options)
         response = self._respond(request, info, result, code)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -15,6 +15,9 @@ from pocketkube.apiserver.objects.registry import WriteOptions
 from pocketkube.apiserver.resources import Object, RequestInfo
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.serving import selectors
+
+#: Media types of objects in request bodies.
+OBJECT_TYPES = ("application/json", "application/yaml")
 
 
 def verb_of(info: RequestInfo, request: web.Request) -> str:
@@ -62,7 +65,7 @@ def write_options(info: RequestInfo, request: web.Request) -> WriteOptions:
 
 async def delete_options(request: web.Request) -> DeleteOptions:
     raw = await request.read()
-    body = parse_body(raw, request.content_type) if raw else {}
+    body = parse_body(raw, media_type_of(request)) if raw else {}
     if not isinstance(body, dict):
         raise errors.bad_request("the body of a DELETE is a DeleteOptions object")
     query = request.query
@@ -164,22 +167,29 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def parse_body(raw: bytes, content_type: str) -> Any:
-    """Decode a request body as JSON or, if the content type is YAML, as YAML.
+def media_type_of(request: web.Request) -> str:
+    """Return the media type of the body: JSON if the request names none, as in Kubernetes."""
+    return request.content_type if "Content-Type" in request.headers else "application/json"
+
+
+def parse_body(raw: bytes, media_type: str, accepted: Sequence[str] = OBJECT_TYPES) -> Any:
+    """Decode a request body as JSON or, if the media type is YAML, as YAML.
 
     Raises:
-        ApiError: 400 for a malformed body, 415 for protobuf.
+        ApiError: 400 for a malformed body, 415 for a media type that is not accepted.
     """
-    if content_type.endswith("protobuf"):
+    if media_type.endswith("protobuf"):
         raise errors.unsupported_media_type(
             "this control plane accepts JSON, not protobuf, which `kubectl create` sends: use "
             "`kubectl apply -f FILE`, or "
             "`kubectl create ... --dry-run=client -o yaml | kubectl apply -f -`"
         )
+    if media_type not in accepted:
+        raise errors.unknown_media_type(accepted)
     try:
         return json.loads(raw)
     except ValueError as error:
-        if "yaml" not in content_type:
+        if "yaml" not in media_type:
             raise errors.bad_request(f"the request's body is not JSON: {error}") from error
     try:
         return yaml.load(raw, Loader=_Loader)

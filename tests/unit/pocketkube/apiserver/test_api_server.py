@@ -196,6 +196,43 @@ async def test_logs_stream_from_the_pods_kubelet(call, tmp_path):
     assert (code, body["reason"]) == (502, "BadGateway")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "accepted"),
+    [
+        ("POST", MAPS, "application/json, application/yaml"),
+        ("DELETE", f"{MAPS}/missing", "application/json, application/yaml"),
+        (
+            "PATCH",
+            f"{MAPS}/missing",
+            "application/json-patch+json, application/merge-patch+json, "
+            "application/strategic-merge-patch+json, application/apply-patch+yaml",
+        ),
+    ],
+)
+async def test_bodies_of_an_unknown_media_type_are_refused(call, method, path, accepted):
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        async with call.session.request(
+            method, path, data=b"{}", headers={"Content-Type": kind}
+        ) as response:
+            status = await response.json()
+        assert (response.status, status["reason"]) == (415, "UnsupportedMediaType")
+        assert status["message"] == (
+            "the body of the request was in an unknown format - accepted media types include: "
+            + accepted
+        )
+
+
+async def test_a_body_without_a_media_type_is_json(call):
+    body = json.dumps({"metadata": {"name": "untyped"}}).encode()
+    skip = {"skip_auto_headers": ["Content-Type"]}
+    async with call.session.post(MAPS, data=body, **skip) as response:
+        assert response.status == 201
+    yaml_body = b"metadata: {name: from-yaml}"
+    headers = {"Content-Type": "application/yaml; charset=utf-8"}
+    async with call.session.post(MAPS, data=yaml_body, headers=headers) as response:
+        assert response.status == 201
+
+
 async def test_services_have_different_addresses(call):
     services = "/api/v1/namespaces/default/services"
     given = set()
