@@ -122,9 +122,12 @@ BUILTIN: tuple[Resource, ...] = (
         subresources=(
             STATUS,
             Subresource("log", ("get",)),
+            Subresource("exec", ("create", "get"), "PodExecOptions"),
+            Subresource("attach", ("create", "get"), "PodAttachOptions"),
+            Subresource("portforward", ("create", "get"), "PodPortForwardOptions"),
             Subresource("binding", ("create",), "Binding", "", "v1"),
         ),
-        note="no exec, attach, port-forward or eviction; log comes from the pod's kubelet",
+        note="no eviction; the pod's kubelet serves log, exec, attach and portforward",
     ),
     Resource(
         "",

@@ -8,5 +8,6 @@
 - `backoff`: the delay before a restart.
 - `container_log`: the log file, its rotation and its readers.
 - `process`: the processes of one container.
+- `exec_process`: a further command in a running container.
 - `guardian`: a process that kills all containers when the kubelet ends.
 """

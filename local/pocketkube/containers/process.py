@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 KUBELET_MARKER = "POCKETKUBE_KUBELET_ID"
 CONTAINER_MARKER = "POCKETKUBE_CONTAINER_ID"
+#: In the environment of commands that `kubectl exec` runs in a container.
+EXEC_MARKER = "POCKETKUBE_EXEC_ID"
 #: Prefix of container ids in the status of pods.
 RUNTIME = "process://"
 
@@ -140,12 +143,25 @@ class Guard:
 
 
 class Process:
-    """The processes of a container: a command and its descendants. Create it with `start()`."""
+    """The processes of a container: a command and its descendants. Create it with `start()`.
+
+    Attributes:
+        environment: the environment variables of the command, with the markers.
+        cwd: the working folder of the command.
+    """
 
     def __init__(
-        self, popen: subprocess.Popen[bytes], guard: Guard, marker: str, log: ContainerLog
+        self,
+        popen: subprocess.Popen[bytes],
+        guard: Guard,
+        marker: str,
+        log: ContainerLog,
+        environment: dict[str, str],
+        cwd: Path,
     ) -> None:
         self.pid = popen.pid
+        self.environment = environment
+        self.cwd = cwd
         self._popen = popen
         self._guard = guard
         self._marker = marker
@@ -179,25 +195,8 @@ class Process:
             StartError: the command was not found or could not be started.
         """
         marked = {**env, KUBELET_MARKER: guard.kubelet_id, CONTAINER_MARKER: container_id}
-        try:
-            popen = subprocess.Popen(
-                argv,
-                env=marked,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                preexec_fn=kill_at_end_of_parent(),
-            )
-        except FileNotFoundError as error:
-            raise StartError(
-                f"command {argv[0]!r} not found in PATH {env.get('PATH', '')!r}; install it on "
-                "this machine (images are ignored)"
-            ) from error
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
-            raise StartError(f"cannot start {argv[0]!r}: {error}") from error
-        return cls(popen, guard, f"{CONTAINER_MARKER}={container_id}", log)
+        popen = spawn(argv, marked, cwd, subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
+        return cls(popen, guard, f"{CONTAINER_MARKER}={container_id}", log, marked, cwd)
 
     @property
     def running(self) -> bool:
@@ -214,8 +213,7 @@ class Process:
         """
         async with asyncio.timeout(timeout_s):
             await self._exited.wait()
-        code = self._popen.returncode
-        return code if code >= 0 else 128 - code
+        return exit_code(self._popen)
 
     def terminate(self) -> None:
         """Send SIGTERM to the main process."""
@@ -255,6 +253,57 @@ class Process:
             self._drained.set()
 
 
+def spawn(
+    argv: list[str],
+    env: dict[str, str],
+    cwd: Path,
+    stdin: int,
+    stdout: int,
+    stderr: int,
+    *,
+    in_terminal: bool = False,
+) -> subprocess.Popen[bytes]:
+    """Start a command as the leader of a new session. The end of the kubelet kills it.
+
+    Args:
+        in_terminal: make the terminal `stdin` the terminal of the session.
+
+    Raises:
+        StartError: the command was not found or could not be started.
+    """
+    die_with_kubelet = kill_at_end_of_parent()
+
+    def before_exec() -> None:
+        die_with_kubelet()
+        if in_terminal:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    try:
+        return subprocess.Popen(
+            argv,
+            env=env,
+            cwd=cwd,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=before_exec,
+        )
+    except FileNotFoundError as error:
+        raise StartError(
+            f"command {argv[0]!r} not found in PATH {env.get('PATH', '')!r}; install it on this "
+            "machine (images are ignored)"
+        ) from error
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise StartError(f"cannot start {argv[0]!r}: {error}") from error
+
+
+def exit_code(popen: subprocess.Popen[bytes]) -> int:
+    """Return the exit code of a process that has ended; 128 + the signal number after a signal."""
+    code: int = popen.returncode
+    return code if code >= 0 else 128 - code
+
+
 def on_exit(pid: int, callback: Callable[[], None]) -> None:
     """Call `callback` in the event loop once the child process `pid` has ended."""
     loop = asyncio.get_running_loop()
@@ -273,12 +322,14 @@ def container_pids() -> dict[str, int]:
 
     The container ids are those in the status of pods.
     """
-    marker = b"\0" + CONTAINER_MARKER.encode() + b"="
+    marker, further = (b"\0%s=" % name.encode() for name in (CONTAINER_MARKER, EXEC_MARKER))
     found: dict[str, int] = {}
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-            if marker in environment and os.getsid(pid) == pid:
+            if marker not in environment or further in environment:
+                continue
+            if os.getsid(pid) == pid:
                 container_id = environment.partition(marker)[2].partition(b"\0")[0].decode()
                 found.setdefault(RUNTIME + container_id, pid)
     return found

@@ -90,6 +90,11 @@ class ContainerRunner:
         self._stopped = asyncio.Event()
         self._stopped.set()
 
+    @property
+    def process(self) -> Process | None:
+        """The running instance; None between two instances."""
+        return self._process if self._process is not None and self._process.running else None
+
     async def run(self) -> None:
         """Run the container until it has ended and will not be restarted."""
         delay = 0.0
@@ -107,8 +112,7 @@ class ContainerRunner:
     async def stop(self) -> None:
         """Stop the container within the pod's grace period, and wait for `run` to return."""
         self._stopping.set()
-        process = self._process
-        if process is not None and process.running:
+        if (process := self.process) is not None:
             await self._terminate(process, "Stopping container", self._context.grace_deadline)
         await self._stopped.wait()
 

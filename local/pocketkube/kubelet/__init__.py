@@ -5,7 +5,11 @@
 - `pod_status`: the status of a pod from the states of its containers.
 - `addresses`: the addresses of pods.
 - `node`: the Node object and its lease.
-- `kubelet_server`: the HTTPS server for logs.
+- `kubelet_server`: the HTTPS server for logs, exec, attach and port-forward.
+- `remote_command`: the channels of exec and attach in a WebSocket.
+- `port_forward`: the channels and streams of port-forward in a WebSocket.
+- `websockets`: the handshake and the messages of a WebSocket.
+- `spdy`: the frames of SPDY/3.1, which kubectl uses for port-forward.
 
 The README lists the differences from a kubelet with a container runtime.
 """

@@ -1,5 +1,6 @@
-"""The kubelet's HTTPS server, from which the API server reads the logs for `kubectl logs`.
+"""The kubelet's HTTPS server, for `kubectl logs`, `exec`, `attach` and `port-forward`.
 
+The API server connects clients with this server. The paths and parameters are those of a kubelet.
 Clients need no authentication, because the server listens only on the loopback device.
 """
 
@@ -15,12 +16,15 @@ from aiohttp import web
 
 from pocketkube.certificates import create_server_certificate
 from pocketkube.containers.container_log import stream_log
+from pocketkube.containers.exec_process import ExecStreams
+from pocketkube.kubelet import port_forward, remote_command
 from pocketkube.kubelet.pod_worker import PodWorker
+from pocketkube.kubelet.websockets import accept
 from pocketkube.timestamps import parse_time
 
 
 class KubeletServer:
-    """Serves the logs of containers.
+    """Serves the logs of containers, runs commands in containers, and forwards ports of pods.
 
     Args:
         workers: pod uid -> worker. The caller adds and removes workers while the server runs.
@@ -30,6 +34,9 @@ class KubeletServer:
         self._workers = workers
         app = web.Application()
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
+        app.router.add_get("/exec/{namespace}/{pod}/{container}", self._exec)
+        app.router.add_get("/attach/{namespace}/{pod}/{container}", self._attach)
+        app.router.add_get("/portForward/{namespace}/{pod}", self._port_forward)
         # A disconnect cancels the handler, which otherwise waits for the container's next line.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
@@ -46,7 +53,7 @@ class KubeletServer:
         """Close the server and its connections."""
         await self._runner.cleanup()
 
-    async def _logs(self, request: web.Request) -> web.StreamResponse:
+    def _worker(self, request: web.Request) -> PodWorker:
         names = request.match_info
         matches = [
             worker
@@ -58,6 +65,51 @@ class KubeletServer:
             raise web.HTTPNotFound(
                 text=f"pod {names['namespace']}/{names['pod']} is not on this node\n"
             )
+        return matches[-1]
+
+    async def _exec(self, request: web.Request) -> web.StreamResponse:
+        worker, query = self._worker(request), request.query
+        argv = query.getall("command", [])
+        if not argv:
+            raise web.HTTPBadRequest(text="the query has no command\n")
+        # A terminal has no stderr.
+        tty = _flag(query, "tty")
+        streams = ExecStreams(
+            stdin=_flag(query, "input"),
+            stdout=_flag(query, "output"),
+            stderr=_flag(query, "error") and not tty,
+            tty=tty,
+        )
+        runner = worker.runners.get(request.match_info["container"])
+        socket = await accept(request, remote_command.PROTOCOLS)
+        container = runner.process if runner is not None else None
+        await remote_command.run_command(socket, container, argv, streams)
+        return socket
+
+    async def _attach(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["container"]
+        found = self._worker(request).log(name, previous=False)
+        if found is None:
+            raise web.HTTPBadRequest(text=f"container {name!r} has not started\n")
+        path, live = found
+        socket = await accept(request, remote_command.PROTOCOLS)
+        await remote_command.attach(socket, stream_log(path, live, follow=True, tail=0))
+        return socket
+
+    async def _port_forward(self, request: web.Request) -> web.StreamResponse:
+        worker = self._worker(request)
+        try:
+            ports = [int(port) for port in request.query.getall("port", [])]
+        except ValueError as error:
+            raise web.HTTPBadRequest(text=f"bad query {request.query_string!r}\n") from error
+        if not (address := worker.runtime.pod_ip):
+            raise web.HTTPBadRequest(text="the pod has no address yet\n")
+        socket = await accept(request, port_forward.PROTOCOLS)
+        await port_forward.forward_ports(socket, address, ports)
+        return socket
+
+    async def _logs(self, request: web.Request) -> web.StreamResponse:
+        worker, names = self._worker(request), request.match_info
         query = request.query
         try:
             tail = int(query["tailLines"]) if "tailLines" in query else None
@@ -68,7 +120,7 @@ class KubeletServer:
                 text=f"bad query {request.query_string!r}: {error}\n"
             ) from error
         previous = _flag(query, "previous")
-        found = matches[-1].log(names["container"], previous=previous)
+        found = worker.log(names["container"], previous=previous)
         if found is None:
             which = "previous terminated container" if previous else "container"
             raise web.HTTPBadRequest(

@@ -6,5 +6,7 @@
 - `watch`: streams of changes.
 - `discovery`: API groups, versions and OpenAPI documents.
 - `tables`: rows and columns for kubectl.
+- `kubelets`: the kubelet and the container of a request about a pod.
 - `pod_logs`: logs, forwarded from the kubelet.
+- `pod_streams`: exec, attach and port-forward, connected with the kubelet.
 """

@@ -1,7 +1,8 @@
 """The HTTPS server of the Kubernetes API.
 
 The server authenticates and parses each request (request.py), and reads or writes the
-`ClusterState`. watch.py streams watches, and pod_logs.py streams logs from the kubelet.
+`ClusterState`. watch.py streams watches, pod_logs.py streams logs from the kubelet, and
+pod_streams.py connects clients of exec, attach and port-forward with the kubelet.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pocketkube.apiserver.objects.registry import WriteOptions
 from pocketkube.apiserver.resources import VERBS, Object, RequestInfo, Resource
 from pocketkube.apiserver.serving import discovery
 from pocketkube.apiserver.serving.pod_logs import stream_logs
+from pocketkube.apiserver.serving.pod_streams import STREAMS, stream_pod
 from pocketkube.apiserver.serving.request import (
     OBJECT_TYPES,
     delete_options,
@@ -171,9 +173,10 @@ class ApiServer:
             raise errors.method_not_allowed(
                 f"{info.resource.qualified}{below} offers {', '.join(offered)}, not {verb}"
             )
-        if info.subresource == "log":
+        if info.subresource in ("log", *STREAMS):
             assert self._kubelets is not None, "requests come after start()"
-            return await stream_logs(request, info, self._cluster.registry, self._kubelets)
+            serve = stream_logs if info.subresource == "log" else stream_pod
+            return await serve(request, info, self._cluster.registry, self._kubelets)
         if verb in ("list", "watch"):
             return await self._read_many(request, info, verb)
         if verb == "deletecollection":

@@ -4,6 +4,8 @@ import asyncio
 import base64
 import json
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import aiohttp
@@ -53,7 +55,7 @@ async def call(plane):
 async def test_unserved_paths_and_methods_are_refused_with_a_status(call):
     for method, path, code in (
         ("GET", "/apis/apps/v1/statefulsets", 404),
-        ("POST", "/api/v1/namespaces/default/pods/x/exec", 404),
+        ("POST", "/api/v1/namespaces/default/pods/x/eviction", 404),
         ("GET", "/api/v1/pods?labelSelector=size%3E1", 400),
         ("PUT", MAPS, 405),
     ):
@@ -152,6 +154,25 @@ async def test_malformed_tokens_and_bodies_are_refused(call):
         assert (await call("POST", MAPS, body))[0] == 400
 
 
+@asynccontextmanager
+async def kubelet_serving(
+    call: Client, folder: Path, pod: str, *routes: web.RouteDef
+) -> AsyncIterator[str]:
+    """Serve `routes` as the kubelet of a new pod. Yield the path of the pod."""
+    files = create_server_certificate(folder, ["127.0.0.1"])
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(files.certificate, files.key)
+    async with serving(*routes, tls=tls) as port:
+        await call("POST", "/api/v1/nodes", {"metadata": {"name": pod}})
+        addresses = [{"type": "InternalIP", "address": "127.0.0.1"}]
+        status = {"addresses": addresses, "daemonEndpoints": {"kubeletEndpoint": {"Port": port}}}
+        assert (await call("PATCH", f"/api/v1/nodes/{pod}/status", {"status": status}))[0] == 200
+        spec = {"nodeName": pod, "containers": [{"name": "main", "image": "i"}]}
+        pods = "/api/v1/namespaces/default/pods"
+        assert (await call("POST", pods, {"metadata": {"name": pod}, "spec": spec}))[0] == 201
+        yield f"{pods}/{pod}"
+
+
 async def test_logs_stream_from_the_pods_kubelet(call, tmp_path):
     seen = {}
 
@@ -165,20 +186,10 @@ async def test_logs_stream_from_the_pods_kubelet(call, tmp_path):
         return response
 
     released = asyncio.Event()
-    files = create_server_certificate(tmp_path, ["127.0.0.1"])
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(files.certificate, files.key)
     logs = web.get("/containerLogs/{namespace}/{pod}/{container}", container_logs)
-    async with serving(logs, tls=tls) as port:
-        await call("POST", "/api/v1/nodes", {"metadata": {"name": "n"}})
-        addresses = [{"type": "InternalIP", "address": "127.0.0.1"}]
-        status = {"addresses": addresses, "daemonEndpoints": {"kubeletEndpoint": {"Port": port}}}
-        assert (await call("PATCH", "/api/v1/nodes/n/status", {"status": status}))[0] == 200
-        spec = {"nodeName": "n", "containers": [{"name": "main", "image": "i"}]}
-        pods = "/api/v1/namespaces/default/pods"
-        await call("POST", pods, {"metadata": {"name": "talks"}, "spec": spec})
+    async with kubelet_serving(call, tmp_path, "talks", logs) as pod:
         async with call.session.get(
-            f"{pods}/talks/log", params={"follow": "true", "tailLines": "5"}
+            f"{pod}/log", params={"follow": "true", "tailLines": "5"}
         ) as response:
             assert await response.content.readline() == b"first\n"
             released.set()
@@ -190,10 +201,72 @@ async def test_logs_stream_from_the_pods_kubelet(call, tmp_path):
             "follow": "true",
             "tailLines": "5",
         }
-        code, body = await call("GET", f"{pods}/talks/log", container="other")
+        code, body = await call("GET", f"{pod}/log", container="other")
         assert (code, "container other is not valid" in body["message"]) == (400, True)
-    code, body = await call("GET", "/api/v1/namespaces/default/pods/talks/log")
+    code, body = await call("GET", f"{pod}/log")
     assert (code, body["reason"]) == (502, "BadGateway")
+
+
+async def test_exec_connects_the_client_with_the_pods_kubelet(call, tmp_path):
+    seen, closed = [], asyncio.Event()
+
+    async def run(request: web.Request) -> web.StreamResponse:
+        seen.append(request.path_qs)
+        socket = web.WebSocketResponse(protocols=["v4.channel.k8s.io"], max_msg_size=0)
+        await socket.prepare(request)
+        async for message in socket:
+            if message.data == b"\0end":
+                await socket.close()
+            else:
+                await socket.send_bytes(b"\1" + message.data)
+        closed.set()
+        return socket
+
+    route = web.get("/exec/{namespace}/{pod}/{container}", run)
+    async with kubelet_serving(call, tmp_path, "runs", route) as pod:
+        path = f"{pod}/exec?command=a&command=b%26c&stdin=true&stdout=1&tty=false"
+        protocols = ["v5.channel.k8s.io", "v4.channel.k8s.io"]
+        async with call.session.ws_connect(path, protocols=protocols, max_msg_size=0) as socket:
+            assert socket.protocol == "v4.channel.k8s.io"
+            await socket.send_bytes(b"\0" + b"x" * 5_000_000)
+            assert await socket.receive_bytes() == b"\1\0" + b"x" * 5_000_000
+            await socket.send_bytes(b"\0end")
+            assert (await socket.receive()).type is aiohttp.WSMsgType.CLOSE
+        assert seen == ["/exec/default/runs/main?command=a&command=b%26c&input=1&output=1"]
+        closed.clear()
+        async with call.session.ws_connect(path, protocols=protocols):
+            pass
+        async with asyncio.timeout(30):
+            await closed.wait()
+
+
+async def test_streams_of_pods_are_refused_with_a_status(call, tmp_path):
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        raise web.HTTPForbidden
+
+    routes = [web.get("/portForward/{namespace}/{pod}", refuse)]
+    websocket = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": base64.b64encode(bytes(16)).decode(),
+    }
+    spdy = {"Connection": "Upgrade", "Upgrade": "SPDY/3.1"}
+    async with kubelet_serving(call, tmp_path, "refuses", *routes) as pod:
+        for method, path, headers, code, message in (
+            ("GET", "exec", websocket, 400, "at least 1 command"),
+            ("GET", "exec?command=x&container=y", websocket, 400, "container y is not valid"),
+            ("GET", "exec?command=x", {}, 400, "Upgrade request required"),
+            ("POST", "portforward", spdy, 400, "Upgrade request required"),
+            ("GET", "portforward?ports=80,http", websocket, 400, "'http' is not a port"),
+            ("GET", "portforward?ports=80", websocket, 403, "with HTTP 403"),
+            ("GET", "attach", websocket, 404, "with HTTP 404"),
+            ("DELETE", "exec", {}, 405, "offers create, get"),
+        ):
+            async with call.session.request(method, f"{pod}/{path}", headers=headers) as response:
+                status = await response.json()
+            assert (response.status, status["kind"]) == (code, "Status"), path
+            assert message in status["message"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,104 @@
+"""Serve `exec`, `attach` and `portforward` of pods.
+
+The module connects the client's WebSocket with a WebSocket of the pod's kubelet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import urlencode
+
+import aiohttp
+from aiohttp import web
+
+from pocketkube.apiserver import errors
+from pocketkube.apiserver.errors import ApiError
+from pocketkube.apiserver.objects.registry import Registry
+from pocketkube.apiserver.resources import Object, RequestInfo
+from pocketkube.apiserver.serving.kubelets import container_of, locate
+
+#: The subresources that this module serves.
+STREAMS = ("exec", "attach", "portforward")
+#: Parameter of a client -> parameter of the kubelet.
+_FLAGS = {"stdin": "input", "stdout": "output", "stderr": "error", "tty": "tty"}
+
+_Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
+
+
+async def stream_pod(
+    request: web.Request, info: RequestInfo, registry: Registry, session: aiohttp.ClientSession
+) -> web.StreamResponse:
+    """Copy messages between the client and the kubelet until one of them closes its WebSocket.
+
+    Raises:
+        ApiError: the request is invalid, or the kubelet refuses it or does not answer.
+    """
+    pod = registry.get(info)
+    path = _kubelet_path(request, info, pod)
+    kubelet = locate(pod, registry)
+    offered = request.headers.get("Sec-WebSocket-Protocol", "").split(",")
+    protocols = [protocol.strip() for protocol in offered]
+    if not web.WebSocketResponse(protocols=protocols).can_prepare(request).ok:
+        raise errors.bad_request(
+            "Upgrade request required: use a WebSocket, as kubectl does from 1.31 on"
+        )
+    try:
+        upstream = await session.ws_connect(
+            kubelet.url + path,
+            protocols=protocols,
+            ssl=False,
+            max_msg_size=0,
+        )
+    except aiohttp.WSServerHandshakeError as error:
+        message = f"the kubelet of node {kubelet.node} refuses {path} with HTTP {error.status}"
+        raise ApiError(error.status, "KubeletError", message) from error
+    except aiohttp.ClientError as error:
+        raise kubelet.unreachable(error) from error
+    async with upstream:
+        client = web.WebSocketResponse(protocols=[upstream.protocol or ""], max_msg_size=0)
+        await client.prepare(request)
+        copies = [
+            asyncio.create_task(_copy(source, sink))
+            for source, sink in ((client, upstream), (upstream, client))
+        ]
+        try:
+            await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for copy in copies:
+                copy.cancel()
+            await asyncio.gather(*copies, return_exceptions=True)
+        await client.close(code=upstream.close_code or aiohttp.WSCloseCode.OK)
+    return client
+
+
+def _kubelet_path(request: web.Request, info: RequestInfo, pod: Object) -> str:
+    """Return the path and the query of the request to the kubelet.
+
+    Raises:
+        ApiError: 400, the request names no command, or no valid container or ports.
+    """
+    query, where = request.query, f"{info.namespace}/{info.name}"
+    if info.subresource == "portforward":
+        given = ",".join(query.getall("ports", []))
+        ports = given.split(",") if given else []
+        for port in ports:
+            if not (port.isdecimal() and 0 < int(port) < 65536):
+                raise errors.bad_request(f"ports: {port!r} is not a port")
+        return f"/portForward/{where}?{urlencode([('port', port) for port in ports])}"
+    words = query.getall("command", []) if info.subresource == "exec" else []
+    if info.subresource == "exec" and not words:
+        raise errors.bad_request("you must specify at least 1 command for the container")
+    parameters = [
+        *(("command", word) for word in words),
+        *((theirs, "1") for ours, theirs in _FLAGS.items() if query.get(ours) in ("1", "true")),
+    ]
+    container = container_of(pod, query.get("container", ""))
+    return f"/{info.subresource}/{where}/{container}?{urlencode(parameters)}"
+
+
+async def _copy(source: _Socket, sink: _Socket) -> None:
+    async for message in source:
+        if message.type is aiohttp.WSMsgType.BINARY:
+            await sink.send_bytes(message.data)
+        elif message.type is aiohttp.WSMsgType.TEXT:
+            await sink.send_str(message.data)
