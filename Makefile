@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 ARGS ?=
 SUBJECT ?= kv_transfer
 
-.PHONY: help install up test e2e chaos elastic soak check format manifests diagrams control-plane gpu gpu-wheels bench clean
+.PHONY: help install up test e2e chaos elastic soak check format manifests diagrams images test-images control-plane gpu gpu-wheels bench clean
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
@@ -19,6 +19,8 @@ help:
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
 	@echo "make check          ruff, codespell, mypy, import-linter, and whether generated files are current"
 	@echo "make manifests      regenerate the CRD, RBAC and the references in docs/ from the code"
+	@echo "make images         build the images of docker/ with buildah, each with an archive and an SBOM in build/images (ARGS=\"--only gateway\")"
+	@echo "make test-images    run the built images as pods run them: user 65532, a read-only root (as root)"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
 	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json"
 	@echo "make gpu            tests and benchmarks on a machine with a GPU, with its python3, torch and triton (PARTS=\"tests engine tune bench\")"
@@ -36,7 +38,7 @@ $(SERVING): pyproject.toml constraints.txt $(wildcard kernels/baton_kernels/cpu/
 # What checks, tests and benchmarks need besides.
 $(STAMP): $(SERVING)
 	@echo "installing the packages of checks and tests into $(VENV)"
-	@$(PIP) -e ".[ray,nixl,dev]"
+	@$(PIP) -e ".[cuda,ray,nixl,dev]"
 	@touch $@
 
 install: $(STAMP)
@@ -45,7 +47,7 @@ up: $(SERVING)
 	$(BIN)/baton up $(if $(MODEL),--model $(MODEL)) -f manifests/samples/demo.yaml $(ARGS)
 
 test: $(STAMP)
-	BATON_REQUIRE_CPU_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/e2e -n 3 --dist loadfile $(ARGS)
+	BATON_REQUIRE_CPU_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/e2e --ignore tests/images -n 3 --dist loadfile $(ARGS)
 
 e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n 3 --dist loadfile $(ARGS)
@@ -83,6 +85,12 @@ manifests: $(STAMP)
 
 diagrams: # needs Graphviz
 	for source in docs/internals/diagrams/*.dot; do dot -Tsvg $$source -o $${source%.dot}.svg; done
+
+images: # needs buildah
+	$(PYTHON) hack/build_images.py $(ARGS)
+
+test-images: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/images $(ARGS)
 
 control-plane:
 	hack/control-plane.sh

@@ -1,19 +1,27 @@
 # Engine, coordinator and gateway for machines without a GPU. All pods of a service use one `spec.image`.
 #   docker build -f docker/engine-cpu.Dockerfile -t baton:0.1.0-cpu .
-FROM python:3.11.14-slim-bookworm AS dependencies
+ARG BASE=python:3.11.14-slim-bookworm
+FROM $BASE AS dependencies
+# This index has torch without CUDA. pip prefers its version (+cpu) to the one on PyPI.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /source
-RUN python -m venv /opt/baton
+# Without pip: the pip of the base installs into it.
+RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
 COPY docker/requirements.py docker/
-# This index has torch without CUDA. pip prefers its version (+cpu) to the one on PyPI.
 RUN python docker/requirements.py engine gateway fetch > requirements.txt \
-    && pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu -c constraints.txt -r requirements.txt
+    && pip --python /opt/baton install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt -r requirements.txt
 
 FROM dependencies AS package
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-COPY . .
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip install --no-cache-dir --no-deps /wheels/*.whl
+COPY README.md LICENSE ./
+COPY engine engine
+COPY gateway gateway
+COPY kernels kernels
+COPY kv_transfer kv_transfer
+COPY operator/baton_kube operator/baton_kube
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl
 # Compiles for every instruction set; the processor that runs the image selects one. The engine is slower
 # without them, so a missing file fails the build here.
 RUN cd / && python -m baton_kernels.cpu.build \
@@ -21,12 +29,13 @@ RUN cd / && python -m baton_kernels.cpu.build \
     && ls /built/*.so
 
 # No compiler at run time: torch.compile on a CPU (off by default) would need one.
-FROM python:3.11.14-slim-bookworm
+FROM $BASE
 COPY --from=dependencies /opt/baton /opt/baton
 # HOME and USER: the user has no entry in /etc/passwd, and torch reads both.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=baton
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-deps /wheels/*.whl
+    pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl \
+    && cd /opt/baton/bin && rm baton baton-operator
 COPY --from=package /built /opt/baton/lib/python3.11/site-packages/baton_kernels/cpu/built
 # A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532

@@ -3,31 +3,38 @@
 #   docker build -f docker/engine-cuda.Dockerfile -t baton:0.1.0 .
 # torch's wheels contain CUDA's libraries and the node has the driver, so the base image has no CUDA. It is CUDA 12
 # because UCX's wheels need it.
-FROM python:3.11.14-slim-bookworm AS dependencies
+ARG BASE=python:3.11.14-slim-bookworm
+FROM $BASE AS dependencies
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu126
 WORKDIR /source
-RUN python -m venv /opt/baton
+# Without pip: the pip of the base installs into it.
+RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
 COPY docker/requirements.py docker/link_nixl_ucx.py docker/
 # A CUDA build of torch requires its own version of Triton; constraints.txt has the one for tests on CPUs.
-RUN python docker/requirements.py engine gateway fetch nixl > requirements.txt \
+RUN python docker/requirements.py engine cuda gateway fetch nixl > requirements.txt \
     && grep -v '^triton==' constraints.txt > constraints-cuda.txt \
-    && pip install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints-cuda.txt -r requirements.txt
+    && pip --python /opt/baton install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints-cuda.txt -r requirements.txt
 # The wheel libucx-cu12 has no verbs and so no RDMA. The UCX in NIXL's wheel has both.
 RUN python docker/link_nixl_ucx.py /opt/baton/ucx
 
 FROM dependencies AS package
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-COPY . .
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip install --no-cache-dir --no-deps /wheels/*.whl
+COPY README.md LICENSE ./
+COPY engine engine
+COPY gateway gateway
+COPY kernels kernels
+COPY kv_transfer kv_transfer
+COPY operator/baton_kube operator/baton_kube
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl
 # Compiles for every instruction set; the processor that runs the image selects one. The engine is slower
 # without them, so a missing file fails the build here.
 RUN cd / && python -m baton_kernels.cpu.build \
     && cp -r "$(python -c 'from baton_kernels.cpu.libraries import BUILT; print(BUILT)')" /built \
     && ls /built/*.so
 
-FROM python:3.11.14-slim-bookworm
+FROM $BASE
 # Triton compiles its launcher (triton/backends/nvidia/driver.c) with the C compiler of the machine that runs it.
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY --from=dependencies /opt/baton /opt/baton
@@ -37,7 +44,8 @@ ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 NVIDI
 # ucxx loads the UCX in this folder instead of the wheel. The engine logs which one it loaded.
 ENV RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=1 LD_LIBRARY_PATH=/opt/baton/ucx
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-deps /wheels/*.whl
+    pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl \
+    && cd /opt/baton/bin && rm baton baton-operator
 COPY --from=package /built /opt/baton/lib/python3.11/site-packages/baton_kernels/cpu/built
 # A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532

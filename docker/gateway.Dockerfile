@@ -1,24 +1,35 @@
 # The gateway alone, for `gateway.template`. The engine images contain it as well, because all pods of a service use
 # one `spec.image`.
 #   docker build -f docker/gateway.Dockerfile -t baton-gateway:0.1.0 .
-FROM python:3.11.14-slim-bookworm AS dependencies
+ARG BASE=python:3.11.14-slim-bookworm
+FROM $BASE AS dependencies
 WORKDIR /source
-RUN python -m venv /opt/baton
+# Without pip: the pip of the base installs into it.
+RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
 COPY docker/requirements.py docker/
 RUN python docker/requirements.py gateway fetch > requirements.txt \
-    && pip install --no-cache-dir -c constraints.txt -r requirements.txt
+    && pip --python /opt/baton install --no-cache-dir -c constraints.txt -r requirements.txt
 
 FROM dependencies AS package
-COPY . .
+COPY README.md LICENSE ./
+COPY gateway gateway
+COPY engine/baton_protocol engine/baton_protocol
+COPY engine/baton_text engine/baton_text
+COPY operator/baton_kube operator/baton_kube
+# The command baton-model, which fetches the tokenizer.
+COPY engine/baton_engine/__init__.py engine/baton_engine/untrusted.py engine/baton_engine/
+COPY engine/baton_engine/fetch engine/baton_engine/fetch
+COPY engine/baton_engine/http engine/baton_engine/http
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM python:3.11.14-slim-bookworm
+FROM $BASE
 COPY --from=dependencies /opt/baton /opt/baton
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-deps /wheels/*.whl
+    pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl \
+    && cd /opt/baton/bin && rm baton baton-coordinator baton-engine baton-operator
 # A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532
 ENTRYPOINT ["baton-gateway"]

@@ -1,23 +1,28 @@
 # The operator.
 #   docker build -f docker/operator.Dockerfile -t baton-operator:0.1.0 .
-FROM python:3.11.14-slim-bookworm AS dependencies
+ARG BASE=python:3.11.14-slim-bookworm
+FROM $BASE AS dependencies
 WORKDIR /source
-RUN python -m venv /opt/baton
+# Without pip: the pip of the base installs into it.
+RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
 COPY docker/requirements.py docker/
 RUN python docker/requirements.py operator > requirements.txt \
-    && pip install --no-cache-dir -c constraints.txt -r requirements.txt
+    && pip --python /opt/baton install --no-cache-dir -c constraints.txt -r requirements.txt
 
 FROM dependencies AS package
-COPY . .
+COPY README.md LICENSE ./
+COPY operator operator
+COPY engine/baton_protocol engine/baton_protocol
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
-FROM python:3.11.14-slim-bookworm
+FROM $BASE
 COPY --from=dependencies /opt/baton /opt/baton
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-deps /wheels/*.whl
+    pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl \
+    && cd /opt/baton/bin && rm baton baton-coordinator baton-engine baton-gateway baton-model
 # A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532
 ENTRYPOINT ["baton-operator"]

@@ -1,0 +1,1 @@
+"""What the images contain, and commands that run in them."""
