@@ -26,7 +26,8 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM $BASE
 COPY --from=dependencies /opt/baton /opt/baton
-ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# HOME: the user has no entry in /etc/passwd, and the Kubernetes client reads it.
+ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
 RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
     pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl \
     && cd /opt/baton/bin && rm baton baton-coordinator baton-engine baton-operator

@@ -38,9 +38,7 @@ def test_the_commands_are_those_of_the_component(images: dict[str, Image]) -> No
 def test_no_compiler_no_triton_no_pip(image: Image) -> None:
     """A CPU needs no Triton, which has a gigabyte."""
     assert not [path for path in ("gcc", "g++", "cc") if (image.root / "usr/bin" / path).exists()]
-    assert not {"triton", "pip", "setuptools"} & {
-        path.name for path in image.site_packages.iterdir()
-    }
+    assert not {"triton", "pip"} & {path.name for path in image.site_packages.iterdir()}
 
 
 def test_the_sbom_lists_every_installed_package(image: Image, name: str) -> None:
@@ -53,5 +51,7 @@ def test_the_sbom_lists_every_installed_package(image: Image, name: str) -> None
     }
     assert len(installed) > 10
     assert installed <= listed
-    debian = [part for part in sbom["components"] if part["purl"].startswith("pkg:deb/debian/")]
+    debian = [
+        part for part in sbom["components"] if part.get("purl", "").startswith("pkg:deb/debian/")
+    ]
     assert "libc6" in {part["name"] for part in debian}

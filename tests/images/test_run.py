@@ -48,17 +48,23 @@ def test_every_command_starts(image: Image) -> None:
 
 @pytest.fixture
 def operator(images: dict[str, Image], tmp_path: Path) -> Iterator[Pod]:
-    plane = EmbeddedControlPlane(tmp_path)
+    """An operator in its image, with an API server that has no CRD."""
+    plane = EmbeddedControlPlane(tmp_path / "plane")
     plane.start(timeout_s=60)
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "kubeconfig").write_bytes(plane.kubeconfig.read_bytes())  # readable for all
+    command = images["operator"].command(
+        *images["operator"].config["Entrypoint"],
+        *("--kubeconfig", f"{CONFIG}/kubeconfig"),
+        folders={config: CONFIG},
+        environment={"POD_IP": OPERATOR},
+    )
+    pod = Pod(tmp_path, "operator", OPERATOR, command)
     try:
-        command = images["operator"].command(
-            "baton-operator", "--kubeconfig", f"{CONFIG}/{plane.kubeconfig.name}",
-            folders={plane.kubeconfig.parent: CONFIG}, environment={"POD_IP": OPERATOR},
-        )  # fmt: skip
-        pod = Pod(tmp_path, "operator", OPERATOR, command)
         yield pod
-        pod.kill()
     finally:
+        pod.kill()
         plane.stop()
 
 
