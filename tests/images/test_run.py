@@ -75,6 +75,8 @@ def test_the_operator_waits_for_its_crd(operator: Pod) -> None:
 
     eventually(healthy, timeout_s=60, what="the operator healthy")
     eventually(lambda: "llmservices.yaml" in operator.tail(), timeout_s=60, what="a log line")
+    operator.kill()
+    eventually(lambda: operator.get(OPERATOR_PORT, "/health")[0] == 0, what="no process left")
 
 
 @pytest.fixture

@@ -72,7 +72,9 @@ class Image:
             *("env", "-i", *self.config["Env"], *variables),
             *(line or self.config["Entrypoint"]),
         ]
-        steps.append(f"exec {shlex.join(inside)}")
+        # The shell stays, because SIGKILL for unshare reaches only a child that is still root. With
+        # process 1 of their namespace, all processes end.
+        steps += ["set +e", shlex.join(inside), "exit $?"]
         enter = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c"]
         return [*enter, "\n".join(steps)]
 
