@@ -62,6 +62,7 @@ LABELS = {
     "status": "HTTP status of the response",
     "transport": "`ucx`, `tcp`, `shm` or `nixl`; with `auto` the transport that moved the bytes",
     "verb": "`get`, `list`, `watch`, `create`, `apply`, `patch`, `update` or `delete`",
+    "when": "`before` or `after`",
 }
 #: The last of these words in a name determines the unit. Other metrics count what they describe.
 UNITS = {"seconds": "s", "bytes": "bytes", "perc": "0 to 1", "tokens": "tokens", "blocks": "blocks"}
@@ -69,6 +70,8 @@ OTHER_UNITS = {
     "baton:prefix_cache_queries": "tokens",
     "baton:prefix_cache_hits": "tokens",
     "baton:topology_num_steps_without_tokens": "-",
+    "baton:topology_expert_imbalance": "ratio",
+    "baton:topology_rebalance_imbalance": "ratio",
     "baton:token_offset_errors": "-",
 }
 

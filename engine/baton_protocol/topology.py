@@ -143,6 +143,8 @@ class Status(_Wire, frozen=True):
     step: int = 0
     #: Activity in that step. A loop is stalled if neither step nor activity changes.
     activity: Activity = Activity.RESTS
+    #: Size of one expert of a sparse layer, of all tensor ranks together. 0: not loaded.
+    expert_bytes: int = 0
 
 
 class Directive(_Wire, frozen=True):

@@ -42,6 +42,8 @@ class ModelInfo:
     num_sparse_layers: int = 0
     #: Experts per layer with experts.
     num_experts: int = 0
+    #: Size of one expert, of all tensor ranks together. Known to ranks of an expert group.
+    expert_bytes: int = 0
     #: Properties that peers must share with this engine. None: the engine exchanges no KV blocks.
     kv: KVCompatibility | None = None
 

@@ -73,6 +73,7 @@ class RankReport:
             loads=self.loads,
             leaving=self.leaving,
             committed=standby.generation if standby is not None and standby.committed else None,
+            expert_bytes=self.info.expert_bytes,
         )
 
     def topology(

@@ -141,6 +141,11 @@ class Worker:
             num_offload_blocks=runner.num_offload_blocks,
             num_sparse_layers=len(runner.model_config.sparse_layers),
             num_experts=runner.model_config.num_experts,
+            expert_bytes=(
+                self.parallel.tensor.size * self._generations.expert_bytes()
+                if self._generations is not None
+                else 0
+            ),
             kv=runner.kv_compatibility(side_channel.VERSION) if self._transfers else None,
         )
 

@@ -51,6 +51,7 @@ class SimulatedRank:
     committed: list[Generation] = field(default_factory=list)
     loads: ExpertLoads | None = None
     num_experts: int = NUM_EXPERTS
+    expert_bytes: int = 100
     inbox: list[Directive] = field(default_factory=list)
 
     @property
@@ -83,6 +84,7 @@ class SimulatedRank:
             committed=self.votes_for,
             step=self.step,
             activity=self.activity,
+            expert_bytes=self.expert_bytes,
         )
 
     def obey(self, directive: Directive) -> None:
@@ -160,6 +162,7 @@ class SimulatedRank:
         )
         self.generation, self.target, self.prepared, self.votes_for = self.target, None, False, None
         self.committed.append(self.generation)
+        self.loads = None
         self.phase, self.suspects, self.failure, self.steps_alone = RankPhase.SERVING, (), "", 0
         self.steps_to_prepare = 2
 

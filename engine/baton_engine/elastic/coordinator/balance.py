@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 
-from baton_engine.elastic.coordinator.expert_placement import TOLERANCE, imbalance, plan_placement
+from baton_engine.elastic.coordinator.controller_config import ControllerConfig
+from baton_engine.elastic.coordinator.expert_placement import (
+    TOLERANCE,
+    count_moves,
+    imbalance,
+    plan_placement,
+)
+from baton_engine.elastic.coordinator.operation import Rebalancing
+from baton_engine.elastic.coordinator.rebalance_steps import first_moves
 from baton_engine.elastic.coordinator.roster import Roster, key_of
-from baton_protocol.topology import ExpertLoads, Generation, Member, Placement
+from baton_protocol.topology import ExpertLoads, Generation, Member, Placement, Status
 
-#: An automatic rebalance must reduce the imbalance to less than this fraction of the measured one.
+logger = logging.getLogger(__name__)
+
+#: The imbalance of a new placement must be less than this fraction of the measured one.
 WORTHWHILE = 0.95
+#: Minimum number of expert choices per rank and layer in a window. With fewer, the loads of ranks
+#: differ by chance by more than about 1%.
+MIN_CHOICES = 10_000
 
 #: [sparse layer][expert]: tokens.
 Loads = list[list[int]]
@@ -33,24 +47,30 @@ def summed_loads(reports: Iterable[ExpertLoads | None]) -> Loads:
 class Balance:
     """Computes placements from the loads that ranks report."""
 
-    def __init__(self, roster: Roster, threshold: float, window_s: float) -> None:
+    def __init__(self, roster: Roster, config: ControllerConfig) -> None:
         """Start without measured loads.
 
         Args:
             roster: Source of the reports.
-            threshold: Imbalance above which experts are moved. 0 disables automatic rebalancing.
-            window_s: Seconds over which the imbalance is measured.
+            config: Threshold and limits of automatic rebalancing.
         """
         self._roster = roster
-        self._threshold = threshold
-        self._window_s = window_s
-        # The current window: nonce of its generation, its start, and the loads at its start.
+        self._config = config
+        #: Imbalance of the last window: the heaviest rank's load divided by the mean load, averaged
+        #: over the layers. 0: not measured.
+        self.imbalance = 0.0
+        # The current window: nonce of its generation, its earliest end, and the loads at its start.
         self._nonce = ""
-        self._since = 0.0
+        self._end = 0.0
         self._start: Loads = []
 
     def place(
-        self, members: tuple[Member, ...], present: Generation | None, *, keep: bool = False
+        self,
+        members: tuple[Member, ...],
+        present: Generation | None,
+        *,
+        keep: bool = False,
+        loads: Loads | None = None,
     ) -> Placement:
         """Return a placement of the experts on these members.
 
@@ -59,11 +79,14 @@ class Balance:
             present: The current generation.
             keep: Leave experts where they are and place only lost copies, because the group waits
                 for this placement. The next placement restores balance and redundant copies.
+            loads: Loads of the experts. None: the loads since the start of `present`.
 
         Raises:
             ValueError: No such placement exists.
         """
-        statuses = [self._roster.living[member.instance_id] for member in members]
+        statuses = self._statuses(members)
+        if loads is None and present is not None:
+            loads = self._loads(present)
         num_experts = statuses[0].num_experts
         num_redundant = max(status.num_redundant_experts for status in statuses)
         if keep and present is not None:
@@ -77,24 +100,58 @@ class Balance:
             num_experts,
             [member.instance_id for member in members],
             num_redundant,
-            None if present is None else self._loads(present) or None,
+            loads or None,
             experts_of(present),
             math.inf if keep else TOLERANCE,
         )
 
-    def is_worthwhile(self, present: Generation, now: float) -> bool:
-        """Return whether a measuring window ends now, and its imbalance calls for a rebalance.
+    def expert_bytes(self, members: Iterable[Member]) -> int:
+        """Return the size of one expert. 0: unknown, because a member does not report the size."""
+        return min(status.expert_bytes for status in self._statuses(members))
+
+    def due(self, present: Generation, now: float) -> Rebalancing | None:
+        """Return the rebalance that is due because a measuring window ends now, or None.
 
         The window's imbalance must exceed the threshold. The imbalance of a new placement must be
         less than WORTHWHILE times the window's imbalance.
         """
-        if not self._threshold:
-            return False
         loads = self._window(present, now)
-        found = _mean(imbalance(present.placement, loads)) if loads else 0.0
-        if found <= self._threshold:
-            return False
-        return _mean(imbalance(self.place(present.members, present), loads)) < WORTHWHILE * found
+        if not loads:
+            return None
+        found = self.imbalance = _mean(imbalance(present.placement, loads))
+        if not self._config.rebalance_threshold or found <= self._config.rebalance_threshold:
+            return None
+        placement = self.place(present.members, present, loads=loads)
+        if _mean(imbalance(placement, loads)) >= WORTHWHILE * found:
+            return None
+        placement = self._within_limit(placement, present, loads)
+        if placement == present.placement:
+            return None
+        return Rebalancing(placement, found, _mean(imbalance(placement, loads)))
+
+    def _within_limit(self, placement: Placement, present: Generation, loads: Loads) -> Placement:
+        """Return `placement`, or a placement between the present one and it if the limit is lower.
+
+        The moves must not exceed `rebalance_max_move_bytes`.
+        """
+        limit = self._config.rebalance_max_move_bytes
+        if not limit:
+            return placement
+        expert_bytes = self.expert_bytes(present.members)
+        if not expert_bytes:
+            logger.warning(
+                "experts are not balanced, because a rank does not report their size: its version "
+                "is older than the coordinator's"
+            )
+            return present.placement
+        max_moves = int(limit // expert_bytes)
+        ids = [member.instance_id for member in present.members]
+        if count_moves((present.placement, ids), (placement, ids)) <= max_moves:
+            return placement
+        return first_moves(present.placement, loads, max_moves)
+
+    def _statuses(self, members: Iterable[Member]) -> list[Status]:
+        return [self._roster.living[member.instance_id] for member in members]
 
     def _loads(self, present: Generation) -> Loads:
         """Return the tokens of each expert since the start of the generation."""
@@ -106,19 +163,24 @@ class Balance:
     def _window(self, present: Generation, now: float) -> Loads:
         """Return the loads of the window that ends now, or an empty list if no window ends.
 
-        If a window ends, the next window starts.
+        If a window ends, the next window starts. A window with too few tokens is extended.
         """
         same = present.nonce == self._nonce and bool(self._start)
-        if same and now - self._since < self._window_s:
+        if same and now < self._end:
             return []
-        loads, start = self._loads(present), self._start if same else []
-        self._nonce, self._since, self._start = present.nonce, now, loads
-        if not start or not loads:
+        self._nonce, self._end = present.nonce, now + self._config.rebalance_window_s
+        loads, start = self._loads(present), self._start
+        if not same:
+            self._start = loads
             return []
-        return [
+        window = [
             [max(0, after - before) for after, before in zip(*layers, strict=True)]
             for layers in zip(loads, start, strict=True)
         ]
+        if sum(map(sum, window)) < MIN_CHOICES * present.size * len(window):
+            return []
+        self._start = loads
+        return window
 
 
 def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]] | None:

@@ -86,6 +86,10 @@ def check_status(status: Status) -> None:
             f"{member.name}: num_redundant_experts must not be negative, "
             f"got {status.num_redundant_experts}"
         )
+    if status.expert_bytes < 0:
+        raise ValueError(
+            f"{member.name}: expert_bytes must not be negative, got {status.expert_bytes}"
+        )
     for generation in (status.generation, status.committed):
         if generation is None:
             continue

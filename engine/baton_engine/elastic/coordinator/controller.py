@@ -77,10 +77,10 @@ class Controller:
         self._highest_target = 0
         self._first_ready_at: float | None = None
         self._retries = Retries(config)
-        self._balance = Balance(self._roster, config.rebalance_threshold, config.rebalance_window_s)
+        self._balance = Balance(self._roster, config)
         #: Id of the last completed request.
         self._acknowledged = ""
-        #: True after a rebalance request or a high imbalance, until a rebalance has completed.
+        #: True after a rebalance request, until a rebalance has completed.
         self._rebalance = False
         #: Whether the group ends, so that all its ranks are dismissed.
         self._released = False
@@ -181,6 +181,11 @@ class Controller:
 
     def is_registered(self, instance_id: str) -> bool:
         return instance_id in self._roster.ranks
+
+    @property
+    def imbalance(self) -> float:
+        """Imbalance of the last measuring window; 0 if none was measured."""
+        return self._balance.imbalance
 
     def status(self, now: float) -> TopologyStatus:
         """Return the topology for GET /topology."""
@@ -293,14 +298,19 @@ class Controller:
         observation, present = self._observe(now), self._present
         need = observation.need(self._defect())
         if present is not None and (need is None or self._is_present(need)):
-            self._rebalance = self._rebalance or self._balance.is_worthwhile(present, now)
+            wanted = observation.wanted()
             if self._rebalance:
-                return Need(
-                    "rebalance",
-                    observation.wanted(),
-                    present.members,
-                    reason="a rebalance is due",
+                reason = "a rebalance was requested"
+                return Need("rebalance", wanted, present.members, reason=reason)
+            # While a failed rebalance delays the next one, no window ends.
+            if self._retries.may_begin("rebalance", now) and (
+                due := self._balance.due(present, now)
+            ):
+                reason = (
+                    f"the busiest rank has {due.before:.2f} times the mean load, and "
+                    f"{due.after:.2f} times after the moves"
                 )
+                return Need("rebalance", wanted, present.members, reason=reason, rebalancing=due)
         return need
 
     def _defect(self) -> str:
@@ -353,7 +363,11 @@ class Controller:
         number = max(self._roster.highest_number, self._highest_target) + 1
         holder = self._retries.store_holder(need.members)
         try:
-            placement = self._balance.place(need.members, self._present, keep=need.urgent)
+            placement = (
+                self._balance.place(need.members, self._present, keep=need.urgent)
+                if need.rebalancing is None
+                else need.rebalancing.placement
+            )
         except ValueError as error:
             self._fail(operation, now, str(error), ())
             return
@@ -378,6 +392,8 @@ class Controller:
         operation.moves = count_moves(
             before, (placement, [member.instance_id for member in need.members])
         )
+        operation.moved_bytes = operation.moves * self._balance.expert_bytes(need.members)
+        operation.rebalancing = need.rebalancing
         operation.previous = None if self._present is None else key_of(self._present)
         self._highest_target = number
         self._nonces.add(operation.target.nonce)
@@ -505,7 +521,14 @@ class Controller:
             self._acknowledged = operation.operation_id
         self._rebalance = self._rebalance and not (done and operation.kind == "rebalance")
         self._ended.append(
-            Ended(operation.kind, outcome, operation.seconds(now), operation.moves if done else 0)
+            Ended(
+                operation.kind,
+                outcome,
+                operation.seconds(now),
+                operation.moves if done else 0,
+                operation.moved_bytes if done else 0,
+                operation.rebalancing if done else None,
+            )
         )
         logger.log(
             logging.INFO if done else logging.WARNING,

@@ -37,5 +37,9 @@ class ControllerConfig:
     #: Imbalance above which experts move: the tokens of the busiest rank divided by the mean of
     #: all ranks. 0: experts move only on request.
     rebalance_threshold: float = 0.0
-    #: Time over which the imbalance is measured.
+    #: Time over which the imbalance is measured. Experts move at most once in this time, except on
+    #: request.
     rebalance_window_s: float = 300.0
+    #: Maximum size in bytes of the experts that ranks receive for one automatic rebalance. The most
+    #: valuable experts move first, and others after later windows. 0: no limit.
+    rebalance_max_move_bytes: float = 0.0

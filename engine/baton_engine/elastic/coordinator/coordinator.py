@@ -128,7 +128,9 @@ class Coordinator:
         self._wake_pipe.wake()
 
     def metrics_text(self) -> bytes:
-        return self.metrics.text(self.topology())
+        with self._lock:
+            imbalance = self._controller.imbalance
+        return self.metrics.text(self.topology(), imbalance)
 
     def is_healthy(self) -> bool:
         return time.monotonic() - self._last_tick < UNRESPONSIVE_AFTER_S

@@ -52,6 +52,24 @@ class CoordinatorMetrics:
             "Experts that ranks received for committed generations.",
             registry=registry,
         )
+        self._moved_bytes = Counter(
+            "baton:topology_expert_moved_bytes",
+            "Size of the experts that ranks received for committed generations.",
+            registry=registry,
+        )
+        self._imbalance = Gauge(
+            "baton:topology_expert_imbalance",
+            "Load of the busiest rank divided by the mean load of the ranks, averaged over the "
+            "sparse layers, in the last measuring window. 0: not measured.",
+            registry=registry,
+        )
+        self._rebalance_imbalance = Gauge(
+            "baton:topology_rebalance_imbalance",
+            "The same before and after the last automatic rebalance, for the loads measured "
+            "before it. 0: none yet.",
+            ["when"],
+            registry=registry,
+        )
         self._generation = Gauge(
             "baton:topology_generation",
             "Number of the generation that the group is in.",
@@ -85,6 +103,8 @@ class CoordinatorMetrics:
         )
         for door in ("ranks", "http"):
             self.refused.labels(door)
+        for when in ("before", "after"):
+            self._rebalance_imbalance.labels(when)
         for kind in KINDS:  # a rate needs the sample 0 before the first event
             for outcome in OUTCOMES:
                 self._operations.labels(kind, outcome)
@@ -96,9 +116,19 @@ class CoordinatorMetrics:
         for phase, seconds in ended.seconds.items():
             self._seconds.labels(ended.kind, phase).observe(seconds)
         self._moves.inc(ended.moves)
+        self._moved_bytes.inc(ended.moved_bytes)
+        if ended.rebalancing is not None:
+            self._rebalance_imbalance.labels("before").set(ended.rebalancing.before)
+            self._rebalance_imbalance.labels("after").set(ended.rebalancing.after)
 
-    def text(self, status: TopologyStatus) -> bytes:
-        """Set the gauges from the current topology and return all metrics as text."""
+    def text(self, status: TopologyStatus, imbalance: float) -> bytes:
+        """Set the gauges and return all metrics as text.
+
+        Args:
+            status: The current topology.
+            imbalance: Imbalance of the last measuring window.
+        """
+        self._imbalance.set(imbalance)
         self._generation.set(status.generation)
         for phase in RankPhase:
             those = [member.rank for member in status.members if member.phase is phase]

@@ -95,7 +95,7 @@ def plan_placement(
         surplus = [expert % num_experts for expert in range(num_slots - len(layer[0]))]
         placement.append(
             tuple(
-                _in_slots(experts + surplus, slots)
+                fill_slots(experts + surplus, slots)
                 for experts, slots in zip(layer, before, strict=True)
             )
         )
@@ -383,7 +383,7 @@ class _Packing:
         return -self.weights[expert], expert
 
 
-def _in_slots(experts: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
+def fill_slots(experts: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
     """Return the experts of one rank in the order of the rank's slots.
 
     `before` has the previous experts of the slots. An expert in `before` keeps its slot. New

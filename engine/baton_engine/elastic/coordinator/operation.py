@@ -11,9 +11,24 @@ from baton_protocol.topology import (
     Member,
     OperationPhase,
     OperationStatus,
+    Placement,
     RankPhase,
     Status,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Rebalancing:
+    """An automatic rebalance that is due.
+
+    An imbalance is the load of the heaviest rank divided by the mean load, averaged over layers.
+    """
+
+    placement: Placement
+    #: Measured imbalance of the present placement.
+    before: float
+    #: Imbalance of the new placement with the measured loads.
+    after: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +45,8 @@ class Need:
     missing: tuple[str, ...] = ()
     urgent: bool = False
     reason: str = ""
+    #: The automatic rebalance that is due, if `kind` is rebalance and it was not requested.
+    rebalancing: Rebalancing | None = None
 
 
 @dataclass(slots=True)
@@ -49,6 +66,9 @@ class Operation:
     reason: str = ""
     #: Number of experts that ranks must receive. Each copy counts.
     moves: int = 0
+    #: Size of these experts.
+    moved_bytes: int = 0
+    rebalancing: Rebalancing | None = None
     #: The number of ranks that have not completed the commit, as a negative number.
     progress: int = 0
     progress_at: float = 0.0
@@ -111,6 +131,10 @@ class Ended:
     seconds: dict[str, float]
     #: Experts that moved; 0 if the generation was not committed.
     moves: int
+    #: Size of these experts.
+    moved_bytes: int = 0
+    #: The automatic rebalance that was committed.
+    rebalancing: Rebalancing | None = None
 
 
 # Progress of the ranks, as functions of their statuses

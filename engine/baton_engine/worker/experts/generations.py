@@ -151,6 +151,11 @@ class Generations:
         if current is not None and nonce in ("", current.generation.nonce):
             current.abort()
 
+    def expert_bytes(self) -> int:
+        """Return the bytes that a move of this tensor rank's part of an expert sends."""
+        parts = self._worker.store.new_parts(ExpertKey(layer=0, expert=0))
+        return sum(part.nbytes for part in parts)
+
     def loads(self) -> ExpertLoads:
         """Return the number of tokens that this rank has routed to each expert.
 

@@ -8,8 +8,10 @@ import pytest
 
 from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyRequest
 from support.elastic.group_questions import directive_of, generation_of, names_of, operation
-from support.elastic.simulated_group import CONFIG, SimulatedGroup
+from support.elastic.simulated_group import CONFIG, STEP_S, SimulatedGroup
 from support.elastic.simulated_rank import NUM_EXPERTS, SimulatedRank
+
+WINDOW_S = 3.0
 
 
 class TestForming:
@@ -285,18 +287,74 @@ class TestRebalance:
         assert (operation(group).kind, operation(group).phase) == ("rebalance", OperationPhase.DONE)
         assert len(ranks["a"].committed) == 1
 
-    @pytest.mark.parametrize(("threshold", "generations"), [(1.2, 2), (0.0, 1)])
-    def test_rebalances_automatically_once_if_configured(
-        self, threshold: float, generations: int
-    ) -> None:
-        group = SimulatedGroup(
-            dataclasses.replace(CONFIG, rebalance_threshold=threshold, rebalance_window_s=2.0)
-        )
+    def test_rebalances_automatically_once_if_configured(self) -> None:
+        group = self.automatic(rebalance_threshold=1.2)
         ranks = group.form("a", "b")
-        hot = self.load_first_rank(group, ranks, 0)
-        for tokens in range(150):
-            loads = tuple(100 * tokens if expert in hot else 0 for expert in range(NUM_EXPERTS))
+        self.run_skewed(group, ranks, seconds=15.0)
+        assert len(ranks["a"].committed) == 2
+        done = group.ended[-1]
+        assert (done.kind, done.moves, done.moved_bytes) == ("rebalance", 2, 200)
+        assert done.rebalancing is not None
+        assert done.rebalancing.before == pytest.approx(1.5)
+        assert done.rebalancing.after == pytest.approx(1.0)
+        assert "1.50 times the mean load" in operation(group).reason
+        assert group.controller.imbalance == pytest.approx(1.0), "measured in a later window"
+
+    def test_is_off_without_a_threshold_but_measures_the_imbalance(self) -> None:
+        group = self.automatic(rebalance_threshold=0.0)
+        ranks = group.form("a", "b")
+        self.run_skewed(group, ranks, seconds=15.0)
+        assert len(ranks["a"].committed) == 1
+        assert group.controller.imbalance == pytest.approx(1.5)
+
+    def test_few_tokens_are_not_measured_until_there_are_more(self) -> None:
+        group = self.automatic(rebalance_threshold=1.2)
+        ranks = group.form("a", "b")
+        self.run_skewed(group, ranks, seconds=8.0, tokens=3)
+        assert group.controller.imbalance == 0.0
+        self.run_skewed(group, ranks, seconds=8.0, tokens=3000)
+        assert len(ranks["a"].committed) == 2
+
+    def test_moves_no_more_bytes_than_the_limit(self) -> None:
+        group = self.automatic(rebalance_threshold=1.2, rebalance_max_move_bytes=199.0)
+        ranks = group.form("a", "b")
+        self.run_skewed(group, ranks, seconds=15.0)
+        assert len(ranks["a"].committed) == 1, "a swap of two experts of 100 bytes was made"
+        group.controller.on_rebalance()
+        self.run_skewed(group, ranks, seconds=5.0)
+        assert len(ranks["a"].committed) == 2, "a request has no limit"
+
+    def test_with_a_limit_ranks_must_report_the_size_of_experts(self) -> None:
+        group = self.automatic(rebalance_threshold=1.2, rebalance_max_move_bytes=1e9)
+        ranks = group.form("a", "b")
+        ranks["b"].expert_bytes = 0
+        self.run_skewed(group, ranks, seconds=15.0)
+        assert len(ranks["a"].committed) == 1
+        ranks["b"].expert_bytes = 100
+        self.run_skewed(group, ranks, seconds=15.0)
+        assert len(ranks["a"].committed) == 2
+
+    def test_a_failed_rebalance_is_tried_again_after_a_window_only(self) -> None:
+        group = self.automatic(rebalance_threshold=1.2)
+        ranks = group.form("a", "b")
+        ranks["b"].cannot_prepare = True
+        self.run_skewed(group, ranks, seconds=15.0)
+        failed = [each for each in group.ended if each.outcome is OperationPhase.FAILED]
+        assert 2 <= len(failed) <= 15.0 / WINDOW_S
+
+    def automatic(self, **config: float) -> SimulatedGroup:
+        return SimulatedGroup(dataclasses.replace(CONFIG, rebalance_window_s=WINDOW_S, **config))
+
+    def run_skewed(
+        self,
+        group: SimulatedGroup,
+        ranks: dict[str, SimulatedRank],
+        seconds: float,
+        tokens: int = 3000,
+    ) -> None:
+        """Send all tokens of the first layer to experts 0 and 2, which are on the first rank."""
+        for _ in range(round(seconds / STEP_S)):
             for rank in ranks.values():
-                rank.loads = ExpertLoads((loads, (tokens,) * NUM_EXPERTS))
+                count = tokens + (0 if rank.loads is None else rank.loads.tokens[0][0])
+                rank.loads = ExpertLoads(((count, 0, count, 0), (count // 2,) * NUM_EXPERTS))
             group.step()
-        assert len(ranks["a"].committed) == generations

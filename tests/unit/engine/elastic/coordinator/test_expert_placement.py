@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_engine.elastic.coordinator.balance import Balance
+from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.expert_placement import (
     TOLERANCE,
     count_moves,
@@ -265,7 +266,7 @@ def test_a_recovery_moves_only_lost_experts_and_fills_free_slots(data: st.DataOb
     survivors = tuple(data.draw(st.permutations(members)))[
         : data.draw(st.integers(1, num_ranks - 1))
     ]
-    following = Balance(roster, 0.0, 1.0).place(survivors, present, keep=True)
+    following = Balance(roster, ControllerConfig()).place(survivors, present, keep=True)
     held = [set(placement[0][members.index(member)]) for member in survivors]
     lost = num_experts - len(set().union(*held))
     num_slots = max(len(placement[0][0]), -(-num_experts // len(survivors)))

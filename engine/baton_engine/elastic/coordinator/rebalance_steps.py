@@ -1,0 +1,187 @@
+"""The most valuable part of a rebalancing, if not all of its moves are allowed. Pure functions.
+
+A step takes load from the heaviest rank of one layer:
+
+swap   the heaviest rank and a lighter rank exchange two experts (2 moves)
+copy   a lighter rank replaces one of several copies of an expert by a copy of an expert of the
+       heaviest rank (1 move)
+
+Steps keep the number of slots of each rank. An expert keeps at least one copy. The step with the
+largest decrease of the sum of squared rank loads per move comes first, over all layers. The squares
+give priority to the ranks that are furthest above the mean.
+
+No step makes a rank as heavy as the heaviest rank was, so no layer's imbalance increases.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from baton_engine.elastic.coordinator.expert_placement import TOLERANCE, fill_slots
+from baton_protocol.topology import Placement
+
+#: Minimum decrease of the heavier load by a step, as a fraction of the mean load of the ranks.
+#: Smaller steps could follow noise in the measured loads.
+MIN_DECREASE = 0.02
+
+
+def first_moves(placement: Placement, loads: Sequence[Sequence[int]], max_moves: int) -> Placement:
+    """Return the placement after the most valuable moves of experts for these loads.
+
+    Args:
+        placement: The present placement.
+        loads: [layer][expert], tokens.
+        max_moves: Maximum number of experts that ranks receive, over all layers.
+    """
+    layers = [_Layer(slots, load) for slots, load in zip(placement, loads, strict=True)]
+    best: list[tuple[float, int, _Step]] = []
+
+    def add(index: int) -> None:
+        if step := layers[index].best_step(max_moves - num_moves):
+            heapq.heappush(best, (-step.value, index, step))
+
+    num_moves = 0
+    for index in range(len(layers)):
+        add(index)
+    while best:
+        _, index, step = heapq.heappop(best)
+        if num_moves + step.moves <= max_moves:
+            num_moves += step.moves
+            layers[index].take(step)
+        add(index)
+    return tuple(
+        tuple(
+            fill_slots(sorted(experts), slots)
+            for experts, slots in zip(layer.ranks, before, strict=True)
+        )
+        if layer.is_changed
+        else before
+        for layer, before in zip(layers, placement, strict=True)
+    )
+
+
+class _Step(NamedTuple):
+    """A swap of `there` on `heavy` with `back` on `light`, or a copy of `there` over `back`."""
+
+    #: Decrease of the sum of squared rank loads, in units of the mean load squared, per move.
+    value: float
+    #: Experts that ranks must receive for this step. Negative: it returns experts.
+    moves: int
+    is_swap: bool
+    heavy: int
+    there: int
+    light: int
+    back: int
+
+
+class _Layer:
+    """The ranks' experts of one layer."""
+
+    def __init__(self, slots: Sequence[Sequence[int]], load: Sequence[int]) -> None:
+        self.ranks = [set(experts) for experts in slots]
+        self.is_changed = False
+        self._before = [frozenset(experts) for experts in slots]
+        # Ranks hold an expert twice only if they hold all experts.
+        self._is_fixed = any(len(set(experts)) < len(experts) for experts in slots)
+        self._load = load
+        self._holders: list[set[int]] = [set() for _ in load]
+        for rank, experts in enumerate(self.ranks):
+            for expert in experts:
+                self._holders[expert].add(rank)
+        self._mean = sum(load) / len(slots)
+        self._rank_loads = [sum(map(self._weight, experts)) for experts in self.ranks]
+
+    def best_step(self, max_moves: int) -> _Step | None:
+        """Return the best step of at most `max_moves` moves between the heaviest and a light rank.
+
+        The lightest rank for which a step exists is used.
+        """
+        if self._is_fixed:
+            return None
+        heavy, *others = sorted(
+            range(len(self.ranks)), key=lambda rank: (-self._rank_loads[rank], rank)
+        )
+        if self._rank_loads[heavy] <= (1 + TOLERANCE) * self._mean:
+            return None
+        for light in reversed(others):
+            steps = [step for step in self._steps(heavy, light) if step.moves <= max_moves]
+            if steps:
+                return max(steps, key=lambda step: (step.value, -step.there, -step.back))
+        return None
+
+    def take(self, step: _Step) -> None:
+        for rank, change in self._changes(step).items():
+            self._rank_loads[rank] += change
+        self._replace(step.light, step.back, step.there)
+        if step.is_swap:
+            self._replace(step.heavy, step.there, step.back)
+        self.is_changed = True
+
+    def _steps(self, heavy: int, light: int) -> Iterator[_Step]:
+        """Yield for each expert of `heavy` the best swap and the best copy that help."""
+        only_heavy = sorted(self.ranks[heavy] - self.ranks[light])
+        by_weight = sorted(
+            self.ranks[light] - self.ranks[heavy], key=lambda each: (self._weight(each), each)
+        )
+        weights = [self._weight(expert) for expert in by_weight]
+        copied = [expert for expert in self.ranks[light] if len(self._holders[expert]) > 1]
+        dropped = min(
+            copied,
+            key=lambda each: (self._load[each] / (len(self._holders[each]) - 1), each),
+            default=None,
+        )
+        wanted = (self._rank_loads[heavy] - self._rank_loads[light]) / 2
+        for there in only_heavy:
+            # The best swap makes both ranks equally heavy.
+            place = bisect.bisect_left(weights, self._weight(there) - wanted)
+            for back in by_weight[max(0, place - 1) : place + 1]:
+                yield from self._if_it_helps(heavy, there, light, back, is_swap=True)
+            if dropped is not None:
+                yield from self._if_it_helps(heavy, there, light, dropped, is_swap=False)
+
+    def _if_it_helps(
+        self, heavy: int, there: int, light: int, back: int, *, is_swap: bool
+    ) -> Iterator[_Step]:
+        moves = self._moves(light, back, there)
+        if is_swap:
+            moves += self._moves(heavy, there, back)
+        step = _Step(0.0, moves, is_swap, heavy, there, light, back)
+        loads = self._rank_loads
+        changes = {rank: (loads[rank], change) for rank, change in self._changes(step).items()}
+        decrease = sum(load**2 - (load + change) ** 2 for load, change in changes.values())
+        heaviest = max(load + change for load, change in changes.values())
+        least = MIN_DECREASE * self._mean
+        if decrease > least**2 and heaviest <= loads[heavy] - least:
+            yield step._replace(value=decrease / self._mean**2 / (1 + is_swap))
+
+    def _changes(self, step: _Step) -> dict[int, float]:
+        """Return how much the step changes the loads of ranks."""
+        there, back = self._weight(step.there), self._weight(step.back)
+        if step.is_swap:
+            return {step.heavy: back - there, step.light: there - back}
+        changes: dict[int, float] = {}
+        fewer = self._load[step.there] / (len(self._holders[step.there]) + 1)
+        more = self._load[step.back] / (len(self._holders[step.back]) - 1)
+        for rank in self._holders[step.there]:
+            changes[rank] = fewer - there
+        for rank in self._holders[step.back] - {step.light}:
+            changes[rank] = changes.get(rank, 0.0) + more - back
+        changes[step.light] = fewer - back
+        return changes
+
+    def _moves(self, rank: int, leaves: int, comes: int) -> int:
+        before = self._before[rank]
+        return (comes not in before) - (leaves not in before)
+
+    def _replace(self, rank: int, leaves: int, comes: int) -> None:
+        self.ranks[rank].remove(leaves)
+        self.ranks[rank].add(comes)
+        self._holders[leaves].remove(rank)
+        self._holders[comes].add(rank)
+
+    def _weight(self, expert: int) -> float:
+        """Return the load of one copy of the expert."""
+        return self._load[expert] / len(self._holders[expert])
