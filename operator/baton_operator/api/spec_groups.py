@@ -12,6 +12,7 @@ from baton_operator.api.field_types import (
     Count,
     Milliseconds,
     Percent,
+    Quantity,
     Resources,
     Template,
     Time,
@@ -36,6 +37,26 @@ class PrefillParallelism(ApiStruct, frozen=True):
     tensor: Annotated[int, Meta(ge=1, le=64)] = 1
 
 
+class Rebalance(ApiStruct, frozen=True):
+    """How an expert-parallel group moves experts from busy ranks to others. Used with expert.
+
+    The load of a rank is the number of tokens that the routers send to its experts. Ranks keep
+    serving while experts move.
+    """
+
+    enabled: bool = True  #: false: experts move only when ranks join or leave, and on request.
+    #: Experts move if the busiest rank's load is this many percent above the mean load, on average
+    #: over the sparse layers. A step waits for the busiest rank of each layer.
+    threshold_percent: Annotated[int, Meta(ge=1, le=10_000)] = 20
+    #: The load is measured over this time, and experts move at most once in it. With too few tokens
+    #: to measure, the time is extended.
+    min_interval_seconds: Annotated[int, Meta(ge=10, le=86400)] = 300
+    #: Maximum size of the experts that move at once, such as 512Mi, over all ranks. The most
+    #: valuable experts move first, and others after the next intervals. Ranks send 2Gi in 18 s over
+    #: 1 Gbit/s, and wait at most 30 s for an expert.
+    max_move_memory: Quantity = "2Gi"
+
+
 class DecodeParallelism(PrefillParallelism, frozen=True):
     """How the model is split across the devices of one decode pod."""
 
@@ -50,6 +71,7 @@ class DecodeParallelism(PrefillParallelism, frozen=True):
     #: Number of additional expert copies in each sparse layer of the group. They balance the load
     #: and replace the experts of a lost rank. They use memory on every rank. Needs expert.
     redundant_experts: Annotated[int, Meta(ge=0, le=4096)] = 0
+    rebalance: Rebalance = Rebalance()
 
 
 class AutoscalingBounds(ApiStruct, kw_only=True, frozen=True):

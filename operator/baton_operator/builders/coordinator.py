@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
+from baton_operator.api.field_types import quantity_bytes
+from baton_operator.api.spec_groups import Rebalance
 from baton_operator.builders import pod, service_key
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
@@ -23,7 +25,12 @@ def deployment(resolved: ResolvedService) -> Object:
     container = {
         "name": CONTAINER,
         "image": resolved.spec.image,
-        "command": ["baton-coordinator", "--service-key-file", service_key.FILE],
+        "command": [
+            "baton-coordinator",
+            "--service-key-file",
+            service_key.FILE,
+            *_rebalance_flags(resolved.spec.decode.parallelism.rebalance),
+        ],
         "env": pod.identity_env(),
         "ports": [
             {"name": "ranks", "containerPort": COORDINATOR_PORT, "protocol": "TCP"},
@@ -61,6 +68,16 @@ def deployment(resolved: ResolvedService) -> Object:
             },
         },
     }
+
+
+def _rebalance_flags(rebalance: Rebalance) -> list[str]:
+    if not rebalance.enabled:
+        return ["--rebalance-threshold=0"]
+    return [
+        f"--rebalance-threshold={(100 + rebalance.threshold_percent) / 100:g}",
+        f"--rebalance-window-s={rebalance.min_interval_seconds}",
+        f"--rebalance-max-move-bytes={quantity_bytes(rebalance.max_move_memory)}",
+    ]
 
 
 def service(resolved: ResolvedService) -> Object:

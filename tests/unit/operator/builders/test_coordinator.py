@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton_engine.elastic.coordinator import coordinator_cli
 from baton_operator.builders import coordinator
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import compute_desired
@@ -72,6 +73,13 @@ def test_changes_of_the_expert_group_and_changes_of_only_the_revision() -> None:
     for same in (template(image="other:1"), template(engine={"maxNumSeqs": 4})):
         assert same.revision != ranks.revision
         assert same.expert_group == ranks.expert_group
+    rebalance = {
+        "expert": True,
+        "tensor": 2,
+        "redundantExperts": 3,
+        "rebalance": {"enabled": False},
+    }
+    assert template(decode={"parallelism": rebalance}).revision == ranks.revision
     for other in (
         template(address="10.0.0.2"),
         template(model={"uri": "file:///models/y"}),
@@ -84,6 +92,31 @@ def test_changes_of_the_expert_group_and_changes_of_only_the_revision() -> None:
     alone = MemberTemplate(resolved(), "decode")
     assert alone.expert_group == ""
     assert "annotations" not in alone.pod(0)["metadata"]
+
+
+@pytest.mark.parametrize(
+    ("rebalance", "expected"),
+    [
+        ({}, (1.2, 300.0, 2.0 * 2**30)),
+        (
+            {"thresholdPercent": 7, "minIntervalSeconds": 60, "maxMoveMemory": "512Mi"},
+            (1.07, 60.0, 512.0 * 2**20),
+        ),
+        ({"enabled": False}, (0.0, 300.0, 0.0)),
+    ],
+)
+def test_the_coordinator_moves_experts_as_the_service_says(
+    rebalance: dict[str, Any], expected: tuple[float, float, float]
+) -> None:
+    parallelism = {"expert": True, "rebalance": rebalance}
+    deployment = coordinator.deployment(resolved(decode={"parallelism": parallelism}))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    args = coordinator_cli._parser().parse_args(container["command"][1:])
+    assert (
+        args.rebalance_threshold,
+        args.rebalance_window_s,
+        args.rebalance_max_move_bytes,
+    ) == expected
 
 
 def test_the_coordinator_is_one_restricted_pod_without_an_api_token() -> None:
