@@ -15,6 +15,9 @@ Processes that start on two cores slow down all other processes. Therefore the c
 same load on two ranks that stay. Engines without requests start and stop at the same points of each
 cycle. The goals refer to the difference between the two runs.
 
+The part "skewed experts" measures an automatic rebalance; see skewed_experts.py.
+`--only-skewed-experts` runs this part alone, and keeps the other results.
+
 The benchmark also measures the throughput of groups of 1, 2 and 4 ranks, and the cost of the
 exchange before each step. Every token of every stream is checked against `transformers`.
 """
@@ -34,10 +37,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
+import skewed_experts
+
 from baton_engine.checkpoint import create_checkpoint
-from report import Goal, print_table, write
+from report import Goal, print_table, replace, write
 from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
-from support.load import Load
+from support.load import Load, Stream
 from support.parity import assert_right_tokens, reference_model
 from support.pods import Pod, Pods, pods
 
@@ -224,11 +229,62 @@ async def loaded(group: ExpertGroup, work: Callable[[Load], Any]) -> Load:
     return load
 
 
+def skewed(folder: Path, rows: list[dict[str, Any]]) -> list[Goal]:
+    """Measure an automatic rebalance of skewed experts, and append the row."""
+    checkpoint = skewed_experts.skewed_checkpoint(folder / "skewed")
+    with pods(folder, 41) as processes:
+        group = ExpertGroup(
+            processes, checkpoint, coordinator_flags=skewed_experts.COORDINATOR_FLAGS
+        )
+        group.start(2)
+        pauses = pause_buckets(list(group.ranks.values()))
+        affected: list[Stream] = []
+
+        async def measure(load: Load) -> None:
+            row, streams = await skewed_experts.rebalance(group, load)
+            affected.extend(streams)
+            pause = worst_pause_s(pauses, pause_buckets(list(group.ranks.values())))
+            rows.append({**row, "commit_pause_at_most_s": pause})
+
+        load = asyncio.run(loaded(group, measure))
+    row = rows[-1]
+    row |= {"failed": len(load.failed), "longest_gap_s": round(load.longest_gap_s, 3)}
+    print(row, flush=True)
+    finished = [stream for stream in affected if stream.finished]
+    assert_right_tokens(reference_model(checkpoint), finished, "streams during a rebalance")
+    return [
+        Goal(
+            "load of the busiest rank after a rebalance",
+            row["max_over_mean_after"],
+            skewed_experts.THRESHOLD,
+            "x mean",
+            at_most=True,
+        ),
+        Goal(
+            "the same, as a part of the load before",
+            round(row["max_over_mean_after"] / row["max_over_mean_before"], 3),
+            0.95,
+            "",
+            at_most=True,
+        ),
+        Goal("failed requests during a rebalance", row["failed"], 0, "requests", at_most=True),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Scaling of an expert-parallel group under load.")
     parser.add_argument("--cycles", type=int, default=10, help="repeats of 2 -> 4 -> 3 -> 6 -> 2")
+    parser.add_argument(
+        "--only-skewed-experts", action="store_true", help="only the rebalance of skewed experts"
+    )
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    if args.only_skewed_experts:
+        with tempfile.TemporaryDirectory(prefix="baton-elastic-") as folder:
+            goals = skewed(Path(folder), rows)
+        print_table(rows)
+        replace("elastic", rows, goals)
+        return
     loads: list[Load] = []
     with tempfile.TemporaryDirectory(prefix="baton-elastic-") as folder:
         checkpoint = create_checkpoint(Path(folder) / "moe", "qwen3_moe", **SHAPE)
@@ -253,6 +309,8 @@ def main() -> None:
                     print(rows[-1], flush=True)
 
                 loads.append(asyncio.run(loaded(group, measure)))
+        skewed_rows: list[dict[str, Any]] = []
+        skewed_goals = skewed(Path(folder), skewed_rows)
         model = reference_model(checkpoint)
         failed = sum(len(load.failed) for load in loads)
         for load in loads:
@@ -269,6 +327,7 @@ def main() -> None:
     rows.append(
         {"part": "streams", "streams": sum(len(load.streams) for load in loads), "failed": failed}
     )
+    rows += skewed_rows
     rows += [
         {"part": "published by others, other hardware", "system": system, "figure": text}
         for system, text in PUBLISHED
@@ -289,6 +348,7 @@ def main() -> None:
         Goal(
             "pause of the commit, upper bound", max(pauses, default=None), 0.25, "s", at_most=True
         ),
+        *skewed_goals,
     ]
     write("elastic", rows, goals, cycles=args.cycles, width=WIDTH)
 

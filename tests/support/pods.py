@@ -9,7 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -120,10 +120,15 @@ class Pods:
         # The pid gives concurrent test runs different addresses.
         return f"127.{100 + self._subnet % 50}.{os.getpid() % 250 + 1}.{len(self._pods) + 1}"
 
-    def coordinator(self, name: str = "coordinator", service_key_file: str = "") -> Pod:
+    def coordinator(
+        self,
+        name: str = "coordinator",
+        service_key_file: str = "",
+        flags: Sequence[str] = (),
+    ) -> Pod:
         """Start the coordinator of an expert-parallel group."""
         key = ["--service-key-file", service_key_file] if service_key_file else []
-        return self._start(name, [str(BIN / "baton-coordinator"), *key])
+        return self._start(name, [str(BIN / "baton-coordinator"), *key, *flags])
 
     def _run(
         self, name: str, command: str, config: msgspec.Struct, network: Network | None = None

@@ -54,8 +54,12 @@ class ExpertGroup:
         num_redundant_experts: int = 0,
         tensor_parallel_size: int = 1,
         service_key_file: str = "",
+        coordinator_flags: Sequence[str] = (),
     ) -> None:
-        """Start the coordinator. All processes and topology requests use `service_key_file`."""
+        """Start the coordinator with further flags.
+
+        All processes and topology requests use `service_key_file`.
+        """
         self._pods = pods
         self._checkpoint = checkpoint
         self._parallel = ParallelConfig(
@@ -68,7 +72,9 @@ class ExpertGroup:
         self._request = TopologyRequest(operation_id="", members=[])
         self._key_file = service_key_file
         self._key = ServiceKey.load(service_key_file)
-        self.coordinator = pods.coordinator(service_key_file=service_key_file)
+        self.coordinator = pods.coordinator(
+            service_key_file=service_key_file, flags=coordinator_flags
+        )
         #: The running ranks by name.
         self.ranks: dict[str, Pod] = {}
         self.gateway: Pod | None = None
