@@ -88,7 +88,9 @@ class SparseFakeExecutor(FakeExecutor):
     """Reports a model with two sparse layers of four experts."""
 
     def initialize(self) -> ModelInfo:
-        return dataclasses.replace(super().initialize(), num_sparse_layers=2, num_experts=4)
+        return dataclasses.replace(
+            super().initialize(), num_sparse_layers=2, num_experts=4, expert_bytes=96
+        )
 
 
 class SlowFakeExecutor(FakeExecutor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -18,7 +19,7 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.store.server import open_store
 from baton_engine.distributed.store.wire import StoreAddress
-from baton_engine.executor.base import Executor, WorkerDiedError
+from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError
 from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.uniproc import UniProcExecutor
@@ -63,6 +64,7 @@ class Rank:
 
     name: str
     executor: Executor
+    info: ModelInfo
     serves: list[str] = field(default_factory=list)
     generated: dict[str, list[int]] = field(default_factory=dict)
     #: The requests that the next step sends to the workers as new.
@@ -103,12 +105,12 @@ class Ranks:
     def __init__(
         self, checkpoint: Path, store: StoreAddress, kind: type[Executor], tensor: int
     ) -> None:
-        self._checkpoint, self._store, self._kind, self._tensor = checkpoint, store, kind, tensor
+        self.checkpoint, self._store, self._kind, self._tensor = checkpoint, store, kind, tensor
         self._number = 0
         self.all: list[Rank] = []
 
     def add(self, count: int) -> list[Rank]:
-        config = model_config(self._checkpoint, tensor=self._tensor)
+        config = model_config(self.checkpoint, tensor=self._tensor)
         parallel = msgspec.structs.replace(config.parallel, enable_expert_parallel=True)
         added = []
         for _ in range(count):
@@ -116,8 +118,7 @@ class Ranks:
             executor = self._kind(
                 msgspec.structs.replace(config, parallel=parallel), name, lambda: None
             )
-            executor.initialize()
-            added.append(Rank(name, executor))
+            added.append(Rank(name, executor, executor.initialize()))
             self.all.append(added[-1])
         return added
 
@@ -173,6 +174,12 @@ def finish(ranks: Sequence[Rank]) -> dict[str, list[int]]:
     return {request_id: tokens for rank in ranks for request_id, tokens in rank.generated.items()}
 
 
+def bytes_of_expert(checkpoint: Path) -> int:
+    """Return the size of the float32 weights of one expert."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    return 3 * config["hidden_size"] * config["moe_intermediate_size"] * 4
+
+
 @pytest.fixture
 def make_ranks(checkpoint: Path) -> Iterator[Callable[..., Ranks]]:
     made: list[Ranks] = []
@@ -200,6 +207,7 @@ def test_ranks_join_and_leave_between_steps(
     """Use two ranks, then three, then two; requests that stay on their rank are not affected."""
     ranks = make_ranks(kind, tensor)
     first, second = ranks.add(2)
+    assert first.info.expert_bytes == bytes_of_expert(ranks.checkpoint)
     ranks.commit([first, second])
     first.serve("a")
     second.serve("b")

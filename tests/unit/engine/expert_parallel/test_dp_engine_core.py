@@ -445,4 +445,4 @@ def test_a_status_reports_expert_loads_and_the_shape_of_the_model(start):
     form(ranks)
     eventually(lambda: ranks[0].status().loads, timeout_s=10, what="loads")
     status = ranks[0].status()
-    assert (status.num_sparse_layers, status.num_experts) == (2, 4)
+    assert (status.num_sparse_layers, status.num_experts, status.expert_bytes) == (2, 4, 96)

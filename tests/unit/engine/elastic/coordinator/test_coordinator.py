@@ -13,7 +13,9 @@ import msgspec
 import pytest
 
 from baton_engine.elastic.coordinator.coordinator import LINGER_S
-from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase
+from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.operation import Ended, Rebalancing
+from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyStatus
 from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 
 
@@ -187,6 +189,7 @@ def test_invalid_messages_are_counted_and_dropped(
     group = ranks.form("a", "b")
     a = group["a"]
     wrong = msgspec.structs.replace(a.status(), loads=ExpertLoads(((1, 2), (3,))))
+    negative = msgspec.structs.replace(a.status(), expert_bytes=-1)
     huge = msgspec.structs.replace(a.status(), num_sparse_layers=2**63)
     fields = [
         msgspec.msgpack.encode(field)
@@ -195,14 +198,19 @@ def test_invalid_messages_are_counted_and_dropped(
     deep = (
         b"\xdc" + (len(fields) + 1).to_bytes(2, "big") + b"".join(fields) + b"\x91" * 5000 + b"\xc0"
     )
-    for message in (b"", b"\xc1", *map(msgspec.msgpack.encode, ({"a": 1}, wrong, huge)), deep):
+    for message in (
+        b"",
+        b"\xc1",
+        *map(msgspec.msgpack.encode, ({"a": 1}, wrong, negative, huge)),
+        deep,
+    ):
         ranks.link(a).send(message)
     ranks.link(a).send_multipart([b"two", b"frames"])
     for digits in (20, 5000):  # an impossible generation is ignored
         impossible = msgspec.structs.replace(a.status(), prepared="9" * digits + ".x")
         ranks.link(a).send(msgspec.msgpack.encode(impossible))
     ranks.until(
-        lambda: "baton:topology_bad_messages_total 7.0" in coordinator.http("GET", "/metrics")[1],
+        lambda: "baton:topology_bad_messages_total 8.0" in coordinator.http("GET", "/metrics")[1],
         "the count",
     )
     group["c"] = ranks.add("c")
@@ -229,6 +237,28 @@ def test_metrics_count_operations_and_their_phases(
     )
     assert 'baton:topology_members{phase="serving"} 1.0' in text
     assert f"baton:topology_generation {group['a'].committed[-1].number:.1f}" in text
+
+
+def test_metrics_give_the_balance_and_the_moves_of_a_rebalance() -> None:
+    metrics = CoordinatorMetrics()
+    status = TopologyStatus(generation=1, desired=[], members=[])
+    assert (
+        'baton:topology_rebalance_imbalance{when="before"} 0.0'
+        in metrics.text(status, 0.0).decode()
+    )
+    rebalancing = Rebalancing(placement=(), before=1.5, after=1.1)
+    metrics.on_ended(Ended("rebalance", OperationPhase.DONE, {}, 3, 300, rebalancing))
+    metrics.on_ended(Ended("rebalance", OperationPhase.FAILED, {}, 0))
+    text = metrics.text(status, 1.2).decode()
+    for sample in (
+        'baton:topology_rebalance_imbalance{when="before"} 1.5',
+        'baton:topology_rebalance_imbalance{when="after"} 1.1',
+        "baton:topology_expert_imbalance 1.2",
+        "baton:topology_expert_moves_total 3.0",
+        "baton:topology_expert_moved_bytes_total 300.0",
+        'baton:topology_operations_total{kind="rebalance",outcome="done"} 1.0',
+    ):
+        assert sample in text
 
 
 def test_a_port_in_use_is_named(coordinator: CoordinatorProcess) -> None:
