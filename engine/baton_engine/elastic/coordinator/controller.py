@@ -302,10 +302,7 @@ class Controller:
             if self._rebalance:
                 reason = "a rebalance was requested"
                 return Need("rebalance", wanted, present.members, reason=reason)
-            # While a failed rebalance delays the next one, no window ends.
-            if self._retries.may_begin("rebalance", now) and (
-                due := self._balance.due(present, now)
-            ):
+            if due := self._balance.due(present, now):
                 reason = (
                     f"the busiest rank has {due.before:.2f} times the mean load, and "
                     f"{due.after:.2f} times after the moves"

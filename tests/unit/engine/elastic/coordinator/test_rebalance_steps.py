@@ -111,6 +111,13 @@ def test_a_nearly_balanced_layer_is_left_alone() -> None:
     assert first_moves(before, loads, 10) == before
 
 
+def test_a_step_must_reduce_the_heaviest_load_by_2_percent() -> None:
+    """Every useful swap takes less than 1% of the mean load from the first rank."""
+    loads = [[600, 590, 10, 595]]
+    before = (((0, 1), (2, 3)),)
+    assert first_moves(before, loads, 10) == before
+
+
 class Windows:
     """A group's Balance, whose ranks report loads once per window."""
 
@@ -203,6 +210,16 @@ def test_steady_loads_with_noise_never_bring_a_placement_back(
         seen.add(due.placement)
         windows.start(due.placement)
         assert len(seen) < 200, "the moves did not end"
+
+
+def test_a_rebalance_must_gain_5_percent_over_all_layers() -> None:
+    """The first layer cannot be improved. The second one gains 10%, and the mean 4%."""
+    placement = (((0, 1), (2, 3)),) * 2
+    loads = [[60_000, 59_000, 1_000, 59_500], [30_000, 25_000, 25_000, 20_000]]
+    assert sum(imbalance(placement, loads)) / 2 > 1.2
+    assert Windows(placement, 0, 0, 1.2).run(loads) is None
+    loads[1] = [30_000, 30_000, 20_000, 20_000]
+    assert Windows(placement, 0, 0, 1.2).run(loads) is not None
 
 
 def test_moves_that_exceed_the_limit_follow_in_later_windows() -> None:
