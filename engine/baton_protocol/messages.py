@@ -218,7 +218,8 @@ class EngineCoreRequest(_Wire):
     trace_headers: dict[str, str] | None = None
     #: Samples of one prompt have the same group id. The engine computes the prompt once. Samples
     #: share the prompt's blocks (copy-on-write) and are swapped together. Samples of a group have
-    #: equal prompts, no generated tokens and no kv_transfer. Empty: no group.
+    #: equal prompts and no generated tokens. The first one may have kv_transfer with CONSUME. The
+    #: others then wait for its load, and share the loaded blocks. Empty: no group.
     group_id: str = ""
 
 

@@ -132,8 +132,11 @@ def _validate_group_member(request: EngineCoreRequest) -> None:
             "generated_token_ids must be empty in a request with a group_id; "
             "continue the request alone"
         )
-    if request.kv_transfer is not None:
-        raise ValueError("kv_transfer cannot be combined with group_id; send the samples alone")
+    if request.kv_transfer is not None and request.kv_transfer.side is KVSide.PRODUCE:
+        raise ValueError(
+            "kv_transfer PRODUCE cannot be combined with group_id: "
+            "one request computes the prompt of all samples"
+        )
 
 
 def _validate_beam_search(request: EngineCoreRequest) -> None:

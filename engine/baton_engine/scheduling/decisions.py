@@ -38,7 +38,7 @@ class AdmittedLoaded(NamedTuple):
 
 
 class WaitsForPrompt(NamedTuple):
-    """A request waits until another request of its group has computed the group's prompt."""
+    """A request waits until another request of its group has the KV of the group's prompt."""
 
     request: Request
 

@@ -28,7 +28,7 @@ class RequestLifecycle:
         """Queue a request for admission, or hold the request until its grammar is compiled."""
         if self.state.grammars.must_wait(request):
             self.state.grammars.wait(request)
-        elif request.prefill_result is not None and request.blocks:
+        elif request.has_loaded_kv:
             request.status = RequestStatus.WAITING
             self.state.queues.loaded.push(request)
         else:
@@ -36,7 +36,7 @@ class RequestLifecycle:
             self.state.queues.waiting.push(request)
 
     def wait_for_prompt(self, request: Request) -> None:
-        """Hold a waiting request until another request of its group has computed the prompt."""
+        """Hold a waiting request until another request of its group has the prompt's KV."""
         self.state.queues.waiting.discard(request)
         self.state.groups.wait(request)
 

@@ -38,7 +38,7 @@ class RequestStatus(enum.Enum):
     WAITING = enum.auto()
     #: Waits until the grammar of its structured output is compiled.
     WAITING_FOR_GRAMMAR = enum.auto()
-    #: Waits while another request of its group computes the group's prompt.
+    #: Waits while another request of its group computes or loads the group's prompt.
     WAITING_FOR_PROMPT = enum.auto()
     #: A peer computes the KV of its prompt. Waits for memory, then the blocks, then the first
     #: token.
@@ -172,6 +172,11 @@ class Request(KVSequence):
         return self.kv_transfer is not None and self.kv_transfer.side is KVSide.CONSUME
 
     @property
+    def has_loaded_kv(self) -> bool:
+        """Whether the request has KV from a peer in its blocks, and the hand-off has ended."""
+        return self.prefill_result is not None and self.kv_transfer is None and bool(self.blocks)
+
+    @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
 
@@ -241,7 +246,7 @@ class SampleGroup:
     prompt_token_ids: list[int]
     cache_salt: str
     members: dict[str, Request] = field(default_factory=dict)
-    #: The member that was admitted to compute the prompt.
+    #: The member that computes the prompt, or loads its KV. None: no member does so yet.
     leader: Request | None = None
-    #: Members that wait until the leader has computed the prompt.
+    #: Members that wait until the leader has the KV of the prompt.
     waiting: list[Request] = field(default_factory=list)

@@ -28,6 +28,7 @@ from baton_engine.scheduling.decisions import (
     Finished,
     LoadStarted,
     Preempted,
+    Queued,
     SwappedIn,
     SwappedOut,
     WaitsForPrompt,
@@ -208,10 +209,9 @@ class Scheduler:
         Pass the steps in the order in which they were scheduled.
         """
         ranges = self._in_flight.pop(step.step_id, [])
-        for decision in self._results.take(step.step_id, ranges, output):
-            self._lifecycle.settle(decision)
+        self._settle(self._results.take(step.step_id, ranges, output))
         for request in self.state.handoff.update(output.connector):
-            self._lifecycle.settle(self._remote_prefill.end_load_if_ready(request))
+            self._settle(self._remote_prefill.end_load_if_ready(request))
         self.made_progress |= bool(step.reaches_model_runner or output.connector)
         return self.take_outputs()
 
@@ -244,9 +244,13 @@ class Scheduler:
         apply these changes exactly once: in `step`, whose tokens failed, or in
         `step.without_tokens()`.
         """
-        for decision in self._results.discard(self._in_flight.pop(step.step_id, [])):
-            self._lifecycle.settle(decision)
+        self._settle(self._results.discard(self._in_flight.pop(step.step_id, [])))
         self.state.handoff.take_back(step.connector.saves)
+
+    def _settle(self, decisions: Iterable[Finished | Queued]) -> None:
+        """Apply decisions that end or queue requests, each before the next is computed."""
+        for decision in decisions:
+            self._lifecycle.settle(decision)
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """Return the outputs for clients that were collected since the last call."""
@@ -289,7 +293,7 @@ class Scheduler:
             self.state.queues.waiting_to_load.push(request)
             self.state.handoff.wait(request)
             if early_result is not None:
-                self._lifecycle.settle(self._remote_prefill.add_result(request, early_result))
+                self._settle(self._remote_prefill.add_result(request, early_result))
         else:
             self._lifecycle.enqueue(request)
             if request.produces:
@@ -330,7 +334,7 @@ class Scheduler:
         if request is None:
             self._remote_prefill.remember_early(result)
         else:
-            self._lifecycle.settle(self._remote_prefill.add_result(request, result))
+            self._settle(self._remote_prefill.add_result(request, result))
 
     # State
 

@@ -1,4 +1,4 @@
-"""Samples of one prompt: one request computes the prompt, and the others share its KV blocks."""
+"""Samples of one prompt: one request computes or loads it, and the others share its KV blocks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ class SampleGroups:
     def join(self, group_id: str, request: Request) -> None:
         """Add `request` to a group. The first request creates the group.
 
+        A request that loads the prompt's KV from a peer loads it for the whole group.
+
         Raises:
             ValueError: the prompt or cache_salt of `request` differs from the group's, or
                 `request` has generated tokens.
@@ -35,6 +37,8 @@ class SampleGroups:
         request.order = (*group.order[:3], request.order[3])
         request.group = group
         group.members[request.request_id] = request
+        if request.consumes and group.leader is None:
+            group.leader = request
         self._groups[group_id] = group
 
     def leave(self, request: Request) -> None:
@@ -42,45 +46,54 @@ class SampleGroups:
         group = request.group
         assert group is not None
         del group.members[request.request_id]
+        if group.leader is request:
+            group.leader = None
         if request in group.waiting:
             group.waiting.remove(request)
         if not group.members:
             del self._groups[group.group_id]
 
     def source(self, request: Request, step: StepBuilder) -> Request | None:
-        """Return a running request whose prompt blocks `request` can share, or None."""
+        """Return a request whose prompt blocks `request` can share, or None.
+
+        It runs, or its KV has been loaded. Steps before this one compute the shared tokens.
+        """
         for member in request.group.members.values() if request.group is not None else ():
             if (
                 member is not request
-                and member.status is RequestStatus.RUNNING
+                and (member.status is RequestStatus.RUNNING or member.has_loaded_kv)
                 and member.num_uncomputed_tokens <= 1
                 and member.num_computed_tokens - step.num_scheduled(member)
-                >= member.num_prompt_tokens
+                >= request.num_shared_tokens
             ):
                 return member
         return None
 
     def is_computing_prompt(self, group: SampleGroup, step: StepBuilder | None = None) -> bool:
-        """Return whether a request of the group still computes the prompt, so the others must wait.
+        """Return whether a request of the group computes or loads the prompt, so the others wait.
 
         Args:
             step: step under construction. Tokens scheduled in this step count as not yet computed.
         """
         leader = group.leader
-        if leader is None or leader.status is not RequestStatus.RUNNING:
+        if leader is None:
+            return False
+        if leader.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            return True
+        if leader.status is not RequestStatus.RUNNING and not leader.has_loaded_kv:
             return False
         num_scheduled = step.num_scheduled(leader) if step is not None else 0
-        return leader.num_computed_tokens - num_scheduled < leader.num_prompt_tokens
+        return leader.num_computed_tokens - num_scheduled < leader.num_shared_tokens
 
     def wait(self, request: Request) -> None:
-        """Hold `request` while another request of its group runs and computes the prompt."""
+        """Hold `request` while another request of its group computes or loads the prompt."""
         assert request.group is not None
         request.status = RequestStatus.WAITING_FOR_PROMPT
         request.group.waiting.append(request)
         self._with_waiting[id(request.group)] = request.group
 
     def take_ready(self) -> Iterator[Request]:
-        """Remove and yield the held requests of groups in which no request computes the prompt."""
+        """Remove and yield the held requests of groups that do not wait for their prompt."""
         for key, group in list(self._with_waiting.items()):
             if not self.is_computing_prompt(group):
                 del self._with_waiting[key]

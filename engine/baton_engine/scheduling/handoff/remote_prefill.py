@@ -47,18 +47,18 @@ class RemotePrefill:
         """
         self._remember(request_id, None)
 
-    def add_result(self, request: Request, result: PrefillResult) -> Finished | Queued | None:
+    def add_result(self, request: Request, result: PrefillResult) -> list[Finished | Queued]:
         """Record the result of the request's prefill stage.
 
         Returns:
-            The decision to continue or end the request. None if the request must still wait, or no
-            longer waits for this result.
+            The decisions of `end_load_if_ready`. Empty if the request no longer waits for this
+            result.
         """
         if (
             request.status is not RequestStatus.WAITING_FOR_REMOTE_KV
             or request.prefill_result is not None
         ):
-            return None
+            return []
         request.prefill_result = result
         waiting_to_load = self.state.queues.waiting_to_load
         if request in waiting_to_load:
@@ -74,21 +74,22 @@ class RemotePrefill:
                 self.state.counters.kv_transfer_recomputed_tokens += (
                     request.num_arrival_tokens - num_cached
                 )
-                return Queued(request)
-            return None
+                return [Queued(request)]
+            return []
         if result.error:
             self.state.handoff.cancel_load(request)
         return self.end_load_if_ready(request)
 
-    def end_load_if_ready(self, request: Request) -> Finished | Queued | None:
+    def end_load_if_ready(self, request: Request) -> list[Finished | Queued]:
         """Continue or end a request whose load and prefill stage have both ended.
 
         Returns:
-            None if the load or the prefill stage has not ended.
+            The decision to continue or end the request, and the decisions to end the samples that
+            wait for a failed load. Empty if the load or the prefill stage has not ended.
         """
         result, prefill = self.state.handoff.load_result(request), request.prefill_result
         if result is None or prefill is None:
-            return None
+            return []
         num_cached = request.num_computed_tokens
         num_verified = min(
             num_cached + result.num_valid_blocks * self.state.kv.block_size,
@@ -96,7 +97,10 @@ class RemotePrefill:
         )
         if num_verified < request.num_arrival_tokens and self.state.fail_on_load_error:
             error = result.error or prefill.error or "the prefill side did not send all KV blocks"
-            return Finished.without_token(request, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
+            return [
+                Finished.without_token(sample, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
+                for sample in _samples_of_load(request)
+            ]
         self.state.handoff.end_load(request)
         del self.state.queues.loading[request.request_id]
         request.kv_transfer = None  # the hand-off has ended
@@ -116,11 +120,23 @@ class RemotePrefill:
             self.state.kv.cache_blocks(request, request.num_computed_tokens)
             reason = self.state.stop_rules.reason(request) if prefill.token_ids else None
             if reason is not None:
-                return Finished.without_token(request, reason)
-        return Queued(request)
+                return [Finished.without_token(request, reason)]
+        return [Queued(request)]
 
     def _remember(self, request_id: str, result: PrefillResult | None) -> None:
         self._early_results[request_id] = result
         self._early_results.move_to_end(request_id)
         while len(self._early_results) > EARLY_RESULTS_KEPT:
             self._early_results.popitem(last=False)
+
+
+def _samples_of_load(request: Request) -> list[Request]:
+    """Return the requests that need the load of `request`: itself, and samples that wait for it."""
+    group = request.group
+    if group is None or group.leader is not request:
+        return [request]
+    return [
+        member
+        for member in group.members.values()
+        if member is request or not (member.started or member.consumes)
+    ]

@@ -116,7 +116,7 @@ def test_invalid_sampling_params_are_refused(params: dict[str, Any], field: str)
         ({}, {"prompt_token_ids": [100]}, "prompt_token_ids must be in"),
         ({}, {"group_id": "g" * 300}, "group_id must have at most"),
         ({}, {"group_id": "g", "generated_token_ids": [1]}, "generated_token_ids.*group_id"),
-        ({}, {"group_id": "g", "kv_transfer": CONSUME}, "kv_transfer.*group_id"),
+        ({}, {"group_id": "g", "kv_transfer": PRODUCE}, "kv_transfer PRODUCE.*group_id"),
         ({"beam_width": 2}, {"kv_transfer": CONSUME}, "kv_transfer.*beam_width"),
         ({"beam_width": 2}, {"kv_transfer": PRODUCE}, "kv_transfer.*beam_width"),
         ({"beam_width": 2}, {"generated_token_ids": [1]}, "generated_token_ids.*beam_width"),
@@ -131,6 +131,10 @@ def test_invalid_combinations_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         check(params, **fields)
+
+
+def test_a_group_member_can_load_its_prompt() -> None:
+    check({}, group_id="g", kv_transfer=CONSUME)
 
 
 def test_group_members_and_prefill_requests_can_have_prompt_logprobs() -> None:

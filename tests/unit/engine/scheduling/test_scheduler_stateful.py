@@ -91,11 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             stop_token_ids=[stop] if stops and side is None else [],
             prompt_logprobs=data.draw(st.sampled_from([None, None, 1])) if side is None else None,
         )
-        transfer = (
-            None
-            if side is None
-            else KVTransferParams(side, "t" + request_id[1:], "peer", "127.0.0.1", 1)
-        )
+        transfer = None if side is None else _transfer(side, request_id)
         request = EngineCoreRequest(
             request_id,
             prompt,
@@ -110,19 +106,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.world.add(request):
             self.prefill_sent.discard(request_id)
 
-    @rule(data=st.data(), num_samples=st.integers(2, 4))
-    def add_group(self, data: st.DataObject, num_samples: int) -> None:
+    @rule(data=st.data(), num_samples=st.integers(2, 4), loads=st.booleans())
+    def add_group(self, data: st.DataObject, num_samples: int, loads: bool) -> None:
         prompt, group_id, arrival = self._prompt(data), f"g{self.num_drawn}", float(self.num_drawn)
         for index in range(num_samples):
             max_tokens = data.draw(st.integers(1, 12))
             params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            request_id = self._id()
             self.world.add(
                 EngineCoreRequest(
-                    self._id(),
+                    request_id,
                     prompt,
                     params,
                     sample_index=index,
                     arrival_time=arrival,
+                    kv_transfer=_transfer(KVSide.CONSUME, request_id)
+                    if loads and index == 0
+                    else None,
                     group_id=group_id,
                 )
             )
@@ -163,12 +163,14 @@ class SchedulerMachine(RuleBasedStateMachine):
     def compile_one(self) -> None:
         self.world.grammars.compile_one()
 
-    def _prefill(self, request: EngineCoreRequest, good: bool) -> None:
+    def _prefill(self, request: EngineCoreRequest, good: bool, has_token: bool = True) -> None:
         token = next_token([*request.prompt_token_ids, *request.generated_token_ids])
         self.prefill_sent.add(request.request_id)
         self.world.scheduler.add_prefill_result(
             PrefillResult(
-                request.request_id, [token] if good else [], "" if good else "prefill died"
+                request.request_id,
+                [token] if good and has_token else [],
+                "" if good else "prefill died",
             )
         )
 
@@ -181,10 +183,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             and request_id not in self.prefill_sent
         ]
 
-    @rule(data=st.data(), good=st.booleans())
-    def prefill_result(self, data: st.DataObject, good: bool) -> None:
+    @rule(data=st.data(), good=st.booleans(), has_token=st.booleans())
+    def prefill_result(self, data: st.DataObject, good: bool, has_token: bool) -> None:
         if waiting := self._without_prefill():
-            self._prefill(data.draw(st.sampled_from(waiting)), good)
+            self._prefill(data.draw(st.sampled_from(waiting)), good, has_token)
 
     @precondition(lambda self: self.world.added)
     @rule(data=st.data())
@@ -332,6 +334,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert world.ended.keys() == world.added.keys()
         assert world.kv.num_free_blocks == world.kv.pool.num_blocks
         assert not scheduler.state.groups._groups
+
+
+def _transfer(side: KVSide, request_id: str) -> KVTransferParams:
+    return KVTransferParams(side, "t" + request_id[1:], "peer", "127.0.0.1", 1)
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
