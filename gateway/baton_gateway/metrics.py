@@ -79,7 +79,7 @@ class GatewayMetrics:
         )
         self.prefill_fallbacks = counter(
             "baton:prefill_fallbacks",
-            "Sequences whose decode engine computed the prompt in place of a prefill engine.",
+            "Prompts that a decode engine computed in place of a prefill engine.",
             ["reason"],
         )
         self.retries = counter(

@@ -47,12 +47,10 @@ _RETRIABLE = frozenset(
 class Dispatcher:
     """Runs sequences on the engines of the pool.
 
-    Without a prefill stage, the samples of one prompt go to one decode engine as a group. The
-    engine computes the prompt once, and the samples share the prompt's blocks. When the engine is
-    lost, its samples move to one other engine together. A sample that fails alone moves alone.
-
-    With prefill engines, each sample has its own prefill stage, because a KV transfer belongs to
-    one pair of engines. The samples may then run on different decode engines.
+    The samples of one prompt go to one decode engine as a group. The first one has the prefill
+    stage, if there is one, and the samples share the prompt's blocks. So the prompt is computed
+    once and moved once. When the engine is lost, its samples move to one other engine together. A
+    sample that fails alone moves alone.
 
     Args:
         prefill_timeout_s: a prefill stage without a token is abandoned after this time.
@@ -85,7 +83,7 @@ class Dispatcher:
             attempt = (
                 self._aggregated(state, placement, attempt_id)
                 if prefill is None
-                else self._disaggregated(state, prefill, placement.member, attempt_id)
+                else self._disaggregated(state, prefill, placement, attempt_id)
             )
             try:
                 async with aclosing(attempt) as outputs:
@@ -114,10 +112,14 @@ class Dispatcher:
     async def _aggregated(
         self, state: RetryState, placement: Placement, attempt_id: str
     ) -> AsyncGenerator[EngineCoreOutput, None]:
-        """Yield the outputs of an attempt on one engine, which computes the prompt and decodes."""
+        """Yield the outputs of an attempt on one engine, which decodes.
+
+        The engine computes the prompt, unless another sample of the group brings it.
+        """
         sequence, client = state.sequence, placement.member.ready_client
-        if sequence.has_begun:
-            await self._wait_for_prompt(placement)
+        if sequence.has_begun and placement.has_sample:
+            await _wait_for_prompt(placement)
+        placement.has_sample = True
         try:
             request = sequence.request(attempt_id, None, group_id=_group_id(sequence, placement))
             stream = self._add(client, request, state.rank)
@@ -129,32 +131,22 @@ class Dispatcher:
             placement.prompt_computed.set()
             client.abort([attempt_id])
 
-    async def _wait_for_prompt(self, placement: Placement) -> None:
-        """Wait until the first resumed sample has computed the prompt on the placement's engine.
-
-        The first resumed sample itself does not wait. The other samples wait at most PROMPT_WAIT_S,
-        and then find the prompt's blocks in the prefix cache. Resumed samples cannot be sent as a
-        group, because all samples of a group start right after the prompt.
-        """
-        if not placement.has_resumed_sample:
-            placement.has_resumed_sample = True
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PROMPT_WAIT_S):
-                await placement.prompt_computed.wait()
-
     async def _disaggregated(
-        self, state: RetryState, prefill: PoolMember, decode: PoolMember, attempt_id: str
+        self, state: RetryState, prefill: PoolMember, placement: Placement, attempt_id: str
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """Yield the outputs of an attempt on a prefill engine and a decode engine.
 
         Both engines receive ADD at the same time. The first token comes from the prefill engine,
-        all other tokens from the decode engine.
+        all other tokens from the decode engine. In a group, all tokens come from the decode engine,
+        because a sample that ended with its first token could not bring the prompt to the others.
         """
-        sequence = state.sequence
+        sequence, decode = state.sequence, placement.member
+        placement.has_sample = True
         producer, consumer = prefill.ready_client, decode.ready_client
         produce, consume = _transfer(prefill, decode)
-        decode_stream = self._add(consumer, sequence.request(attempt_id, consume), state.rank)
+        group_id = _group_id(sequence, placement)
+        request = sequence.request(attempt_id, consume, group_id=group_id)
+        decode_stream = self._add(consumer, request, state.rank)
         prefill_stage = asyncio.create_task(
             _first_output(producer, sequence.request(attempt_id, produce))
         )
@@ -164,6 +156,9 @@ class Dispatcher:
             result, output = self._prefill_result(attempt_id, prefill, prefill_stage)
             if output is None:
                 producer.abort([attempt_id])  # frees the blocks of an abandoned prefill stage
+            elif group_id:
+                sequence.num_cached_tokens = output.num_cached_tokens
+                result, output = PrefillResult(attempt_id), None
             else:
                 output = self._add_first_token(sequence, output)
             if output is None or not output.finished:
@@ -177,8 +172,10 @@ class Dispatcher:
                 self._decode_outputs(sequence, decode_stream, decode_stage)
             ) as outputs:
                 async for item in outputs:
+                    placement.prompt_computed.set()
                     yield item
         finally:
+            placement.prompt_computed.set()
             for stage in (prefill_stage, decode_stage):
                 if not stage.cancel() and not stage.cancelled():
                     stage.exception()  # retrieved, so that asyncio does not log it as lost
@@ -327,6 +324,18 @@ class Dispatcher:
             return client.add(request)
         except EngineDeadError as error:  # it died after it was picked
             raise AttemptError(str(error), None) from error
+
+
+async def _wait_for_prompt(placement: Placement) -> None:
+    """Wait until an earlier sample has brought the prompt to the placement's engine.
+
+    Resumed samples wait at most PROMPT_WAIT_S, and then find the prompt's blocks in the prefix
+    cache. They cannot be sent as a group, because all samples of a group start right after the
+    prompt.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PROMPT_WAIT_S):
+            await placement.prompt_computed.wait()
 
 
 def _group_id(sequence: Sequence, placement: Placement) -> str:

@@ -82,7 +82,7 @@ class Placer:
 
         Returns:
             The decode engine and the prefill engine. If the prefill engine is None, the decode
-            engine computes the prompt.
+            engine computes the prompt, or has it from an earlier sample of the group.
 
         Raises:
             APIError: no decode engine is available, or the sequence has failed too often.
@@ -90,21 +90,18 @@ class Placer:
         if state.num_failures >= MAX_FAILURES:
             raise _final_error(state)
         decode = await self._place_decode(state)
+        if decode.has_sample:
+            return decode, None
         # After the wait for a decode engine, in which prefill engines may come and go.
         return decode, self._pick_prefill(state.sequence, decode.member)
 
     async def _place_decode(self, state: RetryState) -> Placement:
         """Choose the decode engine for the next attempt.
 
-        Samples of one prompt share an engine, except samples with a prefill stage and samples that
-        failed alone.
+        Samples of one prompt share an engine, except samples that failed alone.
         """
         group, failure = state.sequence.group, state.last_failure
-        failed_alone = failure is not None and not failure.is_engine_gone
-        has_prefill_stage = self._wants_prefill_stage(state.sequence) and bool(
-            self._pool.available("prefill")
-        )
-        if group is None or failed_alone or has_prefill_stage:
+        if group is None or (failure is not None and not failure.ends_group):
             return await self._choose(state)
         last = 0 if state.last_placement is None else state.last_placement.readiness
         async with group.lock:
@@ -134,7 +131,8 @@ class Placer:
         Returns:
             None if the sequence needs no prefill stage or no such engine is available.
         """
-        if not self._wants_prefill_stage(sequence):
+        num_tokens = len(sequence.prompt_token_ids)
+        if not sequence.can_prefill_remotely or num_tokens < self._prefill_threshold_tokens:
             return None
         init = decode.ready_client.init
         requirements = Requirements(
@@ -146,10 +144,6 @@ class Placer:
         elif member is None and self._pool.is_expecting("prefill"):
             self._metrics.prefill_fallbacks.labels("no_ready_engine").inc()
         return member
-
-    def _wants_prefill_stage(self, sequence: Sequence) -> bool:
-        num_tokens = len(sequence.prompt_token_ids)
-        return sequence.can_prefill_remotely and num_tokens >= self._prefill_threshold_tokens
 
     def _least_loaded(self, role: str, requirements: Requirements) -> PoolMember | None:
         candidates = filter(requirements.accept, self._pool.available(role))

@@ -26,8 +26,13 @@ class AttemptError(Exception):
 
     @property
     def is_engine_gone(self) -> bool:
-        """Whether the engine is dead or draining. Otherwise only this request failed."""
+        """Whether the engine is dead or draining."""
         return self.code in (None, ErrorCode.DRAINING)
+
+    @property
+    def ends_group(self) -> bool:
+        """Whether all samples of the group failed on the engine. Otherwise only this one failed."""
+        return self.is_engine_gone or self.code is ErrorCode.KV_LOAD
 
 
 @dataclass

@@ -21,8 +21,9 @@ class Placement:
     def __init__(self, member: PoolMember) -> None:
         self.member = member
         self.readiness = member.ready_client.readiness
-        #: Whether a resumed sample was sent to this engine.
-        self.has_resumed_sample = False
+        #: Whether a sample was sent to this engine. The first one computes the prompt there, or
+        #: loads its KV.
+        self.has_sample = False
         #: Set when a sample has a token from this engine, or has ended. Before that the prefix
         #: cache may not yet hold the prompt's blocks.
         self.prompt_computed = asyncio.Event()

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from baton_gateway.http.request_body import MAX_LOGGED_FIELDS
-from baton_protocol.messages import ErrorCode, KVSide
+from baton_protocol.messages import ErrorCode
 from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
 from support.gateway.gateway_rig import GatewayRig
 from support.waiting import until
@@ -38,15 +38,6 @@ async def test_samples_of_a_prompt_are_sent_to_one_engine_as_a_group(rig: Gatewa
     assert used[0].adds[0].group_id != used[1].adds[0].group_id
     await completion(rig)
     assert next(add for engine in engines for add in engine.adds[-1:] if add.group_id == "")
-
-
-async def test_samples_with_a_prefill_stage_are_independent(rig: GatewayRig):
-    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
-    await rig.start(prefill, decode)
-    body = await completion(rig, n=2)
-    assert [choice["text"] for choice in body["choices"]] == [TEXT, TEXT]
-    assert [add.group_id for add in (*prefill.adds, *decode.adds)] == [""] * 4
-    assert all(add.kv_transfer.side is KVSide.CONSUME for add in decode.adds)
 
 
 async def test_best_of_returns_the_most_likely_samples(rig: GatewayRig):
