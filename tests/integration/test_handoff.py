@@ -12,7 +12,7 @@ from baton_protocol.client import EngineClient
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, CacheConfig
 from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
-from support.integration.completions import VOCAB, complete, generate
+from support.integration.completions import VOCAB, complete, complete_samples, generate
 from support.parity import assert_greedy, prompts
 from support.pods import pods
 from support.waiting import until
@@ -64,6 +64,60 @@ async def test_a_seed_gives_the_same_tokens_beside_other_requests(stack):
     assert other != alone
 
 
+@pytest.mark.parametrize("max_tokens", [1, 24])
+async def test_samples_of_a_prompt_cost_one_prefill_and_one_transfer(stack, max_tokens):
+    """Their tokens are those of an engine that computes the prompt itself."""
+
+    def counts() -> list[float]:
+        decode, prefill = stack.decode.metric, stack.prefill.metric
+        return [
+            prefill("baton:prompt_tokens_computed_total"),
+            prefill("baton:kv_transfer_blocks_sent_total"),
+            decode("baton:kv_transfer_blocks_received_total"),
+            decode("baton:kv_transfer_bytes_received_total"),
+            decode("baton:prompt_tokens_remote_total"),
+            decode("baton:prompt_tokens_computed_total"),
+        ]
+
+    async def cost(
+        prompt: list[int], n: int, num_tokens: int
+    ) -> tuple[list[list[int]], list[float]]:
+        before = counts()
+        tokens = await complete_samples(stack.url, prompt, n, num_tokens, temperature=1.0, seed=7)
+        return tokens, [new - old for new, old in zip(counts(), before, strict=True)]
+
+    base = max_tokens * 3
+    first, second = ([token + base for token in range(start, start + 101)] for start in (10, 200))
+    _, of_one = await cost(first, 1, 24)
+    tokens, of_four = await cost(second, 4, max_tokens)
+    assert of_one[0] == of_four[0] == 101
+    assert of_one[1:5] == of_four[1:5]
+    assert of_four[4] == 101
+    assert of_four[5] == 4, "each sample runs the last prompt token only"
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=max_tokens, ignore_eos=True)
+    async with EngineClient(stack.prefill.address, ENGINE_PORT, client_id="test") as client:
+        await client.connect(60)
+        await client.wait_ready(60)
+        alone = await asyncio.gather(
+            *(
+                generate(
+                    client,
+                    EngineCoreRequest(
+                        f"alone-{max_tokens}-{index}",
+                        second,
+                        params,
+                        sample_index=index,
+                        cache_salt="computed anew",
+                        group_id="g",
+                    ),
+                )
+                for index in range(4)
+            )
+        )
+    assert tokens == alone
+    assert len(set(map(tuple, tokens))) > 1
+
+
 async def test_an_engine_continues_the_request_of_another_engine(stack):
     """A pod needs only the prompt, the generated ids and the seed to continue."""
     params = SamplingParams(
@@ -88,9 +142,13 @@ async def test_an_engine_continues_the_request_of_another_engine(stack):
 
 async def test_requests_survive_a_killed_prefill_engine_and_use_it_after_its_restart(own_stack):
     prompt = list(range(30, 130))
+    sampling = {"temperature": 1.0, "seed": 11}
     expected = await complete(own_stack.url, prompt)
+    expected_samples = await complete_samples(own_stack.url, prompt[::-1], 3, **sampling)
     own_stack.prefill.kill()
     assert await complete(own_stack.url, prompt) == expected
+    again = await complete_samples(own_stack.url, prompt[::-1], 3, **sampling)
+    assert again == expected_samples
     own_stack.prefill.restart()
     own_stack.prefill.wait_ready(ENGINE_HTTP_PORT)
 
@@ -106,12 +164,19 @@ async def test_requests_survive_a_killed_prefill_engine_and_use_it_after_its_res
 async def test_running_requests_survive_the_death_of_the_decode_engine(own_stack):
     """The gateway resends the tokens so far, and the restarted pod continues after them."""
     asked = prompts(4, VOCAB, longest=60)
+    sampling = {"temperature": 1.0, "seed": 12}
+    expected = await complete_samples(own_stack.url, asked[0], 3, 400, **sampling)
     running = [asyncio.create_task(complete(own_stack.url, prompt, 400)) for prompt in asked]
-    await until(lambda: own_stack.decode.metric("baton:generation_tokens_total") >= 20, "20 tokens")
+    group = asyncio.create_task(complete_samples(own_stack.url, asked[0], 3, 400, **sampling))
+    before = own_stack.decode.metric("baton:generation_tokens_total")
+    await until(
+        lambda: own_stack.decode.metric("baton:generation_tokens_total") >= before + 40, "40 tokens"
+    )
     own_stack.decode.kill()
     own_stack.decode.restart()
     async with asyncio.timeout(120):
         resumed = await asyncio.gather(*running)
+        assert await group == expected
     assert [len(output) for output in resumed] == [400] * len(asked)
     assert own_stack.gateway.metric("baton:requests_resumed_total", GATEWAY_PORT) >= 1
     assert_greedy(own_stack.reference, asked, list(resumed), "resumed")

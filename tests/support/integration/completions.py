@@ -14,15 +14,24 @@ async def complete(
     url: str, prompt: list[int] | str, max_tokens: int = 48, **extra: object
 ) -> list[int]:
     """Return the token ids of a completion. Sampling is greedy unless `extra` changes it."""
+    [token_ids] = await complete_samples(url, prompt, 1, max_tokens, **extra)
+    return token_ids
+
+
+async def complete_samples(
+    url: str, prompt: list[int] | str, n: int, max_tokens: int = 48, **extra: object
+) -> list[list[int]]:
+    """Return the token ids of `n` samples. Sampling is greedy unless `extra` changes it."""
     async with openai.AsyncOpenAI(
         base_url=url, api_key="unused", max_retries=0, timeout=120.0
     ) as client:
         body = {"temperature": 0, **extra}
         extra_body = {"ignore_eos": True, "return_token_ids": True}
         answer = await client.completions.create(
-            model="m", prompt=prompt, max_tokens=max_tokens, extra_body=extra_body, **body
+            model="m", prompt=prompt, n=n, max_tokens=max_tokens, extra_body=extra_body, **body
         )
-        return answer.choices[0].model_extra["token_ids"]
+        assert [choice.index for choice in answer.choices] == list(range(n))
+        return [choice.model_extra["token_ids"] for choice in answer.choices]
 
 
 async def generate(client: EngineClient, request: EngineCoreRequest) -> list[int]:
