@@ -55,6 +55,16 @@ class StepBuilder:
         block = request.blocks[slot]
         return block.ref_count == 1 and block.block_hash is None
 
+    def copies_to_block_at(self, request: Request, position: int) -> bool:
+        """Return whether this step copies another block to the one of `position`.
+
+        The step makes all its block copies at once, so no copy may read that block.
+        """
+        slot = position // self._block_size
+        return slot < len(request.blocks) and any(
+            copy.target == request.blocks[slot].block_id for copy in self.output.block_copies
+        )
+
     def has_memory_for(self, sequences: Sequence[Request]) -> bool:
         """Return whether enough blocks are free to write the next position of each sequence.
 

@@ -65,6 +65,7 @@ class SampleGroups:
                 and member.num_uncomputed_tokens <= 1
                 and member.num_computed_tokens - step.num_scheduled(member)
                 >= request.num_shared_tokens
+                and not step.copies_to_block_at(member, request.num_shared_tokens)
             ):
                 return member
         return None
