@@ -28,12 +28,15 @@ _AUTHORITY_USAGE = x509.KeyUsage(
 
 
 @dataclass(frozen=True)
-class ServerCertificate:
-    """Paths of PEM files: the authority's certificate, and the server's certificate and key."""
+class Certificates:
+    """Paths of PEM files: the certificate of an authority, and certificates that it signed."""
 
     authority: Path
     certificate: Path
     key: Path
+    #: The API server identifies itself to kubelets with this certificate.
+    kubelet_client_certificate: Path
+    kubelet_client_key: Path
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -56,15 +59,14 @@ def _name(common_name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
 
 
-def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCertificate:
-    """Create an authority and a server certificate signed by the authority.
+def create_certificates(directory: Path, addresses: list[str]) -> Certificates:
+    """Create an authority, and a server and a client certificate that the authority signed.
 
     The server certificate is valid for `addresses`, 127.0.0.1, `localhost` and
     `kubernetes.default.svc`. The authority's key is not kept.
     """
     directory.mkdir(parents=True, exist_ok=True)
     authority_key = ec.generate_private_key(ec.SECP256R1())
-    server_key = ec.generate_private_key(ec.SECP256R1())
     authority = (
         _builder("pocketkube-ca", authority_key.public_key(), authority_key)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -79,19 +81,33 @@ def create_server_certificate(directory: Path, addresses: list[str]) -> ServerCe
         x509.IPAddress(ipaddress.ip_address(address))
         for address in dict.fromkeys([*addresses, "127.0.0.1"])
     ]
-    server = (
-        _builder("pocketkube-apiserver", server_key.public_key(), authority_key)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .sign(authority_key, hashes.SHA256())
-    )
-    files = ServerCertificate(
-        directory / "ca.crt", directory / "apiserver.crt", directory / "apiserver.key"
+    files = Certificates(
+        directory / "ca.crt",
+        directory / "apiserver.crt",
+        directory / "apiserver.key",
+        directory / "kubelet-client.crt",
+        directory / "kubelet-client.key",
     )
     files.authority.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
-    files.certificate.write_bytes(server.public_bytes(serialization.Encoding.PEM))
-    write_private(files.key, _pem(server_key))
+    for common_name, usage, certificate_file, key_file in (
+        ("pocketkube-apiserver", ExtendedKeyUsageOID.SERVER_AUTH, files.certificate, files.key),
+        (
+            "pocketkube-kubelet-client",
+            ExtendedKeyUsageOID.CLIENT_AUTH,
+            files.kubelet_client_certificate,
+            files.kubelet_client_key,
+        ),
+    ):
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = (
+            _builder(common_name, key.public_key(), authority_key)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName(names), critical=False)
+            .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+            .sign(authority_key, hashes.SHA256())
+        )
+        certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+        write_private(key_file, _pem(key))
     return files
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import secrets
-import ssl
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.serving.api_server import ApiServer
 from pocketkube.apiserver.store import DEFAULT_WINDOW
-from pocketkube.certificates import create_server_certificate
+from pocketkube.certificates import create_certificates
 from pocketkube.children import ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
 from pocketkube.lifecycle import run_until_terminated, until_stopped
@@ -100,12 +99,10 @@ class EmbeddedControlPlane:
             on_ready: called once the API server answers requests.
         """
         self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
-        files = create_server_certificate(self._state_dir / "pki", [LOOPBACK])
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        tls.load_cert_chain(files.certificate, files.key)
+        files = create_certificates(self._state_dir / "pki", [LOOPBACK])
         token = secrets.token_urlsafe(32)
         cluster = ClusterState(token, self._service_network, self._window)
-        server = ApiServer(cluster, LOOPBACK, self._port, tls)
+        server = ApiServer(cluster, LOOPBACK, self._port, files)
         try:
             await server.start()
             self._port = server.port

@@ -27,8 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pocketkube.certificates import (
-    ServerCertificate,
-    create_server_certificate,
+    Certificates,
+    create_certificates,
     create_signing_key,
     write_private,
 )
@@ -144,7 +144,7 @@ class RealControlPlane:
         self._state_dir.mkdir(parents=True, mode=0o700, exist_ok=True)
         shutil.rmtree(self._state_dir / "etcd", ignore_errors=True)
         pki = self._state_dir / "pki"
-        certificate = create_server_certificate(pki, [LOOPBACK])
+        certificate = create_certificates(pki, [LOOPBACK])
         accounts_key = create_signing_key(pki / "service-accounts.key")
         tokens = _create_tokens(pki / "tokens.csv")
         etcd, peer, api = free_ports(3)
@@ -183,7 +183,7 @@ class RealControlPlane:
         self,
         port: int,
         etcd_port: int,
-        certificate: ServerCertificate,
+        certificate: Certificates,
         accounts_key: Path,
         tokens: Path,
     ) -> None:
@@ -198,6 +198,8 @@ class RealControlPlane:
             f"--cert-dir={self._state_dir / 'pki'}",
             f"--tls-cert-file={certificate.certificate}",
             f"--tls-private-key-file={certificate.key}",
+            f"--kubelet-client-certificate={certificate.kubelet_client_certificate}",
+            f"--kubelet-client-key={certificate.kubelet_client_key}",
             f"--token-auth-file={tokens}",
             "--authorization-mode=RBAC",
             "--service-account-issuer=https://kubernetes.default.svc",
@@ -213,7 +215,7 @@ class RealControlPlane:
     def _spawn_controllers(
         self,
         server: str,
-        certificate: ServerCertificate,
+        certificate: Certificates,
         accounts_key: Path,
         tokens: dict[str, str],
     ) -> None:

@@ -91,9 +91,10 @@ class Kubelet:
     ) -> None:
         config = self._config
         events = EventRecorder(api, "kubelet", config.node_name)
+        authority = certificate_authority(config.kubeconfig)
         services = Services(
             api=api,
-            ca_pem=certificate_authority(config.kubeconfig),
+            ca_pem=authority,
             events=events,
             guard=guard,
             http=http,
@@ -103,7 +104,7 @@ class Kubelet:
             host_ip=pool.node_address,
             host_root=config.host_root,
         )
-        server = KubeletServer(self._workers)
+        server = KubeletServer(self._workers, authority)
         port = await server.start(pool.node_address)
         node = Node(api, config.node_name, pool.node_address, port)
         pods = Reflector(api, "/api/v1/pods", field_selector=f"spec.nodeName={config.node_name}")

@@ -1,7 +1,7 @@
 """The kubelet's HTTPS server, for `kubectl logs`, `exec`, `attach` and `port-forward`.
 
 The API server connects clients with this server. The paths and parameters are those of a kubelet.
-Clients need no authentication, because the server listens only on the loopback device.
+The API server must show a client certificate of the cluster's authority.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-from pocketkube.certificates import create_server_certificate
+from pocketkube.certificates import create_certificates
 from pocketkube.containers.container_log import stream_log
 from pocketkube.containers.exec_process import ExecStreams
 from pocketkube.kubelet import port_forward, remote_command
@@ -28,10 +28,12 @@ class KubeletServer:
 
     Args:
         workers: pod uid -> worker. The caller adds and removes workers while the server runs.
+        client_authority: certificate, in PEM, of the authority that signs clients' certificates.
     """
 
-    def __init__(self, workers: Mapping[str, PodWorker]) -> None:
+    def __init__(self, workers: Mapping[str, PodWorker], client_authority: bytes) -> None:
         self._workers = workers
+        self._client_authority = client_authority
         app = web.Application()
         app.router.add_get("/containerLogs/{namespace}/{pod}/{container}", self._logs)
         app.router.add_get("/exec/{namespace}/{pod}/{container}", self._exec)
@@ -45,13 +47,27 @@ class KubeletServer:
     async def start(self, address: str) -> int:
         """Listen on a free port of `address`, and return the port."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, address, 0, ssl_context=_tls_context(address))
+        site = web.TCPSite(self._runner, address, 0, ssl_context=self._tls_context(address))
         await site.start()
         return self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         """Close the server and its connections."""
         await self._runner.cleanup()
+
+    def _tls_context(self, address: str) -> ssl.SSLContext:
+        """Create a TLS context with a new certificate for `address`.
+
+        An API server accepts the certificate unless `--kubelet-certificate-authority` is set.
+        """
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=self._client_authority.decode())
+        # The ssl module loads from files only.
+        with tempfile.TemporaryDirectory() as folder:
+            files = create_certificates(Path(folder), [address])
+            context.load_cert_chain(files.certificate, files.key)
+        return context
 
     def _worker(self, request: web.Request) -> PodWorker:
         names = request.match_info
@@ -145,19 +161,6 @@ class KubeletServer:
             await response.write(chunk)
         await response.write_eof()
         return response
-
-
-def _tls_context(address: str) -> ssl.SSLContext:
-    """Create a TLS context with a new certificate for `address`.
-
-    An API server accepts the certificate unless `--kubelet-certificate-authority` is set.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    # The ssl module loads from files only.
-    with tempfile.TemporaryDirectory() as folder:
-        files = create_server_certificate(Path(folder), [address])
-        context.load_cert_chain(files.certificate, files.key)
-    return context
 
 
 def _flag(query: Mapping[str, str], name: str) -> bool:

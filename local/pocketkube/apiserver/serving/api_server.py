@@ -42,6 +42,7 @@ from pocketkube.apiserver.serving.request import (
 from pocketkube.apiserver.serving.selectors import required_labels
 from pocketkube.apiserver.serving.tables import TablePrinter
 from pocketkube.apiserver.serving.watch import Selection, watch
+from pocketkube.certificates import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +59,12 @@ class ApiServer:
             actual port.
     """
 
-    def __init__(self, cluster: ClusterState, host: str, port: int, tls: ssl.SSLContext) -> None:
+    def __init__(
+        self, cluster: ClusterState, host: str, port: int, certificates: Certificates
+    ) -> None:
         self._cluster = cluster
         self._host = host
-        self._tls = tls
+        self._certificates = certificates
         self.port = port
         self._runner: web.AppRunner | None = None
         self._kubelets: aiohttp.ClientSession | None = None
@@ -69,7 +72,15 @@ class ApiServer:
     async def start(self) -> None:
         app = web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._kubelets = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        files = self._certificates
+        # The certificates of kubelets are not verified, as by kube-apiserver's default.
+        to_kubelets = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        to_kubelets.check_hostname = False
+        to_kubelets.verify_mode = ssl.CERT_NONE
+        to_kubelets.load_cert_chain(files.kubelet_client_certificate, files.kubelet_client_key)
+        self._kubelets = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=to_kubelets)
+        )
         # A disconnect cancels the handler, which ends a watch or a log at once. A write cannot be
         # cancelled halfway, because it has no await.
         self._runner = web.AppRunner(
@@ -80,9 +91,9 @@ class ApiServer:
             shutdown_timeout=0.5,
         )
         await self._runner.setup()
-        site = web.TCPSite(
-            self._runner, self._host, self.port, ssl_context=self._tls, reuse_address=True
-        )
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(files.certificate, files.key)
+        site = web.TCPSite(self._runner, self._host, self.port, ssl_context=tls, reuse_address=True)
         await site.start()
         self.port = self._runner.addresses[0][1]
 

@@ -31,7 +31,7 @@ async def stream_logs(
     parameters = {key: request.query[key] for key in _PARAMETERS if key in request.query}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     try:
-        upstream = await session.get(url, params=parameters, ssl=False, timeout=timeout)
+        upstream = await session.get(url, params=parameters, timeout=timeout)
     except aiohttp.ClientError as error:
         raise kubelet.unreachable(error) from error
     async with upstream:

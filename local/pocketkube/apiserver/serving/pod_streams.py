@@ -46,7 +46,6 @@ async def stream_pod(
         upstream = await session.ws_connect(
             kubelet.url + path,
             protocols=protocols,
-            ssl=False,
             max_msg_size=0,
         )
     except aiohttp.WSServerHandshakeError as error:

@@ -14,7 +14,7 @@ import yaml
 from aiohttp import web
 
 from pocketkube.apiserver.resources import BUILTIN, markdown_table
-from pocketkube.certificates import create_server_certificate
+from pocketkube.certificates import create_certificates
 from support.http_server import serving
 from support.waiting import until
 
@@ -159,7 +159,7 @@ async def kubelet_serving(
     call: Client, folder: Path, pod: str, *routes: web.RouteDef
 ) -> AsyncIterator[str]:
     """Serve `routes` as the kubelet of a new pod. Yield the path of the pod."""
-    files = create_server_certificate(folder, ["127.0.0.1"])
+    files = create_certificates(folder, ["127.0.0.1"])
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(files.certificate, files.key)
     async with serving(*routes, tls=tls) as port:

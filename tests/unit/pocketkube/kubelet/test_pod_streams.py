@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import aiohttp
 import psutil
 import pytest
 
+from pocketkube.certificates import Certificates, create_certificates
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.containers.process import Guard, Process, container_pids
 from pocketkube.kubelet import spdy
@@ -34,7 +36,7 @@ class Kubelet:
         self, path: str, protocol: str, query: Iterable[tuple[str, str]] = ()
     ) -> aiohttp.ClientWebSocketResponse:
         return await self.session.ws_connect(
-            self.server + path, protocols=[protocol], params=list(query), ssl=False
+            self.server + path, protocols=[protocol], params=list(query)
         )
 
     async def exec(
@@ -69,8 +71,19 @@ async def container(tmp_path: Path) -> AsyncIterator[tuple[Process, ContainerLog
     await guard.stop()
 
 
+def client_context(cluster: Certificates | None) -> ssl.SSLContext:
+    """Return the TLS context of an API server; None: of another client."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if cluster is not None:
+        context.load_cert_chain(cluster.kubelet_client_certificate, cluster.kubelet_client_key)
+    return context
+
+
 @pytest.fixture
-async def kubelet(container: tuple[Process, ContainerLog]) -> AsyncIterator[Kubelet]:
+async def kubelet(
+    container: tuple[Process, ContainerLog], tmp_path: Path
+) -> AsyncIterator[Kubelet]:
     process, log = container
     worker: Any = SimpleNamespace(
         pod={"metadata": {"namespace": "ns", "name": "p"}},
@@ -81,9 +94,11 @@ async def kubelet(container: tuple[Process, ContainerLog]) -> AsyncIterator[Kube
         runtime=SimpleNamespace(pod_ip="127.0.0.1"),
         log=lambda name, previous: (log.path, log),
     )
-    server = KubeletServer({"uid": worker})
+    cluster = create_certificates(tmp_path / "cluster", [])
+    server = KubeletServer({"uid": worker}, cluster.authority.read_bytes())
     port = await server.start("127.0.0.1")
-    async with aiohttp.ClientSession() as session:
+    connector = aiohttp.TCPConnector(ssl=client_context(cluster))
+    async with aiohttp.ClientSession(connector=connector) as session:
         yield Kubelet(f"https://127.0.0.1:{port}", session, process)
     await server.stop()
 
@@ -96,6 +111,18 @@ async def test_a_command_has_the_environment_and_folder_of_the_container(kubelet
     status = json.loads(received[3])
     assert (status["status"], status["reason"]) == ("Failure", "NonZeroExitCode")
     assert status["details"]["causes"] == [{"reason": "ExitCode", "message": "3"}]
+
+
+@pytest.mark.parametrize("has_certificate", [False, True])
+async def test_clients_without_a_certificate_of_the_cluster_are_refused(
+    kubelet: Kubelet, tmp_path: Path, has_certificate: bool
+) -> None:
+    other = create_certificates(tmp_path / "other", []) if has_certificate else None
+    connector = aiohttp.TCPConnector(ssl=client_context(other))
+    async with aiohttp.ClientSession(connector=connector) as session:
+        for path in ("/containerLogs/ns/p/main", "/exec/ns/p/main?command=id&output=1"):
+            with pytest.raises(aiohttp.ClientError):
+                await session.get(kubelet.server + path)
 
 
 async def test_standard_input_ends_with_the_close_message_of_v5(kubelet: Kubelet) -> None:
