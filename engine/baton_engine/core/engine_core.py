@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 from baton_engine.core.crash_dump import write_crash_dump
@@ -445,7 +446,8 @@ class EngineCore:
         self.executor.collective_rpc("sleep", (level,))
 
     def wake_workers(self, tags: list[str]) -> None:
-        self.executor.collective_rpc("wake_up", (tags,))
+        compatibility_hash, *_ = self.executor.collective_rpc("wake_up", (tags,))
+        self.info = replace(self.info, compatibility_hash=compatibility_hash)
 
     # Utility methods. Clients call them by name, see server/utility_calls.py
 

@@ -217,7 +217,7 @@ class DPEngineCoreProc(EngineCoreProc):
         if generation is not None and generation is not self._announced:
             self._announced = generation
             self._store.forget(is_before(generation.number))
-            self.io.send_init(self._init(core, generation.number))
+            self._send_init(core, generation.number)
             super()._announce(core)
 
     def _may_stop(self, core: EngineCore) -> bool:

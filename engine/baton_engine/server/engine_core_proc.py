@@ -137,6 +137,8 @@ class EngineCoreProc:
         #: Whether the loop is running a utility call.
         self._in_call = False
         self._failure = ""
+        #: The compatibility hash that clients know.
+        self._hash_sent = ""
         #: None while the model loads, and for an engine that exchanges no KV blocks.
         self._kv: KVCompatibility | None = None
         self._drain_requested = False
@@ -333,19 +335,22 @@ class EngineCoreProc:
             raise TimeoutError(f"the engine loop did not answer within {ADMIN_TIMEOUT_S:g} s")
         return call.future.result()
 
-    def _init(self, core: EngineCore, generation: int = 0) -> Init:
-        return Init(
-            PROTOCOL_VERSION,
-            self.instance_id,
-            core.info.compatibility_hash,
-            generation,
-            self.config.kv_transfer.transport,
+    def _send_init(self, core: EngineCore, generation: int = 0) -> None:
+        self._hash_sent = core.info.compatibility_hash
+        self.io.send_init(
+            Init(
+                PROTOCOL_VERSION,
+                self.instance_id,
+                self._hash_sent,
+                generation,
+                self.config.kv_transfer.transport,
+            )
         )
 
     # The loop
 
     def _start_serving(self, core: EngineCore) -> None:
-        self.io.send_init(self._init(core))
+        self._send_init(core)
         self._heartbeat = self._last_progress = time.monotonic()
         self._stats = core.get_stats()
         self.state = State.SERVING
@@ -362,6 +367,8 @@ class EngineCoreProc:
         busy = False
         while True:
             self._take_inputs(core, wait=not busy)
+            if core.info.compatibility_hash != self._hash_sent:  # wake_up has loaded other weights
+                self._send_init(core)
             if self._shutdown and self._may_stop(core):
                 return
             began = time.monotonic()

@@ -141,11 +141,12 @@ class ModelRunner:
         """The dtype of weights and KV cache."""
         return resolve_dtype(self.config.model.dtype, self.model_config.dtype, self.device)
 
-    @cached_property
+    @property
     def compatibility_hash(self) -> str:
         """A hash that is equal on all engines that may exchange KV blocks.
 
         Such engines have the same checkpoint (`identity_files`), dtype, quantization and layout.
+        The hash changes when `wake_up` loads other weights.
         """
         return self._hashes[0]
 
@@ -453,6 +454,7 @@ class ModelRunner:
             if self._model_on_host is not None:
                 self._model, self._model_on_host = self._model_on_host.to(self.device), None
             else:
+                vars(self).pop("_hashes", None)  # the checkpoint's files may have changed
                 self._load_weights()
         if KV_CACHE in wanted and self._kv is not None:
             self._kv.restore()

@@ -312,8 +312,10 @@ class Worker:
         """
         self._loaded.sleep(level)
 
-    def wake_up(self, tags: list[str] | None = None) -> None:
+    def wake_up(self, tags: list[str] | None = None) -> str:
+        """Wake the model runner up, and return its compatibility hash, which may have changed."""
         self._loaded.wake_up(tags)
+        return self._loaded.compatibility_hash
 
     def start_profile(self) -> None:
         self._loaded.start_profile()

@@ -31,8 +31,9 @@ __all__ = ["EOS", "VOCAB_SIZE", "FakeConnector", "FakeRunner", "continuation", "
 class FakeExecutor(Executor):
     """Runs the fake model in a thread, as UniProcExecutor runs a real model.
 
-    A step with the prompt [13, 13, 13] fails. Environment variables: BATON_FAKE_STEP_S is the
-    duration of a step, BATON_FAKE_LOAD_S the duration of the model load.
+    A step with the prompt [13, 13, 13] fails. A sleep at level 2 changes the weights.
+    Environment variables: BATON_FAKE_STEP_S is the duration of a step, BATON_FAKE_LOAD_S the
+    duration of the model load.
     """
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
@@ -42,13 +43,16 @@ class FakeExecutor(Executor):
         self.max_concurrent_batches = (
             2 if config.scheduler.async_scheduling else config.parallel.pipeline_parallel_size
         )
+        self.compatibility_hash = "fake-hash"
         #: (method, *args) of collective_rpc.
         self.calls: list[tuple[Any, ...]] = []
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
 
     def initialize(self) -> ModelInfo:
         time.sleep(float(os.environ.get("BATON_FAKE_LOAD_S", "0")))
-        return ModelInfo(self.config.cache.num_blocks or 64, VOCAB_SIZE, (EOS,), 512, "fake-hash")
+        return ModelInfo(
+            self.config.cache.num_blocks or 64, VOCAB_SIZE, (EOS,), 512, self.compatibility_hash
+        )
 
     def execute_model(self, step: SchedulerOutput) -> None:
         self._step = step
@@ -69,10 +73,12 @@ class FakeExecutor(Executor):
     ) -> list[Any]:
         if method == "sleep":
             self.runner.memory.clear()
+            if args == (2,):
+                self.compatibility_hash = "hash of other weights"
         elif method not in ("wake_up", "start_profile", "stop_profile"):
             raise WorkerError(f"the worker has no {method}")
         self.calls.append((method, *args))
-        return [None]
+        return [self.compatibility_hash if method == "wake_up" else None]
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
         self.failure_callback = callback

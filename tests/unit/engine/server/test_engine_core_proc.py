@@ -176,6 +176,19 @@ async def test_pauses_and_sleeps_are_reported_in_heartbeats_and_by_the_readiness
         assert engine.http("GET", "/ready")[0] == 200
 
 
+@pytest.mark.parametrize("level", [1, 2])
+async def test_clients_learn_the_hash_of_weights_that_changed_in_a_sleep(start, level):
+    async with await connect(start()) as client:
+        before = client.init
+        await client.call("sleep", level)
+        await until(lambda: client.status and client.status.asleep, "the sleep in a PONG")
+        await client.call("wake_up")
+        await until(lambda: client.accepts_requests, "the engine to accept requests again")
+        assert client.init.instance_id == before.instance_id
+        changed = client.init.compatibility_hash != before.compatibility_hash
+        assert changed == (level == 2)
+
+
 async def test_requests_that_a_pause_leaves_waiting_make_no_progress(start):
     async with await connect(start("--max-num-seqs", "1", BATON_FAKE_STEP_S="0.01")) as client:
         running, waiting = (client.add(request(name, [1, 2], 20)) for name in ("r", "w"))

@@ -7,6 +7,7 @@ import gzip
 import json
 import mmap
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -43,11 +44,12 @@ from support.engine.step_driver import (
 MIB = 2**20
 
 
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": VOCAB_SIZE}
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("memory") / "llama"
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": VOCAB_SIZE}
-    return create_checkpoint(path, "llama", **sizes)
+    return create_checkpoint(tmp_path_factory.mktemp("memory") / "llama", "llama", **SIZES)
 
 
 def with_cache(config: EngineConfig, cache: CacheConfig) -> EngineConfig:
@@ -318,6 +320,25 @@ def test_sleep_level_2_frees_the_weights_and_wake_up_loads_them(checkpoint: Path
     assert norm() is None
     runner.wake_up()
     assert generate(runner) == expected
+
+
+def test_weights_that_are_replaced_in_a_sleep_change_the_hash_and_the_output(
+    tmp_path: Path,
+) -> None:
+    folder = create_checkpoint(tmp_path / "model", "llama", seed=1, **SIZES)
+    runner = make_runner(folder, num_blocks=64)
+    first, output = runner.compatibility_hash, generate(runner)
+    runner.sleep(2)
+    runner.wake_up()
+    assert runner.compatibility_hash == first
+    runner.sleep(2)
+    other = create_checkpoint(tmp_path / "other", "llama", seed=2, **SIZES)
+    shutil.copytree(other, folder, dirs_exist_ok=True)
+    runner.wake_up(["kv_cache"])
+    assert runner.compatibility_hash == first
+    runner.wake_up()
+    assert runner.compatibility_hash == make_runner(other).compatibility_hash != first
+    assert generate(runner) == generate(make_runner(other, num_blocks=64)) != output
 
 
 def test_wake_up_of_a_runner_that_is_awake_keeps_its_kv(checkpoint: Path) -> None:
