@@ -22,6 +22,7 @@ import beside_peers
 import machine
 import memory
 import overhead
+import prefill_samples
 import torch
 from engine_runs import Engine
 from peers.installation import Installation
@@ -235,6 +236,7 @@ PARTS = {
     "throughput": throughput,
     "memory": kv_memory,
     "prefix-caching": prefix_caching,
+    "samples": prefill_samples.measure,
 }
 
 
