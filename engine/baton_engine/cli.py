@@ -32,7 +32,7 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     """Return the configuration and the parsed arguments. Flags override fields of `--config FILE`.
 
     Raises:
-        ConfigurationError: The file or a value is wrong. The message names the field.
+        ConfigurationError: the file or a value is wrong. The message names the field.
     """
     parser = argparse.ArgumentParser(
         prog="baton-engine",
@@ -116,7 +116,7 @@ def _check_model(config: EngineConfig) -> None:
     The check is skipped if workers may run on other hosts, and for a custom worker class.
 
     Raises:
-        ModelNotFound, ModelInvalid: As in `load_checkpoint_config`.
+        ModelNotFound, ModelInvalid: as in `load_checkpoint_config`.
     """
     parallel = config.parallel
     if (

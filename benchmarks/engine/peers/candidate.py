@@ -22,8 +22,8 @@ class Run:
     """One call of `generate`.
 
     Attributes:
-        seconds: From the first request to the last token.
-        tokens: The generated token IDs of each request.
+        seconds: from the first request to the last token.
+        tokens: the generated token IDs of each request.
     """
 
     seconds: float

@@ -43,7 +43,7 @@ class Server:
         environment: variables for the process, besides this one's.
 
     Attributes:
-        start_s: Seconds from the start to the answer of the first request.
+        start_s: seconds from the start to the answer of the first request.
 
     Raises:
         RuntimeError: the server ended or did not answer within START_TIMEOUT_S.

@@ -42,23 +42,23 @@ def create_checkpoint(
     """Write config, random weights and tokenizer to `out`. Equal arguments give equal files.
 
     Args:
-        out: Folder to write. It is created if missing, and must be empty.
-        arch: A key of ARCHITECTURES.
-        size: A key of SIZES.
-        rope_scaling: How the rotary embedding is scaled: linear, llama3 or yarn. None: not scaled.
-        rope_factor: Factor of `rope_scaling`. max_position_embeddings is the length after scaling.
-        sliding_window: Number of tokens that a token attends to. None: all. In qwen2 and qwen3 only
+        out: folder to write. It is created if missing, and must be empty.
+        arch: a key of ARCHITECTURES.
+        size: a key of SIZES.
+        rope_scaling: how the rotary embedding is scaled: linear, llama3 or yarn. None: not scaled.
+        rope_factor: factor of `rope_scaling`. max_position_embeddings is the length after scaling.
+        sliding_window: number of tokens that a token attends to. None: all. In qwen2 and qwen3 only
             the second half of the layers use the window, in other architectures all layers. llama
             has no window.
-        dtype: Type of the stored weights: float32, bfloat16 or float16.
-        max_shard_size: Bytes per weight file. None: one file without an index.
-        **sizes: Fields of CheckpointShape that replace those of the preset.
+        dtype: type of the stored weights: float32, bfloat16 or float16.
+        max_shard_size: bytes per weight file. None: one file without an index.
+        **sizes: fields of CheckpointShape that replace those of the preset.
 
     Returns:
         `out`.
 
     Raises:
-        ValueError: An argument is out of bounds. The message names the argument.
+        ValueError: an argument is out of bounds. The message names the argument.
         FileExistsError: `out` is not empty.
     """
     _one_of("arch", arch, ARCHITECTURES)

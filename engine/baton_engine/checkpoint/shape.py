@@ -27,7 +27,7 @@ class CheckpointShape:
         """Check the bounds of all fields.
 
         Raises:
-            ValueError: A field is out of bounds. The message names the field and the bound.
+            ValueError: a field is out of bounds. The message names the field and the bound.
         """
         for name in (field.name for field in fields(self)):
             if getattr(self, name) < 1:

@@ -23,9 +23,9 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, in
     """Train a byte-level BPE tokenizer on built-in sentences, and write its files to `out`.
 
     Args:
-        out: Folder of the checkpoint.
-        vocab_size: Maximum number of tokens in the vocabulary.
-        max_length: Value of `model_max_length` in tokenizer_config.json.
+        out: folder of the checkpoint.
+        vocab_size: maximum number of tokens in the vocabulary.
+        max_length: value of `model_max_length` in tokenizer_config.json.
 
     Returns:
         The vocabulary: token ids by token text.

@@ -26,11 +26,11 @@ def random_weights(
     """Return random weights for the model that config.json in `out` describes, by tensor name.
 
     Args:
-        out: Folder of the checkpoint. It already has config.json.
-        tokenizer_size: Number of tokens in the tokenizer's vocabulary. Higher ids have no text, and
+        out: folder of the checkpoint. It already has config.json.
+        tokenizer_size: number of tokens in the tokenizer's vocabulary. Higher ids have no text, and
             the model rarely samples them.
-        seed: Equal seeds give equal weights.
-        dtype: Name of a torch dtype, such as "bfloat16".
+        seed: equal seeds give equal weights.
+        dtype: name of a torch dtype, such as "bfloat16".
     """
     import torch
 
@@ -74,9 +74,9 @@ def write_weights(out: Path, weights: dict[str, torch.Tensor], max_shard_size: i
     The files are readable by all users, so that a pod can run as any user.
 
     Args:
-        out: Folder of the checkpoint.
-        weights: Tensors by name.
-        max_shard_size: Maximum bytes per file, except for a file with a single larger tensor. None:
+        out: folder of the checkpoint.
+        weights: tensors by name.
+        max_shard_size: maximum bytes per file, except for a file with a single larger tensor. None:
             one file without an index.
     """
     from safetensors.torch import save_file

@@ -27,9 +27,9 @@ def environment_key(
     Compiled code can be reused if both this hash and the `piece_key` are unchanged.
 
     Args:
-        source_files: Files whose code was traced.
-        config: Other values that affect the compiled code. Their `repr` is hashed.
-        device: Device of the model.
+        source_files: files whose code was traced.
+        config: other values that affect the compiled code. Their `repr` is hashed.
+        device: device of the model.
     """
     digest = hashlib.blake2b(digest_size=16, person=b"baton-compile")
     for path in sorted({*source_files, *map(str, Path(__file__).parent.glob("*.py"))}):

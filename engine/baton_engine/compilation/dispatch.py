@@ -61,9 +61,9 @@ class Dispatcher:
     """Chooses the captured graph for each step.
 
     Args:
-        mode: Kinds of graphs to use.
-        sizes: Numbers of tokens that graphs are captured for.
-        max_num_seqs: Maximum number of sequences in a step.
+        mode: kinds of graphs to use.
+        sizes: numbers of tokens that graphs are captured for.
+        max_num_seqs: maximum number of sequences in a step.
     """
 
     def __init__(self, mode: CudagraphMode, sizes: Sequence[int], max_num_seqs: int) -> None:

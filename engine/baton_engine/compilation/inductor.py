@@ -29,7 +29,7 @@ class PieceCompiler(Protocol):
         """Prepare to compile the pieces of one model.
 
         Args:
-            key: The model's `environment_key`.
+            key: the model's `environment_key`.
         """
 
     def compile(
@@ -38,9 +38,9 @@ class PieceCompiler(Protocol):
         """Return a function that computes the graph.
 
         Args:
-            graph: Piece to compile.
-            arguments: Arguments of the piece: real ones with `size`, else examples from the trace.
-            size: The only number of tokens that the function must support. None: any number.
+            graph: piece to compile.
+            arguments: arguments of the piece: real ones with `size`, else examples from the trace.
+            size: the only number of tokens that the function must support. None: any number.
         """
 
 
@@ -64,7 +64,7 @@ class InductorCompiler:
     while this process runs.
 
     Args:
-        folder: Folder of the disk cache, shared by processes. None: `default_cache_dir()`.
+        folder: folder of the disk cache, shared by processes. None: `default_cache_dir()`.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -163,7 +163,7 @@ def _create_private(folder: Path) -> None:
     """Create the folder if it does not exist, and check that no other user controls its content.
 
     Raises:
-        OSError: The folder cannot be created or written, belongs to a user other than this one and
+        OSError: the folder cannot be created or written, belongs to a user other than this one and
             root, or is writable for everybody.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -72,14 +72,14 @@ class PiecewiseBackend:
     """The backend of one torch.compile call.
 
     Attributes:
-        num_pieces: Number of pieces that the model was cut into. 0 before the trace.
+        num_pieces: number of pieces that the model was cut into. 0 before the trace.
 
     Args:
-        compiler: Compiles the pieces.
-        splitting: Operators at which the graph is cut.
-        compile_sizes: For each of these numbers of tokens, pieces are also compiled separately.
-        config: Values that the traced code depends on. The disk cache's key contains them.
-        device: Device of the model.
+        compiler: compiles the pieces.
+        splitting: operators at which the graph is cut.
+        compile_sizes: for each of these numbers of tokens, pieces are also compiled separately.
+        config: values that the traced code depends on. The disk cache's key contains them.
+        device: device of the model.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def compile_model(model: nn.Module, backend: PiecewiseBackend) -> Callable[..., 
     Everything else that the traced code reads must stay the same.
 
     Raises:
-        ValueError: The first call has fewer than 2 tokens. torch would compile only for that
+        ValueError: the first call has fewer than 2 tokens. torch would compile only for that
             number.
     """
 

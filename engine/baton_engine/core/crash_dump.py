@@ -40,10 +40,10 @@ def write_crash_dump(
     another exception is being handled.
 
     Args:
-        config: Configuration of the engine.
-        step: The step that failed. None: scheduling failed.
-        stats: Statistics at the failure, if available.
-        error: The exception that ended the step.
+        config: configuration of the engine.
+        step: the step that failed. None: scheduling failed.
+        stats: statistics at the failure, if available.
+        error: the exception that ended the step.
 
     Returns:
         Path of the file, or None if the file could not be written. The reason is then logged.

@@ -89,18 +89,18 @@ class EngineCore:
         """Initialize the executor: load the model and allocate the KV cache. May take minutes.
 
         Args:
-            config: Configuration of the engine.
-            executor: Runs the model. The executor must not be initialized yet.
-            take_aborts: Returns the ids of requests that clients have aborted since the last call.
+            config: configuration of the engine.
+            executor: runs the model. The executor must not be initialized yet.
+            take_aborts: returns the ids of requests that clients have aborted since the last call.
                 Called after each run of the model, so that no tokens are sent to a client that has
                 just disconnected.
-            request_metrics: Receives latencies and lengths of requests. None: they are not
+            request_metrics: receives latencies and lengths of requests. None: they are not
                 exported.
-            on_executor_failure: Called once with the reason, from any thread, when a worker process
+            on_executor_failure: called once with the reason, from any thread, when a worker process
                 dies.
 
         Raises:
-            ConfigurationError: The model or the configuration cannot be served.
+            ConfigurationError: the model or the configuration cannot be served.
         """
         self.config = config
         self.executor = executor
@@ -195,25 +195,18 @@ class EngineCore:
 
     def step(self) -> list[EngineCoreOutput]:
         """Schedule a step, run it and return the outputs for clients."""
-        can_step = self._can_step()
-        if can_step:
+        if self._can_step():
             self._execute(*self._schedule())
-            self._finish_oldest()
-            self._pause.advance()
-        self.made_progress = can_step and self.scheduler.made_progress
-        return self.take_outputs()
+        return self._end_step()
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
-        """Start a step if the queue has room, then finish the oldest step.
+        """Start a step if the queue has room, end the oldest step and return outputs for clients.
 
         If the queue has room for another step and the oldest step still runs, the call returns
         without waiting. The next call then starts another step.
 
         The scheduler decides which requests may be in two steps at once, see
         `SchedulerState.runs_ahead`.
-
-        Returns:
-            Outputs for clients.
         """
         if self._can_step() and self._has_room:
             step, schedule_s = self._schedule()
@@ -225,6 +218,10 @@ class EngineCore:
             if has_content and self._has_room and not self._in_flight[0].output.done():
                 self.made_progress = True
                 return self.take_outputs()
+        return self._end_step()
+
+    def _end_step(self) -> list[EngineCoreOutput]:
+        """Finish the oldest step, if there is one, and return the outputs for clients."""
         ends_one = bool(self._in_flight)
         if ends_one:
             self._finish_oldest()
@@ -315,7 +312,7 @@ class EngineCore:
         Exceptions of a type in `EngineCore.survivable` pass unchanged.
 
         Args:
-            step: The step that runs. None: a step is being scheduled.
+            step: the step that runs. None: a step is being scheduled.
         """
         try:
             yield
@@ -475,7 +472,7 @@ class EngineCore:
         """Clear the prefix cache. Requests keep their blocks, but later requests cannot reuse them.
 
         Args:
-            reset_running: Also free the blocks of running requests. These requests compute their KV
+            reset_running: also free the blocks of running requests. These requests compute their KV
                 again.
         """
         if reset_running:
@@ -518,7 +515,7 @@ class EngineCore:
             sleeps.
 
         Raises:
-            RuntimeError: The KV cache cannot be dropped, because other engines read and write it.
+            RuntimeError: the KV cache cannot be dropped, because other engines read and write it.
         """
         role = self.config.kv_transfer.role
         if level != 0 and role is not KVRole.NONE:
@@ -532,7 +529,7 @@ class EngineCore:
         """End a sleep, or a part of it.
 
         Args:
-            tags: Parts to restore: some of "weights", "kv_cache" and "scheduling". None: all of
+            tags: parts to restore: some of "weights", "kv_cache" and "scheduling". None: all of
                 them.
         """
         self._pause.wake_up(tags)

@@ -18,7 +18,7 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     they load the model.
 
     Raises:
-        ConfigurationError: The KV memory is too small for the configured limit.
+        ConfigurationError: the KV memory is too small for the configured limit.
     """
     asked, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
     if asked is None:

@@ -126,7 +126,7 @@ class PauseControl:
         """Resume scheduling and cancel pending calls. Do nothing without a pause.
 
         Raises:
-            RuntimeError: A sleep has freed memory that is not restored. Call `wake_up` first.
+            RuntimeError: a sleep has freed memory that is not restored. Call `wake_up` first.
         """
         if self._asleep:
             raise RuntimeError(f"the engine sleeps at level {self._level}; call wake_up() first")
@@ -140,10 +140,10 @@ class PauseControl:
         If the sleep stopped scheduling, scheduling resumes when all memory is restored.
 
         Args:
-            tags: Some of TAGS. None: all of them.
+            tags: some of TAGS. None: all of them.
 
         Raises:
-            ValueError: A tag is unknown.
+            ValueError: a tag is unknown.
         """
         wanted = set(TAGS if tags is None else tags)
         if unknown := sorted(wanted - set(TAGS)):

@@ -27,8 +27,8 @@ def validate_request(
     """Check that this engine can run a request.
 
     Raises:
-        ValueError: A field is out of bounds. The message names the field and the bounds.
-        RequestRefusedError: The request is for another rank.
+        ValueError: a field is out of bounds. The message names the field and the bounds.
+        RequestRefusedError: the request is for another rank.
     """
     if not 0 < len(request.request_id) <= MAX_ID_LENGTH:
         raise ValueError(

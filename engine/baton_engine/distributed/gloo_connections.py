@@ -53,7 +53,7 @@ def open_device(host: str) -> tuple[Any, Address]:
         The device, and the address on which it listens.
 
     Raises:
-        RuntimeError: The address could not be determined.
+        RuntimeError: the address could not be determined.
     """
     gloo: Any = dist.ProcessGroupGloo
     with _opening_device:
@@ -96,8 +96,8 @@ def reject_non_members(own: Address, members: Collection[Address]) -> int:
     no connection is shut down, because address translation may have changed the peers' addresses.
 
     Args:
-        own: Address on which a device of this process listens.
-        members: Addresses from which members have connected to `own`.
+        own: address on which a device of this process listens.
+        members: addresses from which members have connected to `own`.
 
     Returns:
         Number of connections that were shut down.

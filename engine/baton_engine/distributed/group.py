@@ -40,8 +40,8 @@ class Group(Protocol):
 
         Args:
             rows: [sum(send_counts), ...], ordered by the rank that receives them.
-            send_counts: Number of rows for each member, in rank order.
-            recv_counts: Number of rows from each member, in rank order. Each number must equal that
+            send_counts: number of rows for each member, in rank order.
+            recv_counts: number of rows from each member, in rank order. Each number must equal that
                 member's `send_counts` entry for this rank.
 
         Returns:

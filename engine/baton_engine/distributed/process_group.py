@@ -84,23 +84,23 @@ def create_group(
     """Join a group, wait until all members have joined, and return the group.
 
     Args:
-        name: Equal for all members, unique within the generation.
-        rank: This member's rank.
-        size: Number of members.
-        store: A store that all members can reach. This call sets the store's timeout. Calls that
+        name: equal for all members, unique within the generation.
+        rank: this member's rank.
+        size: number of members.
+        store: a store that all members can reach. This call sets the store's timeout. Calls that
             use the store at the same time therefore need the same timeout.
-        generation: Number of the generation.
-        device: Device of the tensors. cpu uses gloo, and shared memory if all members are on one
+        generation: number of the generation.
+        device: device of the tensors. cpu uses gloo, and shared memory if all members are on one
             host. cuda uses NCCL.
-        timeout_s: Timeout of an operation.
-        nonce: Nonce of the generation. See `generation_store`.
-        join_timeout_s: Timeout of the join. None: `timeout_s`.
-        host: This rank's address for gloo. None: the pod's address.
+        timeout_s: timeout of an operation.
+        nonce: nonce of the generation. See `generation_store`.
+        join_timeout_s: timeout of the join. None: `timeout_s`.
+        host: this rank's address for gloo. None: the pod's address.
 
     Raises:
-        ConfigurationError: The device is cuda, and torch has no NCCL.
-        TimeoutError: A member did not join.
-        GroupBrokenError: A member joined and is gone.
+        ConfigurationError: the device is cuda, and torch has no NCCL.
+        TimeoutError: a member did not join.
+        GroupBrokenError: a member joined and is gone.
     """
     if size == 1:
         return LoneGroup()
@@ -144,7 +144,7 @@ def join_generation(
     """Join a group through the store of a generation, and return the group. See `create_group`.
 
     Args:
-        secret: Secret of the store. See `store.handshake`.
+        secret: secret of the store. See `store.handshake`.
     """
     address = StoreAddress(generation.store_host, generation.store_port)
     return create_group(
@@ -177,15 +177,15 @@ def create_parallel_context(
     here.
 
     Args:
-        parallel: Sizes of the groups.
-        rank: Global rank.
-        store_address: Address of the store.
-        secret: Secret of the store. See `store.handshake`.
+        parallel: sizes of the groups.
+        rank: global rank.
+        store_address: address of the store.
+        secret: secret of the store. See `store.handshake`.
 
     Raises:
-        ConfigurationError: The device is cuda, and torch has no NCCL.
-        TimeoutError: The store does not respond, or a rank did not join.
-        GroupBrokenError: A rank joined and is gone.
+        ConfigurationError: the device is cuda, and torch has no NCCL.
+        TimeoutError: the store does not respond, or a rank did not join.
+        GroupBrokenError: a rank joined and is gone.
     """
     if parallel.world_size == 1:
         return ParallelContext()
@@ -309,9 +309,9 @@ class TorchGroup:
         """Start an operation and wait for its end.
 
         Args:
-            operation: Name of the operation, for error messages.
-            peers: The other ranks that take part, for error messages.
-            start: Starts the operation and returns torch's work handle.
+            operation: name of the operation, for error messages.
+            peers: the other ranks that take part, for error messages.
+            start: starts the operation and returns torch's work handle.
             timeout: None: the backend's timeout. send and recv need their own timeout, because gloo
                 would use the timeout of its connection.
         """

@@ -27,7 +27,7 @@ def row_bytes(
     The arguments are those of `Group.all_to_all`, and the size of the group.
 
     Raises:
-        ValueError: The counts do not match the group or the rows.
+        ValueError: the counts do not match the group or the rows.
     """
     if not len(send_counts) == len(recv_counts) == size or sum(send_counts) != len(rows):
         raise ValueError(

@@ -59,13 +59,13 @@ def over_shared_memory(group: Group, name: str, store: Store, timeout_s: float) 
     All members must call this function. send and recv always use `group`.
 
     Args:
-        group: The group over sockets.
-        name: Name of the group, for errors.
-        store: A view of the rendezvous store that contains only this group's keys.
-        timeout_s: Timeout of an operation.
+        group: the group over sockets.
+        name: name of the group, for errors.
+        store: a view of the rendezvous store that contains only this group's keys.
+        timeout_s: timeout of an operation.
 
     Raises:
-        GroupBrokenError: A member has died.
+        GroupBrokenError: a member has died.
     """
     memory, pids = _share(group.rank, group.size, store)
     if memory is None:
@@ -185,15 +185,15 @@ class SharedMemoryGroup:
         """Exchange the byte counts of an all_to_all.
 
         Args:
-            half: Index (0 or 1) of the buffers that contain the counts.
-            send_nbytes: Number of bytes that this rank sends to each rank.
-            recv_nbytes: Number of bytes that this rank expects from each rank.
+            half: index (0 or 1) of the buffers that contain the counts.
+            send_nbytes: number of bytes that this rank sends to each rank.
+            recv_nbytes: number of bytes that this rank expects from each rank.
 
         Returns:
             [source][target]: number of bytes that rank `source` sends to rank `target`.
 
         Raises:
-            ValueError: A rank does not send the number of bytes that this rank expects.
+            ValueError: a rank does not send the number of bytes that this rank expects.
         """
         number = self._number_of(self.rank, half)
         self._numbers[number : number + self.size] = array("Q", send_nbytes)
@@ -218,8 +218,8 @@ class SharedMemoryGroup:
         Each of n rounds sends 1/n of the bytes for each rank.
 
         Args:
-            sources: Bytes to send to each rank, [bytes] uint8.
-            targets: Memory for the bytes from each rank, [bytes] uint8.
+            sources: bytes to send to each rank, [bytes] uint8.
+            targets: memory for the bytes from each rank, [bytes] uint8.
             runs: [source][target]: number of bytes. 0 where source equals target.
         """
         # A share may be rounded up by one byte.

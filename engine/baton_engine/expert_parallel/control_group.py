@@ -33,8 +33,8 @@ class ControlGroup:
         All ranks must call this method.
 
         Raises:
-            GroupBrokenError: A member is gone, or `abort` was called.
-            TimeoutError: A member does not respond.
+            GroupBrokenError: a member is gone, or `abort` was called.
+            TimeoutError: a member does not respond.
         """
         return self._thread.submit(self._exchange, vote).result()
 
@@ -76,15 +76,15 @@ def join_control_group(
     """Join the control group of a generation through the generation's store.
 
     Args:
-        generation: The generation to join.
-        rank: This engine's rank in the generation.
-        join_timeout_s: Timeout of the join.
-        timeout_s: Timeout of an exchange. It must exceed the longest step of any member.
-        secret: Secret of the store.
+        generation: the generation to join.
+        rank: this engine's rank in the generation.
+        join_timeout_s: timeout of the join.
+        timeout_s: timeout of an exchange. It must exceed the longest step of any member.
+        secret: secret of the store.
 
     Raises:
-        TimeoutError: The store does not respond, or a member did not join.
-        GroupBrokenError: A member joined and is gone.
+        TimeoutError: the store does not respond, or a member did not join.
+        GroupBrokenError: a member joined and is gone.
     """
     group = join_generation(
         "control", generation, rank, CPU, timeout_s, join_timeout_s=join_timeout_s, secret=secret

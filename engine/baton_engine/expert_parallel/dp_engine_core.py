@@ -84,17 +84,17 @@ class DPEngineCore(EngineCore):
         """Create a rank that is in no generation.
 
         Args:
-            config: Configuration of the engine.
-            executor: Runs the model.
-            member: Name, instance id and addresses of this rank.
-            calls: Announces waves to the other ranks.
-            join: Joins the control group of a generation.
-            unreachable: Returns the instance ids of the members that cannot be reached. Another
+            config: configuration of the engine.
+            executor: runs the model.
+            member: name, instance id and addresses of this rank.
+            calls: announces waves to the other ranks.
+            join: joins the control group of a generation.
+            unreachable: returns the instance ids of the members that cannot be reached. Another
                 thread calls it.
-            wakeup: Wakes the loop, which then calls `advance`. Other threads call it.
-            pauses: Histograms of the pauses between steps, as `topology_stats.commit_pauses`
+            wakeup: wakes the loop, which then calls `advance`. Other threads call it.
+            pauses: histograms of the pauses between steps, as `topology_stats.commit_pauses`
                 creates them.
-            **hooks: Further keyword arguments of EngineCore.
+            **hooks: further keyword arguments of EngineCore.
         """
         super().__init__(config, executor, **hooks)
         self.phase = RankPhase.STANDBY
@@ -428,8 +428,8 @@ class DPEngineCore(EngineCore):
         commit this rank votes.
 
         Raises:
-            GroupBrokenError: A rank is gone.
-            TimeoutError: A rank did not vote within the timeout.
+            GroupBrokenError: a rank is gone.
+            TimeoutError: a rank did not vote within the timeout.
         """
         assert self._group is not None, "a rank with waves has a control group"
         if not waves.running:

@@ -51,8 +51,8 @@ class DPEngineCoreProc(EngineCoreProc):
         """Bind the engine port and the link port.
 
         Raises:
-            zmq.ZMQError: A port cannot be bound.
-            ConfigurationError: The rank's name is invalid, or the service key cannot be read.
+            zmq.ZMQError: a port cannot be bound.
+            ConfigurationError: the rank's name is invalid, or the service key cannot be read.
         """
         name = rank_name(config)
         if not RANK_NAME.fullmatch(name):

@@ -43,13 +43,13 @@ class StandbyGeneration:
         """Start the preparation.
 
         Args:
-            generation: The generation to prepare.
-            rank: Rank of this engine in `generation`. None: the engine leaves the group and
+            generation: the generation to prepare.
+            rank: rank of this engine in `generation`. None: the engine leaves the group and
                 prepares nothing.
-            current: The generation that serves. None: this engine is in no generation.
-            executor: Executor of the workers, which prepare groups and experts.
-            join: Joins the control group.
-            wakeup: Called by another thread when the join has ended.
+            current: the generation that serves. None: this engine is in no generation.
+            executor: executor of the workers, which prepare groups and experts.
+            join: joins the control group.
+            wakeup: called by another thread when the join has ended.
         """
         self.generation = generation
         self.rank = rank
@@ -101,7 +101,7 @@ class StandbyGeneration:
         Call this method between steps.
 
         Args:
-            now: Seconds of any monotonic clock.
+            now: seconds of any monotonic clock.
         """
         was_ready = self.ready
         if was_ready or self.failure:

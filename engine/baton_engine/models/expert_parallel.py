@@ -43,8 +43,8 @@ class ExpertShard:
     """This rank's experts of one sparse layer, in one generation of the expert-parallel group.
 
     Attributes:
-        tokens: Number of this rank's tokens routed to each expert so far, int64 [num_experts].
-        slots: Expert id in each slot of this rank.
+        tokens: number of this rank's tokens routed to each expert so far, int64 [num_experts].
+        slots: expert id in each slot of this rank.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class ExpertShard:
         """Create the shard.
 
         Args:
-            group: The ranks that share the layer's experts.
-            placement: Expert id in each slot of each rank, as `placement[rank][slot]`.
-            num_experts: Number of experts of the layer.
-            gate_up: Gate and up projections of this rank's slots, as for
+            group: the ranks that share the layer's experts.
+            placement: expert id in each slot of each rank, as `placement[rank][slot]`.
+            num_experts: number of experts of the layer.
+            gate_up: gate and up projections of this rank's slots, as for
                 `baton_kernels.moe.run_experts`.
-            down: Down projections of this rank's slots, as for `run_experts`.
-            device: Device of the weights and of the tokens.
+            down: down projections of this rank's slots, as for `run_experts`.
+            device: device of the weights and of the tokens.
 
         Raises:
-            ValueError: An expert is on no rank.
+            ValueError: an expert is on no rank.
         """
         self.group = group
         self.slots = tuple(placement[group.rank])
@@ -83,17 +83,17 @@ class ExpertShard:
         """Return the weighted sum of each token's expert outputs. All ranks must call this method.
 
         Args:
-            x: This rank's tokens, of shape [num_tokens, hidden]; num_tokens may be 0.
-            weights: Routing weights of shape [num_tokens, top_k], from
+            x: this rank's tokens, of shape [num_tokens, hidden]; num_tokens may be 0.
+            weights: routing weights of shape [num_tokens, top_k], from
                 `baton_kernels.moe.route_top_k`.
-            expert_ids: Chosen experts of shape [num_tokens, top_k], from `route_top_k`.
-            wave_tokens: Each rank's number of tokens in this step. Unused in a group of one rank.
+            expert_ids: chosen experts of shape [num_tokens, top_k], from `route_top_k`.
+            wave_tokens: each rank's number of tokens in this step. Unused in a group of one rank.
 
         Returns:
             A tensor of the same shape as x.
 
         Raises:
-            GroupBrokenError: A member is gone or does not respond, or the group was aborted.
+            GroupBrokenError: a member is gone or does not respond, or the group was aborted.
         """
         num_tokens, size = len(x), self.group.size
         if num_tokens:
@@ -244,10 +244,10 @@ class _RowFormat:
         """Write tokens into the first rows, and slots into all rows.
 
         Args:
-            rows: Memory to write to, uint8 [..., num_rows, nbytes].
-            slots: Slots of all rows, [..., num_rows, top_k].
-            weights: Routing weights of the tokens, [num_tokens, top_k].
-            x: Hidden states of the tokens, [num_tokens, hidden].
+            rows: memory to write to, uint8 [..., num_rows, nbytes].
+            slots: slots of all rows, [..., num_rows, top_k].
+            weights: routing weights of the tokens, [num_tokens, top_k].
+            x: hidden states of the tokens, [num_tokens, hidden].
         """
         weights_start, hidden_start, end = self._ends
         rows[..., :weights_start].view(torch.int32).copy_(slots)

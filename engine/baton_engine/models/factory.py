@@ -31,8 +31,8 @@ def make_model(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> C
     """Build this rank's part of a model on the "meta" device, without memory for weights.
 
     Raises:
-        ModelInvalid: The architecture is unknown.
-        ConfigurationError: The model cannot be split over these ranks.
+        ModelInvalid: the architecture is unknown.
+        ConfigurationError: the model cannot be split over these ranks.
     """
     model_class = model_classes().get(config.architecture)
     if model_class is None:
@@ -57,19 +57,19 @@ def load_model(
     Every rank checks the names and shapes of all tensors, but reads only the slices that it holds.
 
     Args:
-        path: Folder of the checkpoint, with safetensors files.
-        config: The checkpoint's parsed config.json.
-        dtype: Data type of the weights in memory.
-        device: Device of the weights.
-        parallel: This rank's groups.
-        expert_parallel: Whether to leave sparse layers without experts. Each layer needs an
+        path: folder of the checkpoint, with safetensors files.
+        config: the checkpoint's parsed config.json.
+        dtype: data type of the weights in memory.
+        device: device of the weights.
+        parallel: this rank's groups.
+        expert_parallel: whether to leave sparse layers without experts. Each layer needs an
             `ExpertShard` later.
-        show_progress: Whether to show a progress bar of the bytes read on stderr.
+        show_progress: whether to show a progress bar of the bytes read on stderr.
 
     Raises:
-        ModelInvalid: The architecture is unknown, or a tensor is missing, unexpected, truncated or
+        ModelInvalid: the architecture is unknown, or a tensor is missing, unexpected, truncated or
             misshapen.
-        ConfigurationError: The model cannot be split over these ranks.
+        ConfigurationError: the model cannot be split over these ranks.
     """
     model = make_model(config, parallel)
     if expert_parallel:

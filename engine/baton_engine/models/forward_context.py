@@ -85,8 +85,8 @@ class ForwardContext:
         """Return the step's plan for layers with this window. The first call makes the plan.
 
         Args:
-            query: Queries of the calling layer, of shape [num_tokens, num_heads, head_dim].
-            window: See `baton_kernels.attention.AttentionPlan`.
+            query: queries of the calling layer, of shape [num_tokens, num_heads, head_dim].
+            window: see `baton_kernels.attention.AttentionPlan`.
         """
         plan = self._plans.get(window)
         if plan is None:
@@ -133,7 +133,7 @@ def current_context() -> ForwardContext:
     """Return the context of this thread.
 
     Raises:
-        RuntimeError: Called outside of `forward_context`.
+        RuntimeError: called outside of `forward_context`.
     """
     context: ForwardContext | None = getattr(_thread, "context", None)
     if context is None:

@@ -104,12 +104,12 @@ class Attention(nn.Module):
     """Grouped-query attention of this rank's heads over the paged KV cache.
 
     Args:
-        config: The checkpoint's configuration.
-        group: Tensor ranks.
-        qkv_bias: Whether the projections of q, k and v have a bias.
-        o_bias: Whether the output projection has a bias.
-        qk_norm: Whether each head of q and k is normalized before the rotary embedding (Qwen3).
-        window: Number of tokens that a token attends to, including itself. None: no limit.
+        config: the checkpoint's configuration.
+        group: tensor ranks.
+        qkv_bias: whether the projections of q, k and v have a bias.
+        o_bias: whether the output projection has a bias.
+        qk_norm: whether each head of q and k is normalized before the rotary embedding (Qwen3).
+        window: number of tokens that a token attends to, including itself. None: no limit.
     """
 
     def __init__(
@@ -211,9 +211,9 @@ class DecoderLayer(nn.Module):
         """Return (x, residual) for the next layer. x + residual is this layer's hidden state.
 
         Args:
-            x: Output of the previous layer.
-            residual: Residual of the previous layer; None for the first layer.
-            angles: Rotary angles of the tokens.
+            x: output of the previous layer.
+            residual: residual of the previous layer; None for the first layer.
+            angles: rotary angles of the tokens.
         """
         x, residual = self.input_layernorm.add(x, residual)
         x = self.self_attn(x, angles)
@@ -273,7 +273,7 @@ class CausalLM(nn.Module):
         Args:
             input_ids: int64 of shape [num_tokens].
             positions: int64 of shape [num_tokens].
-            hidden: Result of the previous stage; None on the first stage.
+            hidden: result of the previous stage; None on the first stage.
 
         Returns:
             Hidden states [num_tokens, hidden_size], after the final norm on the last stage.

@@ -53,7 +53,7 @@ def read_tensor_index(path: Path) -> dict[str, TensorEntry]:
     Only the headers of the files are read.
 
     Raises:
-        ModelInvalid: A file or tensor, named in the message, is missing, truncated or malformed.
+        ModelInvalid: a file or tensor, named in the message, is missing, truncated or malformed.
     """
     index_file = path / INDEX_FILE
     if not index_file.exists():
@@ -81,7 +81,7 @@ def identity_files(path: Path) -> dict[str, bytes]:
     shapes.
 
     Raises:
-        ModelInvalid: A file is missing or has no header.
+        ModelInvalid: a file is missing or has no header.
     """
     weight_files = sorted({entry.file for entry in read_tensor_index(path).values()})
     identity = {file.name: _read_header(file) + _read_samples(file) for file in weight_files}
@@ -104,17 +104,17 @@ def load_weights(
     Values are converted to the dtype of the parameter.
 
     Args:
-        path: Folder of the checkpoint.
-        targets: For each tensor name, the slice to read and the parameter to fill.
-        expected: Shape of each tensor that the checkpoint must contain, by name.
-        ignored: Names of tensors that the checkpoint may contain in addition.
-        show_progress: Whether to show a progress bar of the bytes read on stderr.
+        path: folder of the checkpoint.
+        targets: for each tensor name, the slice to read and the parameter to fill.
+        expected: shape of each tensor that the checkpoint must contain, by name.
+        ignored: names of tensors that the checkpoint may contain in addition.
+        show_progress: whether to show a progress bar of the bytes read on stderr.
 
     Returns:
         The number of bytes read.
 
     Raises:
-        ModelInvalid: A tensor, named in the message with its file, is missing, unexpected or
+        ModelInvalid: a tensor, named in the message with its file, is missing, unexpected or
             truncated, or has the wrong shape or type.
     """
     entries = read_tensor_index(path)
@@ -133,15 +133,15 @@ def read_slices(
     Values are converted to the dtype of the parameter.
 
     Args:
-        entries: All tensors of the checkpoint. The caller has checked their names and shapes.
-        targets: For each tensor name, the slice to read and the parameter to fill.
-        show_progress: Whether to show a progress bar of the bytes read on stderr.
+        entries: all tensors of the checkpoint. The caller has checked their names and shapes.
+        targets: for each tensor name, the slice to read and the parameter to fill.
+        show_progress: whether to show a progress bar of the bytes read on stderr.
 
     Returns:
         The number of bytes read.
 
     Raises:
-        ModelInvalid: A tensor, named in the message with its file, cannot be read.
+        ModelInvalid: a tensor, named in the message with its file, cannot be read.
     """
     by_file: dict[Path, list[str]] = {}
     for name in targets:
@@ -172,7 +172,7 @@ def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightT
     function releases the GIL, so that other threads continue.
 
     Raises:
-        ModelInvalid: A file cannot be read.
+        ModelInvalid: a file cannot be read.
     """
     buffer = bytearray(READ_AHEAD_BYTES)
     for name, target in targets.items():

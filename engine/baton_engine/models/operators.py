@@ -25,12 +25,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: in
     """Write k and v into the KV cache, then compute attention over the step's sequences.
 
     Args:
-        q: Queries of shape [num_tokens, num_heads, head_dim].
-        k: Keys of shape [num_tokens, num_kv_heads, head_dim].
-        v: Values of the same shape as k.
-        layer: Index of the layer on this rank.
-        scale: See `baton_kernels.attention.paged_attention`.
-        window: See `baton_kernels.attention.AttentionPlan`.
+        q: queries of shape [num_tokens, num_heads, head_dim].
+        k: keys of shape [num_tokens, num_kv_heads, head_dim].
+        v: values of the same shape as k.
+        layer: index of the layer on this rank.
+        scale: see `baton_kernels.attention.paged_attention`.
+        window: see `baton_kernels.attention.AttentionPlan`.
 
     Returns:
         The attention outputs, of the same shape as q.

@@ -35,9 +35,9 @@ class ColumnParallelLinear(nn.Module):
     The weight fuses one or more linear layers of the checkpoint. y concatenates their outputs.
 
     Args:
-        in_features: Number of inputs.
-        parts: This rank's rows of each fused layer, by the layer's name in the checkpoint.
-        bias: Whether the fused layers have biases.
+        in_features: number of inputs.
+        parts: this rank's rows of each fused layer, by the layer's name in the checkpoint.
+        bias: whether the fused layers have biases.
     """
 
     def __init__(self, in_features: int, parts: dict[str, Part], bias: bool) -> None:

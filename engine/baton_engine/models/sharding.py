@@ -61,7 +61,7 @@ def shard(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> ModelS
     """Return the layers and heads of one rank.
 
     Raises:
-        ConfigurationError: The model cannot be split into this many tensor ranks or pipeline
+        ConfigurationError: the model cannot be split into this many tensor ranks or pipeline
             stages. The message names the size that does not fit.
     """
     tensor_size, stages = parallel.tensor.size, parallel.pipeline.size

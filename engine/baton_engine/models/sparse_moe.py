@@ -39,10 +39,10 @@ class SparseMoE(nn.Module):
     layer is expert-parallel: it runs the experts of `shard`, which may be replaced between steps.
 
     Args:
-        config: The checkpoint's configuration.
-        group: Tensor ranks.
-        renormalize: Whether the routing weights of a token's chosen experts are scaled to sum to 1.
-        names: Names of an expert's projections in the checkpoint.
+        config: the checkpoint's configuration.
+        group: tensor ranks.
+        renormalize: whether the routing weights of a token's chosen experts are scaled to sum to 1.
+        names: names of an expert's projections in the checkpoint.
     """
 
     def __init__(

@@ -62,8 +62,8 @@ class Scheduler:
         self.state = state
         self.draining = False
         self.pause_state = PauseState.UNPAUSED
-        #: Whether the last step ran tokens, moved requests or carried metadata for the connector.
-        #: If so, another step may find work.
+        #: Whether the last step ran tokens, moved requests, ended waits or carried metadata for the
+        #: connector. If so, another step may find work.
         self.made_progress = False
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
@@ -90,16 +90,16 @@ class Scheduler:
             self.state.config.max_num_batched_tokens,
         )
         self._num_steps += 1
-        moved = self._end_waits()
+        changed = self._end_waits()
         if self.pause_state is not PauseState.PAUSED_ALL:
             preempted = self._apply(step, self._planner.plan(step))
-            moved |= preempted
+            changed |= preempted
             # Running requests need the memory that a preemption frees. A request admitted in the
             # same step would take the memory. A load could write to a block that is still to be
             # swapped out.
             if not preempted:
-                moved |= self._schedule_others(step)
-        return self._finish_step(step, moved)
+                changed |= self._schedule_others(step)
+        return self._finish_step(step, changed)
 
     def _schedule_others(self, step: StepBuilder) -> bool:
         """Start loaded requests, resume swapped requests, then admit waiting requests.
@@ -107,12 +107,12 @@ class Scheduler:
         If there are swapped requests, no waiting request is admitted in this step.
 
         Returns:
-            Whether any swapped request was resumed.
+            Whether any request was preempted or swapped in.
         """
-        unpaused = self.pause_state is PauseState.UNPAUSED
+        unpaused, preempted = self.pause_state is PauseState.UNPAUSED, False
         if unpaused:
             # Loaded requests hold memory that swapped ones may need.
-            self._apply(
+            preempted = self._apply(
                 step, self._admission.admit_loaded(step, only_loaded=bool(self.state.swapped))
             )
         resumed = self._apply(step, self._preemptor.resume())
@@ -123,7 +123,7 @@ class Scheduler:
                 self._lifecycle.settle(self._results.advance_beams(request))
         elif unpaused and not self.state.swapped:
             self._apply(step, self._admission.admit(step))
-        return resumed
+        return preempted or resumed
 
     def _apply(self, step: StepBuilder, decisions: Iterable[Decision]) -> bool:
         """Apply decisions, each before the next is computed.
@@ -184,8 +184,12 @@ class Scheduler:
             self._lifecycle.enqueue(request)
         return found
 
-    def _finish_step(self, step: StepBuilder, moved: bool) -> SchedulerOutput:
-        """Return the step, with KV transfers, offload copies and ids of removed requests added."""
+    def _finish_step(self, step: StepBuilder, changed: bool) -> SchedulerOutput:
+        """Return the step, with KV transfers, offload copies and ids of removed requests added.
+
+        Args:
+            changed: whether a request was moved, or a wait ended.
+        """
         for entry in step.ranges:
             if entry.request.kv_transfer is not None and entry.request.produces:
                 self.state.handoff.save(entry.request, entry.end)
@@ -196,7 +200,7 @@ class Scheduler:
         if output.reaches_model_runner:  # else workers only pass metadata to the connector
             output.finished_request_ids = self.state.worker.take_forgotten_ids()
         output.connector = self.state.handoff.take_metadata()
-        self.made_progress = bool(output.reaches_model_runner or output.connector or moved)
+        self.made_progress = bool(output.reaches_model_runner or output.connector or changed)
         return output
 
     # Results of a step

@@ -83,14 +83,14 @@ class DecoderLayers:
     """Consecutive decoder layers that run in one call.
 
     Args:
-        layers: Weights of each layer.
-        num_heads: Number of query heads.
-        scale: Factor of the attention scores.
-        eps: Epsilon of all norms.
-        inv_freq: Rotary frequencies, see `baton_kernels.rope.rotary_angles`.
+        layers: weights of each layer.
+        num_heads: number of query heads.
+        scale: factor of the attention scores.
+        eps: epsilon of all norms.
+        inv_freq: rotary frequencies, see `baton_kernels.rope.rotary_angles`.
         angle_scale: `scale` of `rotary_angles`.
-        embedding: Weight of shape [vocab_size, hidden_size]. None: the input is hidden states.
-        final_norm: Weight of the norm after the last layer. None: the result is not normalized.
+        embedding: weight of shape [vocab_size, hidden_size]. None: the input is hidden states.
+        final_norm: weight of the norm after the last layer. None: the result is not normalized.
     """
 
     def __init__(

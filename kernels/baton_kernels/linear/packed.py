@@ -52,8 +52,8 @@ class PackedWeight(nn.Module):
 
     Attributes:
         shape: (out_features, in_features).
-        dtype: Dtype of the weight.
-        data: The reordered copy. For cpp, the shape is [out_features / panel, in_features / step,
+        dtype: dtype of the weight.
+        data: the reordered copy. For cpp, the shape is [out_features / panel, in_features / step,
             panel, step], padded with zeros. A panel is a number of outputs that depends on the
             instruction set. A step is one input in float32, and two in bfloat16.
     """

@@ -33,7 +33,7 @@ class QuantizedWeight(nn.Module):
     Attributes:
         shape: (out_features, in_features).
         bits: 8 or 4.
-        data: The values, in [-127, 127] or [-8, 7]. With compiled operations, the values are packed
+        data: the values, in [-127, 127] or [-8, 7]. With compiled operations, the values are packed
             for these operations. Otherwise they are int8 of shape `shape`.
         scales: float32 of shape [out_features] for int8. For int4, bfloat16 of shape [out_features,
             ceil(in_features / 32)], which is packed with the values.

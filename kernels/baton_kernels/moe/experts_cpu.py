@@ -23,8 +23,8 @@ class ExpertList(tuple[Any, ...]):
     """A weight per expert, with the tensors that the C++ operation reads.
 
     Attributes:
-        data: The packed weights. Empty if the operation cannot read one of the weights.
-        scales: The scales of the packed weights. Empty if the weights are not quantized.
+        data: the packed weights. Empty if the operation cannot read one of the weights.
+        scales: the scales of the packed weights. Empty if the weights are not quantized.
     """
 
     data: list[Tensor]

@@ -192,7 +192,7 @@ def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None)
 
     Args:
         sized: the groups with `autoscaling`.
-        of_topology: Scaling of the expert-parallel group; None without such a group.
+        of_topology: scaling of the expert-parallel group; None without such a group.
     """
     if not sized or (of_topology is not None and of_topology[:2] != ("False", Settled.AT_REST)):
         return of_topology

@@ -30,8 +30,8 @@ class StoreClient:
         """Create the state of a new connection.
 
         Args:
-            connection: The socket, non-blocking.
-            secret: Secret that the client must prove to have. Empty: clients need not authenticate.
+            connection: the socket, non-blocking.
+            secret: secret that the client must prove to have. Empty: clients need not authenticate.
         """
         self.socket = connection
         #: None once the client is authenticated.
@@ -52,9 +52,9 @@ class StoreClient:
         """Read from the socket. Return the next message, or None if it is not yet complete.
 
         Raises:
-            EOFError: The client has closed the connection.
-            OSError: The connection failed.
-            ValueError: The message is too long, or the client did not wait for the last answer.
+            EOFError: the client has closed the connection.
+            OSError: the connection failed.
+            ValueError: the message is too long, or the client did not wait for the last answer.
         """
         data = self.socket.recv(RECEIVE_BYTES)
         if not data:

@@ -58,7 +58,7 @@ class Authentication:
         """Return the answer to a message of the handshake.
 
         Raises:
-            ValueError: The client does not have the secret.
+            ValueError: the client does not have the secret.
         """
         try:
             message = _decoder.decode(payload)
@@ -84,8 +84,8 @@ def authenticate(connection: socket.socket, secret: bytes, deadline: float) -> N
     """Perform the client's side of the handshake.
 
     Raises:
-        OSError: The store does not have the secret, or refused this client's proof.
-        ValueError: The store's answer is no Challenge.
+        OSError: the store does not have the secret, or refused this client's proof.
+        ValueError: the store's answer is no Challenge.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     challenge = exchange(connection, frame(Hello(nonce)), Challenge, deadline)

@@ -62,12 +62,12 @@ def open_store(host: str | None = None, *, port: int = 0, secret: bytes = b"") -
     """Start a store.
 
     Args:
-        host: The address to listen on. None: the pod's address.
+        host: the address to listen on. None: the pod's address.
         port: 0: any free port.
-        secret: Secret that clients must prove to have, see `handshake`. Empty: no authentication.
+        secret: secret that clients must prove to have, see `handshake`. Empty: no authentication.
 
     Raises:
-        OSError: The address is in use, or is not an address of this host.
+        OSError: the address is in use, or is not an address of this host.
     """
     return StoreServer(host or pod_ip(), port, secret)
 

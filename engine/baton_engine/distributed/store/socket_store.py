@@ -44,12 +44,12 @@ def connect_store(address: StoreAddress, timeout_s: float, secret: bytes = b"") 
     """Return a client of a store. Wait until the store is open.
 
     Args:
-        address: Address of the store.
-        timeout_s: Timeout of this call, and of the client's methods.
-        secret: Secret of the store, see `handshake`. Empty: the store has none.
+        address: address of the store.
+        timeout_s: timeout of this call, and of the client's methods.
+        secret: secret of the store, see `handshake`. Empty: the store has none.
 
     Raises:
-        TimeoutError: No store with this secret responded.
+        TimeoutError: no store with this secret responded.
     """
     return SocketStore(address, timeout_s, secret)
 
@@ -180,8 +180,8 @@ def _connect(address: StoreAddress, secret: bytes, deadline: float) -> socket.so
     """Connect to a store and authenticate.
 
     Raises:
-        OSError: No store listens at the address, or the store has another secret.
-        ValueError: The store's answer is not a message of the handshake.
+        OSError: no store listens at the address, or the store has another secret.
+        ValueError: the store's answer is not a message of the handshake.
     """
     connection = connect(address, left_s(deadline))
     if secret:

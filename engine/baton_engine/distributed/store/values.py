@@ -39,7 +39,7 @@ class Values:
         """Apply a request other than Get, and return the answer.
 
         Raises:
-            ValueError: The request is refused, and no value has changed.
+            ValueError: the request is refused, and no value has changed.
         """
         values = self._values
         match request:
@@ -70,7 +70,7 @@ class Values:
         """Return the first of these keys that does not exist, or None if all exist.
 
         Raises:
-            ValueError: Too many keys for one request.
+            ValueError: too many keys for one request.
         """
         if len(keys) > MAX_KEYS_AT_ONCE:
             raise ValueError(f"one request may name {MAX_KEYS_AT_ONCE} keys, not {len(keys)}")
@@ -80,7 +80,7 @@ class Values:
         """Return the values of these keys, which must all exist.
 
         Raises:
-            ValueError: The values do not fit into one message.
+            ValueError: the values do not fit into one message.
         """
         nbytes = sum(len(self._values[key]) for key in keys)
         if nbytes > MAX_MESSAGE_BYTES - 16 * (len(keys) + 1):

@@ -103,7 +103,7 @@ def frame(message: msgspec.Struct, limit: int = MAX_REQUEST_BYTES) -> bytes:
     """Return the encoded message, preceded by its length.
 
     Raises:
-        ValueError: The encoded message is longer than `limit` bytes.
+        ValueError: the encoded message is longer than `limit` bytes.
     """
     payload = _encoder.encode(message)
     if len(payload) > limit:
@@ -120,7 +120,7 @@ def take_payload(data: bytearray, limit: int) -> bytes | None:
         The content without the length, or None if the message is not yet complete.
 
     Raises:
-        ValueError: The message is longer than `limit` bytes.
+        ValueError: the message is longer than `limit` bytes.
     """
     if len(data) < LENGTH.size:
         return None
@@ -139,9 +139,9 @@ def exchange(connection: socket.socket, message: bytes, answer: type[T], deadlin
     """Send a request and return the answer.
 
     Raises:
-        TimeoutError: The deadline has passed.
-        OSError: The store is gone.
-        ValueError: The answer cannot be decoded.
+        TimeoutError: the deadline has passed.
+        OSError: the store is gone.
+        ValueError: the answer cannot be decoded.
     """
     connection.settimeout(left_s(deadline))
     connection.sendall(message)
@@ -159,7 +159,7 @@ def left_s(deadline: float) -> float:
     """Return the seconds until the deadline.
 
     Raises:
-        TimeoutError: The deadline has passed.
+        TimeoutError: the deadline has passed.
     """
     left = deadline - time.monotonic()
     if left <= 0:
@@ -171,7 +171,7 @@ def numeric(host: str) -> str:
     """Return the numeric address of a host. A host name is looked up in DNS.
 
     Raises:
-        OSError: The name is unknown.
+        OSError: the name is unknown.
     """
     return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
@@ -180,7 +180,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Open a listening socket on one address.
 
     Raises:
-        OSError: The address is in use, or is not an address of this host.
+        OSError: the address is in use, or is not an address of this host.
     """
     address = numeric(host)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -191,7 +191,7 @@ def connect(address: StoreAddress, timeout_s: float) -> socket.socket:
     """Open a connection to a numeric address.
 
     Raises:
-        OSError: No process listens at the address.
+        OSError: no process listens at the address.
     """
     connection = socket.create_connection(address, timeout_s)
     # The kernel may choose the target's own port as the source port and connect to itself.

@@ -51,8 +51,8 @@ class Balance:
         """Start without measured loads.
 
         Args:
-            roster: Source of the reports.
-            config: Threshold and limits of automatic rebalancing.
+            roster: source of the reports.
+            config: threshold and limits of automatic rebalancing.
         """
         self._roster = roster
         self._config = config
@@ -75,14 +75,14 @@ class Balance:
         """Return a placement of the experts on these members.
 
         Args:
-            members: Ranks of the new generation.
-            present: The current generation.
-            keep: Leave experts where they are and place only lost copies, because the group waits
+            members: ranks of the new generation.
+            present: the current generation.
+            keep: leave experts where they are and place only lost copies, because the group waits
                 for this placement. The next placement restores balance and redundant copies.
-            loads: Loads of the experts. None: the loads since the start of `present`.
+            loads: loads of the experts. None: the loads since the start of `present`.
 
         Raises:
-            ValueError: No such placement exists.
+            ValueError: no such placement exists.
         """
         statuses = self._statuses(members)
         if loads is None and present is not None:

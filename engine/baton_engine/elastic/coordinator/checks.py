@@ -33,8 +33,8 @@ def check_request(request: TopologyRequest, last: TopologyRequest | None) -> Ref
     """Return why a request is invalid, or None if it is valid.
 
     Args:
-        request: The request to check.
-        last: The last accepted request.
+        request: the request to check.
+        last: the last accepted request.
     """
     if not OPERATION_ID.fullmatch(request.operation_id):
         return Refusal(
@@ -64,7 +64,7 @@ def check_status(status: Status) -> None:
     """Validate a status.
 
     Raises:
-        ValueError: The status's fields contradict each other or exceed a limit.
+        ValueError: the status's fields contradict each other or exceed a limit.
     """
     member = status.member
     _check_member(member)

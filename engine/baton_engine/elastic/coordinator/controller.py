@@ -487,10 +487,10 @@ class Controller:
         """End an operation that failed before its commit. The controller retries it after a delay.
 
         Args:
-            operation: The operation to end.
-            now: The time.
-            reason: Why the operation failed.
-            culprits: Instance ids of the members that caused the failure.
+            operation: the operation to end.
+            now: the time.
+            reason: why the operation failed.
+            culprits: instance ids of the members that caused the failure.
         """
         failures = self._retries.on_failure(operation.kind, now)
         if operation.target is not None:

@@ -60,16 +60,16 @@ class Coordinator:
         """Bind the port for ranks and the port for HTTP.
 
         Args:
-            host: Address to bind.
-            port: Port for the ranks. 0: any free port.
-            http_port: Port for HTTP. 0: any free port.
-            config: Deadlines and thresholds.
-            key: Key of the service, which clients need to report and to change the topology. None:
+            host: address to bind.
+            port: port for the ranks. 0: any free port.
+            http_port: port for HTTP. 0: any free port.
+            config: deadlines and thresholds.
+            key: key of the service, which clients need to report and to change the topology. None:
                 no authentication.
 
         Raises:
-            zmq.ZMQError: An address is in use.
-            OSError: An address is in use.
+            zmq.ZMQError: an address is in use.
+            OSError: an address is in use.
         """
         self.metrics = CoordinatorMetrics()
         self._key = key

@@ -51,7 +51,7 @@ class CoordinatorServer:
         """Bind the address. Port 0: any free port.
 
         Raises:
-            OSError: The address is in use.
+            OSError: the address is in use.
         """
         self._server = _Server(host, port, _Handler)
         self._server.admin = admin

@@ -125,8 +125,8 @@ class CoordinatorMetrics:
         """Set the gauges and return all metrics as text.
 
         Args:
-            status: The current topology.
-            imbalance: Imbalance of the last measuring window.
+            status: the current topology.
+            imbalance: imbalance of the last measuring window.
         """
         self._imbalance.set(imbalance)
         self._generation.set(status.generation)

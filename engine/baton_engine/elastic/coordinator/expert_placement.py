@@ -54,18 +54,18 @@ def plan_placement(
     The result is deterministic.
 
     Args:
-        num_layers: Number of sparse layers.
-        num_experts: Number of experts in each layer.
-        instance_ids: Instance ids in rank order.
-        num_redundant: Minimum number of slots beyond one per expert.
+        num_layers: number of sparse layers.
+        num_experts: number of experts in each layer.
+        instance_ids: instance ids in rank order.
+        num_redundant: minimum number of slots beyond one per expert.
         loads: [layer][expert], tokens. None: all experts have the same load.
-        previous: A placement and the instance ids of its ranks.
-        tolerance: Limit of the heaviest rank's load. With 0.1, the load may be 10% higher than the
+        previous: a placement and the instance ids of its ranks.
+        tolerance: limit of the heaviest rank's load. With 0.1, the load may be 10% higher than the
             load of the heaviest rank of a new placement. A higher value moves fewer experts. With
             infinity no expert moves for balance alone.
 
     Raises:
-        ValueError: The arguments contradict each other.
+        ValueError: the arguments contradict each other.
     """
     num_ranks = len(instance_ids)
     if not num_ranks or num_experts < 1 or num_redundant < 0 or len(set(instance_ids)) != num_ranks:
@@ -110,8 +110,8 @@ def count_moves(
     A rank must receive the experts that it does not hold in `previous`.
 
     Args:
-        previous: A placement and the instance ids of its ranks.
-        following: The next placement and the instance ids of its ranks.
+        previous: a placement and the instance ids of its ranks.
+        following: the next placement and the instance ids of its ranks.
     """
     moves = 0
     for old_layer, new_layer in zip(previous[0], following[0], strict=True):
@@ -227,10 +227,10 @@ class _Packing:
         """Start without assigned copies.
 
         Args:
-            load: Tokens by expert.
-            copies: Number of copies by expert.
-            num_slots: Number of slots of each rank.
-            held: Experts that each rank has in the previous placement.
+            load: tokens by expert.
+            copies: number of copies by expert.
+            num_slots: number of slots of each rank.
+            held: experts that each rank has in the previous placement.
         """
         #: Load of one copy, by expert.
         self.weights = [tokens / count for tokens, count in zip(load, copies, strict=True)]

@@ -91,7 +91,7 @@ class Observation:
         """Return the change that leads to the desired topology, or None if no change is needed.
 
         Args:
-            defect: Why the present generation must be replaced although all its members serve.
+            defect: why the present generation must be replaced although all its members serve.
                 Empty: no replacement is needed.
         """
         if self.present is None:

@@ -32,9 +32,9 @@ def first_moves(placement: Placement, loads: Sequence[Sequence[int]], max_moves:
     """Return the placement after the most valuable moves of experts for these loads.
 
     Args:
-        placement: The present placement.
+        placement: the present placement.
         loads: [layer][expert], tokens.
-        max_moves: Maximum number of experts that ranks receive, over all layers.
+        max_moves: maximum number of experts that ranks receive, over all layers.
     """
     layers = [_Layer(slots, load) for slots, load in zip(placement, loads, strict=True)]
     best: list[tuple[float, int, _Step]] = []

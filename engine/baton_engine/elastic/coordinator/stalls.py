@@ -66,9 +66,9 @@ class Stalls:
         """Mark members as stalled if they do not react to an urgent target.
 
         Args:
-            target: The target in preparation.
-            since: Start of the preparation.
-            now: The time.
+            target: the target in preparation.
+            since: start of the preparation.
+            now: the time.
 
         Returns:
             The names of the stalled members, separated by commas. Empty: no member is stalled.

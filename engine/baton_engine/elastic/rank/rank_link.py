@@ -68,13 +68,13 @@ class RankLink:
         """Bind the ROUTER and connect the DEALER to the coordinator.
 
         Args:
-            host: Address to bind.
+            host: address to bind.
             coordinator: host:port of the coordinator.
-            deliver: Called by the link's thread with each received message.
-            amend: Returns a status with current values. The link's thread calls it with each status
+            deliver: called by the link's thread with each received message.
+            amend: returns a status with current values. The link's thread calls it with each status
                 before sending. It must not block.
-            key: Key of the service, which all peers must have. None: no authentication.
-            wakeup_interval_s: Interval between statuses if no decisive field changes.
+            key: key of the service, which all peers must have. None: no authentication.
+            wakeup_interval_s: interval between statuses if no decisive field changes.
 
         Raises:
             zmq.ZMQError: `host` cannot be bound, or `coordinator` is not an address.

@@ -80,7 +80,7 @@ class Waves:
         """Return the decision for a step. End the wave if no rank has work.
 
         Args:
-            votes: The votes of all ranks, in rank order.
+            votes: the votes of all ranks, in rank order.
         """
         assert self.running, "votes are exchanged inside waves only"
         commit = votes[0].commit != 0 and all(vote.commit == votes[0].commit for vote in votes)
