@@ -24,7 +24,7 @@ VERIFY_SLICE_S = 0.02
 class BlockVerifier:
     """Reads and verifies the blocks of all per-rank transfers.
 
-    Callers add blocks with `read()` or `written()`. `advance()` yields the verified batches of
+    Callers add blocks with `read()` or `verify()`. `advance()` yields the verified batches of
     blocks, unless the load has failed.
     """
 
@@ -54,7 +54,7 @@ class BlockVerifier:
             )
         window.enqueue(rank_transfer, positions)
 
-    def written(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
+    def verify(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
         """Queue blocks for verification. The producer has written them into the load's slots."""
         load, step = rank_transfer.load, blocks_per_batch(rank_transfer, self._memory)
         assert load.slots is not None

@@ -399,7 +399,7 @@ class LoadManager:
                 return
         if message.written and is_pushing:
             rank_transfer.num_written += len(new)
-            self._blocks.written(rank_transfer, new)
+            self._blocks.verify(rank_transfer, new)
         else:
             self._blocks.read(rank_transfer, new)
 

@@ -2,8 +2,9 @@
 
 producer_side      the entry point: the ROUTER socket and the dispatch of its messages
 sessions           the handshakes with consumers
-transfer_manager   offers transfers, publishes their blocks, and frees the blocks at the end
+transfer_manager   offers transfers, and frees their blocks at the end
 transfer_state     the data of transfers and subscribers, and the checks of requests
+publisher          sends blocks to subscribers, and tells them how the transfer ends
 early_messages     subscriptions that arrive before the offer
 block_writer       push: writes blocks into consumers' memory
 """

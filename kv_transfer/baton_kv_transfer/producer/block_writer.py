@@ -3,7 +3,7 @@
     queued      The block is in Subscriber.queue. `stop` drops the block.
     in flight   A write of the block is posted to the agent. The write ends in DONE or ERR. Removing
                 the peer ends the write in ERR.
-    written     The block was reported through `written`, and is no longer known here.
+    written     The block was reported through `on_written`, and is no longer known here.
 
 The bytes in flight to each peer are limited. The transfers to one peer take turns, so that a long
 transfer does not delay a short one.
@@ -52,21 +52,21 @@ class BlockWriter:
         self,
         context: ConnectorContext,
         *,
-        written: Callable[[Subscriber, list[PublishedBlock]], None],
-        failed: Callable[[Subscriber, str], None],
+        on_written: Callable[[Subscriber, list[PublishedBlock]], None],
+        on_failed: Callable[[Subscriber, str], None],
     ) -> None:
         """Create a writer with no queued blocks.
 
         Args:
             context: state that both sides of the connector share.
-            written: called when blocks are in the subscriber's memory. Subscriber.num_writes was
+            on_written: called when blocks are in the subscriber's memory. Subscriber.num_writes was
                 reduced before the call.
-            failed: called with the reason when blocks will not reach the subscriber's memory.
+            on_failed: called with the reason when blocks will not reach the subscriber's memory.
         """
         self._context = context
         self._agent, self._stats, self._clock = context.agent, context.stats, context.clock
-        self._written = written
-        self._failed = failed
+        self._on_written = on_written
+        self._on_failed = on_failed
         self._windows: dict[str, _PeerWindow] = {}  # by agent name
         self._in_flight: list[_Write] = []
 
@@ -131,7 +131,7 @@ class BlockWriter:
             self._agent.transfer(handle)
         except (ValueError, LookupError, TransportError) as error:
             # The peer was removed, possibly by a fence.
-            self._failed(subscriber, str(error))
+            self._on_failed(subscriber, str(error))
             return
         if not subscriber.num_writes:
             subscriber.writing_since = self._clock()
@@ -168,11 +168,11 @@ class BlockWriter:
         subscriber.num_writes -= 1
         if error:
             subscriber.has_failed_write = True
-            self._failed(subscriber, error)
+            self._on_failed(subscriber, error)
             return
         subscriber.last_write = subscriber.writing_since = self._clock()
         self._stats.bytes_sent += write.nbytes
-        self._written(subscriber, write.blocks)
+        self._on_written(subscriber, write.blocks)
 
     def _nbytes(self, subscriber: Subscriber) -> int:
         """Return the size of the subscriber's heads in one block, in bytes."""

@@ -93,8 +93,8 @@ class ProducerSide:
         self._unreachable: set[bytes] = set()
         self._writes = BlockWriter(
             context,
-            written=lambda subscriber, blocks: self.transfers.written(subscriber, blocks),
-            failed=self._write_failed,
+            on_written=lambda subscriber, blocks: self.transfers.record_written(subscriber, blocks),
+            on_failed=self._write_failed,
         )
         self.transfers = TransferManager(
             context, self._writes, send=self._send, on_finished=on_finished, cut_off=self._cut_off
@@ -193,7 +193,7 @@ class ProducerSide:
     def _write_failed(self, subscriber: Subscriber, reason: str) -> None:
         if not subscriber.session.error:
             self._cut_off(subscriber.session, f"writing to the consumer failed: {reason}")
-        self.transfers.written(subscriber, [])
+        self.transfers.record_written(subscriber, [])
 
     def _cut_off(self, session: Session, reason: str) -> None:
         logger.warning("consumer %s: %s", session.instance_id, reason)

@@ -262,15 +262,8 @@ class SessionRegistry:
         """Add the consumer's memory to the agent. Return why it is invalid; empty if valid."""
         if memory is None:
             return ""
-        nbytes = memory.num_slots * memory.slot_nbytes
-        if memory.slot_nbytes != layout.block_nbytes:
-            return f"slots of {memory.slot_nbytes} bytes for blocks of {layout.block_nbytes}"
-        if not 0 < memory.num_slots <= side_channel.MAX_SLOTS:
-            return f"{memory.num_slots} slots, the limit is {side_channel.MAX_SLOTS}"
-        if memory.base_address < 0 or memory.base_address + nbytes >= _MAX_ADDRESS:
-            return f"{nbytes} bytes from address {memory.base_address:#x} on"
-        if not 0 <= memory.device_id < 2**31:
-            return f"device {memory.device_id}"
+        if wrong := _explain_invalid_memory(memory, layout):
+            return wrong
         name = ""
         try:
             name = self._agent.add_remote_agent(memory.agent_metadata)
@@ -321,4 +314,18 @@ def _explain_invalid_layout(layout: KVCacheLayout) -> str:
             f"the consumer's layout has {layout.num_blocks} blocks and KV heads "
             f"[{heads.first}, {heads.end}) of {layout.num_model_heads}"
         )
+    return ""
+
+
+def _explain_invalid_memory(memory: MemoryDescription, layout: KVCacheLayout) -> str:
+    """Return why a consumer's memory cannot hold blocks of its layout; empty if it can."""
+    nbytes = memory.num_slots * memory.slot_nbytes
+    if memory.slot_nbytes != layout.block_nbytes:
+        return f"slots have {memory.slot_nbytes} bytes, blocks have {layout.block_nbytes}"
+    if not 0 < memory.num_slots <= side_channel.MAX_SLOTS:
+        return f"there must be 1 to {side_channel.MAX_SLOTS} slots, got {memory.num_slots}"
+    if memory.base_address < 0 or memory.base_address + nbytes >= _MAX_ADDRESS:
+        return f"{nbytes} bytes at address {memory.base_address:#x} exceed the address space"
+    if not 0 <= memory.device_id < 2**31:
+        return f"the device id must be in [0, 2**31), got {memory.device_id}"
     return ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory.layout import HeadRange
 from baton_kv_transfer.producer.block_writer import BlockWriter
 from baton_kv_transfer.producer.early_messages import EarlyMessages, refuse_subscription
+from baton_kv_transfer.producer.publisher import Publisher
 from baton_kv_transfer.producer.sessions import Send, Session
 from baton_kv_transfer.producer.transfer_state import (
     Block,
@@ -28,7 +29,6 @@ from baton_kv_transfer.producer.transfer_state import (
     SubscriberState,
     Transfer,
     TransferState,
-    checksum_blocks,
     explain_invalid,
     explain_refusal,
 )
@@ -46,9 +46,6 @@ MAX_WAIT_S = 120.0
 #: Writes to a subscriber that has left must end within this time, or its session is cut off.
 DRAIN_TIMEOUT_S = 5.0
 SLOT_RETRY_S = 0.02
-#: Limit of readable blocks in one PUBLISH, in bytes. The consumer reads these blocks while the next
-#: checksums are computed.
-PART_BYTES = 16 * 2**20
 
 
 class TransferManager:
@@ -73,6 +70,7 @@ class TransferManager:
             cut_off: called with a session and the reason when writes to the session do not end.
         """
         self._writes = writes
+        self._publisher = Publisher(context, writes, send)
         self._lease_s = context.config.lease_s
         self._memory, self._stats, self._clock = context.memory, context.stats, context.clock
         self._send = send
@@ -167,7 +165,7 @@ class TransferManager:
             refuse_subscription(self._send, session, message, refusal)
         elif transfer is not None:
             heads, first, slots = message.heads, message.first_block_index, message.push_slots
-            self._send_blocks(
+            self._publisher.send_blocks(
                 self._add_subscriber(transfer, session, message, heads, first, slots),
                 transfer.blocks,
             )
@@ -221,12 +219,12 @@ class TransferManager:
         self._early.drop(session, reason)
         for subscriber in self._subscribers():
             if subscriber.session is session:
-                self._stop(subscriber, reason)
+                self._publisher.stop(subscriber, reason)
                 self._confirm_and_end(subscriber.transfer)
 
     # From the writes
 
-    def written(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
+    def record_written(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> None:
         """Record that a write has ended.
 
         Args:
@@ -237,7 +235,7 @@ class TransferManager:
         subscriber.written += blocks
         self._stats.blocks_sent += len(blocks)
         if subscriber.state is SubscriberState.ACTIVE:
-            self._publish(subscriber, [])
+            self._publisher.publish(subscriber, [])
         self._confirm_and_end(subscriber.transfer)
 
     # From the thread's loop
@@ -290,7 +288,7 @@ class TransferManager:
             if subscriber.state is not SubscriberState.LEFT:
                 was_held = subscriber.deadline == subscriber.last_sent_at + MAX_HOLD_S
                 self._expired(transfer, MAX_HOLD_S if was_held else None)
-                self._stop(subscriber, "the producer's lease expired")
+                self._publisher.stop(subscriber, "the producer's lease expired")
                 self._leave(subscriber)
             elif subscriber.num_writes:
                 subscriber.deadline = self._deadline_in(DRAIN_TIMEOUT_S)
@@ -350,58 +348,6 @@ class TransferManager:
         transfer.subscribers[message.subscriber] = subscriber
         return subscriber
 
-    def _send_blocks(self, subscriber: Subscriber, blocks: Sequence[Block]) -> None:
-        """Publish the blocks that the subscriber requested. With push, queue their writes."""
-        first = subscriber.first_block_index
-        end = first + len(subscriber.slots) if subscriber.push else math.inf
-        wanted = [block for block in blocks if first <= block.index < end]
-        if subscriber.push and wanted:
-            self._writes.enqueue(subscriber, wanted)
-            return
-        step = max(1, PART_BYTES // self._memory.layout.block_nbytes)
-        while len(wanted) > step:
-            part, wanted = wanted[:step], wanted[step:]
-            self._publish(subscriber, checksum_blocks(self._memory, subscriber, part), more=True)
-        self._publish(subscriber, checksum_blocks(self._memory, subscriber, wanted))
-
-    def _publish(
-        self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False
-    ) -> None:
-        """Send PUBLISH for blocks, or the last PUBLISH if all blocks were published.
-
-        Args:
-            subscriber: the receiver.
-            blocks: blocks that the consumer may read; empty with push.
-            more: the caller sends another PUBLISH directly after this one.
-        """
-        last = (
-            not more
-            and subscriber.transfer.last
-            and subscriber.is_idle
-            and not subscriber.last_sent_at
-        )
-        if not blocks and not last:
-            return
-        if last:
-            subscriber.last_sent_at = self._clock()
-            blocks = blocks or subscriber.written  # notifications and messages have no order
-        transfer_id, generation = subscriber.transfer.transfer_id, subscriber.generation
-        publish = side_channel.Publish(
-            transfer_id, generation, blocks, last, written=subscriber.push
-        )
-        self._send(subscriber.session.identity, publish)
-        if not subscriber.push:
-            self._stats.blocks_sent += len(blocks)
-
-    def _stop(self, subscriber: Subscriber, reason: str) -> None:
-        if subscriber.state is SubscriberState.ACTIVE:
-            subscriber.state = SubscriberState.STOPPED
-            self._writes.stop(subscriber)
-            cancelled = side_channel.Cancelled(
-                subscriber.transfer.transfer_id, subscriber.generation, reason
-            )
-            self._send(subscriber.session.identity, cancelled)
-
     def _leave(self, subscriber: Subscriber) -> None:
         if subscriber.state is not SubscriberState.LEFT:
             subscriber.state = SubscriberState.LEFT
@@ -429,7 +375,7 @@ class TransferManager:
             transfer.last = transfer.last or save.last
             for subscriber in transfer.subscribers.values():
                 if subscriber.state is SubscriberState.ACTIVE:
-                    self._send_blocks(subscriber, blocks)
+                    self._publisher.send_blocks(subscriber, blocks)
         self._waiting_for_slots.pop(transfer.transfer_id, None)
 
     def _wait_for_slots(self, transfer: Transfer) -> None:
@@ -447,7 +393,7 @@ class TransferManager:
         self._waiting_for_slots.pop(transfer.transfer_id, None)
         for subscriber in transfer.subscribers.values():
             if subscriber.state is SubscriberState.ACTIVE:
-                self._stop(subscriber, reason)
+                self._publisher.stop(subscriber, reason)
                 subscriber.deadline = self._deadline_in(self._lease_s)
         self._confirm_and_end(transfer)
 
@@ -467,10 +413,7 @@ class TransferManager:
                 and subscriber.is_idle
                 and not (subscriber.confirmed or subscriber.has_failed_write)
             ):
-                subscriber.confirmed = True
-                self._stats.send_seconds += subscriber.last_write - subscriber.first_write
-                released = side_channel.Released(transfer.transfer_id, subscriber.generation)
-                self._send(subscriber.session.identity, released)
+                self._publisher.confirm(subscriber)
         left = all(
             subscriber.state is SubscriberState.LEFT and subscriber.is_idle
             for subscriber in subscribers

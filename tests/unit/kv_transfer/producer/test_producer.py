@@ -11,7 +11,7 @@ import pytest
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.memory.layout import HeadRange
-from baton_kv_transfer.producer import early_messages, sessions, transfer_manager
+from baton_kv_transfer.producer import early_messages, publisher, sessions
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Refused, Welcome
 from baton_protocol.service_key import ServiceKey
 from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, chain_hash, layout
@@ -260,7 +260,7 @@ def test_a_late_subscriber_gets_all_blocks_with_sums_of_one_call(
 def test_many_blocks_are_published_in_parts_with_a_last_part(
     producer: Producer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_manager, "PART_BYTES", 2 * layout().block_nbytes)
+    monkeypatch.setattr(publisher, "PART_BYTES", 2 * layout().block_nbytes)
     producer.offer()
     consumer.subscribe()
     producer.save([3, 4, 5, 6, 7], last=True)
