@@ -315,7 +315,7 @@ def _alone(
     lengths = torch.full((num_seqs,), num_tokens, dtype=torch.int32, device=device)
     slots = tables[:, -1].long() * BLOCK_SIZE + (num_tokens - 1) % BLOCK_SIZE
     caches = [kv_cache[:, :, index].unbind(2) for index in range(len(layers))]
-    write_plan = plan_write(slots, BLOCK_SIZE)
+    write_plan = plan_write(slots, caches[0][0])
     plan = plan_attention(query, caches[0][0], tables, starts, lengths, max_seqlen_q=1)
 
     def products(weight_of: Callable[[torch.nn.Module], Tensor], y: Tensor) -> list[Call]:

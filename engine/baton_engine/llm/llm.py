@@ -21,13 +21,19 @@ from baton_engine.llm.collectors import BeamsCollector, Prompt, SamplesCollector
 from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_engine.llm.outputs import BeamSearchOutput, Metric, RequestOutput
 from baton_engine.llm.params import BeamSearchParams, SamplingParams
-from baton_engine.llm.prompts import Message, PromptType, as_conversations, prompt_list, tokenize
+from baton_engine.llm.prompts import (
+    Message,
+    PromptType,
+    as_conversations,
+    prompt_list,
+    render_conversation,
+    tokenize,
+)
 from baton_engine.llm.step_loop import ProgressBar, StepLoop
 from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.messages import EngineCoreRequest
 from baton_text.chat_template import ChatTemplate
 from baton_text.generation_defaults import GenerationDefaults
-from baton_text.messages import ChatMessage, template_messages
 from baton_text.tokenizer import Tokenizer
 
 
@@ -139,6 +145,8 @@ class LLM:
 
         Args:
             messages: one conversation or a list of conversations.
+            sampling_params: as in `generate`.
+            use_tqdm: as in `generate`.
             chat_template: Jinja source to use instead of the checkpoint's template.
             add_generation_prompt: end each prompt with the start of an assistant message.
             chat_template_kwargs: additional variables of the template, such as enable_thinking.
@@ -165,19 +173,12 @@ class LLM:
                 "this model has no chat template: pass chat_template=..., or use generate()"
             )
         conversations = as_conversations(messages)
+        variables = {**variables, "add_generation_prompt": add_generation_prompt}
         with self._lock:
-            prompts = []
-            for conversation in conversations:
-                try:
-                    checked = template_messages(
-                        msgspec.convert(list(conversation), list[ChatMessage])
-                    )
-                except msgspec.ValidationError as error:
-                    raise ValueError(f"messages: {error}") from error
-                text = template.render(
-                    checked, add_generation_prompt=add_generation_prompt, **variables
-                )
-                prompts.append(Prompt(self._tokenizer.encode(text, add_special_tokens=False), text))
+            prompts = [
+                render_conversation(self._tokenizer, template, conversation, variables)
+                for conversation in conversations
+            ]
             return self._generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(
@@ -187,6 +188,11 @@ class LLM:
         use_tqdm: ProgressBar = False,
     ) -> list[BeamSearchOutput]:
         """Search for the most likely continuations of one or several prompts.
+
+        Args:
+            prompts: as in `generate`.
+            params: parameters of all prompts.
+            use_tqdm: as in `generate`, but False by default, as in vLLM.
 
         Returns:
             One output per prompt, in the order of the prompts. The beams in an output are sorted,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, cast
 
+import msgspec
+
 from baton_engine.llm.collectors import Prompt
+from baton_text.chat_template import ChatTemplate
+from baton_text.messages import ChatMessage, template_messages
 from baton_text.tokenizer import Tokenizer
 
 
@@ -102,6 +106,28 @@ def as_conversations(messages: Any) -> Sequence[Sequence[Message]]:
         if not conversation:
             raise ValueError(f"conversation {index} is empty: it needs one message at least")
     return cast(Sequence[Sequence[Message]], messages)
+
+
+def render_conversation(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    conversation: Sequence[Message],
+    variables: Mapping[str, Any],
+) -> Prompt:
+    """Return a conversation as a prompt.
+
+    Args:
+        variables: variables of the template besides `messages`.
+
+    Raises:
+        ValueError: a message is invalid, or the template rejects the messages.
+    """
+    try:
+        messages = template_messages(msgspec.convert(list(conversation), list[ChatMessage]))
+    except msgspec.ValidationError as error:
+        raise ValueError(f"messages: {error}") from error
+    text = template.render(messages, **variables)
+    return Prompt(tokenizer.encode(text, add_special_tokens=False), text)
 
 
 def _type_name(given: object) -> str:

@@ -22,17 +22,19 @@ from baton_kernels.kv_write.torch_cpu import Slots, write_kv_cpu
 __all__ = ["Slots", "plan_write", "write_kv"]
 
 
-def plan_write(slot_mapping: Tensor, block_size: int) -> Slots | None:
+def plan_write(slot_mapping: Tensor, key_cache: Tensor) -> Slots | None:
     """Prepare the KV write of a step, once for all layers.
 
     Args:
         slot_mapping: the same as in `write_kv`.
-        block_size: slots per block.
+        key_cache: the same as in `write_kv`, of any layer.
 
     Returns:
         Block and offset of each slot, or None for Triton and C++, which need no plan.
     """
-    return None if slot_mapping.is_cuda or cpu.OPS is not None else Slots(slot_mapping, block_size)
+    if key_cache.is_cuda or _is_compiled_for(key_cache):
+        return None
+    return Slots(slot_mapping, key_cache.shape[2])
 
 
 def write_kv(
@@ -66,7 +68,7 @@ def write_kv(
         from baton_kernels.kv_write.triton_kernel import write_kv_triton
 
         write_kv_triton(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
-    elif cpu.OPS is not None and key_cache.dtype in cpu.DTYPES:
+    elif cpu.OPS is not None and _is_compiled_for(key_cache):
         cpu.OPS.write_kv(key, value, key_cache, value_cache, slot_mapping)
     else:
         if key_cache.dtype == torch.float8_e4m3fn:
@@ -74,3 +76,8 @@ def write_kv(
         write_kv_cpu(
             key, value, key_cache, value_cache, plan or Slots(slot_mapping, key_cache.shape[2])
         )
+
+
+def _is_compiled_for(cache: Tensor) -> bool:
+    """Return whether the compiled operation writes to this cache. It knows no fp8."""
+    return cpu.OPS is not None and cache.dtype in cpu.DTYPES

@@ -242,7 +242,9 @@ def test_compiled_operations_need_no_gather_or_write_plan() -> None:
     plan = paged_case([(1, 5)], 2, 1, 16).arguments()[3]
     assert plan.implementation == "cpp"
     assert plan.gather is None
-    assert plan_write(torch.tensor([3]), 16) is None
+    cache = torch.zeros(1, 1, 16, 8)
+    assert plan_write(torch.tensor([3]), cache) is None
+    assert plan_write(torch.tensor([3]), cache.to(torch.float8_e4m3fn)) is not None
 
 
 def test_every_operation_can_be_traced() -> None:
