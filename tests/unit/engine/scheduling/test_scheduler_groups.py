@@ -69,6 +69,20 @@ def test_the_next_member_computes_the_prompt_if_the_first_is_aborted_or_preempte
     assert engine.kv.num_free_blocks == 32
 
 
+def test_no_member_shares_a_block_that_the_same_step_copies_to():
+    """The first sample is preempted in its step, so the others start from each other."""
+    engine = Engine(async_scheduling=True, prefix_caching=False)
+    names = group(engine, 3)
+    engine.schedule()
+    engine.scheduler.preempt_all()
+    engine.schedule()
+    for _ in range(12):
+        engine.update()
+        engine.schedule()
+    for name in names:
+        assert engine.text(name) == continuation(PROMPT, 6, ignore_eos=True)
+
+
 def test_the_end_of_a_member_does_not_free_blocks_of_the_others():
     engine = Engine()
     names = group(engine, 3, max_tokens=9)
