@@ -238,7 +238,7 @@ def test_the_operations_for_older_processors_compute_the_same(name: str) -> None
     program = "from baton_kernels import cpu; print(cpu.DESCRIPTION)"
     assert in_new_process(program, BATON_CPU_KERNELS=name) == f"C++ ({name})\n"
     folder = Path(__file__).parent.parent
-    files = ["linear/test_linear.py", "test_elementwise.py", "attention/test_attention.py", "moe"]
+    files = ["linear", "norm", "rope", "activation", "attention/test_attention.py", "moe"]
     result = subprocess.run(
         [
             *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"),

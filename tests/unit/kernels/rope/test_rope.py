@@ -1,26 +1,16 @@
-"""Norm, rotary embedding and activation match their formulas."""
+"""Rotary embedding matches its formula, and the Triton kernel its reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from baton_kernels.activation import silu_and_mul
-from baton_kernels.norm import add_rms_norm, rms_norm
+from baton_kernels.norm import rms_norm
 from baton_kernels.rope import rotary_angles, rotate_qk
-
-
-def test_rms_norm_matches_the_formula() -> None:
-    x, weight = torch.randn(5, 3, 24), torch.rand(24)
-    expected = x / torch.sqrt((x**2).mean(-1, keepdim=True) + 1e-6) * weight
-    torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
-
-
-def test_add_rms_norm_returns_the_norm_and_the_sum() -> None:
-    x, residual, weight = torch.randn(5, 24), torch.randn(5, 24), torch.rand(24)
-    normed, total = add_rms_norm(x, residual, weight, 1e-6)
-    torch.testing.assert_close(total, x + residual)
-    torch.testing.assert_close(normed, rms_norm(x + residual, weight, 1e-6))
+from baton_kernels.rope.reference import rotate_qk_reference
+from baton_kernels.rope.triton_kernel import rotate_qk_triton
+from support.kernels.elementwise import assert_within_two_roundings, poisoned, random
+from support.kernels.paged_cases import dtypes
 
 
 def rotate(
@@ -83,7 +73,33 @@ def test_rotary_scores_depend_only_on_the_distance() -> None:
     assert score(9, 4) == pytest.approx(score(105, 100), abs=1e-4)
 
 
-def test_silu_and_mul_splits_gate_from_up() -> None:
-    gate, up = torch.randn(3, 5), torch.randn(3, 5)
-    expected = gate / (1 + torch.exp(-gate)) * up
-    torch.testing.assert_close(silu_and_mul(torch.cat((gate, up), -1)), expected)
+@pytest.mark.usefixtures("_poisoned_memory")
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "num_kv_heads", "head_dim"),
+    [(1, 4, 4, 16), (3, 6, 2, 24), (2, 7, 1, 64), (0, 4, 2, 8)],
+)
+def test_the_triton_kernel_of_rotate_qk(
+    num_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    norm: bool,
+    dtype: torch.dtype,
+    triton_device: str,
+) -> None:
+    qkv = random(
+        num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=triton_device
+    )
+    positions = torch.randint(5000, (num_tokens,), device=triton_device)
+    angles = rotary_angles(positions, torch.rand(head_dim // 2, device=triton_device), 1.2)
+    weights = [
+        random(head_dim, dtype=dtype, device=triton_device) if norm else None for _ in range(2)
+    ]
+    q, k = rotate_qk_triton(poisoned(qkv), num_heads, num_kv_heads, *angles, *weights, 1e-6)
+    expected_q, expected_k = rotate_qk_reference(
+        qkv, num_heads, num_kv_heads, *angles, *weights, 1e-6
+    )
+    for actual, expected in ((q, expected_q), (k, expected_k)):
+        assert_within_two_roundings(actual, expected, summands=8.0 if norm else 0.0)
