@@ -154,7 +154,8 @@ class Reconciler:
         self._events = Events(kube)
         self._status = StatusWriter(kube, self._events)
         self._refused_pods = RefusedPods()
-        #: By service: `_Step.content` of the last reconcile in which all objects were as desired.
+        #: By service: `_ReconcileState.content` of the last reconcile in which all objects were as
+        #: desired.
         self._verified: dict[names.Key, str] = {}
 
     async def reconcile(self, key: names.Key, freshness: Freshness) -> Outcome:
