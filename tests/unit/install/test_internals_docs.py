@@ -1,0 +1,113 @@
+"""The files, classes and functions that docs/internals names exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from support.install.rendered_chart import ROOT
+
+PAGES = sorted((ROOT / "docs" / "internals").glob("*.md"))
+PACKAGES = ("engine", "gateway", "kernels", "kv_transfer", "local", "operator")
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+FILE = re.compile(r"[\w./-]+\.(?:py|h|cpp)")
+#: A member of a class, or a private name.
+NAME = re.compile(r"(_?[A-Z]\w*\.[a-z_]\w*|_[a-z]\w*)(?:\(\))?")
+
+
+@cache
+def sources() -> list[str]:
+    """Return the paths of all source files, each with a slash before it."""
+    return [
+        f"/{path.relative_to(ROOT)}"
+        for folder in (*PACKAGES, "benchmarks", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if FILE.fullmatch(path.name)
+    ]
+
+
+@cache
+def defined_in(path: Path) -> frozenset[str]:
+    """Return the names that a Python file defines. A member's name is `Class.member`."""
+    return frozenset(_defined(ast.parse(path.read_text()).body))
+
+
+def _defined(body: list[ast.stmt], owner: str = "") -> Iterator[str]:
+    for statement in body:
+        match statement:
+            case ast.ClassDef(name=name):
+                yield name
+                yield from _defined(statement.body, f"{name}.")
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield owner + name
+                if owner:
+                    yield from (
+                        owner + node.attr
+                        for node in ast.walk(statement)
+                        if isinstance(node, ast.Attribute)
+                        and isinstance(node.ctx, ast.Store)
+                        and isinstance(node.value, ast.Name)
+                        and node.value.id == "self"
+                    )
+            case ast.Assign() | ast.AnnAssign():
+                targets = (
+                    statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                )
+                yield from (owner + each.id for each in targets if isinstance(each, ast.Name))
+
+
+def spans(page: Path) -> list[str]:
+    return SPAN.findall(page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_named_file_exists(page: Path) -> None:
+    named = {span for span in spans(page) if FILE.fullmatch(span)}
+    assert {each for each in named if not any(s.endswith(f"/{each}") for s in sources())} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_named_member_and_private_name_exists(page: Path) -> None:
+    known = {
+        name for path in sources() if path.endswith(".py") for name in defined_in(ROOT / path[1:])
+    }
+    named = {match[1] for span in spans(page) if (match := NAME.fullmatch(span))}
+    assert named - known == set()
+
+
+def index() -> Iterator[tuple[str, list[tuple[str, Path, list[str]]]]]:
+    """Yield (heading, rows) of each table of where.md. A row is (behaviour, file, names)."""
+    for section in (ROOT / "docs" / "internals" / "where.md").read_text().split("\n## ")[1:]:
+        heading, *lines = section.splitlines()
+        [folder] = SPAN.findall(heading)
+        rows = []
+        for line in [line for line in lines if line.startswith("|")][2:]:
+            behaviour, file, names = (cell.strip() for cell in line.strip("|").split(" | "))
+            [path] = SPAN.findall(file)
+            inside = ROOT / folder / path
+            rows.append(
+                (behaviour, inside if inside.exists() else ROOT / path, SPAN.findall(names))
+            )
+        yield heading, rows
+
+
+def test_every_row_of_the_index_names_what_its_file_defines() -> None:
+    rows = [row for _, rows in index() for row in rows]
+    assert len(rows) > 100
+    wrong = {
+        behaviour: names
+        for behaviour, path, names in rows
+        if not (names and path.is_file() and defined_in(path).issuperset(names))
+    }
+    assert wrong == {}
+
+
+def test_the_tables_of_the_index_are_in_alphabetical_order() -> None:
+    for heading, rows in index():
+        behaviours = [behaviour.replace("`", "").lower() for behaviour, _, _ in rows]
+        assert behaviours == sorted(behaviours), heading
