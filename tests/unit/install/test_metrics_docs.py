@@ -80,7 +80,9 @@ def test_engines_and_gateways_register_different_names() -> None:
 def test_documented_types_equal_those_of_a_scrape() -> None:
     scraped = [
         GatewayMetrics().render(),
-        CoordinatorMetrics().text(TopologyStatus(generation=0, desired=[], members=[])),
+        CoordinatorMetrics().text(
+            TopologyStatus(generation=0, desired=[], members=[]), imbalance=1.0
+        ),
     ]
     families = [
         family for text in scraped for family in text_string_to_metric_families(text.decode())
