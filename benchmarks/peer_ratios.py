@@ -1,11 +1,13 @@
-"""Baton beside other engines, from the rows of `benchmarks/engine`: a table and a picture."""
+"""Baton beside other engines, from the rows of `benchmarks/engine`: tables and a picture."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+Rows = list[dict[str, Any]]
 OURS = "Baton"
 #: Parts whose rows are rates, by the label in the table and the picture.
 PARTS = {
@@ -20,12 +22,17 @@ COLORS = {
     "llama.cpp": "#d95f02",
     "llama.cpp, Q4_0": "#e6ab02",
     "OpenVINO": "#1b9e77",
-    "vLLM": "#7570b3",
+    "vLLM, default": "#7570b3",
     "vLLM, all cores": "#e7298a",
 }
+#: Parts with the latencies of servers, by what the part's name begins with.
+SERVING = "serving, "
+SERVING_FIGURES = ("tokens/s", "TTFT mean, ms", "ITL p99, ms")
+SERVING_PEERS = ("vLLM, default", "vLLM, all cores")
 LOWEST, HIGHEST = 0.5, 8.0
 TICKS = (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8)
 LABEL_WIDTH, PLOT_WIDTH, ROW_HEIGHT, TOP = 240, 560, 20, 56
+CHAR_WIDTH = 7  #: The most that a character of the picture's text takes, on average.
 
 
 @dataclass(frozen=True)
@@ -38,32 +45,75 @@ class Comparison:
     ratios: dict[str, float]
 
 
-def comparisons(rows: list[dict[str, Any]]) -> list[Comparison]:
+def comparisons(rows: Rows) -> list[Comparison]:
     """Return the measured figures of an engine result, in the order of PARTS and FIGURES."""
     found = []
     for part, precision in PARTS.items():
-        by_way = {row["way"]: row for row in rows if row.get("part") == part}
+        ways = _by_way(rows, part)
+        ours = ways.pop(OURS, [])
         for figure in FIGURES:
-            rate = by_way.get(OURS, {}).get(figure)
-            if rate:
+            if ours and figure in ours[0]:
                 ratios = {
-                    way: rate / row[figure]
-                    for way, row in by_way.items()
-                    if way != OURS and row.get(figure)
+                    way: _ratio(ours, theirs, figure)
+                    for way, theirs in ways.items()
+                    if figure in theirs[0]
                 }
+                rate = median(row[figure] for row in ours)
                 found.append(Comparison(precision, figure, rate, ratios))
     return found
 
 
-def markdown(found: list[Comparison]) -> list[str]:
-    """Return the table. A cell is Baton's rate divided by the peer's."""
+def statistic(rows: Rows) -> str:
+    """Return the sentences that say what the ratios of `rows` are."""
+    parts = dict.fromkeys(row["part"] for row in rows)
+    compared = [part for part in parts if part in PARTS or part.startswith(SERVING)]
+    single = [part for part in compared if len(_by_way(rows, part)[OURS]) == 1]
+    if single == compared:
+        return (
+            "The goals are medians of the ratios of paired repeats. This result keeps only medians "
+            "of the repeats, so the ratios below are ratios of medians."
+        )
+    text = "A ratio is the median of the ratios of paired repeats, as in the goals."
+    return text + "".join(f" In {part} it is the ratio of the medians." for part in single)
+
+
+def rates(found: list[Comparison]) -> list[list[str]]:
+    """Return the table of the rates. A cell is Baton's rate divided by the peer's."""
     header = ["weights", "figure", "Baton, tokens/s", *(f"against {peer}" for peer in COLORS)]
-    lines = [f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
+    cells = [header]
     for one in found:
         ratios = [f"{one.ratios[peer]:.2f}" if peer in one.ratios else "" for peer in COLORS]
-        cells = [one.precision, one.figure, f"{one.rate:.0f}", *ratios]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        cells.append([one.precision, one.figure, f"{one.rate:.0f}", *ratios])
+    return cells
+
+
+def serving(rows: Rows) -> list[list[str]]:
+    """Return the table of the servers. A cell is Baton's figure divided by that of vLLM."""
+    columns = [(figure, peer) for figure in SERVING_FIGURES for peer in SERVING_PEERS]
+    cells = [["load", "way", *(f"{figure}: against {peer}" for figure, peer in columns)]]
+    for part in dict.fromkeys(row["part"] for row in rows if row["part"].startswith(SERVING)):
+        ways = _by_way(rows, part)
+        for way in ways:
+            if way.startswith(OURS):
+                ratios = [
+                    f"{_ratio(ways[way], ways[peer], figure):.2f}" for figure, peer in columns
+                ]
+                cells.append([part.removeprefix(SERVING), way, *ratios])
+    return cells
+
+
+def _by_way(rows: Rows, part: str) -> dict[str, Rows]:
+    """Return the rows of a part by candidate, each with one row per repeat."""
+    ways: dict[str, Rows] = {}
+    for row in rows:
+        if row["part"] == part:
+            ways.setdefault(row["way"], []).append(row)
+    return ways
+
+
+def _ratio(ours: Rows, theirs: Rows, figure: str) -> float:
+    """Return the median of the ratios of paired repeats."""
+    return median(our[figure] / their[figure] for our, their in zip(ours, theirs, strict=True))
 
 
 def svg(found: list[Comparison]) -> str:
@@ -77,10 +127,11 @@ def svg(found: list[Comparison]) -> str:
         "<title>Baton's tokens per second divided by each peer's</title>",
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    for index, (peer, color) in enumerate(COLORS.items()):
-        x = LABEL_WIDTH + 140 * index
+    x = LABEL_WIDTH
+    for peer, color in COLORS.items():
         parts.append(f'<circle cx="{x}" cy="16" r="5" fill="{color}"/>')
         parts.append(f'<text x="{x + 10}" y="20" {text}>{peer}</text>')
+        x += 30 + CHAR_WIDTH * len(peer)
     for tick in TICKS:
         stroke = "#333" if tick == 1 else "#ddd"
         x = _x(tick)

@@ -1,10 +1,15 @@
 """Benchmark reports: figures and goals, in `benchmarks/results/<machine>/<subject>.json`.
 
-`python benchmarks/report.py` renders all results as docs/reference/benchmarks.md.
+`python benchmarks/report.py` renders all results as docs/reference/benchmarks.md. The texts between
+the tables come from two places:
+
+    benchmarks/<subject>/method.md   what is measured, and how to repeat it; holds for every run
+    remarks in a result file         what a run found out about itself; a new run replaces them
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
@@ -15,9 +20,10 @@ from typing import Any
 
 import peer_ratios
 
-RESULTS = Path(__file__).parent / "results"
-DOCS = Path(__file__).parent.parent / "docs" / "reference" / "benchmarks.md"
-PICTURE = DOCS.with_name("beside-peers.svg")
+BENCHMARKS = Path(__file__).parent
+RESULTS = BENCHMARKS / "results"
+REFERENCE = BENCHMARKS.parent / "docs" / "reference"
+FIRST_SUBJECT = "engine"  #: The page has the other subjects after it, by name.
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,14 @@ def machine() -> str:
     return os.environ.get("BATON_MACHINE") or f"{platform.machine()}-{os.cpu_count()}core"
 
 
+def cpu_model() -> str | None:
+    """Return the processor's name as Linux gives it, or None where it has none."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return None
+
+
 def show(goals: list[Goal]) -> None:
     """Print every goal and whether it is met."""
     for goal in goals:
@@ -50,7 +64,10 @@ def show(goals: list[Goal]) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the header and the cells of `rows`, without columns that are empty in all rows."""
+    """Return the header and the cells of `rows`, without columns that are empty in all rows.
+
+    The header has no `part`, because all rows of a table have the same one.
+    """
     columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "part"]
     columns = [key for key in columns if any(row.get(key) is not None for row in rows)]
     return [
@@ -60,9 +77,10 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Print the rows as one table for each part."""
-    for part in dict.fromkeys(row.get("part", "") for row in rows):
-        cells = table([row for row in rows if row.get("part", "") == part])
+    """Print the rows as one table for each part. Repeats are printed as their medians."""
+    rows = _medians(rows)
+    for part in dict.fromkeys(row["part"] for row in rows):
+        cells = table([row for row in rows if row["part"] == part])
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         print(f"  {part}")
         for line in cells:
@@ -80,105 +98,164 @@ def write(
     goals: list[Goal],
     *,
     remarks: str = "",
-    **circumstances: Any,
+    **conditions: Any,
 ) -> Path:
     """Print the goals, write the result file, and render docs/reference/benchmarks.md.
 
     Args:
         subject: name of the benchmark's folder.
-        figures: rows of the table.
+        figures: rows of the tables. Each has a `part`, the name of its table.
         goals: measured goals.
-        remarks: reasons for goals that are not met, and limits of figures.
-        circumstances: repeats, environment and other conditions of the measurement.
+        remarks: what the run found out about itself, such as parts that failed.
+        conditions: repeats, versions and other conditions of the run.
 
     Returns:
         The path of the result file.
     """
+    return _save(subject, figures, goals, [_run(figures, conditions)], remarks)
+
+
+def replace(
+    subject: str, figures: list[dict[str, Any]], goals: list[Goal], **conditions: Any
+) -> Path:
+    """Replace the rows, conditions and goals of the measured parts. Keep all other parts.
+
+    The arguments are those of `write`. Parts may be measured at different times, because each part
+    runs its own peers. The result file is created if this machine has none of the subject.
+    """
+    path = _path(subject)
+    if not path.exists():
+        return write(subject, figures, goals, **conditions)
+    old = json.loads(path.read_text())
+    run, names = _run(figures, conditions), {goal.name for goal in goals}
+    runs = [
+        one | {"parts": [part for part in one["parts"] if part not in run["parts"]]}
+        for one in old["runs"]
+    ]
+    kept = [
+        Goal(**{key: value for key, value in goal.items() if key != "met"}) for goal in old["goals"]
+    ]
+    return _save(
+        subject,
+        [row for row in old["figures"] if row["part"] not in run["parts"]] + figures,
+        [goal for goal in kept if goal.name not in names] + goals,
+        [one for one in runs if one["parts"]] + [run],
+        old["remarks"],
+    )
+
+
+def _path(subject: str) -> Path:
+    return RESULTS / machine() / f"{subject}.json"
+
+
+def _run(figures: list[dict[str, Any]], conditions: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts and the conditions of a run that ends now."""
+    return {
+        "parts": list(dict.fromkeys(row["part"] for row in figures)),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "CPU": cpu_model(),
+        **conditions,
+    }
+
+
+def _save(
+    subject: str,
+    figures: list[dict[str, Any]],
+    goals: list[Goal],
+    runs: list[dict[str, Any]],
+    remarks: str,
+) -> Path:
     show(goals)
-    path = RESULTS / machine() / f"{subject}.json"
+    path = _path(subject)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "subject": subject,
-        "circumstances": circumstances,
+        "runs": runs,
         "goals": [{**asdict(goal), "met": goal.met} for goal in goals],
         "figures": figures,
         "remarks": remarks,
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
     print(f"written: {path.relative_to(RESULTS.parent.parent)}")
-    render()
+    render(REFERENCE)
     return path
 
 
-def replace(
-    subject: str, figures: list[dict[str, Any]], goals: list[Goal], *, remarks: str = ""
-) -> Path:
-    """Replace the rows and goals of the measured parts in the result file. Keep all other parts.
-
-    The arguments are those of `write`. Parts may be measured at different times, because each part
-    runs its own peers.
-
-    Raises:
-        FileNotFoundError: this machine has no result of the subject yet.
-    """
-    path = RESULTS / machine() / f"{subject}.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: measure all parts first")
-    old = json.loads(path.read_text())
-    parts, names = {row["part"] for row in figures}, {goal.name for goal in goals}
-    kept = [
-        Goal(**{key: value for key, value in goal.items() if key != "met"}) for goal in old["goals"]
-    ]
-    return write(
-        subject,
-        [row for row in old["figures"] if row["part"] not in parts] + figures,
-        [goal for goal in kept if goal.name not in names] + goals,
-        remarks=remarks,
-        **old["circumstances"],
+def render(folder: Path) -> None:
+    """Write benchmarks.md and its pictures from all results into `folder`."""
+    files = sorted(
+        RESULTS.glob("*/*.json"), key=lambda file: (file.stem != FIRST_SUBJECT, file.stem, file)
     )
-
-
-def render() -> None:
-    """Write docs/reference/benchmarks.md from all results."""
+    titles = {file: f"{file.stem} on {file.parent.name}" for file in files}
     lines = [
         "# Benchmarks",
         "",
-        "Generated by `benchmarks/report.py` from `benchmarks/results/`; do not edit.",
-        "Peers are measured in the same run. Repeated measurements are shown as their medians.",
+        "Generated by `benchmarks/report.py` from `benchmarks/`; do not edit.",
         "`make bench SUBJECT=<subject>` runs one benchmark.",
+        "Peers are measured in the same run. Repeated measurements are shown as their medians.",
         "Machines are shared and noisy: compare ratios, not absolute times.",
+        "",
+        *(f"- [{title}](#{title.replace(' ', '-')})" for title in titles.values()),
     ]
-    for file in sorted(RESULTS.glob("*/*.json")):
-        result = json.loads(file.read_text())
-        lines += ["", f"## {result['subject']} on {file.parent.name}", ""]
-        lines += [
-            ", ".join(f"{key}: {value}" for key, value in result["circumstances"].items()) + ".",
-            "",
-        ]
-        lines += ["| goal | measured | wanted | met |", "| --- | --- | --- | --- |"]
-        for goal in result["goals"]:
-            value = (
-                "not measured" if goal["value"] is None else f"{goal['value']:.2f} {goal['unit']}"
-            )
-            bound = "at most" if goal.get("at_most") else "at least"
-            met = {None: "?", True: "yes", False: "**no**"}[goal["met"]]
-            lines.append(
-                f"| {goal['name']} | {value} | {bound} {goal['goal']:g} {goal['unit']} | {met} |"
-            )
-        if comparisons := peer_ratios.comparisons(result["figures"]):
-            PICTURE.write_text(peer_ratios.svg(comparisons))
-            title = "Baton's tokens per second divided by each peer's, figure by figure"
-            lines += [
-                "",
-                "Baton's median rate divided by each peer's. Goals are medians of paired ratios.",
-                "",
-                f"![{title}]({PICTURE.name})",
-            ]
-            lines += ["", *peer_ratios.markdown(comparisons)]
-        lines += _figures(result["figures"])
-        if result.get("remarks"):
-            lines += ["", result["remarks"]]
-    DOCS.write_text("\n".join(lines) + "\n")
+    for subject in dict.fromkeys(file.stem for file in files):
+        lines += ["", f"## {subject}"]
+        method = BENCHMARKS / subject / "method.md"
+        if method.exists():
+            lines += ["", method.read_text().strip()]
+        for file, title in titles.items():
+            if file.stem == subject:
+                lines += ["", f"### {title}", "", *_result(file, folder)]
+    (folder / "benchmarks.md").write_text("\n".join(lines) + "\n")
+
+
+def _result(file: Path, folder: Path) -> list[str]:
+    """Return the lines of a result. Its picture is written into `folder`."""
+    result = json.loads(file.read_text())
+    lines = [*_conditions(result["runs"]), ""]
+    lines += ["| goal | measured | wanted | met |", "| --- | --- | --- | --- |"]
+    for goal in result["goals"]:
+        value = "not measured" if goal["value"] is None else f"{goal['value']:.2f} {goal['unit']}"
+        bound = "at most" if goal.get("at_most") else "at least"
+        met = {None: "?", True: "yes", False: "**no**"}[goal["met"]]
+        lines.append(
+            f"| {goal['name']} | {value} | {bound} {goal['goal']:g} {goal['unit']} | {met} |"
+        )
+    if result["remarks"]:
+        lines += ["", result["remarks"]]
+    if comparisons := peer_ratios.comparisons(result["figures"]):
+        picture = folder / f"beside-peers-{file.parent.name}.svg"
+        picture.write_text(peer_ratios.svg(comparisons))
+        lines += _beside_peers(result["figures"], comparisons, picture.name)
+    return [*lines, *_figures(result["figures"])]
+
+
+def _beside_peers(
+    rows: list[dict[str, Any]], comparisons: list[peer_ratios.Comparison], picture: str
+) -> list[str]:
+    """Return the lines about Baton beside other engines, with a link to the picture."""
+    title = "Baton's tokens per second divided by each peer's, figure by figure"
+    lines = ["", "Baton's tokens per second divided by each peer's: above 1, Baton is faster."]
+    lines += [peer_ratios.statistic(rows), "", f"![{title}]({picture})", ""]
+    lines += markdown(peer_ratios.rates(comparisons))
+    servers = peer_ratios.serving(rows)
+    if len(servers) > 1:
+        lines += ["", "`baton serve`'s figures divided by those of `vllm serve`.", ""]
+        lines += markdown(servers)
+    return lines
+
+
+def _conditions(runs: list[dict[str, Any]]) -> list[str]:
+    """Return the conditions as one line, or as a table if parts were measured in several runs."""
+    if len(runs) > 1:
+        return markdown(table([run | {"parts": "; ".join(run["parts"])} for run in runs]))
+    conditions = {key: value for key, value in runs[0].items() if value and key != "parts"}
+    return [", ".join(f"{key}: {value}" for key, value in conditions.items()) + "."]
+
+
+def markdown(cells: list[list[str]]) -> list[str]:
+    """Return a header and cells as the lines of a Markdown table."""
+    header, *body = (f"| {' | '.join(line)} |" for line in cells)
+    return [header, "|" + " --- |" * len(cells[0]), *body]
 
 
 def _figures(rows: list[dict[str, Any]]) -> list[str]:
@@ -189,19 +266,17 @@ def _figures(rows: list[dict[str, Any]]) -> list[str]:
     """
     parts: dict[str, list[dict[str, Any]]] = {}
     for row in _medians(rows):
-        parts.setdefault(row.get("part", ""), []).append(row)
+        parts.setdefault(row["part"], []).append(row)
     few = [row for part in parts.values() if len(part) < 3 for row in part]
     lines = ["", "| figure | values |", "| --- | --- |"] if few else []
     for row in few:
         values = [
             f"{key} {value}" for key, value in row.items() if key != "part" and value is not None
         ]
-        lines.append(f"| {row.get('part', '')} | {', '.join(values)} |")
+        lines.append(f"| {row['part']} | {', '.join(values)} |")
     for name, part in parts.items():
         if len(part) >= 3:
-            header, *cells = table(part)
-            lines += ["", f"{name}:", "", f"| {' | '.join(header)} |", "|" + " --- |" * len(header)]
-            lines += [f"| {' | '.join(line)} |" for line in cells]
+            lines += ["", f"{name}:", "", *markdown(table(part))]
     return lines
 
 
@@ -227,4 +302,4 @@ def _median(values: list[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    render()
+    render(REFERENCE)

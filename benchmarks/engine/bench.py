@@ -3,7 +3,8 @@
 ARGS="--quick" shrinks everything (a minute instead of half an hour) and writes no result.
 `--part NAME` measures one part again. `--peers` measures the parts beside vLLM, llama.cpp and
 OpenVINO, which it installs into a folder of its own (15 minutes and 6 GB, once). A repeat of all
-parts beside peers takes a quarter of an hour.
+parts beside peers takes a quarter of an hour. All other parts keep their results. method.md
+describes the parts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +34,6 @@ import report
 from report import Goal
 
 Rows = list[dict[str, Any]]
-#: The limits of the figures.
-REMARKS = (
-    "Reading weights limits batch-1 decode; the rest of a step is operations between the matrix "
-    "products. The matrix products limit throughput, and in decode steps also reading KV. The read "
-    "bandwidth of a shared machine changes from run to run, and so do ratios to it."
-)
 RUN_TIMEOUT_S = 600.0  #: Timeout of one run of a candidate.
 #: A candidate whose first run took this many times the best one's is not repeated.
 HOPELESS = 10.0
@@ -260,34 +254,32 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="shrink everything")
     parser.add_argument("--checkpoint", type=Path, help="folder that keeps the checkpoint")
     args = parser.parse_args()
+    known = beside_peers.PARTS if args.peers else PARTS
+    if unknown := [name for name in args.part or () if name not in known]:
+        parser.error(f"{unknown[0]} {'is not measured with' if args.peers else 'needs'} --peers")
     scale, repeats = (0.1, 1) if args.quick else (1.0, args.repeats)
+    conditions: dict[str, Any] = {"repeats": repeats, "torch": torch.__version__}
     rows: Rows = []
     goals: list[Goal] = []
     with tempfile.TemporaryDirectory() as folder:
+        subject: Installation | Path
         if args.peers:
-            peers = Installation(args.peers)
-            parts = {name: partial(part, peers) for name, part in beside_peers.PARTS.items()}
+            subject = Installation(args.peers)
         else:
-            path = checkpoint(args.checkpoint or Path(folder) / "llama")
-            parts = {name: partial(part, path) for name, part in PARTS.items()}
-        for name in args.part or parts:
-            print(f"{name}: {inspect.getdoc(parts[name].func)}", flush=True)
-            part_rows, part_goals = parts[name](repeats, scale)
+            subject = checkpoint(args.checkpoint or Path(folder) / "llama")
+            conditions |= {"parameters": num_parameters(subject)[0], "vocab_size": VOCAB_SIZE}
+        for name in args.part or known:
+            print(f"{name}: {inspect.getdoc(known[name])}", flush=True)
+            part_rows, part_goals = known[name](subject, repeats, scale)
             report.print_table(part_rows)
             rows += part_rows
             goals += part_goals
-        if args.quick:
-            report.show(goals)
-        elif args.part or args.peers:
-            report.replace("engine", rows, goals, remarks=REMARKS)
-        else:
-            circumstances = {
-                "repeats": repeats,
-                "parameters": num_parameters(path)[0],
-                "vocab_size": VOCAB_SIZE,
-                "torch": torch.__version__,
-            }
-            report.write("engine", rows, goals, remarks=REMARKS, **circumstances)
+        if isinstance(subject, Installation):
+            conditions |= subject.versions()
+    if args.quick:
+        report.show(goals)
+    else:
+        report.replace("engine", rows, goals, **conditions)
 
 
 if __name__ == "__main__":

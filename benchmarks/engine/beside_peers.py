@@ -26,6 +26,7 @@ PREFILL_LEN = 960
 BATCH_SIZES = (1, 4, 8)
 THROUGHPUT = "throughput"
 PREFILL = "prefill"
+AGREEMENT = "first tokens as Baton's, %"
 #: By precision: Baton's options, GGUF's kind, OpenVINO's weights and its precision of inference
 #: (empty: its choice), and whether vLLM takes part.
 PRECISIONS: dict[str, tuple[dict[str, str], str, str, str, bool]] = {
@@ -37,7 +38,7 @@ PRECISIONS: dict[str, tuple[dict[str, str], str, str, str, bool]] = {
 #: llama.cpp with four bits in Baton's format: a scale for 32 weights.
 LLAMA_CPP_Q4_0 = "llama.cpp, Q4_0"
 #: vLLM's threads: one core left to its scheduler (its own choice), or all cores.
-VLLM_THREADS = {"vLLM": "auto", "vLLM, all cores": f"0-{NUM_THREADS - 1}"}
+VLLM_THREADS = {"vLLM, default": "auto", "vLLM, all cores": f"0-{NUM_THREADS - 1}"}
 
 
 class Measurement:
@@ -93,13 +94,21 @@ class Measurement:
             if measured == figure and name != "Baton"
         )
 
-    def rates(self, name: str) -> dict[str, float]:
-        """Return the median rates of a candidate by figure."""
-        return {
-            figure: round(median(rates), 1)
-            for (candidate, figure), rates in self._rates.items()
-            if candidate == name
-        }
+    def rows(self, part: str, agreement: dict[str, int]) -> Rows:
+        """Return a row of rates for each candidate and repeat.
+
+        Args:
+            part: name of the rows' part.
+            agreement: result of `agreement`.
+        """
+        rows: Rows = []
+        for name, percent in agreement.items():
+            figures = [figure for candidate, figure in self._rates if candidate == name]
+            for rates in zip(*(self._rates[name, figure] for figure in figures), strict=True):
+                rounded = (round(rate, 1) for rate in rates)
+                repeat = dict(zip(figures, rounded, strict=True))
+                rows.append({"part": part, "way": name} | repeat | {AGREEMENT: percent})
+        return rows
 
     def _prompts(self, num_prompts: int, length: int) -> list[list[int]]:
         return [
@@ -193,12 +202,7 @@ def precisions(peers: Installation, repeats: int, scale: float) -> tuple[Rows, l
                 measurement.prefill()
                 if has_throughput:
                     measurement.throughput(scale)
-            rows += [
-                {"part": f"tokens/s in {precision}", "way": name}
-                | measurement.rates(name)
-                | {"first tokens as Baton's, %": agreement[name]}
-                for name in candidates
-            ]
+            rows += measurement.rows(f"tokens/s in {precision}", agreement)
             wanted = {decode_figure(size): 1.0 if size == 1 else 1.1 for size in BATCH_SIZES}
             if has_throughput:
                 wanted |= {PREFILL: 1.0, THROUGHPUT: 1.15}
@@ -223,12 +227,7 @@ def moe(peers: Installation, repeats: int, scale: float) -> tuple[Rows, list[Goa
         for _ in range(repeats):
             for batch_size in BATCH_SIZES:
                 measurement.decode(batch_size, max(32, int(128 * scale)))
-        rows: Rows = [
-            {"part": "tokens/s of a mixture of experts in bfloat16", "way": name}
-            | measurement.rates(name)
-            | {"first tokens as Baton's, %": agreement[name]}
-            for name in candidates
-        ]
+        rows = measurement.rows("tokens/s of a mixture of experts in bfloat16", agreement)
         goal = Goal(
             "decode of 1 in a mixture of experts against llama.cpp",
             measurement.ratio(decode_figure(1)),

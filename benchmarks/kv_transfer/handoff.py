@@ -2,7 +2,7 @@
 
     PYTHONPATH=benchmarks python benchmarks/kv_transfer/handoff.py [--repeats 5] [--quick]
 
-Run this script after `make bench SUBJECT=kv_transfer`. The script adds its figures to that result.
+The script writes two parts of the result of `make bench SUBJECT=kv_transfer`, and keeps the others.
 
 Engines are processes with one compute thread each. Prefill engines run on one core, decode engines
 on another. The model is a Llama of 340 million parameters. Its KV block has 4 MiB, like a block of
@@ -82,18 +82,6 @@ MODEL = {
 }
 QUICK = {"num_layers": 4}
 KV_BYTES = 2**28
-#: What the figures mean, and what limits them.
-REMARKS = (
-    "Hidden is 1 - visible / alone. Visible is the time from the end of a prompt's last prefill "
-    "step to the verification of the last block, with prefill in chunks of one block. Alone is "
-    "the time of the transfer if it begins after a prefill in one step. The last block travels "
-    "from the last layer's attention on, beside the rest of the step. Growth is the median "
-    "difference between a hand-off and its partner: the same decode engine prefills a prompt of "
-    "that length itself, right before or after it. growth_error_ms is that median's standard "
-    "error. Waited is the part of the growth before the second token's step begins: the hand-off "
-    "itself. The rest is that step, one token's decode in both cases. Its time varies with the "
-    "memory bandwidth that the machine has left."
-)
 START_TIMEOUT_S = 120.0
 REQUEST_TIMEOUT_S = 120.0
 #: Ways to prefill.
@@ -517,10 +505,8 @@ def main() -> None:
     report.print_table(rows)
     if args.quick:
         report.show(goals)
-    elif (report.RESULTS / report.machine() / "kv_transfer.json").exists():
-        report.replace("kv_transfer", rows, goals, remarks=REMARKS)
     else:
-        report.write("kv_transfer", rows, goals, remarks=REMARKS, repeats=args.repeats)
+        report.replace("kv_transfer", rows, goals, repeats=args.repeats)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,6 @@ def main() -> None:
         services=args.services,
         control_plane=args.control_plane,
         rest_seconds=args.rest,
-        remarks="Operator, API server, fake nodes and the measuring process share the cores.",
     )
 
 

