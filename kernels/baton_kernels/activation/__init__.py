@@ -1,5 +1,8 @@
 """Gated activations of MLPs.
 
+The implementations are C++ (../cpu/source/elementwise.h), torch (reference.py) and Triton
+(triton_kernel.py).
+
 Counted cost (`benchmarks/kernels/costs.py`):
 
     bytes       gate, up and result

@@ -18,6 +18,9 @@ rows `cu_seqlens_q[s] : cu_seqlens_q[s + 1]`. These queries are the last of the 
 `seq_lens[s]` tokens. Slots past the sequence's end may hold stale bytes or NaN, which never affect
 the result.
 
+The implementations are C++ (../cpu/source/attention.h), torch (torch_cpu.py) and Triton
+(triton_kernel.py).
+
 Counted cost (`benchmarks/kernels/costs.py`):
 
     bytes       keys and values of each sequence, queries, results and block ids

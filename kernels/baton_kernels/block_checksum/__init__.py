@@ -8,7 +8,8 @@ A run is a contiguous range of memory. Its word sum is:
     u(k) = mix(k + 0x9E3779B97F4A7C15) OR 1       mix is splitmix64's finalizer
     sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64      in any order
 
-All implementations return the same bits: C++, Triton, torch, and numpy in the KV connector.
+All implementations return the same bits: C++ (../cpu/source/block_checksum.h), torch
+(reference.py), Triton (triton_kernel.py), and numpy in the KV connector.
 
 Counted cost (`benchmarks/kernels/costs.py`):
 

@@ -5,6 +5,8 @@
 Pairs take effect in order. Caches have the shape [num_blocks, ...] and are contiguous, so a block
 is one run of bytes with all heads and layers.
 
+There is no C++: torch copies blocks on a CPU, and Triton (triton_kernel.py) on a GPU.
+
 Counted cost (`benchmarks/kernels/costs.py`):
 
     bytes       of a copy: the blocks, read and written; of a swap: the blocks once

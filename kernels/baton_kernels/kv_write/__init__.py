@@ -5,6 +5,9 @@
 Values are stored in the same way. Tokens with a negative slot (padding, warm-up) are not stored. No
 caller uses the scales yet. They are for fp8 KV caches.
 
+The implementations are C++ (../cpu/source/elementwise.h), torch (torch_cpu.py) and Triton
+(triton_kernel.py).
+
 Counted cost (`benchmarks/kernels/costs.py`):
 
     bytes       keys and values, read and written, and the slots

@@ -4,8 +4,13 @@ On a CPU a weight may be packed or quantized. For plain float32 weights, torch c
 which takes slower paths on processors that are not Intel's. The engine's benchmark prints the rates
 of plain and of packed weights.
 
-    packed      weights reordered for a faster product
-    quantized   weights in int8 or int4
+    packed      weights reordered for a faster product: C++ (../cpu/source/linear.h) or oneDNN
+    quantized   weights in int8 or int4: C++ (../cpu/source/quantized_linear.h) or torch
+
+For output o and input i, with values in [-127, 127] or [-8, 7]:
+
+    int8        W[o, i] ~ values[o, i] * scales[o]
+    int4        W[o, i] ~ values[o, i] * scales[o, i // 32]
 """
 
 from __future__ import annotations

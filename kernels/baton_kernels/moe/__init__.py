@@ -8,6 +8,9 @@
 An id outside [0, num_experts), such as -1, means an expert of another rank. Such an expert
 contributes zeros, whatever the weight.
 
+The implementations are C++ (../cpu/source/moe.h), torch (experts_cpu.py) and Triton
+(triton_kernel.py).
+
 Counted cost (`benchmarks/kernels/costs.py`):
 
     bytes       weights of the chosen experts, and tokens in and out

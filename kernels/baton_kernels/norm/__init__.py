@@ -2,6 +2,9 @@
 
     y = x / sqrt(mean(x^2) + eps) * weight
 
+The implementations are C++ (../cpu/source/elementwise.h), torch (reference.py) and Triton
+(triton_kernel.py).
+
 Counted cost (`benchmarks/kernels/costs.py`):
 
     bytes       rows and residuals, read and written

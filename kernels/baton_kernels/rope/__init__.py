@@ -6,6 +6,9 @@ p * inv_freq[i], as in Hugging Face checkpoints:
     y[i]       = x[i] * cos - x[i + d/2] * sin
     y[i + d/2] = x[i + d/2] * cos + x[i] * sin
 
+The implementations are C++ (../cpu/source/elementwise.h), torch (reference.py) and Triton
+(triton_kernel.py).
+
 Counted cost (`benchmarks/kernels/costs.py`):
 
     bytes       queries and keys, read and written, and the angles
