@@ -22,7 +22,7 @@ help:
 	@echo "make images         build the images of docker/ with buildah, each with an archive and an SBOM in build/images (ARGS=\"--only gateway\")"
 	@echo "make test-images    run the built images as pods run them: user 65532, a read-only root (as root)"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
-	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json"
+	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json (SUBJECT=engine ARGS=\"--peers --repeats 5\": beside vLLM, llama.cpp and OpenVINO, 75 minutes, and 6 GB once)"
 	@echo "make gpu            tests and benchmarks on a machine with a GPU, with its python3, torch and triton (PARTS=\"tests engine tune bench\")"
 	@echo "make gpu-wheels     downloads what make gpu needs on a machine without a network"
 

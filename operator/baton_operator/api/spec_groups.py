@@ -107,7 +107,9 @@ class PrefillAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
 class DecodeAutoscaling(AutoscalingBounds, kw_only=True, frozen=True):
     """Autoscaling of the decode group by the inter-token latency. replicas is the initial size."""
 
-    itl_milliseconds: Milliseconds  #: Target for the time from one token of a sequence to the next.
+    #: Target for the time from one token of a sequence to the next. It controls the number of pods;
+    #: engine.targetItlMilliseconds controls the steps of each engine.
+    itl_milliseconds: Milliseconds
     #: Target for the time to first token while the service has no prefill pods. Unset: no target.
     ttft_milliseconds: Milliseconds | None = None
     #: Target for the percentage of KV blocks in use. The other blocks let sequences grow.
