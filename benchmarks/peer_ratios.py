@@ -74,7 +74,9 @@ def statistic(rows: Rows) -> str:
             "of the repeats, so the ratios below are ratios of medians."
         )
     text = "A ratio is the median of the ratios of paired repeats, as in the goals."
-    return text + "".join(f" In {part} it is the ratio of the medians." for part in single)
+    if single:
+        text += f" It is the ratio of the medians in parts without repeats: {'; '.join(single)}."
+    return text
 
 
 def rates(found: list[Comparison]) -> list[list[str]]:
