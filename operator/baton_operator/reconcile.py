@@ -189,21 +189,23 @@ class Reconciler:
             # 2. Drain marked members. The topology was read before. So if it shows that a member
             # stands by, the requests are counted after the member has left the topology.
             await drain_members(self._drainer, observed)
-            # 3. Compute what should exist.
+            # 3. Find members that are paused or asleep. They do not stall a rollout.
+            await self._probes.find_suspended(observed)
+            # 4. Compute what should exist.
             await self._decide(state)
-            # 4. Write the objects other than member pods.
+            # 5. Write the objects other than member pods.
             await self._write_objects(state)
-            # 5. Take the next step of each group of members, even if an object was refused.
+            # 6. Take the next step of each group of members, even if an object was refused.
             if await self._move_members(state):
-                # 6. Delete ConfigMaps that no pod needs.
+                # 7. Delete ConfigMaps that no pod needs.
                 await self._collect(state)
         except StaleReadError:
             raise
         except Exception as error:  # after any error the status must not stay Ready
             state.fail(error)
-        # 7. Send the status probes, and pass the groups to the autoscaler, even if a step failed.
+        # 8. Send the status probes, and pass the groups to the autoscaler, even if a step failed.
         groups = await self._probe_groups(state)
-        # 8. Report.
+        # 9. Report.
         state.is_ready = await self._report(state, groups)
         return state
 

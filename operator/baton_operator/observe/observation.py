@@ -68,6 +68,8 @@ class Observation(msgspec.Struct, kw_only=True):
     topology: TopologyStatus | None = None
     #: Replies of members that fetch or load the model, by pod name.
     loading: dict[str, Health] = {}
+    #: Replies to `GET /ready` of members that are paused or asleep, by pod name.
+    suspended: dict[str, Health] = {}
     #: KV compatibility that engines reported, by pod name.
     kv: Mapping[str, KVCompatibility] = {}
     #: Secrets and ConfigMaps that pods wait for and that do not exist.

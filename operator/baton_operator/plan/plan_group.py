@@ -53,6 +53,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     deletion: datetime | None = None  # end of the grace period; None: it is not being deleted
     created: datetime | None = None
     unready_since: datetime | None = None  # last ready, or else created; None: it is ready
+    suspended: bool = False  # a client has paused the engine or put it to sleep
     expert_group: str = ""  # ranks with the same value can share a topology; empty: no rank
     #: Since when the pod has been unschedulable only because other pods use the resources.
     no_room_since: datetime | None = None
@@ -213,10 +214,10 @@ def _progress_deadline_of(newest: list[Member], update: Update, now: datetime) -
     """Return the state of the progress deadline.
 
     After this deadline new members that are not ready stall the rollout. New members that
-    fit on no node are ignored.
+    fit on no node, or that are paused or asleep, are ignored.
     """
-    unready = (m.unready_since for m in newest if m.no_room_since is None)
-    return _timeout(unready, update.progress_deadline_s, now)
+    pending = (m for m in newest if m.no_room_since is None and not m.suspended)
+    return _timeout((m.unready_since for m in pending), update.progress_deadline_s, now)
 
 
 def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> Timeout:

@@ -15,7 +15,8 @@ import msgspec
 from baton_kube.client import SERVICE_ACCOUNT, Object
 from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe.observation import Reference, condition, is_ready, parse_time
-from baton_operator.status.reasons import Failure
+from baton_operator.status.reasons import Failure, Progress
+from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.progress import Health
 
 #: The last line of a component whose configuration is wrong (docs/internals/pods.md).
@@ -39,6 +40,20 @@ class Diagnosis(msgspec.Struct, frozen=True):
     reason: str
     message: str
 
+
+class Suspension(NamedTuple):
+    """Why an engine admits no requests although nothing has failed, and how to end that."""
+
+    reason: Progress
+    state: str
+    remedy: str
+
+
+#: By the reason in the engine's reply to `GET /ready`.
+SUSPENSIONS = {
+    "Asleep": Suspension(Progress.ENGINE_ASLEEP, "asleep", "wake up with POST /wake_up"),
+    "Paused": Suspension(Progress.ENGINE_PAUSED, "paused", "resume with POST /resume"),
+}
 
 Policy = Callable[[Object], Diagnosis | None]
 
@@ -237,6 +252,27 @@ def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
     under_way = still_loading(pods, measured)
     return f"; {under_way.message}" if under_way else ""
+
+
+def suspended_engines(pods: list[Object], replies: Mapping[str, Health]) -> Diagnosis | None:
+    """Return which engines are asleep or paused, and how to resume them.
+
+    Args:
+        replies: replies to `GET /ready` of the engines that are asleep or paused, by pod name.
+
+    Returns:
+        None if no engine in `pods` is asleep or paused.
+    """
+    found = []
+    for reply, (reason, state, remedy) in SUSPENSIONS.items():
+        names = {name for name, health in replies.items() if health.reason == reply}
+        if suspended := [pod for pod in pods if pod["metadata"]["name"] in names]:
+            verb = "are" if len(suspended) > 1 else "is"
+            text = f"{named(suspended)} {verb} {state}; {remedy} on port {ENGINE_HTTP_PORT}"
+            found.append(Diagnosis(reason, text))
+    if not found:
+        return None
+    return Diagnosis(found[0].reason, "; ".join(each.message for each in found))
 
 
 def may_lack_objects(pod: Object) -> bool:

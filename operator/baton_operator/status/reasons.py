@@ -19,6 +19,9 @@ class Progress(StrEnum):
     WAITING_FOR_CAPACITY = "WaitingForCapacity"
     SCALED_TO_ZERO = "ScaledToZero"
     ROUTE_PENDING = "RoutePending"
+    # Of engines that a client has paused or put to sleep.
+    ENGINE_ASLEEP = "EngineAsleep"
+    ENGINE_PAUSED = "EnginePaused"
     # Of pods that fetch or load the model.
     FETCHING = "Fetching"
     LOADING = "Loading"

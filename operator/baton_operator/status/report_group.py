@@ -22,6 +22,7 @@ from baton_operator.status.diagnose import (
     is_leaving,
     named,
     still_loading,
+    suspended_engines,
     tries_again,
 )
 from baton_operator.status.reasons import Failure, Progress, Settled
@@ -50,6 +51,8 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     autoscaling: AutoscalingStatus | None = None
     #: Replies of pods that fetch or load the model, by name.
     loading: Mapping[str, Health] = {}
+    #: Replies of engines that are paused or asleep, by pod name.
+    suspended: Mapping[str, Health] = {}
     #: Why the API server refuses further pods.
     refusal: Refusal | None = None
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
@@ -78,7 +81,7 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     def ready(self) -> int:
         """Number of current pods that serve, of any revision."""
         if self.topology is not None and self.topology.reachable:
-            return len(self.current_names & self.topology.serving)
+            return len((self.current_names & self.topology.serving) - self.suspended.keys())
         return sum(map(is_ready, self.current))
 
     @property
@@ -130,6 +133,7 @@ def member_group(
         topology=_topology(observed, resolved) if template.expert_group else None,
         autoscaling=autoscaling,
         loading=observed.loading,
+        suspended=observed.suspended,
         refusal=refusal,
         missing=observed.missing,
         coordinators=coordinators,
@@ -269,6 +273,8 @@ def _obstacles(group: ReportedGroup) -> Iterator[Diagnosis]:
         if scaling.status == "True" or scaling.reason == Failure.SCALE_FAILED or is_lost:
             yield Diagnosis(scaling.reason, scaling.message)
     current = group.current
+    if suspended := suspended_engines(current, group.suspended):
+        yield suspended
     if going := [pod for pod in group.pods if pod not in current]:
         yield Diagnosis(Progress.DRAINING, f"waiting for {named(going)} to end")
     if group.outdated:

@@ -15,7 +15,14 @@ from baton_operator.api.llmservice import Spec
 from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan.plan_group import STUCK_TERMINATING
 from baton_operator.plan.refused_pods import POD_REFUSED, QUOTA_EXCEEDED
-from baton_operator.status.diagnose import Diagnosis, Verdict, diagnose, is_leaving, named
+from baton_operator.status.diagnose import (
+    Diagnosis,
+    Verdict,
+    diagnose,
+    is_leaving,
+    named,
+    suspended_engines,
+)
 from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_group import ReportedGroup
 
@@ -24,6 +31,8 @@ _ORDER = (
     Failure.ROLLOUT_STALLED,
     POD_REFUSED,
     Progress.WAITING_FOR_CAPACITY,
+    Progress.ENGINE_ASLEEP,
+    Progress.ENGINE_PAUSED,
     Progress.DRAINING,
     Progress.STARTING,
     Progress.REPLACING,
@@ -87,7 +96,8 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     late = [
         pod
         for pod in unready
-        if now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)
+        if pod["metadata"]["name"] not in group.suspended
+        and now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)
     ]
     if late:
         why = f"{named(late)} not ready within {progress_deadline_s} s"
@@ -104,6 +114,8 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
         return Diagnosis(
             Progress.WAITING_FOR_CAPACITY if is_full else POD_REFUSED, group.refusal.message
         )
+    if suspended := suspended_engines(unready, group.suspended):
+        return suspended
     if going := [pod for pod in rollout.old if is_leaving(pod)]:
         return Diagnosis(Progress.DRAINING, f"waiting for {named(going)} to drain and end")
     if unready:

@@ -1,7 +1,7 @@
-"""Send requests for state that only the status shows.
+"""Send requests for state that the status shows.
 
-Pods report loading progress and KV compatibility. The API server shows which Secrets and ConfigMaps
-do not exist although pods wait for them.
+Pods report loading progress, KV compatibility, and whether they are paused or asleep. The API
+server shows which Secrets and ConfigMaps do not exist although pods wait for them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from baton_operator import names
 from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.kinds import Kube
-from baton_operator.observe.observation import Observation, Reference, is_ready
+from baton_operator.observe.observation import Observation, Reference, is_ready, member
 from baton_operator.observe.pod_clients import read_body
-from baton_operator.status.diagnose import by_name, is_leaving, may_lack_objects, references
+from baton_operator.status.diagnose import (
+    SUSPENSIONS,
+    by_name,
+    is_leaving,
+    may_lack_objects,
+    references,
+)
 from baton_operator.status.reasons import Progress
 from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.kv_compatibility import KVCompatibility
@@ -28,13 +34,14 @@ from baton_protocol.progress import Health
 TIMEOUT_S = 1.0
 #: Concurrent requests to ready engines, over all services.
 CONCURRENCY = 16
-#: Maximum number of loading pods that one reconcile probes. Also the maximum number of Secrets and
-#: ConfigMaps that one reconcile requests. Conditions name only the first ones.
+#: Maximum number of pods that one reconcile probes for loading progress, and of those that it
+#: probes for a pause or sleep. Also the maximum number of Secrets and ConfigMaps that one reconcile
+#: requests. Conditions name only the first ones.
 MAX_PROBED = 16
 
 
 class StatusProbes:
-    """Sends `GET /health` to members, and caches their KV compatibility.
+    """Sends `GET /health` and `GET /ready` to members, and caches their KV compatibility.
 
     Args:
         session: HTTP session for requests to pods. None: no such request is sent.
@@ -47,6 +54,15 @@ class StatusProbes:
         #: KV compatibility by engine process, from `_process`. The compatibility of a process never
         #: changes, so each process gets one request. None: the engine has no KV role.
         self._known: dict[names.Key, dict[str, KVCompatibility | None]] = {}
+
+    async def find_suspended(self, observed: Observation) -> None:
+        """Store in `observed` which members are paused or asleep, for planner and status."""
+        observed.suspended = await self.suspended(observed.pods)
+        for role, members in observed.members.items():
+            observed.members[role] = [
+                msgspec.structs.replace(each, suspended=each.name in observed.suspended)
+                for each in members
+            ]
 
     async def fill_in(self, kube: Kube, observed: Observation, resolved: ResolvedService) -> None:
         """Send the probes, and store the results in `loading`, `missing` and `kv` of `observed`."""
@@ -69,12 +85,26 @@ class StatusProbes:
 
     async def loading(self, pods: list[Object]) -> dict[str, Health]:
         """Return the health replies of members that fetch or load the model, by pod name."""
-        probed = by_name(filter(_may_load, pods))[:MAX_PROBED]
-        replies = await asyncio.gather(*map(self._health, probed))
+        probed = by_name(filter(_is_unready_member, pods))[:MAX_PROBED]
+        return await self._replies(probed, "/health", (Progress.FETCHING, Progress.LOADING))
+
+    async def suspended(self, pods: list[Object]) -> dict[str, Health]:
+        """Return the replies to `GET /ready` of members that are paused or asleep, by pod name.
+
+        Members that have started and are not ready are probed.
+        """
+        started = (pod for pod in pods if _is_unready_member(pod) and member(pod).serving)
+        return await self._replies(by_name(started)[:MAX_PROBED], "/ready", SUSPENSIONS)
+
+    async def _replies(
+        self, pods: list[Object], path: str, reasons: Collection[str]
+    ) -> dict[str, Health]:
+        """Return the replies of `pods` that have one of `reasons`, by pod name."""
+        replies = await asyncio.gather(*(self._get(pod, path) for pod in pods))
         return {
-            pod["metadata"]["name"]: health
-            for pod, health in zip(probed, replies, strict=True)
-            if health is not None and health.reason in (Progress.FETCHING, Progress.LOADING)
+            pod["metadata"]["name"]: reply
+            for pod, reply in zip(pods, replies, strict=True)
+            if reply is not None and reply.reason in reasons
         }
 
     async def kv(self, key: names.Key, pods: list[Object]) -> dict[str, KVCompatibility]:
@@ -99,14 +129,14 @@ class StatusProbes:
 
     async def _health_in_turn(self, pod: Object) -> Health | None:
         async with self._slots:
-            return await self._health(pod)
+            return await self._get(pod, "/health")
 
-    async def _health(self, pod: Object) -> Health | None:
-        """Return the pod's reply to `GET /health`; None if there is no valid reply."""
+    async def _get(self, pod: Object, path: str) -> Health | None:
+        """Return the pod's reply to a GET request; None if there is no valid reply."""
         host = (pod.get("status") or {}).get("podIP")
         if self._session is None or not host:
             return None
-        url = f"http://{names.url_host(host)}:{self._port}/health"
+        url = f"http://{names.url_host(host)}:{self._port}{path}"
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
@@ -120,7 +150,7 @@ def is_progress_expected(pods: list[Object], loading: Mapping[str, Health]) -> b
 
     True if a pod reports progress now, or if a starting pod has not reported progress yet.
     """
-    return bool(loading) or any(_may_load(pod) and _is_starting(pod) for pod in pods)
+    return bool(loading) or any(_is_unready_member(pod) and _is_starting(pod) for pod in pods)
 
 
 async def find_missing(
@@ -156,7 +186,7 @@ def _is_member(pod: Object) -> bool:
     return pod["metadata"]["labels"].get(names.LABEL_ROLE) in names.MEMBER_ROLES
 
 
-def _may_load(pod: Object) -> bool:
+def _is_unready_member(pod: Object) -> bool:
     has_address = bool((pod.get("status") or {}).get("podIP"))
     return _is_member(pod) and has_address and not is_ready(pod) and not is_leaving(pod)
 

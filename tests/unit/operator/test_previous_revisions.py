@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from baton_kube.client import Object
+from baton_operator.observe.observation import is_ready
+from baton_operator.status.status_probes import StatusProbes
+from baton_protocol.progress import Health
 from support.operator.simulation.service import Service, settled
 
 SPEC: dict[str, Any] = {
@@ -78,6 +82,27 @@ def test_pods_that_die_during_a_stalled_rollout_get_the_previous_revision(servic
     assert before not in revisions(service)
     status = service.object()["status"]
     assert status["servedRevision"] == status["specRevision"]
+
+
+def test_a_new_pod_that_sleeps_does_not_stall_the_rollout(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def suspended(_: StatusProbes, pods: list[Object]) -> dict[str, Health]:
+        return {pod["metadata"]["name"]: Health("Asleep", "m") for pod in pods if not is_ready(pod)}
+
+    monkeypatch.setattr(StatusProbes, "suspended", suspended)
+    (before,) = revisions(service)
+    service.patch(EDIT)
+    rounds(service, 20)
+    conditions = {each["type"]: each for each in service.object()["status"]["conditions"]}
+    assert conditions["Updating"]["reason"] == "EngineAsleep"
+    assert conditions["DecodeReady"]["reason"] == "EngineAsleep"
+    lose(service, before)
+    service.reconcile()
+    service.world(lambda: True, 6.0)
+    rounds(service, 2)
+    assert before not in revisions(service), "lost pods are replaced by the new revision"
+    assert len(service.pods()) >= 2
 
 
 def test_pods_that_die_in_a_pause_during_a_rollout_get_the_previous_revision(

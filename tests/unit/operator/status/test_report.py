@@ -15,6 +15,7 @@ from baton_operator.reconcile_problems import InvalidSpec, Problem
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup, group_verdict, refusal_of_deployment
+from baton_protocol.progress import Health
 from support.operator.services import NOW, pod, resolved, service
 
 FATAL = {
@@ -33,8 +34,16 @@ def just_started(seconds: float) -> Object:
     return {"running": {"startedAt": (NOW - timedelta(seconds=seconds)).isoformat()}}
 
 
-def decode(pods: list[Object], desired: int = 1) -> ReportedGroup:
-    return ReportedGroup(role="decode", desired=desired, pods=pods, revision="new")
+def decode(pods: list[Object], desired: int = 1, **suspended: str) -> ReportedGroup:
+    """Return a decode group.
+
+    Args:
+        suspended: reasons in the replies of paused and sleeping engines, by the pod's letter.
+    """
+    replies = {f"demo-decode-{letter}": Health(reply, "m") for letter, reply in suspended.items()}
+    return ReportedGroup(
+        role="decode", desired=desired, pods=pods, revision="new", suspended=replies
+    )
 
 
 VERDICTS: dict[str, tuple[ReportedGroup, str, str, str]] = {
@@ -87,6 +96,27 @@ VERDICTS: dict[str, tuple[ReportedGroup, str, str, str]] = {
         "False", "ImagePull", "not found",
     ),
     "no capacity": (decode([pod(conditions=[UNSCHEDULABLE])]), "False", "NoCapacity", "free GPU"),
+    "an engine that sleeps": (
+        decode([pod("demo-decode-a")], a="Asleep"), "False", "EngineAsleep",
+        "pod demo-decode-a is asleep; wake up with POST /wake_up on port 8000; 0 of 1",
+    ),
+    "two paused engines and one that sleeps": (
+        decode(
+            [pod(f"demo-decode-{letter}") for letter in "abc"], 3, a="Paused", b="Asleep",
+            c="Paused",
+        ),
+        "False", "EngineAsleep",
+        "pod demo-decode-b is asleep; wake up with POST /wake_up on port 8000; pods demo-decode-a, "
+        "demo-decode-c are paused; resume with POST /resume on port 8000; 0 of 3",
+    ),
+    "a paused engine beside a failure": (
+        decode([pod("demo-decode-a"), pod(state=BACK_OFF, last=FATAL)], 2, a="Paused"), "False",
+        "ModelNotFound", "/models/x",
+    ),
+    "a paused engine that is being drained": (
+        decode([pod("demo-decode-a", draining=True)], a="Paused"), "False", "Draining",
+        "waiting for pod demo-decode-a to end",
+    ),
     "a node that refuses the pod": (
         decode([pod(phase="Failed", status={"reason": "OutOfcpu", "message": "no cpu left"})]),
         "False", "PodFailed", "OutOfcpu: no cpu left",
@@ -209,6 +239,10 @@ AVAILABILITY: dict[str, tuple[dict[str, ReportedGroup], str, str, str, str]] = {
     "only a decode pod that drains": (
         {"decode": decode([pod(ready=True, draining=True)])}, "False", "False", "Draining",
         "0 of 1 decode pods",
+    ),
+    "only a decode pod that sleeps": (
+        {"decode": decode([pod("demo-decode-a")], a="Asleep")}, "False", "False", "EngineAsleep",
+        "pod demo-decode-a is asleep",
     ),
     "scaled to zero by hand": (
         {"decode": sleeping(None)}, "False", "False", "ScaledToZero", "set spec.decode.replicas",

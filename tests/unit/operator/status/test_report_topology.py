@@ -22,6 +22,7 @@ from baton_operator.plan.topology_view import (
 )
 from baton_operator.status.report_group import ReportedGroup, group_verdict
 from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
+from baton_protocol.progress import Health
 from baton_protocol.topology import (
     MemberStatus,
     OperationPhase,
@@ -247,6 +248,24 @@ def test_ready_counts_serving_ranks() -> None:
     assert group_verdict(first)[:2] == ("False", "Starting"), (
         "the condition must be that of a starting group"
     )
+
+
+def test_ranks_that_are_paused_or_asleep_do_not_serve() -> None:
+    pods = [pod(f"demo-decode-{ordinal}") for ordinal in range(2)]
+    topology = GroupTopology(status=status("demo-decode-0", "demo-decode-1"), reachable=True)
+    group = ReportedGroup(
+        role="decode",
+        desired=2,
+        pods=pods,
+        revision="new",
+        topology=topology,
+        suspended={"demo-decode-1": Health("Paused", "m")},
+    )
+    assert group.ready == 1
+    verdict = group_verdict(group)
+    assert verdict[:2] == ("False", "EnginePaused")
+    assert verdict[2].startswith("pod demo-decode-1 is paused;")
+    assert verdict[2].endswith("1 of 2 decode ranks serve")
 
 
 def test_problems_of_the_coordinator_are_reported_for_its_ranks() -> None:

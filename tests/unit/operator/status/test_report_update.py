@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +12,7 @@ from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup
+from baton_protocol.progress import Health
 from support.operator.services import NOW, pod, resolved, service
 
 DEADLINE_S = 600
@@ -99,9 +101,11 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
 }  # fmt: skip
 
 
-def reported(pods: list[Object], **spec: Any) -> Any:
+def reported(pods: list[Object], suspended: Mapping[str, Health] = {}, **spec: Any) -> Any:
     groups: dict[Any, ReportedGroup] = {
-        "decode": ReportedGroup(role="decode", desired=2, pods=pods, revision="new")
+        "decode": ReportedGroup(
+            role="decode", desired=2, pods=pods, revision="new", suspended=suspended
+        )
     }
     return report(service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW)
 
@@ -118,6 +122,27 @@ def test_the_updating_condition(pods: list[Object], status: str, reason: str, te
     verdict = condition(reported(pods), "Updating")
     assert verdict[:2] == (status, reason)
     assert text in verdict[2]
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason", "text"),
+    [
+        ("Asleep", "EngineAsleep", "pod demo-decode-2 is asleep; wake up with POST /wake_up on"),
+        ("Paused", "EnginePaused", "pod demo-decode-2 is paused; resume with POST /resume on"),
+    ],
+)
+def test_a_new_pod_that_is_paused_or_asleep_does_not_stall_the_rollout(
+    reply: str, reason: str, text: str
+) -> None:
+    suspended = {"demo-decode-2": Health(reply, "m")}
+    pods = [old(0), old(1), made(new(2), **LATE)]
+    verdict = condition(reported(pods, suspended), "Updating")
+    assert verdict[:2] == ("True", reason)
+    assert text in verdict[2]
+    late = [*pods, made(new(3), **LATE)]
+    verdict = condition(reported(late, suspended), "Updating")
+    assert verdict[:2] == ("False", "RolloutStalled")
+    assert "decode: pod demo-decode-3 not ready" in verdict[2]
 
 
 def test_a_pause_is_reported_with_the_waiting_pods() -> None:

@@ -70,6 +70,8 @@ NOT_REASONS = {
         "ResolvedRefs",
     ),
     *("RunContainerError", "Succeeded", "Unschedulable"),
+    # Reasons of an engine in `GET /ready`.
+    "Asleep",
     # Fields of objects and columns of kubectl.
     *(
         "Age",

@@ -1,0 +1,90 @@
+"""Probes of engines that are paused or asleep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+
+from baton_kube.client import Object
+from baton_operator.names import Key
+from baton_operator.observe.freshness import Freshness
+from baton_operator.observe.observation import Observation, member
+from baton_operator.status import status_probes
+from baton_operator.status.status_probes import StatusProbes
+from baton_protocol.progress import Health
+from support.http_server import serving
+from support.operator.services import pod
+
+REPLIES = {
+    "127.0.0.1": Health("Asleep", "the engine sleeps at level 1"),
+    "127.0.0.2": Health("Paused", "the engine is paused"),
+    "127.0.0.3": Health("Loading", "loading /m"),
+}
+STARTS = {"name": "engine", "started": False, "state": {"running": {}}}
+
+
+class Engines:
+    """Responds to GET /ready at any address of 127.0.0.0/8 as an engine that is not ready."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def ready(self, request: web.Request) -> web.Response:
+        host = request.host.partition(":")[0]
+        self.asked.append(host)
+        return web.Response(status=503, body=msgspec.json.encode(REPLIES[host]))
+
+    def serve(self) -> Any:
+        return serving(web.get("/ready", self.ready), host="0.0.0.0")
+
+
+def at(host: str, ordinal: int, **options: Any) -> Object:
+    status = options.pop("status", {})
+    return pod(f"demo-decode-{ordinal}", status={"podIP": host, **status}, **options)
+
+
+async def test_paused_and_sleeping_members_are_stored_for_the_planner_and_the_status() -> None:
+    pods = [
+        at("127.0.0.1", 0),
+        at("127.0.0.2", 1),
+        at("127.0.0.3", 2),
+        at("127.0.0.1", 3, ready=True),
+        at("127.0.0.1", 4, draining=True),
+        at("127.0.0.1", 5, status={"containerStatuses": [STARTS]}),
+    ]
+    observed = Observation(
+        key=Key("default", "demo"),
+        freshness=Freshness(),
+        service={},
+        pods=pods,
+        strays=[],
+        objects={},
+        kinds=set(),
+        key_secret=None,
+        service_key=None,
+        members={"decode": list(map(member, pods)), "prefill": []},
+    )
+    engines = Engines()
+    async with engines.serve() as port, aiohttp.ClientSession() as session:
+        await StatusProbes(session, port).find_suspended(observed)
+    assert sorted(engines.asked) == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+    assert observed.suspended == {
+        "demo-decode-0": REPLIES["127.0.0.1"],
+        "demo-decode-1": REPLIES["127.0.0.2"],
+    }
+    suspended = [each.name for each in observed.members["decode"] if each.suspended]
+    assert suspended == ["demo-decode-0", "demo-decode-1"]
+
+
+async def test_the_number_of_probed_members_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_probes, "MAX_PROBED", 2)
+    pods = [at("127.0.0.1", ordinal) for ordinal in (2, 1, 0)]
+    engines = Engines()
+    async with engines.serve() as port, aiohttp.ClientSession() as session:
+        found = await StatusProbes(session, port).suspended(pods)
+    assert sorted(found) == ["demo-decode-0", "demo-decode-1"]
+    assert len(engines.asked) == 2
