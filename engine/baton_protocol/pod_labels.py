@@ -1,4 +1,4 @@
-"""Pod labels and annotations that more than one component reads (docs/internals/pods.md)."""
+"""Labels and annotations that more than one component reads (docs/internals/pods.md)."""
 
 from __future__ import annotations
 
@@ -8,3 +8,5 @@ LABEL_SERVICE = f"{GROUP}/service"
 LABEL_ROLE = f"{GROUP}/role"
 #: "true": gateways send the member no new request.
 ANNOTATION_DRAINING = f"{GROUP}/draining"
+#: "true" on the gateway's Service: no decode engine starts until the service is scaled up by hand.
+ANNOTATION_SCALED_TO_ZERO = f"{GROUP}/scaled-to-zero"

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 # `as` exports the imported names from this module.
 from baton_protocol.pod_labels import ANNOTATION_DRAINING as ANNOTATION_DRAINING
+from baton_protocol.pod_labels import ANNOTATION_SCALED_TO_ZERO as ANNOTATION_SCALED_TO_ZERO
 from baton_protocol.pod_labels import GROUP as GROUP
 from baton_protocol.pod_labels import LABEL_ROLE as LABEL_ROLE
 from baton_protocol.pod_labels import LABEL_SERVICE as LABEL_SERVICE

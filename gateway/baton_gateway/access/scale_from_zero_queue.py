@@ -2,7 +2,8 @@
 
 The gauge `baton:requests_held` is the queue's length. While the length is above 0, the autoscaler
 starts a decode engine. If the queue is full or the wait is too long, a request gets 503 with
-Retry-After.
+Retry-After. If the service is scaled to zero by hand, a request gets 503 at once, because it would
+wait in vain.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from baton_gateway.routing.pool import EnginePool
 KEEP_ALIVE_S = 10.0
 #: Retry-After of a refused request in seconds. A model takes at least this long to load.
 RETRY_AFTER_S = 10
+#: Retry-After while the service is scaled to zero by hand.
+SCALED_TO_ZERO_RETRY_AFTER_S = 60
 
 
 class ScaleFromZeroQueue:
@@ -46,13 +49,23 @@ class ScaleFromZeroQueue:
     async def wait(self, keep_alive: Callable[[], Awaitable[None]]) -> None:
         """Wait until a decode engine is available. Return immediately if the queue is not enabled.
 
+        Without an engine, a request of a service that is scaled to zero by hand is refused.
+
         Args:
             keep_alive: called every KEEP_ALIVE_S during the wait.
 
         Raises:
-            APIError: 503, because no engine started in time or the queue is full.
+            APIError: 503, because no engine started in time, the queue is full, or the service is
+                scaled to zero by hand.
         """
-        if not self.is_enabled or self._pool.available("decode"):
+        if self._pool.available("decode"):
+            return
+        if self._pool.is_scaled_to_zero:
+            raise _refusal(
+                "The service is scaled to zero, and serves no request until it is scaled up.",
+                SCALED_TO_ZERO_RETRY_AFTER_S,
+            )
+        if not self.is_enabled:
             return
         if len(self._held) >= self._limit:
             raise _refusal(
@@ -78,5 +91,5 @@ class ScaleFromZeroQueue:
             timeout.reschedule(now)
 
 
-def _refusal(message: str) -> APIError:
-    return APIError(503, message, code="no_ready_engine", retry_after_s=RETRY_AFTER_S)
+def _refusal(message: str, retry_after_s: int = RETRY_AFTER_S) -> APIError:
+    return APIError(503, message, code="no_ready_engine", retry_after_s=retry_after_s)

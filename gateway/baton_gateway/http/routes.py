@@ -61,6 +61,7 @@ class Routes:
         self._keys = keys
         self._served_name = served_name
         self._created = int(time.time())
+        self._has_been_ready = False
         self.app = web.Application(middlewares=[self._middleware], client_max_size=MAX_BODY_BYTES)
         self.app.on_response_prepare.extend([_set_server, shutdown.close_connection])
         self.app.router.add_post("/v1/chat/completions", chat.handle)
@@ -124,8 +125,9 @@ class Routes:
         return web.Response()
 
     async def _get_ready(self, _: web.Request) -> web.Response:
-        """Return 200 if a decode engine was ever ready or the scale-from-zero queue is enabled.
+        """Return 200 once a decode engine has been ready or the service may have none.
 
+        It may have none if the scale-from-zero queue is enabled or it is scaled to zero by hand.
         Otherwise, and during shutdown, return 503. The status stays 200 when all engines are lost,
         so that the Service keeps this gateway as an endpoint. Clients then wait in the queue or get
         503 with Retry-After. Without an endpoint, their connections would be refused.
@@ -135,7 +137,9 @@ class Routes:
             raise unavailable(
                 "This gateway is shutting down; another one will answer.", code="draining"
             )
-        if not (self._pool.has_seen_decode or self._queue.is_enabled):
+        may_lack_engines = self._queue.is_enabled or self._pool.is_scaled_to_zero
+        self._has_been_ready |= self._pool.has_seen_decode or may_lack_engines
+        if not self._has_been_ready:
             raise unavailable("No decode engine is ready yet.", code="no_ready_engine")
         return web.Response()
 

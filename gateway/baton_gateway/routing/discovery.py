@@ -21,3 +21,11 @@ class Discovery(abc.ABC):
 
         The generator never ends. It logs transient failures and retries.
         """
+
+    @property
+    def is_scaled_to_zero(self) -> bool:
+        """Whether no decode engine starts until the service is scaled up by hand.
+
+        False if it is not known.
+        """
+        return False

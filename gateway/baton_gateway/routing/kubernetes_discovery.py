@@ -1,11 +1,15 @@
-"""Discovery of engine pods in Kubernetes: lists and watches pods with the service's label."""
+"""Discovery of engine pods in Kubernetes: lists and watches pods with the service's label.
+
+The gateway's Service is also watched, because its annotation shows that the service is scaled to
+zero by hand.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 from kubernetes.aio.config import ConfigException
 
@@ -13,7 +17,12 @@ from baton_gateway.routing.discovery import ROLES, Discovery
 from baton_kube.client import SERVICE_ACCOUNT, KubeClient, Object, connect
 from baton_kube.reflector import Reflector
 from baton_protocol.config import EngineEndpoint, container_path
-from baton_protocol.pod_labels import ANNOTATION_DRAINING, LABEL_ROLE, LABEL_SERVICE
+from baton_protocol.pod_labels import (
+    ANNOTATION_DRAINING,
+    ANNOTATION_SCALED_TO_ZERO,
+    LABEL_ROLE,
+    LABEL_SERVICE,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -26,22 +35,52 @@ class KubernetesDiscovery(Discovery):
     Args:
         namespace: namespace of the LLMService.
         service: name of the LLMService.
-        resync_s: interval at which all pods are listed, in case an event of the watch was lost.
+        resync_s: interval at which all objects are listed, in case an event of a watch was lost.
     """
 
     def __init__(self, namespace: str, service: str, *, resync_s: float) -> None:
         self._namespace = namespace
-        self._selector = f"{LABEL_SERVICE}={service},{LABEL_ROLE} in ({','.join(ROLES)})"
+        self._service = service
         self._resync_s = resync_s
+        self._services: Reflector | None = None
+
+    @property
+    def is_scaled_to_zero(self) -> bool:
+        services = self._services.objects.values() if self._services is not None else ()
+        return any(
+            (service["metadata"].get("annotations") or {}).get(ANNOTATION_SCALED_TO_ZERO) == "true"
+            for service in services
+        )
 
     async def watch(self) -> AsyncGenerator[list[EngineEndpoint], None]:
         async with AsyncExitStack() as stack:
             kube = await _connect(stack)
-            path = f"/api/v1/namespaces/{self._namespace}/pods"
-            pods = Reflector(kube, path, label_selector=self._selector, relist_s=self._resync_s)
+            self._services = self._reflector(kube, "services", f"{LABEL_ROLE}=gateway")
+            await stack.enter_async_context(_in_background(self._services.run()))
+            pods = self._reflector(kube, "pods", f"{LABEL_ROLE} in ({','.join(ROLES)})")
             async for _ in await stack.enter_async_context(aclosing(pods.changes())):
                 endpoints = (endpoint_of(pod) for _, pod in sorted(pods.objects.items()))
                 yield [endpoint for endpoint in endpoints if endpoint is not None]
+
+    def _reflector(self, kube: KubeClient, resource: str, roles: str) -> Reflector:
+        """Return a copy of the service's objects of one kind, restricted by a selector of roles."""
+        return Reflector(
+            kube,
+            f"/api/v1/namespaces/{self._namespace}/{resource}",
+            label_selector=f"{LABEL_SERVICE}={self._service},{roles}",
+            relist_s=self._resync_s,
+        )
+
+
+@asynccontextmanager
+async def _in_background(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run `work` until the end of the `with` block."""
+    task = asyncio.create_task(work, name="watch of the gateway's Service")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _connect(stack: AsyncExitStack) -> KubeClient:

@@ -99,6 +99,11 @@ class EnginePool:
             if member.endpoint.role == role and member.is_available
         ]
 
+    @property
+    def is_scaled_to_zero(self) -> bool:
+        """Whether no decode engine starts until the service is scaled up by hand."""
+        return self._discovery.is_scaled_to_zero
+
     async def wait_for(
         self, pick: Callable[[], _Picked | None], timeout_s: float
     ) -> _Picked | None:

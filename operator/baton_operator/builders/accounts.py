@@ -1,4 +1,4 @@
-"""The ServiceAccounts of a service's pods, and the gateway's right to list and watch pods."""
+"""The ServiceAccounts of a service's pods, and the gateway's right to watch pods and Services."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ def gateway_account(resolved: ResolvedService) -> Object:
 
 
 def gateway_role(resolved: ResolvedService) -> Object:
-    """Return the Role that lets the gateway list and watch pods, to discover engines."""
+    """Return the Role that lets the gateway list and watch pods and Services.
+
+    Pods are the engines. The gateway's Service shows whether the service is scaled to zero by hand.
+    """
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",
         "kind": "Role",
         "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
-        "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}],
+        "rules": [
+            {"apiGroups": [""], "resources": ["pods", "services"], "verbs": ["list", "watch"]}
+        ],
     }
 
 

@@ -82,12 +82,16 @@ def service(resolved: ResolvedService) -> Object:
     """Return the gateway's Service.
 
     After an edit of `gateway.tls`, the Service has ports for both schemes while pods of both are
-    ready.
+    ready. An annotation shows gateways that the service is scaled to zero by hand. It is not in
+    their configuration, because a change of that would replace their pods.
     """
+    metadata = resolved.metadata(names.gateway_name(resolved.name), "gateway")
+    if resolved.is_scaled_to_zero_by_hand:
+        metadata["annotations"] = {names.ANNOTATION_SCALED_TO_ZERO: "true"}
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": resolved.metadata(names.gateway_name(resolved.name), "gateway"),
+        "metadata": metadata,
         "spec": {
             "type": "ClusterIP",
             "selector": names.selector(resolved.name, "gateway"),

@@ -104,6 +104,11 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
         group = self.group(role)
         return self.sizes.get(role, group.replicas if group else 0)
 
+    @property
+    def is_scaled_to_zero_by_hand(self) -> bool:
+        """Whether no decode pod is desired, and no request starts one."""
+        return self.spec.decode.autoscaling is None and self.replicas("decode") == 0
+
 
 def controlled_by(obj: Object, uid: str) -> bool:
     """Return whether the controlling owner of `obj` has this uid."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,30 @@ def test_a_request_scales_up_from_zero_and_the_idle_time_scales_down_again(clust
     assert any(
         message.startswith(f"decode 1 -> 0: no requests for {IDLE_S} s") for message in messages
     ), messages
+
+
+@pytest.mark.timeout(300)
+def test_a_service_scaled_to_zero_by_hand_refuses_at_once_and_keeps_its_gateway(cluster):
+    by_hand = {"spec": {"decode": {"autoscaling": None, "replicas": 1}}}
+    cluster.kubectl("patch", f"llms/{NAME}", "--type=merge", "-p", json.dumps(by_hand))
+    status = cluster.wait_ready(NAME)
+    eventually(lambda: len(cluster.pods(NAME, "gateway")) == 1, timeout_s=60, what="one gateway")
+    (gateway,) = cluster.pods(NAME, "gateway")
+    client = openai.OpenAI(
+        base_url=f"{status['endpoint']}/v1", api_key="unused", max_retries=0, timeout=120.0
+    )
+    request = {"model": NAME, "prompt": "who is there", "max_tokens": 8}
+
+    cluster.kubectl("scale", f"llms/{NAME}", "--replicas=0")
+    eventually(lambda: not cluster.pods(NAME, "decode"), timeout_s=60, what="no decode pods")
+    began = time.monotonic()
+    with pytest.raises(openai.InternalServerError, match="scaled to zero") as refused:
+        client.completions.create(**request)
+    assert time.monotonic() - began < 5.0, "the request waited for an engine"
+    assert (refused.value.status_code, refused.value.response.headers["Retry-After"]) == (503, "60")
+
+    cluster.kubectl("scale", f"llms/{NAME}", "--replicas=1")
+    cluster.wait_ready(NAME)
+    assert client.completions.create(**request).usage.completion_tokens > 0
+    (kept,) = cluster.pods(NAME, "gateway")
+    assert kept["metadata"]["uid"] == gateway["metadata"]["uid"]

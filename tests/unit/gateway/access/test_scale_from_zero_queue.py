@@ -8,6 +8,7 @@ import time
 import pytest
 
 from baton_gateway.access import scale_from_zero_queue
+from baton_gateway.routing.file_discovery import FileDiscovery
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
 from support.waiting import until
 
@@ -150,6 +151,49 @@ async def test_held_requests_fail_when_the_gateway_stops(make_rig: MakeRig):
     await rig.gateway.stop()
     status, body, _ = await requests
     assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+
+
+@pytest.fixture
+def scaled_to_zero_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FileDiscovery, "is_scaled_to_zero", True)
+
+
+@pytest.mark.usefixtures("scaled_to_zero_by_hand")
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_service_scaled_to_zero_by_hand_refuses_at_once(make_rig: MakeRig, streamed: bool):
+    rig = make_rig(queue_wait_s=600.0)
+    engine = rig.engine("d", "decode", TEXT)
+    await rig.start(engine)
+    assert await rig.complete() == TEXT
+    rig.announce()
+    await rig.connected()
+    status, body, headers = await rig.post("/v1/completions", {**BODY, "stream": streamed})
+    assert (status, body["error"]["code"]) == (503, "no_ready_engine")
+    assert "scaled to zero" in body["error"]["message"]
+    assert int(headers["Retry-After"]) == scale_from_zero_queue.SCALED_TO_ZERO_RETRY_AFTER_S
+
+
+@pytest.mark.usefixtures("scaled_to_zero_by_hand")
+async def test_a_new_gateway_of_a_service_scaled_to_zero_by_hand_is_ready(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig()
+    await rig.start()
+    assert (await rig.get("/ready"))[0] == 200
+    _, body, _ = await rig.post("/v1/completions", BODY)
+    assert "scaled to zero" in body["error"]["message"]
+    monkeypatch.setattr(FileDiscovery, "is_scaled_to_zero", False)
+    assert (await rig.get("/ready"))[0] == 200, "it must stay ready while the first engine starts"
+    status, body, _ = await rig.post("/v1/completions", BODY)
+    assert status == 503
+    assert "No decode engine is ready" in body["error"]["message"]
+
+
+@pytest.mark.usefixtures("scaled_to_zero_by_hand")
+async def test_an_engine_that_is_left_serves_a_service_scaled_to_zero_by_hand(make_rig: MakeRig):
+    rig = make_rig()
+    await rig.start(rig.engine("d", "decode", TEXT))
+    assert await rig.complete() == TEXT
 
 
 async def test_without_hold_s_no_request_is_held(make_rig: MakeRig):

@@ -1,4 +1,4 @@
-"""Discovery by watching pods, against a minimal API server over TLS."""
+"""Discovery by watching pods and the gateway's Service, against a minimal API server over TLS."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from baton_gateway.routing import kubernetes_discovery
 from baton_gateway.routing.kubernetes_discovery import KubernetesDiscovery
 from support.gateway.certificates import write_certificate
 from support.http_server import serving
+from support.waiting import until
 
 ACCOUNT = "var/run/secrets/kubernetes.io/serviceaccount"
 
@@ -41,22 +42,33 @@ def pod(name: str, host: str, version: int, **metadata: Any) -> dict[str, Any]:
     }
 
 
-class ApiServer:
-    """Lists `pods`. A watch sends the objects of `events`."""
+def gateway_service(version: int, **annotations: str) -> dict[str, Any]:
+    metadata = {"name": "demo-gateway", "namespace": "ns", "resourceVersion": str(version)}
+    keys = {
+        f"serving.baton.dev/{name.replace('_', '-')}": value for name, value in annotations.items()
+    }
+    return {"apiVersion": "v1", "kind": "Service", "metadata": {**metadata, "annotations": keys}}
+
+
+class Collection:
+    """Lists `objects`. A watch sends the objects of `events`."""
 
     def __init__(self) -> None:
-        self.pods: list[dict[str, Any]] = []
+        self.objects: list[dict[str, Any]] = []
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.queries: list[dict[str, str]] = []
         self.tokens: set[str | None] = set()
+        self.status = 200
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         self.tokens.add(request.headers.get("Authorization"))
         self.queries.append(dict(request.query))
+        if self.status != 200:
+            return web.json_response({"kind": "Status", "code": self.status}, status=self.status)
         if request.query.get("watch") not in ("true", "True"):
             metadata = {"resourceVersion": "7"}
             return web.json_response(
-                {"kind": "PodList", "apiVersion": "v1", "metadata": metadata, "items": self.pods}
+                {"kind": "List", "apiVersion": "v1", "metadata": metadata, "items": self.objects}
             )
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
@@ -66,6 +78,11 @@ class ApiServer:
                     event = await self.events.get()
                     await response.write(json.dumps(event).encode() + b"\n")
         return response
+
+
+class ApiServer:
+    def __init__(self) -> None:
+        self.pods, self.services = Collection(), Collection()
 
 
 @pytest.fixture
@@ -78,7 +95,11 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     (account / "tls.crt").rename(account / "ca.crt")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(account / "ca.crt", account / "tls.key")
-    async with serving(web.get("/api/v1/namespaces/ns/pods", server.handle), tls=tls) as port:
+    routes = [
+        web.get("/api/v1/namespaces/ns/pods", server.pods.handle),
+        web.get("/api/v1/namespaces/ns/services", server.services.handle),
+    ]
+    async with serving(*routes, tls=tls) as port:
         monkeypatch.setenv("POCKETKUBE_POD_ROOT", str(tmp_path))
         monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
         monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
@@ -91,31 +112,31 @@ async def next_set(sets: Any) -> list[tuple[str, str, bool]]:
 
 
 async def test_pods_are_listed_then_watched(api: ApiServer):
-    api.pods = [pod("a", "10.0.0.1", 5)]
+    api.pods.objects = [pod("a", "10.0.0.1", 5)]
     async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=60).watch()) as sets:
         assert await next_set(sets) == [("a", "10.0.0.1", False)]
-        api.events.put_nowait({"type": "ADDED", "object": pod("b", "10.0.0.2", 8)})
+        api.pods.events.put_nowait({"type": "ADDED", "object": pod("b", "10.0.0.2", 8)})
         assert await next_set(sets) == [("a", "10.0.0.1", False), ("b", "10.0.0.2", False)]
-        api.events.put_nowait(
+        api.pods.events.put_nowait(
             {
                 "type": "MODIFIED",
                 "object": pod("a", "10.0.0.1", 9, deletionTimestamp="2026-01-01T00:00:00Z"),
             }
         )
         assert await next_set(sets) == [("a", "10.0.0.1", True), ("b", "10.0.0.2", False)]
-        api.events.put_nowait({"type": "DELETED", "object": pod("a", "10.0.0.1", 10)})
+        api.pods.events.put_nowait({"type": "DELETED", "object": pod("a", "10.0.0.1", 10)})
         assert await next_set(sets) == [("b", "10.0.0.2", False)]
-    listing, watching = api.queries
+    listing, watching = api.pods.queries
     assert "serving.baton.dev/service=demo" in listing["labelSelector"]
     assert watching["resourceVersion"] == "7"
-    assert {token.lower() for token in api.tokens if token} == {"bearer secret"}
+    assert {token.lower() for token in api.pods.tokens if token} == {"bearer secret"}
 
 
 async def test_the_next_list_finds_a_lost_deletion(api: ApiServer):
-    api.pods = [pod("a", "10.0.0.1", 5)]
+    api.pods.objects = [pod("a", "10.0.0.1", 5)]
     async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=1).watch()) as sets:
         assert await next_set(sets) == [("a", "10.0.0.1", False)]
-        api.pods = []
+        api.pods.objects = []
         assert await next_set(sets) == []
 
 
@@ -131,3 +152,30 @@ async def test_discovery_waits_for_the_service_account(
         assert not first.done()
         token.write_text("secret")
         assert await first == []
+
+
+async def test_an_annotation_of_the_gateway_service_shows_a_scale_to_zero_by_hand(api: ApiServer):
+    discovery = KubernetesDiscovery("ns", "demo", resync_s=60)
+    assert not discovery.is_scaled_to_zero, "nothing is known before the first list"
+    api.services.objects = [gateway_service(5, applied="x")]
+    async with contextlib.aclosing(discovery.watch()) as sets:
+        assert await next_set(sets) == []
+        assert not discovery.is_scaled_to_zero
+        scaled = gateway_service(8, applied="y", scaled_to_zero="true")
+        api.services.events.put_nowait({"type": "MODIFIED", "object": scaled})
+        await until(lambda: discovery.is_scaled_to_zero, "the service scaled to zero")
+        back = gateway_service(9, applied="x")
+        api.services.events.put_nowait({"type": "MODIFIED", "object": back})
+        await until(lambda: not discovery.is_scaled_to_zero, "the service scaled up")
+    listing = api.services.queries[0]["labelSelector"]
+    assert listing == "serving.baton.dev/service=demo,serving.baton.dev/role=gateway"
+
+
+async def test_engines_are_found_without_the_right_to_watch_services(api: ApiServer):
+    api.services.status = 403
+    api.pods.objects = [pod("a", "10.0.0.1", 5)]
+    discovery = KubernetesDiscovery("ns", "demo", resync_s=60)
+    async with contextlib.aclosing(discovery.watch()) as sets:
+        assert await next_set(sets) == [("a", "10.0.0.1", False)]
+        await until(lambda: len(api.services.queries) > 0, "a request for Services")
+        assert not discovery.is_scaled_to_zero

@@ -1,4 +1,4 @@
-"""The accounts of the pods: only the gateway has a right, and it is to watch pods."""
+"""The accounts of the pods: only the gateway has rights, to watch pods and Services."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ def test_the_account_of_engines_has_no_token() -> None:
     assert account["automountServiceAccountToken"] is False
 
 
-def test_the_gateway_may_only_watch_pods() -> None:
+def test_the_gateway_may_only_watch_pods_and_services() -> None:
     service = resolved()
     binding, role = accounts.gateway_role_binding(service), accounts.gateway_role(service)
     account = accounts.gateway_account(service)["metadata"]
-    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}]
+    assert role["rules"] == [
+        {"apiGroups": [""], "resources": ["pods", "services"], "verbs": ["list", "watch"]}
+    ]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert binding["subjects"] == [
         {

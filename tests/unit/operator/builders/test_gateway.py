@@ -52,6 +52,32 @@ def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
     )
 
 
+ASLEEP = {"minReplicas": 0, "maxReplicas": 2, "itlMilliseconds": 40, "idleSeconds": 60}
+
+
+@pytest.mark.parametrize(
+    ("decode", "annotations"),
+    [
+        ({"replicas": 0}, {"serving.baton.dev/scaled-to-zero": "true"}),
+        ({"replicas": 1}, None),
+        ({"replicas": 0, "autoscaling": ASLEEP}, None),
+    ],
+    ids=["by hand", "not scaled to zero", "by the autoscaler"],
+)
+def test_the_service_shows_gateways_that_no_request_starts_an_engine(
+    decode: Object, annotations: Object | None
+) -> None:
+    service = resolved(decode=decode)
+    if "autoscaling" in decode:
+        service = msgspec.structs.replace(service, sizes={"decode": 0})
+    assert gateway.service(service)["metadata"].get("annotations") == annotations
+
+
+def test_a_scale_to_zero_by_hand_replaces_no_gateway() -> None:
+    asleep, awake = (gateway.deployment(resolved(decode={"replicas": size})) for size in (0, 1))
+    assert asleep == awake
+
+
 def test_tls_changes_probes_ports_and_the_service() -> None:
     template = pod_template(**TLS)
     assert (
