@@ -112,9 +112,8 @@ class _ReconcileState:
             revisits = [*revisits, LOADING_REVISIT_S if is_loading else UNSETTLED_REVISIT_S]
         return Outcome(min(revisits, default=None))
 
-    @property
-    def target(self) -> tuple[ResolvedService, Desired]:
-        """The resolved service and its desired state.
+    def require_target(self) -> tuple[ResolvedService, Desired]:
+        """Return the resolved service and its desired state.
 
         Raises:
             Problem: the first problem of this reconcile, if the desired state is not known.
@@ -232,7 +231,7 @@ class Reconciler:
         except Exception as error:
             state.fail(error)
             await self._build_recorded(state)
-        resolved, _ = state.target
+        resolved, _ = state.require_target()
         # While paused, the recorded spec applies.
         if not resolved.spec.paused and not state.problems:
             state.spec_revision = await record_spec(self._kube, resolved, observed.service)
@@ -293,7 +292,7 @@ class Reconciler:
         Raises:
             Problem: a ConfigMap that pods mount could not be written.
         """
-        resolved, desired = state.target
+        resolved, desired = state.require_target()
         observed, freshness = state.observed, state.observed.freshness
         kinds = {
             "ConfigMap",
@@ -327,7 +326,7 @@ class Reconciler:
         A pod that the API server refuses does not count as a failure. The condition of its group
         reports the refusal.
         """
-        resolved, desired = state.target
+        resolved, desired = state.require_target()
         observed = state.observed
         previous = await find_previous_revisions(
             self._kube, resolved, observed.service, state.spec_revision, desired.members
@@ -350,7 +349,7 @@ class Reconciler:
         template: MemberTemplate,
         previous: PreviousRevision | None,
     ) -> None:
-        resolved, _ = state.target
+        resolved, _ = state.require_target()
         observed, now = state.observed, state.now
         key = observed.key, role, template.revision
         recorded = (
@@ -398,7 +397,7 @@ class Reconciler:
 
     async def _collect(self, state: _ReconcileState) -> None:
         """Delete ConfigMaps that no pod needs. If all objects are as desired, record their hash."""
-        resolved, desired = state.target
+        resolved, desired = state.require_target()
         needed = desired.config_maps | state.restored_config_maps
         await collect_config_maps(self._kube, resolved, needed, state.observed)
         if state.objects_match:

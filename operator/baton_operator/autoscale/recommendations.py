@@ -75,19 +75,19 @@ def recommend_prefill(
 ) -> list[Recommendation]:
     """Return the recommendations for `n` prefill engines.
 
+    The load needs as many engines as keep up with the arrivals and drain the queue in DRAIN_S, if
+    each computes for the fraction `targets.busy` of the time. Arrivals are the computed requests
+    plus the growth of the queue.
+
     - TTFT above target: ceil(n * TTFT / target), but at most the engines that the load needs. The
       result is n if requests barely wait for an engine, because more engines shorten only the wait.
+      It is also n while a queue drains, because TTFT then stays high.
     - TTFT below target: the smallest m with TTFT - wait(n) + wait(m) <= (1 - tolerance) * target.
-      `queueing` models the waits.
+      wait(m) is the wait of a request with m engines, from the model in `queueing`.
     - Queue: a request that arrives now waits for about waiting / throughput (Little's law). If such
       a request will miss the TTFT target, the result is the number of engines that the load needs.
-      The rule "TTFT above target" then recommends n, because TTFT stays high while a queue drains.
     - Busy: ceil(n * busy / target), but at most n. An engine that is always busy but has no queue
       needs no help.
-
-    "The engines that the load needs" keep up with the arrivals and drain the queue in DRAIN_S.
-    These engines compute for the fraction `targets.busy` of the time. Arrivals are the computed
-    requests plus the growth of the queue.
     """
     offered = n * role.busy
 

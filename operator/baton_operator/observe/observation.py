@@ -108,9 +108,9 @@ class Observation(msgspec.Struct, kw_only=True):
         return found if found is not None and controlled_by(found, self.uid) else None
 
     async def read_objects(self, kube: Kube, kinds: Collection[str]) -> None:
-        """List the service's objects of each kind that was not listed before.
+        """Add the service's objects of these kinds to `objects`.
 
-        Each kind takes one request.
+        Each kind takes one request. A kind that was read before is not read again.
         """
         kinds = [kind for kind in kinds if kind not in self.kinds]
         for listed in await asyncio.gather(

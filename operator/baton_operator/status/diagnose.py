@@ -239,7 +239,7 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
     name = min(reporting, key=lambda name: (not health[name].error, name))
     found = health[name]
     progress = f": {found.progress}" if str(found.progress or "") else ""
-    error = f": {found.error}; it tries again" if found.error else ""
+    error = f": {found.error}; the pod tries again" if found.error else ""
     return Diagnosis(found.reason, f"pod {name}: {found.message}{progress}{error}")
 
 

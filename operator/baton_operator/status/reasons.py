@@ -65,3 +65,8 @@ class Failure(StrEnum):
     ROLLOUT_STALLED = "RolloutStalled"
     ROUTE_NOT_ACCEPTED = "RouteNotAccepted"
     SCALE_FAILED = "ScaleFailed"
+
+
+def is_progress(reason: str) -> bool:
+    """Return whether the reason of a condition says that something is under way."""
+    return reason in set(Progress)

@@ -20,7 +20,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import conditions
 from baton_operator.reconcile_problems import Problem
 from baton_operator.status.diagnose import Verdict
-from baton_operator.status.reasons import Failure, Progress, Settled
+from baton_operator.status.reasons import Failure, Progress, Settled, is_progress
 from baton_operator.status.report_group import ReportedGroup, group_verdict, prefill_verdict
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
 from baton_operator.status.report_topology import scaling_verdict
@@ -129,11 +129,11 @@ def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdi
         bad,
         key=lambda verdict: (
             verdict.status == "Unknown",
-            verdict.reason in set(Progress),
+            is_progress(verdict.reason),
             verdict.reason == Failure.INCOMPATIBLE_PEERS,
         ),
     )
-    is_stalled = updating.reason == Failure.ROLLOUT_STALLED and first.reason in set(Progress)
+    is_stalled = updating.reason == Failure.ROLLOUT_STALLED and is_progress(first.reason)
     return updating if is_stalled else first
 
 

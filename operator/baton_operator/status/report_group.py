@@ -25,7 +25,7 @@ from baton_operator.status.diagnose import (
     suspended_engines,
     tries_again,
 )
-from baton_operator.status.reasons import Failure, Progress, Settled
+from baton_operator.status.reasons import Failure, Progress, Settled, is_progress
 from baton_operator.status.report_route import diagnose_route
 from baton_operator.status.report_topology import GroupTopology, scaling_verdict
 from baton_protocol.kv_compatibility import KVCompatibility, differences
@@ -301,7 +301,7 @@ def prefill_verdict(
         updating: the condition Updating.
         kv: KV compatibility by pod name, for the pods that have reported it.
     """
-    has_failed = verdict.status != "True" and verdict.reason not in set(Progress)
+    has_failed = verdict.status != "True" and not is_progress(verdict.reason)
     if has_failed or updating.status == "True":
         return verdict
     problem = _incompatible(prefill, decode, kv)

@@ -31,7 +31,8 @@ def diagnose_route(route: Object) -> Diagnosis | None:
     wanted = ", ".join(map(_parent_name, (route.get("spec") or {}).get("parentRefs") or []))
     return Diagnosis(
         Progress.ROUTE_PENDING,
-        f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}; check its controller",
+        f"HTTPRoute {metadata['name']} waits to be accepted by {wanted}; "
+        "check the controller of that Gateway",
     )
 
 

@@ -131,7 +131,7 @@ def test_conditions_report_a_hub_that_does_not_respond_during_retries(
             for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
                 found = embedded.condition("refused", type_)
                 assert (found["status"], found["reason"]) == ("False", "Fetching"), found
-                assert "Connection refused; it tries again" in found["message"]
+                assert "Connection refused; the pod tries again" in found["message"]
             return True
 
         eventually(

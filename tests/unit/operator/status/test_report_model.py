@@ -99,7 +99,9 @@ def test_an_unreachable_source_takes_precedence_over_progress() -> None:
     for type_ in ("ModelAvailable", "DecodeReady"):
         found = condition(status, type_)
         assert (found.status, found.reason) == ("False", "Fetching")
-        expected = f"pod demo-decode-1: {asking}: ConnectError: Connection refused; it tries again"
+        expected = (
+            f"pod demo-decode-1: {asking}: ConnectError: Connection refused; the pod tries again"
+        )
         assert found.message.startswith(expected)
 
 
