@@ -38,6 +38,13 @@ MAX_REASON_LENGTH = 300
 # untrusted schema to about 60 MB.
 MAX_GRAMMAR_SIZE = 100_000
 MAX_LEXER_STATES = 30_000
+#: llguidance's options for JSON. Between two JSON tokens, the pattern matches at most once. Without
+#: a bound, a model can spend all its tokens on white space.
+JSON_FORMAT = {
+    "whitespace_pattern": r"[ \t]{1,2}|\r?\n[ \t]{0,64}",
+    "item_separator": ",",
+    "key_separator": ":",
+}
 
 
 class Grammar:
@@ -258,10 +265,14 @@ def _to_llguidance(spec: StructuredOutput) -> str:
 
     match spec.kind:
         case StructuredOutputKind.JSON:
-            json.loads(spec.spec)  # an error gives the position in the client's own text
-            return LLMatcher.grammar_from_json_schema(spec.spec)
+            # An error gives the position in the client's own text.
+            is_object = isinstance(json.loads(spec.spec), dict)
+            # Overrides need an object, but true and false are schemas, too.
+            schema = spec.spec if is_object else f'{{"allOf": [{spec.spec}]}}'
+            # Overrides also replace the settings in the schema's own x-guidance.
+            return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_FORMAT)
         case StructuredOutputKind.JSON_OBJECT:
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            return LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=JSON_FORMAT)
         case StructuredOutputKind.REGEX:
             return LLMatcher.grammar_from_regex(spec.spec)
         case StructuredOutputKind.CHOICE:

@@ -116,6 +116,55 @@ def test_json_object_allows_any_object_and_no_array(
     )
 
 
+WIDE = {"whitespace_pattern": r"\s+", "item_separator": r"\s*,\s*", "key_separator": r"\s*:\s*"}
+JSON_SPECS = [
+    ("json_object", ""),
+    ("json", "{}"),
+    ("json", "true"),
+    ("json", json.dumps({"type": "object", "x-guidance": WIDE})),
+]
+
+
+@pytest.mark.parametrize(("kind", "spec"), JSON_SPECS)
+def test_white_space_between_json_tokens_is_bounded(
+    manager: StructuredOutputManager, tokenizer: Tokenizer, kind: str, spec: str
+) -> None:
+    for blanks in ("  ", "\t ", "\n" + " " * 64, "\r\n" + "\t" * 64):
+        for text in ("{", '{"a"', '{"a":', '{"a": 1', '{"a": 1,', '{"a": [', '{"a": []'):
+            grammar = compiled(manager, kind, spec)
+            token_ids = tokenizer.encode(text + blanks, add_special_tokens=False)
+            assert grammar.accept(token_ids), text + blanks
+            following = [tokenizer.decode([token]) for token in allowed(manager, grammar)]
+            assert following
+            assert not [token for token in following if token[:1].isspace()], text + blanks
+
+
+@pytest.mark.parametrize(("kind", "spec"), JSON_SPECS)
+def test_compact_and_indented_json_is_allowed(
+    manager: StructuredOutputManager, tokenizer: Tokenizer, kind: str, spec: str
+) -> None:
+    value: object = {"empty": {}, "none": [], "text": "a  b", "numbers": [1, 2.5, -3]}
+    for _ in range(4):
+        value = {"first": [value, True], "second": None}
+    for text in (
+        json.dumps(value),
+        json.dumps(value, separators=(",", ":")),
+        *(json.dumps(value, indent=indent) for indent in (2, 4, "\t")),
+        json.dumps(value, indent=4).replace("\n", "\r\n"),
+    ):
+        grammar = compiled(manager, kind, spec)
+        assert grammar.accept(tokenizer.encode(text, add_special_tokens=False)), text
+        assert grammar.is_terminated
+
+
+def test_the_schemas_true_and_false_allow_every_and_no_json(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
+    token_ids = tokenizer.encode('[1, "a"]', add_special_tokens=False)
+    assert compiled(manager, "json", "true").accept(token_ids)
+    assert "false" in refusal(manager, "json", "false")
+
+
 def test_a_regex_allows_only_matching_text(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
