@@ -10,6 +10,7 @@ import enum
 import hashlib
 import math
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -24,12 +25,19 @@ GATEWAY_PORT = 8080
 #: Types to which weights can be rounded.
 QUANTIZATIONS = ("int8", "int4")
 
+#: An origin in the form of a browser's Origin header, or `*`.
+ORIGIN = r"^(\*|[a-z][-a-z0-9+.]*://([-a-z0-9._]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?)$"
+
 _PORT = Bound("be in [0, 65535]", lambda value: 0 <= value < 65536)
 _QUALIFIED_NAME = Bound("be a qualified name, package.module.Class", lambda value: "." in value)
 # NaN fails all comparisons.
 _POSITIVE = Bound("be positive", lambda value: value > 0)
 _NOT_NEGATIVE = Bound("not be negative", lambda value: value >= 0)
 _SECONDS = Bound("be a positive number of seconds", lambda value: 0 < value < math.inf)
+_ORIGINS = Bound(
+    "be origins in lower case, such as https://chat.example.com, or *",
+    lambda value: all(re.fullmatch(ORIGIN, origin) for origin in value),
+)
 
 
 class KVRole(enum.StrEnum):
@@ -320,6 +328,13 @@ class AccessConfig(_Config, frozen=True):
     ] = ""
     #: Changed files are read again. Empty: HTTP.
     tls_dir: Annotated[str, Option("folder with tls.crt and tls.key: serve HTTPS")] = ""
+    #: Responses allow them in the headers of CORS. Empty: no such header.
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Option(
+            "origins whose pages may call the gateway: https://chat.example.com, or *", _ORIGINS
+        ),
+    ] = ()
     #: Further requests get 429 with Retry-After. None: no limit per client.
     max_concurrent_per_client: Annotated[
         int | None, Option("sequences of one API key at once", _POSITIVE)

@@ -79,11 +79,16 @@ def choice(*values: str, help: str = "", flag: str = "") -> Option:
 def _sizes(text: str) -> list[int]:
     """Parse integers that are separated by commas."""
     try:
-        return [int(part) for part in text.split(",") if part.strip()]
+        return [int(part) for part in comma_separated(text)]
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"must be numbers separated by commas, such as 1,2,4,8, got {text!r}"
         ) from None
+
+
+def comma_separated(text: str) -> list[str]:
+    """Parse strings that are separated by commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 #: Parsers of flags by the type of the field. Other fields are strings.
@@ -93,4 +98,5 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
     float: float,
     tuple[int, ...]: _sizes,
     tuple[int, ...] | None: _sizes,
+    tuple[str, ...]: comma_separated,
 }

@@ -15,6 +15,7 @@ from baton_gateway.access.graceful_shutdown import GracefulShutdown
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
+from baton_gateway.http.cors import CORS
 from baton_gateway.http.listener import listen, stop_listening
 from baton_gateway.http.request_body import UnknownFields
 from baton_gateway.http.routes import Routes
@@ -75,6 +76,7 @@ class Gateway:
         self._certificate = (
             ServerCertificate(container_path(access.tls_dir)) if access.tls_dir else None
         )
+        self._cors = CORS(access.allowed_origins)
         self.admission = Admission(
             config.max_concurrent_requests,
             self.metrics,
@@ -134,6 +136,7 @@ class Gateway:
             queue=self._queue,
             shutdown=self._shutdown,
             keys=self._keys,
+            cors=self._cors,
             served_name=name,
         )
 
@@ -153,7 +156,7 @@ class Gateway:
         )
         await self._runner.setup()
         context = self._certificate.context if self._certificate else None
-        self._listener = await listen(self._runner, host, self.config.port, context)
+        self._listener = await listen(self._runner, host, self.config.port, context, self._cors)
         self._pool_task = asyncio.create_task(self.pool.run(), name="engine pool")
         if self._keys or self._certificate:
             self._secrets_task = asyncio.create_task(self._refresh_secrets(), name="secrets")

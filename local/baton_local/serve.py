@@ -25,12 +25,14 @@ import msgspec
 
 from baton_protocol import arguments
 from baton_protocol.config import (
+    AccessConfig,
     DiscoveryConfig,
     EngineEndpoint,
     EngineEndpoints,
     GatewayConfig,
     ModelConfig,
 )
+from baton_protocol.options import comma_separated
 from pocketkube.lifecycle import kill_at_end_of_parent
 from pocketkube.ports import LOOPBACK, free_ports
 
@@ -70,6 +72,13 @@ def flags_parser() -> argparse.ArgumentParser:
         "--generation-config",
         choices=("auto", "none"),
         help="auto takes default sampling parameters from the checkpoint (default auto)",
+    )
+    parser.add_argument(
+        "--allowed-origins",
+        type=comma_separated,
+        default=[],
+        metavar="ORIGINS",
+        help="origins whose web pages may call the endpoint: https://chat.example.com, or *",
     )
     parser.add_argument(
         "--request-timeout-s",
@@ -300,6 +309,7 @@ class _Server:
         config = GatewayConfig(
             model=ModelConfig(path=self._model, served_name=self._name),
             discovery=DiscoveryConfig(file=str(discovery)),
+            access=AccessConfig(allowed_origins=tuple(self._options.allowed_origins)),
             port=self._options.port,
             drain_timeout_s=self._options.drain_timeout_s,
             drain_quiet_s=0.0,  # there is no other gateway for new requests

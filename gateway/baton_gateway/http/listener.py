@@ -14,6 +14,7 @@ from aiohttp import hdrs, web
 from aiohttp.http import RawRequestMessage
 
 from baton_gateway.errors import APIError, internal
+from baton_gateway.http.cors import CORS
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 1024
 
 #: The Server header. aiohttp's default names the versions of Python and aiohttp.
-SERVER_HEADER = {hdrs.SERVER: "baton"}
+SERVER_HEADER: dict[str, str] = {hdrs.SERVER: "baton"}
 
 _SLASHES = re.compile("//+")
 
@@ -32,7 +33,12 @@ class Connection(web.RequestHandler):
     Neither the response nor the log quotes the request, because a header may contain an API key.
     """
 
-    __slots__ = ()
+    __slots__ = ("_cors",)
+
+    def __init__(self, manager: web.Server, cors: CORS) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(manager, loop=loop, access_log=None)  # type: ignore[arg-type]
+        self._cors = cors
 
     def handle_error(
         self,
@@ -51,22 +57,25 @@ class Connection(web.RequestHandler):
             error = APIError(
                 status, f"This is no valid HTTP request: {type(exc).__name__}.", code="invalid_http"
             )
-        body = msgspec.json.encode(error.body)
         response = web.Response(
-            status=error.status, body=body, content_type="application/json", headers=SERVER_HEADER
+            status=error.status,
+            body=msgspec.json.encode(error.body),
+            content_type="application/json",
+            headers=SERVER_HEADER | self._cors.headers(request),
         )
         response.force_close()
         return response
 
 
 async def listen(
-    runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None
+    runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None, cors: CORS
 ) -> asyncio.Server:
     """Listen on `host` and `port`, and serve the application of `runner`.
 
     Args:
         runner: must be set up.
         context: the TLS context; None: HTTP without TLS.
+        cors: gives its headers to responses to invalid HTTP.
 
     Raises:
         OSError: the port is in use.
@@ -81,11 +90,7 @@ async def listen(
 
     manager.request_factory = make_normalized
     return await loop.create_server(
-        lambda: Connection(manager, loop=loop, access_log=None),  # type: ignore[arg-type]
-        host,
-        port,
-        ssl=context,
-        backlog=BACKLOG,
+        lambda: Connection(manager, cors), host, port, ssl=context, backlog=BACKLOG
     )
 
 

@@ -18,6 +18,7 @@ from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.errors import APIError, bad_request, internal, unavailable, unknown_model
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
+from baton_gateway.http.cors import CORS
 from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_STATUS
 from baton_gateway.http.listener import SERVER_HEADER
 from baton_gateway.http.request_body import MAX_BODY_BYTES
@@ -51,6 +52,7 @@ class Routes:
         queue: ScaleFromZeroQueue,
         shutdown: GracefulShutdown,
         keys: ApiKeys | None,
+        cors: CORS,
         served_name: str,
     ) -> None:
         self._pool = pool
@@ -62,8 +64,12 @@ class Routes:
         self._served_name = served_name
         self._created = int(time.time())
         self._has_been_ready = False
-        self.app = web.Application(middlewares=[self._middleware], client_max_size=MAX_BODY_BYTES)
-        self.app.on_response_prepare.extend([_set_server, shutdown.close_connection])
+        self.app = web.Application(
+            middlewares=[cors.middleware, self._middleware], client_max_size=MAX_BODY_BYTES
+        )
+        self.app.on_response_prepare.extend(
+            [_set_server, cors.set_headers, shutdown.close_connection]
+        )
         self.app.router.add_post("/v1/chat/completions", chat.handle)
         self.app.router.add_post("/v1/completions", completion.handle)
         self.app.router.add_post("/tokenize", tokenization.tokenize)

@@ -17,8 +17,17 @@ from baton_operator.api.field_types import (
     Template,
     Tokens,
 )
+from baton_protocol.config import ORIGIN
 
 Requests = Annotated[int, Meta(ge=1, le=10**6)]
+Origin = Annotated[
+    str,
+    Meta(
+        pattern=ORIGIN,
+        max_length=300,
+        description="An origin in lower case, without a path and without the default port, or *.",
+    ),
+]
 
 
 class TLS(ApiStruct, frozen=True):
@@ -86,6 +95,17 @@ class Limits(ApiStruct, frozen=True):
     max_completion_tokens: Tokens | None = None
 
 
+class CORS(ApiStruct, frozen=True):
+    """Cross-origin resource sharing: the web pages that may call the gateway from a browser."""
+
+    #: Origins of the pages, as in a browser's Origin header: https://chat.example.com, in lower
+    #: case, without a path and without the default port. `*`: every origin. Preflights need no API
+    #: key, other requests do. Cookies are not allowed. Empty: CORS is off.
+    allowed_origins: Annotated[list[Origin], Meta(max_length=64)] = msgspec.field(
+        default_factory=list
+    )
+
+
 class Routing(ApiStruct, frozen=True):
     """How the gateway selects the engine of a request."""
 
@@ -106,6 +126,7 @@ class Gateway(ApiStruct, frozen=True):
     #: with its protocol.
     tls: TLS | None = None
     api_keys: APIKeys | None = None
+    cors: CORS = CORS()
     limits: Limits = Limits()
     routing: Routing = Routing()
     #: Maximum number of sequences that one gateway pod serves at once. Further requests get 429

@@ -119,6 +119,7 @@ def _access_config(resolved: ResolvedService) -> AccessConfig:
     return AccessConfig(
         api_keys_dir=API_KEYS_PATH if gateway.api_keys else "",
         tls_dir=TLS_PATH if gateway.tls else "",
+        allowed_origins=tuple(gateway.cors.allowed_origins),
         max_concurrent_per_client=gateway.limits.max_concurrent_per_key,
         max_prompt_tokens=gateway.limits.max_prompt_tokens,
         max_completion_tokens=gateway.limits.max_completion_tokens,

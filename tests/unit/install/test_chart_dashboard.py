@@ -42,7 +42,11 @@ def engine() -> CollectorRegistry:
 
 
 def coordinator() -> set[str]:
-    text = CoordinatorMetrics().text(TopologyStatus(generation=0, desired=[], members=[])).decode()
+    text = (
+        CoordinatorMetrics()
+        .text(TopologyStatus(generation=0, desired=[], members=[]), imbalance=1.0)
+        .decode()
+    )
     return exposed(text_string_to_metric_families(text))
 
 

@@ -186,6 +186,12 @@ def test_kill_9_leaves_no_child_process(serve: Serve):
             r"FATAL ModelNotFound: .*nowhere does not exist: .*nothing is downloaded",
         ),
         ("", ["--dtype", "int3"], 78, r"FATAL \w+: .*int3.*"),
+        (
+            "",
+            ["--allowed-origins", "https://a.example,b.example"],
+            78,
+            r"FATAL InvalidConfig: access\.allowed_origins must be origins .*'b\.example'.*",
+        ),
         ("", ["--no-such-flag"], 2, r".*unrecognized arguments: --no-such-flag"),
         (
             "",

@@ -72,6 +72,19 @@ def test_a_flag_sets_the_attribute_with_the_path_of_its_option():
     }
 
 
+def test_commas_separate_strings_and_numbers():
+    class Lists(msgspec.Struct):
+        origins: Annotated[tuple[str, ...], Option("origins")] = ()
+        sizes: Annotated[tuple[int, ...], Option("sizes")] = ()
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser, options(Lists))
+    assert vars(parser.parse_args(["--origins", "a, b,", "--sizes", "1,2"])) == {
+        "origins": ["a", "b"],
+        "sizes": [1, 2],
+    }
+
+
 def test_setting_a_field_creates_its_section():
     content = {"cache": {"blocks": 3}}
     set_field(content, "cache.block_size", 8)

@@ -6,6 +6,7 @@ import copy
 import re
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ SCHEMA = StructuralSchema(ROOT)
 TEXTS = (
     *("a", "b", "25%", "512Mi", "IfNotPresent", "oci://r/m"),
     *("file:///m", "pvc://c/m", "hf://o/m", "s3://b/m", "file:///tmp", "pvc://c/../m"),
+    "https://a.example",
 )
 
 
@@ -205,6 +207,31 @@ def test_invalid_specs_are_refused_with_a_message(says: str, spec: Object) -> No
     (found,) = violations(decode_spec(spec))
     assert says in found
     assert refused(spec) == {found}
+
+
+def errors_of_origin(origin: str) -> list[str]:
+    """Return the fields that the API server refuses. The operator agrees, and names the field."""
+    spec = M | {"gateway": {"cors": {"allowedOrigins": ["*", origin]}}}
+    fields = [error.field for error in SCHEMA.validate(stored(spec), None)]
+    if fields:
+        with pytest.raises(msgspec.ValidationError, match=r"gateway\.cors\.allowedOrigins"):
+            decode_spec(spec)
+    else:
+        assert decode_spec(spec).gateway.cors.allowed_origins == ["*", origin]
+    return fields
+
+
+def test_valid_and_invalid_origins() -> None:
+    for origin in (
+        *("https://chat.example.com", "http://localhost:3000", "http://127.0.0.1", "*"),
+        *("http://[::1]:8080", "chrome-extension://abcdef", "https://xn--bcher-kva.example"),
+    ):
+        assert errors_of_origin(origin) == []
+    for origin in (
+        *("", "chat.example.com", "https://", "https://*.example.com", "https://a.example/"),
+        *("https://a.example/x", "https://A.example", "https://a:b", "https://u@a", "null"),
+    ):
+        assert errors_of_origin(origin) == ["spec.gateway.cors.allowedOrigins[1]"], origin
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,12 @@ def test_a_scale_to_zero_by_hand_replaces_no_gateway() -> None:
     assert asleep == awake
 
 
+def test_the_gateway_gets_the_allowed_origins() -> None:
+    origins = ["https://chat.example.com", "http://localhost:3000"]
+    got = decoded_config("gateway", GatewayConfig, gateway={"cors": {"allowedOrigins": origins}})
+    assert got.access.allowed_origins == tuple(origins)
+
+
 def test_tls_changes_probes_ports_and_the_service() -> None:
     template = pod_template(**TLS)
     assert (
