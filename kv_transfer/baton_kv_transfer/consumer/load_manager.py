@@ -23,8 +23,6 @@ from baton_kv_transfer.consumer.peer_registry import PeerRegistry
 from baton_kv_transfer.context import ConnectorContext
 from baton_protocol.config import KVRole
 
-#: Limit for a load's wait without a block while the producer answers PENDING.
-MAX_PENDING_S = 600.0
 #: A draining load waits this long for its reads, then disconnects the peer. After the same time
 #: again, a fence cuts all peers off.
 DRAIN_TIMEOUT_S = 5.0
@@ -421,15 +419,13 @@ class LoadManager:
     def _extend_deadlines(self, peer: Peer, transfer_ids: list[str], now: float) -> None:
         # Two engines that both produce and consume could wait for each other's memory without end.
         # With that role, PENDING does not extend the deadline and only blocks do.
-        max_pending_s = MAX_PENDING_S if self._context.config.role is KVRole.CONSUMER else 0.0
+        if self._context.config.role is not KVRole.CONSUMER:
+            return
         for transfer_id in transfer_ids:
             load = self._loads.get(transfer_id)
             for rank_transfer in load.rank_transfers if load is not None else ():
                 if rank_transfer.peer is peer and rank_transfer.is_open:
-                    limit = rank_transfer.last_block + max_pending_s
-                    rank_transfer.deadline = max(
-                        rank_transfer.deadline, min(now + self._load_timeout_s, limit)
-                    )
+                    rank_transfer.deadline = now + self._load_timeout_s
 
     def _record_progress(self, rank_transfer: RankTransfer, now: float) -> None:
         rank_transfer.last_block, rank_transfer.deadline = now, now + self._load_timeout_s
