@@ -49,11 +49,11 @@ LABELS = {
     "lane": "means of the transport: with ucx, UCX's name of the endpoint's lanes (`tcp/lo`); "
     "with tcp `sockets`; with shm `process_vm_readv`; with nixl `unknown`",
     "model_name": "`model.servedName`, or the service's name",
-    "outcome": "prefill stages: `done`, `refused`, `failed`, `timed_out`; "
+    "outcome": "prefill stages: `done`, `refused`, `failed`; "
     "operations: `done`, `failed`, `superseded`",
     "phase": f"ranks: {_values(RankPhase)}; operations: `waiting`, `preparing`, `committing`",
     "reason": f"transfers: {_values(FailureReason)}; "
-    "fallbacks: `no_ready_engine`, `no_compatible_engine`, `refused`, `failed`, `timed_out`; "
+    "fallbacks: `no_ready_engine`, `no_compatible_engine`, `refused`, `failed`; "
     f"retries: {_values(code.name for code in ErrorCode)}, `engine_lost`",
     "resource": "for example `pods` or `llmservices/status`; empty for requests without a resource",
     "result": "`ok` or `error`",

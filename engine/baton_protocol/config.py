@@ -368,17 +368,6 @@ class GatewayConfig(_Config, frozen=True):
     ] = "auto"
     #: The decode engine computes such prompts itself.
     prefill_threshold_tokens: Annotated[int, Option("shorter prompts skip the prefill engines")] = 0
-    #: The wait in the prefill engine's queue is included. A timeout is needed because an engine may
-    #: answer heartbeats and make no progress. The bound is the time for which a KV transfer waits
-    #: for its producer.
-    prefill_timeout_s: Annotated[
-        float,
-        Option(
-            "after this long without a token from the prefill engine, the decode engine computes "
-            "the prompt",
-            Bound("be more than 0 and at most 600 seconds", lambda value: 0 < value <= 600),
-        ),
-    ] = 60.0
     #: Seconds between PINGs. An engine silent for two intervals gets no new requests.
     heartbeat_interval_s: Annotated[
         float, Option("interval of heartbeats to engines", _POSITIVE)

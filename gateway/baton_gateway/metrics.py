@@ -74,7 +74,7 @@ class GatewayMetrics:
         )
         self.prefill_stages = counter(
             "baton:prefill_stages",
-            "Prefill stages on prefill engines: done, refused, failed or timed_out.",
+            "Prefill stages on prefill engines: done, refused or failed.",
             ["outcome"],
         )
         self.prefill_fallbacks = counter(

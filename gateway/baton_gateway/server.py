@@ -93,7 +93,7 @@ class Gateway:
             queue_wait_s=config.queue_wait_s,
             resume_wait_s=config.resume_wait_s,
         )
-        dispatcher = Dispatcher(placer, self.metrics, prefill_timeout_s=config.prefill_timeout_s)
+        dispatcher = Dispatcher(placer, self.metrics)
         builder = JobBuilder(tokenizer, self.pool, self.metrics, access, defaults)
         self._generator = Generator(dispatcher, self.metrics)
         self.app = self._routes(tokenizer, builder).app

@@ -51,17 +51,11 @@ class Dispatcher:
     stage, if there is one, and the samples share the prompt's blocks. So the prompt is computed
     once and moved once. When the engine is lost, its samples move to one other engine together. A
     sample that fails alone moves alone.
-
-    Args:
-        prefill_timeout_s: a prefill stage without a token is abandoned after this time.
     """
 
-    def __init__(
-        self, placer: Placer, metrics: GatewayMetrics, *, prefill_timeout_s: float
-    ) -> None:
+    def __init__(self, placer: Placer, metrics: GatewayMetrics) -> None:
         self._placer = placer
         self._metrics = metrics
-        self._prefill_timeout_s = prefill_timeout_s
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
         """Yield the outputs of `sequence` in order, without gap or repetition.
@@ -155,7 +149,7 @@ class Dispatcher:
             await self._wait_for_prefill(sequence, prefill_stage, decode_stage)
             result, output = self._prefill_result(attempt_id, prefill, prefill_stage)
             if output is None:
-                producer.abort([attempt_id])  # frees the blocks of an abandoned prefill stage
+                producer.abort([attempt_id])  # frees the blocks of a failed prefill stage
             elif group_id:
                 sequence.num_cached_tokens = output.num_cached_tokens
                 result, output = PrefillResult(attempt_id), None
@@ -188,17 +182,16 @@ class Dispatcher:
         prefill_stage: asyncio.Task[EngineCoreOutput],
         decode_stage: asyncio.Task[EngineCoreOutput],
     ) -> None:
-        """Wait until the prefill stage has ended, or its timeout has passed.
+        """Wait until the prefill stage has ended.
+
+        There is no timeout, because the request may wait in the queue of a busy engine. The pool
+        ends the requests of an engine that is lost or makes no progress.
 
         Raises:
             AttemptError, APIError: the decode stage has ended before the prefill stage.
         """
-        await asyncio.wait(
-            [prefill_stage, decode_stage],
-            timeout=self._prefill_timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if decode_stage.done() and not prefill_stage.done():
+        await asyncio.wait([prefill_stage, decode_stage], return_when=asyncio.FIRST_COMPLETED)
+        if not prefill_stage.done():
             # PREFILL_RESULT carries the first token. Before it, the engine can only send a failure.
             self._check(sequence, await _received(decode_stage))
             raise AttemptError(
@@ -239,9 +232,6 @@ class Dispatcher:
             )
         except (EngineDeadError, StopAsyncIteration) as error:
             problem, outcome = str(error) or "the prefill engine ended without a token", "failed"
-        except asyncio.InvalidStateError:  # the stage has not ended
-            problem = f"no first token within {self._prefill_timeout_s:g} s"
-            outcome = "timed_out"
         if output is not None and not problem:
             self._metrics.prefill_stages.labels("done").inc()
             return PrefillResult(attempt_id, output.new_token_ids), output

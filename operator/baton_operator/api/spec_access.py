@@ -139,9 +139,6 @@ class Gateway(ApiStruct, frozen=True):
     #: Prompts with fewer tokens than this are computed by decode pods instead of prefill pods.
     #: Unset: 0.
     prefill_threshold_tokens: Annotated[int, Meta(ge=0, le=2**24)] | None = None
-    #: Seconds without a token from the prefill pod after which the decode pod computes the prompt.
-    #: The wait in the prefill pod's queue is included. Unset: 60.
-    prefill_timeout_seconds: Annotated[int, Meta(ge=1, le=600)] | None = None
     #: Seconds for which a new request waits for a decode pod that accepts requests. After this
     #: time it gets 503. Unset: 10.
     queue_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] | None = None

@@ -104,7 +104,6 @@ def gateway_config(resolved: ResolvedService) -> GatewayConfig:
             max_concurrent_requests=gateway.max_concurrent_requests,
             generation_config=gateway.generation_config,
             prefill_threshold_tokens=gateway.prefill_threshold_tokens,
-            prefill_timeout_s=gateway.prefill_timeout_seconds,
             queue_wait_s=gateway.queue_timeout_seconds,
             resume_wait_s=gateway.resume_timeout_seconds,
             stall_timeout_s=gateway.stall_timeout_seconds,

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 import aiohttp
 import msgspec
 import openai
+import pytest
 
+from baton_gateway.routing.discovery import ROLES
 from baton_gateway.routing.file_discovery import FileDiscovery
 from baton_gateway.server import Gateway
 from baton_protocol.config import (
@@ -27,6 +29,9 @@ from baton_text.generation_defaults import GenerationDefaults
 from baton_text.tokenizer import Tokenizer
 from support.gateway.fake_engine import DEADLINE_S, FakeEngine
 from support.waiting import until
+
+#: The option `timeout` of a request that `GatewayRig.skip` must not end.
+NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
 
 def http_session() -> aiohttp.ClientSession:
@@ -141,6 +146,26 @@ class GatewayRig:
             ]
             assert events[-1] == "[DONE]", events[-1]
             return [msgspec.json.decode(event) for event in events[:-1]]
+
+    async def skip(self, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Advance the event loop's clock, and wait for a few heartbeats after that.
+
+        Requests that run meanwhile need NO_TIMEOUT.
+        """
+        loop = asyncio.get_running_loop()
+        clients = [
+            member.ready_client for role in ROLES for member in self.gateway.pool.available(role)
+        ]
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + seconds)
+        seen = [client.status.sequence for client in clients]
+        await until(
+            lambda: all(
+                client.status.sequence > sequence + 3
+                for client, sequence in zip(clients, seen, strict=True)
+            ),
+            "PONGs after the skipped time",
+        )
 
     async def get(self, path: str) -> tuple[int, str]:
         async with http_session() as session, session.get(self.url + path) as response:

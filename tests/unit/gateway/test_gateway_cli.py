@@ -82,8 +82,6 @@ def test_requests_have_no_time_limit_by_default():
             "heartbeat_timeout_s must be at least 3 times",
         ),
         (["--model", "/m", "--client-timeout-s", "0"], "InvalidConfig", "client_timeout_s"),
-        (["--model", "/m", "--prefill-timeout-s", "0"], "InvalidConfig", "prefill_timeout_s"),
-        (["--model", "/m", "--prefill-timeout-s", "601"], "InvalidConfig", "at most 600 seconds"),
         (["--model", "/m", "--queue-wait-s", "-1"], "InvalidConfig", "queue_wait_s"),
     ],
 )

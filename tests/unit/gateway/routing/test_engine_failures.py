@@ -9,7 +9,7 @@ import pytest
 
 from baton_protocol.messages import ErrorCode
 from support.gateway.fake_engine import DEADLINE_S, FakeEngine
-from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.gateway.gateway_rig import NO_TIMEOUT, GatewayRig, MakeRig
 from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
@@ -44,18 +44,43 @@ async def test_decode_takes_over_from_a_prefill_engine_that_dies(rig: GatewayRig
 
 
 async def test_decode_takes_over_from_a_prefill_engine_without_progress(make_rig: MakeRig):
-    rig = make_rig(prefill_timeout_s=0.3)
+    rig = make_rig(heartbeat_interval_s=0.05, stall_timeout_s=30.0)
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
-    prefill.hold_after = 0  # it still responds to PINGs
+    prefill.hold_after = 0
     decode.hold_after = 3
     await rig.start(prefill, decode)
     answer = asyncio.create_task(rig.complete())
+    await until(lambda: prefill.adds, "the request at the prefill engine")
+    prefill.stalled_s = 31.0  # it still responds to PINGs
     await until(lambda: prefill.aborts, "the abort of the prefill stage while decode runs")
     decode.released.set()
     assert await answer == TEXT
     [result] = decode.prefill_results.values()
-    assert (result.token_ids, result.error) == ([], "no first token within 0.3 s")
-    assert rig.metric("baton:prefill_stages_total", outcome="timed_out") == 1
+    assert not result.token_ids
+    assert "no progress for 31 s" in result.error
+    assert rig.metric("baton:prefill_stages_total", outcome="failed") == 1
+
+
+async def test_prompts_wait_for_an_overloaded_prefill_engine_as_long_as_it_makes_progress(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(heartbeat_interval_s=0.05)
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    prefill.hold_after = 0
+    await rig.start(prefill, decode)
+    body = {"model": "m", "prompt": "go", "max_tokens": 50}
+    answers = [
+        asyncio.create_task(rig.post("/v1/completions", body, timeout=NO_TIMEOUT))
+        for _ in range(12)
+    ]
+    await until(lambda: len(prefill.adds) == 12, "all requests at the prefill engine")
+    await rig.skip(3600.0, monkeypatch)
+    assert not decode.prefill_results
+    prefill.released.set()
+    texts = [answer["choices"][0]["text"] for _, answer, _ in await asyncio.gather(*answers)]
+    assert texts == [TEXT] * 12
+    assert all(result.token_ids for result in decode.prefill_results.values())
+    assert rig.metric("baton:prefill_stages_total", outcome="done") == 12
 
 
 @pytest.mark.parametrize(

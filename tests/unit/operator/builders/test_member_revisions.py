@@ -76,7 +76,6 @@ EDITS: list[tuple[str, Any, set[str]]] = [
     ("gateway.resources", RESOURCES, {"gateway"}),
     ("gateway.maxConcurrentRequests", 5, {"gateway"}),
     ("gateway.prefillThresholdTokens", 5, {"gateway"}),
-    ("gateway.prefillTimeoutSeconds", 5, {"gateway"}),
     ("gateway.queueTimeoutSeconds", 5, {"gateway"}),
     ("gateway.resumeTimeoutSeconds", 5, {"gateway"}),
     ("gateway.stallTimeoutSeconds", 5, {"gateway"}),
