@@ -424,7 +424,7 @@ class LoadManager:
         for transfer_id in transfer_ids:
             load = self._loads.get(transfer_id)
             for rank_transfer in load.rank_transfers if load is not None else ():
-                if rank_transfer.peer is peer and rank_transfer.is_open:
+                if rank_transfer.peer is peer and not rank_transfer.is_released:
                     rank_transfer.deadline = now + self._load_timeout_s
 
     def _record_progress(self, rank_transfer: RankTransfer, now: float) -> None:

@@ -189,7 +189,12 @@ class TransferManager:
         self._confirm_and_end(transfer)
 
     def heartbeat(self, session: Session, transfer_ids: list[str]) -> None:
-        """Renew the leases of these transfers. Send PENDING for those with blocks to publish."""
+        """Renew the leases of these transfers. Send PENDING for those with blocks to publish.
+
+        A transfer without a subscriber is PENDING until it has blocks. Its load waits for memory at
+        the consumer, which must give up while the producer's memory is in use, because two engines
+        may wait for each other's memory.
+        """
         now = self._clock()
         pending = []
         for transfer_id in dict.fromkeys(transfer_ids):
@@ -204,7 +209,8 @@ class TransferManager:
                 if each.state is SubscriberState.ACTIVE and self._renew(each, now)
             ]
             if not subscribers and session.instance_id == transfer.peer_instance_id:
-                # Its load waits for memory at the consumer.
+                if transfer.state is TransferState.OFFERED:
+                    pending.append(transfer_id)
                 limit = (transfer.held_since or now) + MAX_WAIT_S
                 transfer.deadline = max(transfer.deadline, min(now + self._lease_s, limit))
         self._early.extend(session, transfer_ids)

@@ -213,7 +213,7 @@ def test_a_pushed_load_waits_for_slots_and_returns_them(
     assert staging.memory.num_free_slots == 4
 
 
-def test_a_load_without_slots_ends_at_its_deadline(
+def test_a_load_waits_for_slots_as_long_as_its_producer_answers_pending(
     made: Callable[[Any], Any], worker: Worker
 ) -> None:
     staging = Staging(2)
@@ -222,6 +222,10 @@ def test_a_load_without_slots_ends_at_its_deadline(
     rig.begin("waits", worker, [3])
     for _ in range(3):
         rig.deliver(worker, Pending(["holds", "waits"]))
+        rig.advance(4.0)
+    assert not rig.results
+    for _ in range(3):
+        rig.deliver(worker, Pending(["holds"]))
         rig.advance(4.0)
     assert rig.results.keys() == {"waits"}
     assert failures(rig) == {FailureReason.TIMEOUT: 1}

@@ -64,6 +64,15 @@ def test_heartbeats_keep_blocks_and_get_pending_while_prefill_runs(
     assert producer.finished == ["t"]
 
 
+def test_a_load_that_waits_for_memory_gets_pending_until_the_transfer_has_blocks(
+    producer: Producer, consumer: Consumer
+) -> None:
+    producer.offer()
+    assert consumer.heartbeat() == [Pending(["t"])]
+    producer.save([3])
+    assert consumer.heartbeat() == []
+
+
 def test_heartbeats_keep_blocks_up_to_a_limit(
     producer: Producer, consumer: Consumer, caplog: pytest.LogCaptureFixture
 ) -> None:
