@@ -384,6 +384,14 @@ class GatewayConfig(_Config, frozen=True):
             "requests that make no progress for this long continue on another engine", _POSITIVE
         ),
     ] = 30.0
+    #: Waits of preempted requests count. The time to the first token does not. 0 sets no limit.
+    inter_token_timeout_s: Annotated[
+        float,
+        Option(
+            "a response that has begun and gets no token for this long continues on another engine",
+            _NOT_NEGATIVE,
+        ),
+    ] = 0.0
     #: The 503 has Retry-After.
     queue_wait_s: Annotated[
         float,

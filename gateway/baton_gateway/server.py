@@ -93,7 +93,9 @@ class Gateway:
             queue_wait_s=config.queue_wait_s,
             resume_wait_s=config.resume_wait_s,
         )
-        dispatcher = Dispatcher(placer, self.metrics)
+        dispatcher = Dispatcher(
+            placer, self.metrics, inter_token_timeout_s=config.inter_token_timeout_s
+        )
         builder = JobBuilder(tokenizer, self.pool, self.metrics, access, defaults)
         self._generator = Generator(dispatcher, self.metrics)
         self.app = self._routes(tokenizer, builder).app

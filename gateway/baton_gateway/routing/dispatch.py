@@ -51,11 +51,18 @@ class Dispatcher:
     stage, if there is one, and the samples share the prompt's blocks. So the prompt is computed
     once and moved once. When the engine is lost, its samples move to one other engine together. A
     sample that fails alone moves alone.
+
+    Args:
+        inter_token_timeout_s: a sequence that has tokens and gets no other one for this long moves
+            to another decode engine. 0: no limit.
     """
 
-    def __init__(self, placer: Placer, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, placer: Placer, metrics: GatewayMetrics, *, inter_token_timeout_s: float
+    ) -> None:
         self._placer = placer
         self._metrics = metrics
+        self._inter_token_timeout_s = inter_token_timeout_s or None
 
     async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
         """Yield the outputs of `sequence` in order, without gap or repetition.
@@ -261,7 +268,7 @@ class Dispatcher:
         # After a prefill stage the sequence has a token, but it has not run on another engine.
         is_resumed = sequence.has_begun and first is None
         while True:
-            output = await _received(anext(stream) if first is None else first)
+            output = await self._next_output(sequence, anext(stream) if first is None else first)
             first = None
             self._check(sequence, output)
             sequence.generated_token_ids += output.new_token_ids
@@ -272,6 +279,21 @@ class Dispatcher:
             yield output
             if output.finished:
                 return
+
+    async def _next_output(
+        self, sequence: Sequence, output: Awaitable[EngineCoreOutput]
+    ) -> EngineCoreOutput:
+        """Await and return an output of the decode engine.
+
+        Raises:
+            AttemptError: the engine is dead, or has sent no token within `inter_token_timeout_s`.
+        """
+        timeout_s = self._inter_token_timeout_s if sequence.has_begun else None
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await _received(output)
+        except TimeoutError:
+            raise AttemptError(f"no token within {timeout_s:g} s", None) from None
 
     def _check(self, sequence: Sequence, output: EngineCoreOutput) -> None:
         """Raise an error unless `output` succeeded and continues the tokens so far.

@@ -107,6 +107,7 @@ def gateway_config(resolved: ResolvedService) -> GatewayConfig:
             queue_wait_s=gateway.queue_timeout_seconds,
             resume_wait_s=gateway.resume_timeout_seconds,
             stall_timeout_s=gateway.stall_timeout_seconds,
+            inter_token_timeout_s=gateway.inter_token_timeout_seconds,
             request_timeout_s=gateway.request_timeout_seconds,
             hold_s=_hold_s(resolved),
         ),

@@ -44,8 +44,9 @@ def test_flags_override_the_file(tmp_path: Path):
     )
 
 
-def test_requests_have_no_time_limit_by_default():
-    assert load_config(["--model", "/m"]).request_timeout_s == 0
+def test_responses_have_no_time_limit_by_default():
+    config = load_config(["--model", "/m"])
+    assert config.request_timeout_s == config.inter_token_timeout_s == 0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Paused, sleeping and stalled engines get no new requests. A sleep or a stall moves requests."""
+"""Paused, sleeping and stalled engines get no new requests. A sleep or a stall moves requests.
+
+So does a sequence's wait for its next token, if that has a limit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 
 from baton_gateway.routing import pool
 from support.gateway.fake_engine import FakeEngine
-from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.gateway.gateway_rig import NO_TIMEOUT, GatewayRig, MakeRig
 from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
@@ -70,6 +73,56 @@ async def test_requests_of_a_sleeping_or_stalled_engine_continue_elsewhere(
     for name, value in {"asleep": False, "paused": False, "stalled_s": 0.0}.items():
         setattr(stuck, name, value)
     await rig.connected(stuck, other)
+
+
+async def test_a_sequence_without_tokens_leaves_an_engine_that_makes_progress(make_rig: MakeRig):
+    rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=0.3)
+    slow, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
+    running = await begin(rig, slow)
+    rig.announce(slow, other)
+    assert await running == TEXT
+    assert other.adds[0].generated_token_ids == slow.answer[:2]
+    await until(lambda: len(slow.aborts) == 1, "the request aborted")
+
+
+async def test_without_another_engine_a_sequence_without_tokens_fails(make_rig: MakeRig):
+    rig = make_rig(inter_token_timeout_s=0.3, resume_wait_s=0.2)
+    running = await begin(rig, rig.engine("d0", "decode", TEXT))
+    with pytest.raises(openai.InternalServerError, match=r"no token within 0.3 s"):
+        await running
+
+
+async def test_the_time_to_the_first_token_has_no_limit(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=60.0)
+    engine = rig.engine("d0", "decode", TEXT)
+    engine.hold_after = 0
+    await answer_after_an_hour(rig, engine, monkeypatch)
+
+
+async def test_the_time_between_tokens_has_no_limit_by_default(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(heartbeat_interval_s=0.05)
+    engine = rig.engine("d0", "decode", TEXT)
+    engine.hold_after = 2
+    await answer_after_an_hour(rig, engine, monkeypatch)
+
+
+async def answer_after_an_hour(
+    rig: GatewayRig, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Release `engine` an hour after it has the request, and check the response."""
+    await rig.start(engine)
+    body = {"model": "m", "prompt": "go", "max_tokens": 50}
+    running = asyncio.create_task(rig.post("/v1/completions", body, timeout=NO_TIMEOUT))
+    await until(lambda: engine.adds, "the request at the engine")
+    await rig.skip(3600.0, monkeypatch)
+    assert not engine.aborts
+    engine.released.set()
+    _, answer, _ = await running
+    assert answer["choices"][0]["text"] == TEXT
 
 
 async def test_an_engine_whose_step_is_slow_gets_requests_only_if_there_is_no_other(

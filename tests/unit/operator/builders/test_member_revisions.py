@@ -79,6 +79,7 @@ EDITS: list[tuple[str, Any, set[str]]] = [
     ("gateway.queueTimeoutSeconds", 5, {"gateway"}),
     ("gateway.resumeTimeoutSeconds", 5, {"gateway"}),
     ("gateway.stallTimeoutSeconds", 5, {"gateway"}),
+    ("gateway.interTokenTimeoutSeconds", 5, {"gateway"}),
     ("gateway.requestTimeoutSeconds", 5, {"gateway"}),
     ("gateway.ingress", {"host": "a.example.com"}, set()),
     ("prefill.replicas", 0, set()),
