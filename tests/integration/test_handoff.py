@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 
 import openai
 import pytest
 
 from baton_protocol.client import EngineClient
-from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, CacheConfig
+from baton_protocol.config import (
+    ENGINE_HTTP_PORT,
+    ENGINE_PORT,
+    GATEWAY_PORT,
+    CacheConfig,
+    KVRole,
+    SchedulerConfig,
+)
 from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
 from support.integration.completions import VOCAB, complete, complete_samples, generate
@@ -202,6 +210,41 @@ async def test_sigterm_drains_running_streams_and_exits_zero(own_stack):
     assert rest[-1].choices[0].finish_reason == "length"
     assert own_stack.gateway.process.wait(timeout=60) == 0
     assert own_stack.decode.process.wait(timeout=60) == 0
+
+
+async def test_an_overloaded_prefill_engine_leaves_no_prompt_to_the_decode_engine(stack, tmp_path):
+    """Twelve clients share an engine that runs four requests. Their loads wait for memory, too."""
+    if stack.arch != "qwen3":
+        pytest.skip("one architecture is enough here")
+    rng = random.Random(5)
+    asked = [[rng.randrange(3, VOCAB) for _ in range(400)] for _ in range(36)]
+    outputs: dict[int, list[int]] = {}
+    with pods(tmp_path, 21) as group:
+        slow = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4)
+        few = CacheConfig(num_blocks=160)
+        prefill = group.engine("prefill", stack.checkpoint, KVRole.PRODUCER, scheduler=slow)
+        decode = group.engine("decode", stack.checkpoint, KVRole.CONSUMER, cache=few)
+        gateway = group.gateway("gateway", stack.checkpoint, {prefill: "prefill", decode: "decode"})
+        for pod in (prefill, decode):
+            pod.wait_ready(ENGINE_HTTP_PORT)
+        gateway.wait_ready(GATEWAY_PORT)
+        url = f"http://{gateway.address}:{GATEWAY_PORT}/v1"
+
+        async def send(first: int) -> None:
+            for index in range(first, len(asked), 12):
+                outputs[index] = await complete(url, asked[index], 8)
+
+        clients = asyncio.gather(*(send(first) for first in range(12)))
+        await until(lambda: prefill.metric("baton:num_requests_waiting") >= 4, "a queue of prompts")
+        await clients
+        assert prefill.metric("baton:prompt_tokens_computed_total") == 36 * 400
+        assert decode.metric("baton:prompt_tokens_computed_total") == 0
+        assert decode.metric("baton:kv_transfer_recomputed_tokens_total") == 0
+        _, metrics = gateway.get(GATEWAY_PORT, "/metrics")
+        assert 'baton:prefill_stages_total{outcome="done"} 36.0' in metrics
+        assert "baton:prefill_fallbacks_total{" not in metrics
+    generated = [outputs[index] for index in range(len(asked))]
+    assert_greedy(stack.reference, asked, generated, "overloaded prefill engine")
 
 
 async def test_a_tiny_block_pool_preempts_and_gives_the_references_tokens(
