@@ -191,9 +191,9 @@ class TransferManager:
     def heartbeat(self, session: Session, transfer_ids: list[str]) -> None:
         """Renew the leases of these transfers. Send PENDING for those with blocks to publish.
 
-        A transfer without a subscriber is PENDING until it has blocks. Its load waits for memory at
-        the consumer, which must give up while the producer's memory is in use, because two engines
-        may wait for each other's memory.
+        If a transfer has no subscriber, its load waits for memory at the consumer. Such a transfer
+        is PENDING only while it has no blocks. Otherwise two engines could wait for each other's
+        memory without end.
         """
         now = self._clock()
         pending = []
