@@ -1,4 +1,7 @@
-"""The executor of Ray actors: one actor per rank, on any node of the Ray cluster.
+"""The executor of Ray actors: one actor per rank, on any nodes of the Ray cluster.
+
+A placement group reserves the resources of all actors at once, on as few nodes as possible. Ranks
+of one node are consecutive, and the node of this process comes first.
 
 Needs the extra `ray`. If the program has called `ray.init` or RAY_ADDRESS is set, the executor uses
 that Ray cluster. Otherwise the executor starts a local Ray cluster, without dashboard and usage
@@ -17,7 +20,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, WorkerError
@@ -41,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 #: Concurrency group of `_RankActor.hold`. All other calls run one after the other.
 WATCH = "watch"
-
-
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
 class RayExecutor(Executor):
     """Runs one Ray actor per rank."""
 
+    #: Limit for the cluster to have room for all workers.
+    reserve_timeout_s = JOIN_TIMEOUT_S
     #: Time for workers to end by themselves. Then they are killed.
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S
 
@@ -58,6 +61,8 @@ class RayExecutor(Executor):
         self._world_size = config.parallel.world_size
         self._output_rank = output_rank(config)
         self._ray = _import_ray()
+        #: The placement group. It has one bundle per worker.
+        self._bundles: Any = None
         self._actors: list[Any] = []
         self._all_up = False
         self._owns_ray = False
@@ -84,33 +89,33 @@ class RayExecutor(Executor):
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
             self._ray.init(include_dashboard=False)
             self._owns_ray = True
-        config = share_threads(self.config, self._world_size)
+        needs = {"CPU": 1} if self.config.device == "cpu" else {"CPU": 1, "GPU": 1}
+        self._reserve(needs)
         actor_class = self._ray.remote(
             num_cpus=1,
-            num_gpus=0 if config.device == "cpu" else 1,
+            num_gpus=needs.get("GPU", 0),
             max_restarts=0,
             concurrency_groups={WATCH: 1},
         )(_RankActor)
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         self._actors = [
-            actor_class.remote(config, self.instance_id, rank) for rank in range(self._world_size)
+            actor_class.options(
+                scheduling_strategy=strategy(self._bundles, placement_group_bundle_index=bundle)
+            ).remote(self.config, self.instance_id, rank)
+            for rank, bundle in enumerate(self._bundles_in_rank_order())
         ]
         for rank, actor in enumerate(self._actors):
             self._observe(
                 actor.hold.options(concurrency_group=WATCH).remote(), rank, Future(), lambda _: None
             )
-        try:
-            hosts = self._ask("host", (), JOIN_TIMEOUT_S)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"{error}; the cluster must have one free CPU per worker, and a GPU unless device "
-                "is cpu: see `ray status`"
-            ) from None
+        places = self._ask("place", (), JOIN_TIMEOUT_S)
+        self._ask("create_worker", (places,), JOIN_TIMEOUT_S)
         self._all_up = True
         if self._world_size > 1:
             secret = secrets.token_bytes()
             self._store = open_store(self._ray.util.get_node_ip_address(), secret=secret)
-            self._ask("join_groups", (self._store.address, hosts, secret), JOIN_TIMEOUT_S)
-        return initialize_workers(config, self.collective_rpc)
+            self._ask("join_groups", (self._store.address, secret), JOIN_TIMEOUT_S)
+        return initialize_workers(self.config, self.collective_rpc)
 
     def execute_model(self, step: SchedulerOutput) -> None:
         shared = self._ray.put(step)
@@ -159,11 +164,47 @@ class RayExecutor(Executor):
                 self._ask("call", ("shutdown", ()), self.shutdown_timeout_s)
         for actor in self._actors:
             self._ray.kill(actor)
+        if self._bundles is not None:
+            self._ray.util.remove_placement_group(self._bundles)
         self._fail(WorkerDiedError("the executor was shut down"), died=True)
         if self._store is not None:
             self._store.close()
         if self._owns_ray:
             self._ray.shutdown()
+
+    def _reserve(self, needs: dict[str, int]) -> None:
+        """Reserve the resources of all workers, or none of them.
+
+        Args:
+            needs: resources of one worker.
+
+        Raises:
+            TimeoutError: the cluster has no room for all workers.
+        """
+        self._bundles = self._ray.util.placement_group([needs] * self._world_size, strategy="PACK")
+        if self._bundles.wait(self.reserve_timeout_s):
+            return
+        each = " and ".join(f"{number} {name}" for name, number in needs.items())
+        total, free = self._ray.cluster_resources(), self._ray.available_resources()
+        have = ", ".join(
+            f"{total.get(name, 0):g} {name} ({free.get(name, 0):g} free)" for name in needs
+        )
+        raise TimeoutError(
+            f"the Ray cluster had no room for {self._world_size} workers within "
+            f"{self.reserve_timeout_s:g} s. Each worker needs {each} of one node, and the cluster "
+            f"has {have}. Add nodes or end other jobs (see `ray status`), or lower "
+            "parallel.tensor_parallel_size or pipeline_parallel_size. Workers need no GPU if "
+            "device is cpu"
+        )
+
+    def _bundles_in_rank_order(self) -> list[int]:
+        """Return the index of each rank's bundle.
+
+        Tensor-parallel ranks are consecutive, so most of their traffic stays within a node.
+        """
+        nodes = self._ray.util.placement_group_table(self._bundles)["bundles_to_node_id"]
+        own = self._ray.get_runtime_context().get_node_id()
+        return sorted(nodes, key=lambda bundle: (nodes[bundle] != own, nodes[bundle], bundle))
 
     def _ask(self, actor_method: str, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
         """Call a method of every actor. Results and exceptions are those of `collective_rpc`."""
@@ -186,6 +227,8 @@ class RayExecutor(Executor):
         try:
             return future.result(timeout_s)
         except TimeoutError:
+            if future.done():  # ended after the timeout
+                return future.result()
             missing = [rank for rank in range(self._world_size) if rank not in results]
             raise TimeoutError(
                 f"{what} was not answered within {timeout_s} s by worker {missing}"
@@ -257,6 +300,14 @@ class RayExecutor(Executor):
             callback(str(error))
 
 
+class _Place(NamedTuple):
+    """Where an actor runs."""
+
+    node_id: str
+    #: GPUs that Ray has assigned to the actor. Empty on a CPU.
+    gpu_ids: list[str]
+
+
 class _RankActor:
     """The Ray actor of one rank.
 
@@ -264,25 +315,44 @@ class _RankActor:
     """
 
     def __init__(self, config: EngineConfig, instance_id: str, rank: int) -> None:
+        self._config = config
+        self._instance_id = instance_id
         self._rank = rank
         self._failure: Failure | None = None
         self._worker: Any = None
-        os.environ["LOCAL_RANK"] = "0"  # the actor sees one GPU
-        try:
-            self._worker = load_worker_class(config)(config, instance_id, rank)
-        except Exception as error:
-            self._failure = Failure.of(error, rank)
 
     def hold(self) -> None:
         """Block until the actor dies. Then the caller's pending call fails."""
         threading.Event().wait()
 
-    def host(self) -> Any:
-        """Return the address of this actor's node, or a Failure if the worker cannot be created."""
-        return self._failure or _import_ray().util.get_node_ip_address()
+    def place(self) -> _Place:
+        context = _import_ray().get_runtime_context()
+        return _Place(context.get_node_id(), context.get_accelerator_ids()["GPU"])
 
-    def join_groups(self, store_address: tuple[str, int], hosts: list[str], secret: bytes) -> Any:
-        return self.call("join_groups", (store_address, 0, hosts[self._rank], secret))
+    def create_worker(self, places: list[_Place]) -> Failure | None:
+        """Create the worker. It shares the cores of its node with the engine's other workers there.
+
+        All workers of a node see the GPUs of all of them, so that NCCL can copy between the GPUs.
+
+        Args:
+            places: the places of all ranks.
+        """
+        own = places[self._rank]
+        local = [rank for rank, place in enumerate(places) if place.node_id == own.node_id]
+        if own.gpu_ids:
+            gpu_ids = [gpu for rank in local for gpu in places[rank].gpu_ids]
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
+        os.environ["LOCAL_RANK"] = str(local.index(self._rank))  # selects the GPU
+        try:
+            config = share_threads(self._config, len(local))
+            self._worker = load_worker_class(config)(config, self._instance_id, self._rank)
+        except Exception as error:
+            return Failure.of(error, self._rank)
+        return None
+
+    def join_groups(self, store_address: tuple[str, int], secret: bytes) -> Any:
+        address = _import_ray().util.get_node_ip_address()
+        return self.call("join_groups", (store_address, 0, address, secret))
 
     def call(self, method: str, args: tuple[Any, ...]) -> Any:
         try:

@@ -170,6 +170,9 @@ class FakeWorker:
     def threads(self) -> tuple[int | None, str | None]:
         return self.config.num_threads, os.environ.get("OMP_NUM_THREADS")
 
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
     def cpus(self) -> list[int]:
         return sorted(os.sched_getaffinity(0))
 

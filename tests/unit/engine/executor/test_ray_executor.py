@@ -1,4 +1,8 @@
-"""RayExecutor on a local cluster. Skipped if ray is not installed."""
+"""RayExecutor on a local cluster of two nodes. Skipped if ray is not installed.
+
+The node of the driver has one CPU and one GPU, and the other node has two of each. No test uses the
+GPUs, so the machine needs none.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,14 @@ import msgspec
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
+from baton_engine.core.engine_core import EngineCore, StepFailedError
 from baton_engine.executor.base import WorkerDiedError, WorkerError
+from baton_engine.executor.placement import place_here
 from baton_engine.executor.ray import RayExecutor
 from baton_engine.models.errors import ModelInvalid
 from baton_protocol.config import EngineConfig, ModelConfig
+from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.sampling import SamplingParams
 from support.engine.fake_workers import engine_config, step
 from support.engine.greedy_steps import generate, generate_in_one_process, model_config
 from support.waiting import eventually
@@ -28,6 +36,7 @@ os.environ |= {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }  # read at import
 ray = pytest.importorskip("ray")
+Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 
 WAIT_S = 120.0
 DETECTION_S = 5.0
@@ -35,16 +44,23 @@ DETECTION_S = 5.0
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
+    nodes = Cluster()
+    for number in (1, 2):
+        nodes.add_node(
+            num_cpus=number,
+            num_gpus=number,
+            include_dashboard=False,
+            node_ip_address=f"127.50.0.{number}",  # ray.init replaces 127.0.0.1
+            object_store_memory=80 * 2**20,
+        )
     ray.init(
-        num_cpus=2,
-        num_gpus=0,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=80 * 2**20,
+        nodes.address,
+        _node_ip_address="127.50.0.1",
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
     )
     yield
     ray.shutdown()
+    nodes.shutdown()
 
 
 @pytest.fixture
@@ -85,6 +101,7 @@ def test_steps_calls_failures_and_the_death_of_a_worker(
         executor.collective_rpc("raise_on", (1,), timeout_s=WAIT_S)
     with pytest.raises(TimeoutError, match=r"nap was not answered within 0.1 s by worker \[0, 1\]"):
         executor.collective_rpc("nap", timeout_s=0.1)
+    assert executor.collective_rpc("echo", (1,), timeout_s=WAIT_S) == [1, 1]  # not the late result
 
     executor.execute_model(step(9, "hang:0"))
     waiting = executor.sample_tokens(None)
@@ -129,3 +146,54 @@ def test_a_failed_step_and_an_invalid_model_are_reported(
     executor.shutdown()
     with pytest.raises(ModelInvalid, match=r"lm_head\.weight is missing"):
         make(engine_config("WorkerOfBadModel"))
+
+
+def test_ranks_are_ordered_by_node_and_share_the_cores_and_gpus_of_their_node(
+    make: Callable[[EngineConfig], RayExecutor],
+) -> None:
+    executor = make(
+        msgspec.structs.replace(engine_config(tensor=3), device="cuda", num_threads=None)
+    )
+
+    def call(method: str, *args: Any) -> list[Any]:
+        return executor.collective_rpc(method, args, timeout_s=WAIT_S)
+
+    assert call("environment", "LOCAL_RANK") == ["0", "0", "1"]
+    alone, *together = call("environment", "CUDA_VISIBLE_DEVICES")
+    assert alone == "0"
+    assert together in (["0,1"] * 2, ["1,0"] * 2)
+    expected = [place_here(num_workers)[0].num_threads for num_workers in (1, 2, 2)]
+    assert [num_threads for num_threads, _ in call("threads")] == expected
+
+
+def test_an_engine_reserves_room_for_all_of_its_workers_or_for_none(
+    make: Callable[[EngineConfig], RayExecutor],
+) -> None:
+    first = make(engine_config(tensor=2))
+    second = RayExecutor(engine_config(tensor=2), "second", lambda: None)
+    second.reserve_timeout_s = 0.5
+    with pytest.raises(
+        TimeoutError,
+        match=r"no room for 2 workers within 0.5 s\. Each worker needs 1 CPU of one node, and the "
+        r"cluster has 3 CPU \(1 free\)\.",
+    ):
+        second.initialize()
+    second.shutdown()
+    first.shutdown()
+    eventually(
+        lambda: ray.available_resources().get("CPU") == 3, timeout_s=WAIT_S, what="3 free CPUs"
+    )
+
+
+def test_a_worker_that_hangs_ends_the_engine_at_the_step_timeout() -> None:
+    config = engine_config(tensor=2, step_timeout_s=1.0)
+    executor = RayExecutor(config, "instance", lambda: None)
+    executor.shutdown_timeout_s = 0.5
+    core = EngineCore(config, executor)
+    pid = core.executor.collective_rpc("who", timeout_s=WAIT_S)[0][1]
+    os.kill(pid, signal.SIGSTOP)
+    core.add_request(EngineCoreRequest("r", [1, 2], SamplingParams(max_tokens=2)))
+    with pytest.raises(StepFailedError, match=r"not answered for 1 s \(parallel.step_timeout_s\)"):
+        core.step()
+    core.shutdown()
+    eventually(lambda: not Path(f"/proc/{pid}").exists(), timeout_s=WAIT_S, what="worker 0 ends")
