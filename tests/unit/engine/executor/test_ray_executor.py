@@ -11,6 +11,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def make() -> Iterator[Callable[[EngineConfig], RayExecutor]]:
 
 
 def test_steps_calls_failures_and_the_death_of_a_worker(
-    make: Callable[[EngineConfig], RayExecutor],
+    make: Callable[[EngineConfig], RayExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One test for all of it, as actors take seconds to start."""
     executor = make(engine_config(tensor=2))
@@ -102,6 +103,18 @@ def test_steps_calls_failures_and_the_death_of_a_worker(
     with pytest.raises(TimeoutError, match=r"nap was not answered within 0.1 s by worker \[0, 1\]"):
         executor.collective_rpc("nap", timeout_s=0.1)
     assert executor.collective_rpc("echo", (1,), timeout_s=WAIT_S) == [1, 1]  # not the late result
+
+    result = Future.result
+
+    def result_after_timeout(self: Future[Any], timeout: float | None = None) -> Any:
+        value = result(self)
+        if timeout is not None:
+            raise TimeoutError
+        return value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", result_after_timeout)
+        assert executor.collective_rpc("echo", (2,), timeout_s=WAIT_S) == [2, 2]
 
     executor.execute_model(step(9, "hang:0"))
     waiting = executor.sample_tokens(None)
