@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
 import sys
 import time
@@ -31,6 +30,7 @@ from rich.markup import escape
 from baton_kube.client import KubeError, Object
 from baton_local.ask import AskError, ask, gateways_see_all_engines
 from baton_local.cluster_api import ClusterApi, UnknownKindError
+from baton_local.demo_model import ModelError, provide_model
 from baton_local.display import Progress, service_tables
 from baton_local.kv_bytes import ask_kv_bytes, format_kv_bytes, kv_bytes_received
 from baton_local.manifest_file import as_kubectl_applies, load_documents, load_service
@@ -43,9 +43,6 @@ from pocketkube.cluster import Component, LocalCluster
 from pocketkube.kubeconfig import write_account_kubeconfig
 from pocketkube.networks import NetworksInUseError
 
-#: URI of the demo model, for which `baton up` creates a checkpoint unless --model names one.
-DEMO_MODEL_URI = "file:///models/demo"
-DEMO_CHECKPOINT = ["--arch", "qwen3", "--seed", "7"]
 PROMPT = "Tell me about the relay race: who hands the baton to whom?"
 CONTROL_PLANE_TIMEOUT_S = 60.0
 OPERATOR_NAMESPACE = "baton-system"
@@ -104,7 +101,7 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
     except NetworksInUseError as error:
         console.print(f"[red]baton up:[/] {error} with `baton down`")
         return 1
-    except (UpError, ComponentError, AskError) as error:
+    except (UpError, ModelError, ComponentError, AskError) as error:
         console.print(f"[red]baton up:[/] {escape(str(error))}")
         return 1
     except (KubeError, ConnectionError, TimeoutError, aiohttp.ClientError) as error:
@@ -343,69 +340,6 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
         if not isinstance(value, dict):
             raise UpError(f"{path}: {field} must be an object, got {value!r}")
     return documents, service
-
-
-async def provide_model(
-    model: Path | None, service: Object, state: StateDir, console: Console
-) -> None:
-    """Create a link to the model's folder, so that pods find the model at spec.model.uri.
-
-    The folder is --model, or the demo checkpoint if the URI is DEMO_MODEL_URI. In other cases
-    no link is created.
-
-    Raises:
-        UpError: --model is not a checkpoint, or spec.model.uri is not a folder.
-    """
-    shutil.rmtree(state.host_root, ignore_errors=True)  # links of the last cluster
-    uri = str(service.get("spec", {}).get("model", {}).get("uri"))
-    if model is None:
-        if uri != DEMO_MODEL_URI:
-            return
-        model = await _demo_checkpoint(state.models / "demo", console)
-    elif not (model / "config.json").is_file():
-        raise UpError(
-            f"--model {model}: no config.json there; name a Hugging Face checkpoint folder"
-        )
-    scheme, _, path = uri.partition("://")
-    link = state.host_root / path.lstrip("/")
-    if scheme != "file" or ".." in Path(path).parts or link == state.host_root:
-        raise UpError(
-            f"--model {model} replaces a model in a folder, but spec.model.uri is {uri}; "
-            f"set it to {DEMO_MODEL_URI}"
-        )
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.symlink_to(model.resolve())
-
-
-async def _demo_checkpoint(demo: Path, console: Console) -> Path:
-    """Return the folder of the demo checkpoint. Create the checkpoint if it does not exist."""
-    if not (demo / "config.json").is_file():
-        console.print(f"creating a demo checkpoint in {escape(str(demo))}", style="dim")
-        partial = demo.with_name("demo.partial")
-        process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "baton_local.cli",
-                "checkpoint",
-                "create",
-                *DEMO_CHECKPOINT,
-                "--out",
-                str(partial),
-            ),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            output, _ = await process.communicate()
-        finally:
-            if process.returncode is None:  # cancelled
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            raise UpError(f"`baton checkpoint create` failed:\n{output.decode(errors='replace')}")
-        partial.rename(demo)
-    return demo
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:

@@ -1,14 +1,12 @@
-"""`baton up` before it starts a process: the spec and the model's folder."""
+"""`baton up` before it starts a process."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from baton_local.state import StateDir
-from baton_local.up import UpError, UpOptions, provide_model, run_up
+from baton_local.up import UpOptions, run_up
 
 SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"
 
@@ -31,35 +29,3 @@ def test_up_refuses_an_invalid_spec_before_it_starts_a_process(tmp_path, capsys,
     assert run_up(options, state, Console(width=1000)) == 1
     assert capsys.readouterr().out == f"baton up: {path}: {complaint}\n"
     assert not state.root.exists()
-
-
-def model_folder(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
-async def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_links(tmp_path):
-    state = StateDir(tmp_path / "home")
-    demo, other = model_folder(state.models / "demo"), model_folder(tmp_path / "other")
-    links = {
-        "file:///models/demo": (None, demo),
-        "file:///models/a/b/": (other, other),
-        "hf://owner/model": (None, None),
-    }
-    for uri, (model, linked) in links.items():
-        service = {"spec": {"model": {"uri": uri}}}
-        await provide_model(model, service, state, Console())
-        assert service == {"spec": {"model": {"uri": uri}}}
-        found = [path for path in state.host_root.rglob("*") if path.is_symlink()]
-        assert found == ([state.host_root / uri.removeprefix("file:///")] if linked else [])
-        assert [path.readlink() for path in found] == [linked] * len(found)
-
-
-@pytest.mark.parametrize("uri", ["hf://owner/model", "file:///../../etc", "file:///", None])
-async def test_up_refuses_a_model_if_the_uri_names_no_folder(tmp_path, uri):
-    state = StateDir(tmp_path / "home")
-    model = model_folder(tmp_path / "other")
-    with pytest.raises(UpError, match=f"spec.model.uri is {uri}; set it to file:///models/demo"):
-        await provide_model(model, {"spec": {"model": {"uri": uri}}}, state, Console())
-    assert not state.host_root.exists()

@@ -1,0 +1,43 @@
+"""The model of `baton up`: a link at the path of spec.model.uri."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from baton_local.demo_model import ModelError, provide_model
+from baton_local.state import StateDir
+
+
+def model_folder(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+async def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_links(tmp_path):
+    state = StateDir(tmp_path / "home")
+    demo, other = model_folder(state.models / "demo"), model_folder(tmp_path / "other")
+    links = {
+        "file:///models/demo": (None, demo),
+        "file:///models/a/b/": (other, other),
+        "hf://owner/model": (None, None),
+    }
+    for uri, (model, linked) in links.items():
+        service = {"spec": {"model": {"uri": uri}}}
+        await provide_model(model, service, state, Console())
+        assert service == {"spec": {"model": {"uri": uri}}}
+        found = [path for path in state.host_root.rglob("*") if path.is_symlink()]
+        assert found == ([state.host_root / uri.removeprefix("file:///")] if linked else [])
+        assert [path.readlink() for path in found] == [linked] * len(found)
+
+
+@pytest.mark.parametrize("uri", ["hf://owner/model", "file:///../../etc", "file:///", None])
+async def test_up_refuses_a_model_if_the_uri_names_no_folder(tmp_path, uri):
+    state = StateDir(tmp_path / "home")
+    model = model_folder(tmp_path / "other")
+    with pytest.raises(ModelError, match=f"spec.model.uri is {uri}; set it to file:///models/demo"):
+        await provide_model(model, {"spec": {"model": {"uri": uri}}}, state, Console())
+    assert not state.host_root.exists()
