@@ -9,6 +9,24 @@ from baton_operator import names
 from pocketkube.conditions import has_condition
 from pocketkube.containers.process import container_pids
 
+#: Reasons of failures that end only when a user changes the service, its model or another object.
+#: A reason is left out if the failure can end in another way: the machine may get free memory
+#: (`InsufficientMemory`), and a Secret may be created (`SecretNotFound`).
+FINAL_REASONS = frozenset(
+    {
+        # Of the service as a whole.
+        *("InvalidSpec", "Paused", "NameConflict", "GatewayAPIMissing", "ServiceKeyUnusable"),
+        # Of the model.
+        *("ModelNotFound", "ModelMissing", "ModelInvalid", "ModelUriInvalid", "ModelAccessDenied"),
+        *("ModelSourceInvalid", "ModelSourceUnsupported", "ModelCacheInvalid"),
+        "ImageVolumeUnsupported",
+        # Of components and groups.
+        *("InvalidConfig", "InvalidTokenizer", "InvalidAccess", "ServiceKeyInvalid"),
+        *("KVMemoryTooSmall", "KVTransferInvalid", "InsufficientDevices", "ConfigurationError"),
+        "IncompatiblePeers",
+    }
+)
+
 
 class PodStatus(msgspec.Struct):
     """The state of one pod of a service."""
@@ -58,6 +76,18 @@ class ServiceStatus(msgspec.Struct):
     def ready(self) -> bool:
         """Whether the condition Ready is True."""
         return any(c.type == "Ready" and c.status == "True" for c in self.conditions)
+
+    @property
+    def final_failure(self) -> Condition | None:
+        """The condition with a failure that waiting does not end; None if there is none."""
+        failures = (
+            condition
+            for condition in self.conditions
+            if condition.type in ("Ready", "ModelAvailable")
+            and condition.status == "False"
+            and condition.reason in FINAL_REASONS
+        )
+        return next(failures, None)
 
 
 def pod_status(pod: Object) -> PodStatus:

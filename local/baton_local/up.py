@@ -229,13 +229,20 @@ class _Up:
                 self.progress.show(status)
                 if status.ready and status.endpoint:
                     return status
-                if time.monotonic() > deadline:
+                failure = status.final_failure
+                if failure is not None or time.monotonic() > deadline:
                     break
                 await asyncio.sleep(0.2)
         self.console.print(service_tables(status))
         for pod in status.pods:
             if not pod.ready:
                 await self._print_last_lines(api, pod)
+        if failure is not None:
+            raise UpError(
+                f"{self.namespace}/{self.name} cannot become Ready: {failure.reason}: "
+                f"{failure.message}\nCorrect this in {self.options.file} or on this machine, and "
+                "run `baton up` again. docs/operate/troubleshooting.md explains each reason."
+            )
         raise UpError(
             f"{self.namespace}/{self.name} was not Ready within {self.options.timeout_s:g} s; "
             f"more is in {self.cluster.logs}"
@@ -253,6 +260,7 @@ class _Up:
 
     async def _watch(self, api: ClusterApi) -> None:
         """Restart ended components and show changes of the service, until `stopped` is set."""
+        exists = True
         while not self.stopped.is_set():
             for component in self.cluster.heal():
                 self.console.print(
@@ -260,9 +268,17 @@ class _Up:
                 )
             try:
                 self.progress.show(await api.service(self.namespace, self.name))
+                exists = True
             except KubeError as error:
-                if error.status != 404:  # 404: the user has deleted it, and may apply another one
+                if error.status != 404:
                     raise
+                if exists:
+                    self.console.out(
+                        f"{self.namespace}/{self.name} was deleted; "
+                        f"`kubectl apply -f {self.options.file.absolute()}` creates it again",
+                        highlight=False,
+                    )
+                exists = False
             await asyncio.sleep(0.5)
 
     def _print_next_steps(self, status: ServiceStatus) -> None:

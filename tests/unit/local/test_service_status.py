@@ -1,0 +1,55 @@
+"""Which failures of a service end a wait for Ready."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from baton_local.service_status import FINAL_REASONS, Condition, ServiceStatus
+from baton_operator import reconcile_problems
+
+TROUBLESHOOTING = Path(__file__).parents[3] / "docs" / "operate" / "troubleshooting.md"
+
+
+def final_failure(*conditions: tuple[str, str, str]) -> str | None:
+    found = [Condition(kind, status, reason, "why") for kind, status, reason in conditions]
+    status = ServiceStatus("demo", "default", "", "demo", found, [], "", "/k")
+    return status.final_failure.type if status.final_failure else None
+
+
+@pytest.mark.parametrize(
+    ("conditions", "failed"),
+    [
+        ([], None),
+        ([("Ready", "False", "Starting")], None),
+        ([("Ready", "False", "NoCapacity"), ("ModelAvailable", "Unknown", "NotObserved")], None),
+        ([("Ready", "False", "ModelSourceUnavailable")], None),
+        ([("Ready", "True", "AllGroupsReady"), ("Updating", "False", "Paused")], None),
+        ([("Available", "False", "Starting"), ("Ready", "False", "ModelNotFound")], "Ready"),
+        ([("Ready", "False", "PodRefused"), ("ModelAvailable", "False", "ImageVolumeUnsupported")],
+         "ModelAvailable"),
+    ],
+)  # fmt: skip
+def test_only_failures_that_waiting_does_not_end_are_final(conditions, failed):
+    assert final_failure(*conditions) == failed
+
+
+def test_every_problem_that_is_not_retried_is_final():
+    problems = [
+        kind
+        for kind in vars(reconcile_problems).values()
+        if isinstance(kind, type) and issubclass(kind, reconcile_problems.Problem)
+    ]
+    assert len(problems) > 5
+    for problem in problems:
+        if problem is not reconcile_problems.Problem:
+            assert (problem.__name__ in FINAL_REASONS) != problem.is_retried, problem
+
+
+def test_every_reason_of_a_component_is_final_unless_free_memory_ends_it():
+    section = TROUBLESHOOTING.read_text().split("## Reasons from a component")[1].split("\n## ")[0]
+    reasons = re.findall(r"^\| `(\w+)`", section, re.MULTILINE)
+    assert "InvalidConfig" in reasons
+    assert set(reasons) - FINAL_REASONS == {"InsufficientMemory"}
