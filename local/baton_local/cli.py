@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
-from rich.console import Console
 
 from baton_local.detach import run_detached
 from baton_local.state import ClusterInfo, StateDir, StateDirError
@@ -132,6 +131,7 @@ def _add_up(commands: _Commands) -> None:
 
 
 def _run_up(args: argparse.Namespace) -> int:
+    from baton_local.display import make_console
     from baton_local.up import UpOptions, run_up
 
     options = UpOptions(
@@ -146,8 +146,8 @@ def _run_up(args: argparse.Namespace) -> int:
     if args.detach:
         flags = [arg for arg in sys.argv[1:] if arg != "--detach"]
         command = [sys.executable, "-m", "baton_local.cli", *flags]
-        return run_detached(command, options.answer_timeout_s, StateDir(), Console())
-    return run_up(options, StateDir(), Console())
+        return run_detached(command, options.answer_timeout_s, StateDir(), make_console())
+    return run_up(options, StateDir(), make_console())
 
 
 def _add_plan(commands: _Commands) -> None:
@@ -269,14 +269,14 @@ def _add_status(commands: _Commands) -> None:
 def _run_status(args: argparse.Namespace) -> int:
     info = _running_cluster()
     found = asyncio.run(_status(info))
-    from baton_local.display import print_status
+    from baton_local.display import make_console, print_status
     from baton_local.kv_bytes import ask_kv_bytes
     from baton_local.service_status import ServiceStatus, with_pids
 
     if found is not None:
         status = with_pids(asyncio.run(ask_kv_bytes(found)))
     else:
-        Console(stderr=True).print(
+        make_console(stderr=True).print(
             f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted"
         )
         status = ServiceStatus(
@@ -294,7 +294,8 @@ def _add_logs(commands: _Commands) -> None:
     logs.add_argument(
         "name",
         nargs="?",
-        help="pod, or control-plane|kubelet|controllers|proxy|operator (default: all pods)",
+        help="pod, role of pods (decode, prefill, gateway, coordinator), or component "
+        "(control-plane, kubelet, controllers, proxy, operator); default: all pods",
     )
     logs.add_argument("-f", "--follow", action="store_true")
     logs.add_argument("--tail", type=int, default=None, metavar="LINES")
@@ -320,12 +321,12 @@ async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: i
     from baton_kube.client import KubeError
     from baton_local.cluster_api import ClusterApi
 
+    status = await _status(info)
+    known = status.pods if status else []
+    pods = [pod.name for pod in known if name in (None, pod.name, pod.role)]
+    if name and not pods:  # may be a pod of another service
+        pods = [name]
     async with ClusterApi.connect(Path(info.kubeconfig)) as api:
-        if name:
-            pods = [name]
-        else:
-            status = await _status(info)
-            pods = [pod.name for pod in status.pods] if status else []
 
         async def copy(pod: str) -> int:
             prefix = f"[{pod}] " if len(pods) > 1 else ""
@@ -337,6 +338,10 @@ async def _print_logs(info: ClusterInfo, name: str | None, follow: bool, tail: i
                         print(prefix + line.decode(errors="replace"), flush=follow)
             except KubeError as error:
                 print(f"{prefix}{error}", file=sys.stderr)
+                if error.status == 404 and pods == [name]:
+                    names = {text for each in known for text in (each.role, each.name)}
+                    names |= {path.stem for path in StateDir().logs.glob("*.log")}
+                    print(f"try one of: {', '.join(sorted(names))}", file=sys.stderr)
                 return 1
             if rest:
                 print(prefix + rest.decode(errors="replace"))

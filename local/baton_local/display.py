@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 from rich.console import Console, Group, RenderableType
@@ -13,9 +12,15 @@ from rich.text import Text
 from baton_local.kv_bytes import format_kv_bytes
 from baton_local.service_status import Condition, ServiceStatus
 
-#: Width in columns of a table that is not printed on a terminal.
+#: Width in columns of output that is not printed on a terminal.
 PIPED_WIDTH = 1000
 _STYLES = {"True": "green", "False": "red", "Unknown": "yellow"}
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Return a console that wraps lines to the width of a terminal, but not in a pipe or file."""
+    console = Console(stderr=stderr)
+    return console if console.is_terminal else Console(stderr=stderr, width=PIPED_WIDTH)
 
 
 def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> RenderableType:
@@ -57,7 +62,7 @@ def service_tables(status: ServiceStatus, elapsed_s: float | None = None) -> Ren
 
 def print_status(status: ServiceStatus, manifest: str) -> None:
     """Print the output of `baton status`. `manifest` is the path of the service's YAML file."""
-    console = Console() if sys.stdout.isatty() else Console(width=PIPED_WIDTH)
+    console = make_console()
     if status.exists:
         console.print(service_tables(status))
         console.out(f"\nendpoint    {status.endpoint}", highlight=False)
