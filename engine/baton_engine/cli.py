@@ -19,7 +19,7 @@ from baton_engine.server.admin_server import AdminServer
 from baton_engine.server.engine_core_proc import EngineCoreProc
 from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
 from baton_protocol.engine_options import OPTIONS, problems
-from baton_protocol.fatal import ConfigurationError, report_fatal
+from baton_protocol.fatal import ConfigurationError, FlagParser, report_fatal
 from baton_protocol.options import add_flags, set_field
 
 #: Executors whose workers read the same file system as this process.
@@ -32,9 +32,9 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     """Return the configuration and the parsed arguments. Flags override fields of `--config FILE`.
 
     Raises:
-        ConfigurationError: the file or a value is wrong. The message names the field.
+        ConfigurationError: the file, a flag or a value is wrong. The message names it.
     """
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="baton-engine",
         description=__doc__,
         epilog="The engine binds $POD_IP, or 127.0.0.1 if POD_IP is not set.",

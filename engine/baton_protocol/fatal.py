@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from typing import NoReturn
 
 
 class ConfigurationError(Exception):
@@ -18,6 +20,13 @@ class ConfigurationError(Exception):
         super().__init__(message)
         self.reason = reason
         self.message = message
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An argument parser that raises ConfigurationError for wrong flags, and prints no usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError("InvalidConfig", message)
 
 
 def report_fatal(reason: str, message: object) -> int:

@@ -6,13 +6,12 @@ An invalid configuration ends the process with exit code 78. The last line on st
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
@@ -20,7 +19,7 @@ from baton_gateway.routing.discovery import Discovery
 from baton_gateway.routing.file_discovery import FileDiscovery
 from baton_gateway.server import Gateway
 from baton_protocol.config import DiscoveryConfig, GatewayConfig, container_path, pod_ip
-from baton_protocol.fatal import ConfigurationError, report_fatal
+from baton_protocol.fatal import ConfigurationError, FlagParser, report_fatal
 from baton_protocol.options import add_flags, options, set_field
 from baton_protocol.service_key import ServiceKeyError
 from baton_text.generation_defaults import GenerationDefaults
@@ -61,7 +60,9 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
     Raises:
         ConfigurationError: reason InvalidConfig if the file or a flag is invalid.
     """
-    parser = _Parser(prog="baton-gateway", description="OpenAI HTTP in front of Baton's engines.")
+    parser = FlagParser(
+        prog="baton-gateway", description="OpenAI HTTP in front of Baton's engines."
+    )
     parser.add_argument("--config", metavar="FILE", help="GatewayConfig as JSON")
     add_flags(parser, OPTIONS)
     arguments = vars(parser.parse_args(argv))
@@ -167,13 +168,6 @@ def make_discovery(config: DiscoveryConfig) -> Discovery:
     return KubernetesDiscovery(
         config.namespace or "default", config.service, resync_s=config.resync_s
     )
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises ConfigurationError for wrong flags."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigurationError("InvalidConfig", message)
 
 
 if __name__ == "__main__":

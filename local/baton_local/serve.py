@@ -136,7 +136,10 @@ def run_serve(model: str, flags: list[str]) -> int:
 
 @dataclass
 class _Child:
-    """A child process. Its output is printed with the child's name before each line."""
+    """A child process. Its output is printed with the child's name before each line.
+
+    A FATAL line is not printed, because engine and gateway report the same wrong model.
+    """
 
     name: str
     process: asyncio.subprocess.Process
@@ -173,6 +176,8 @@ class _Child:
             text = line.decode(errors="replace").rstrip("\n")
             if text.strip():
                 self.last_line = text
+            if text.startswith("FATAL "):  # `_Server._fail` prints it if this child failed first
+                continue
             print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
 
     async def wait(self) -> int:

@@ -192,7 +192,12 @@ def test_kill_9_leaves_no_child_process(serve: Serve):
             78,
             r"FATAL InvalidConfig: access\.allowed_origins must be origins .*'b\.example'.*",
         ),
-        ("", ["--no-such-flag"], 2, r".*unrecognized arguments: --no-such-flag"),
+        (
+            "",
+            ["--no-such-flag"],
+            78,
+            "FATAL InvalidConfig: unrecognized arguments: --no-such-flag",
+        ),
         (
             "",
             ["--host", "192.0.2.1"],
@@ -210,6 +215,8 @@ def test_the_last_log_line_names_an_invalid_argument(
     try:
         assert serving.wait(READY_S) == code, serving.log
         assert re.fullmatch(last_line, serving.log.splitlines()[-1]), serving.log
+        assert serving.log.count("FATAL") == (code == 78)
+        assert "usage: baton-engine" not in serving.log
     finally:
         serving.close()
 

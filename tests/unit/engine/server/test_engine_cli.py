@@ -23,6 +23,12 @@ def test_a_missing_model_is_refused_with_its_flag(flags: list[str]):
         parse_config(flags)
 
 
+def test_an_unknown_flag_is_refused_without_the_usage(capsys):
+    assert main(["--model", "/m", "--frobnicate"]) == os.EX_CONFIG
+    printed = capsys.readouterr().err
+    assert printed == "FATAL InvalidConfig: unrecognized arguments: --frobnicate\n"
+
+
 def test_flags_override_the_file(tmp_path):
     path = tmp_path / "engine.json"
     path.write_text('{"model": {"path": "/a"}, "scheduler": {"max_num_seqs": 3, "policy": "fcfs"}}')
