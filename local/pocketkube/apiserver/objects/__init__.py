@@ -1,6 +1,8 @@
 """Read and write objects with the semantics of Kubernetes.
 
 - `registry`: get, list, create, update, patch.
+- `request_bodies`: decodes the object in a request body.
+- `system_fields`: the metadata that the server sets.
 - `strategies`: the steps of a write that only one kind has.
 - `conflicts`: compares resourceVersion and uid of a request with the stored object.
 - `patches`: JSON, merge and strategic merge patches.

@@ -1,32 +1,28 @@
 """Create, read, update and patch objects.
 
-Every write takes the same steps: decode, restore the fields that clients cannot set, set defaults,
-validate, record field ownership, store. `strategies` has the kind-specific steps. Deletions do not
-take these steps: `deletion` and `garbage_collection` write to the store directly.
+Every write takes the same steps: decode the body (`request_bodies`), set or restore the fields that
+clients cannot set (`system_fields`), set defaults, validate, record field ownership
+(`server_side_apply`), store. `strategies` has the kind-specific steps. Deletions do not take these
+steps: `deletion` and `garbage_collection` write to the store directly.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import secrets
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network
 from typing import Any
 
 from pocketkube.apiserver import errors
-from pocketkube.apiserver.objects import conflicts, patches, server_side_apply
+from pocketkube.apiserver.objects import conflicts, patches, server_side_apply, system_fields
+from pocketkube.apiserver.objects.request_bodies import decode_body
 from pocketkube.apiserver.objects.strategies import strategies
 from pocketkube.apiserver.resources import Object, RequestInfo, Resource
-from pocketkube.apiserver.schema import decoding, defaults, validation
+from pocketkube.apiserver.schema import defaults, validation
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.store import Store
 from pocketkube.timestamps import timestamp
-
-#: The alphabet of Kubernetes' generateName: it has no vowels, so no suffix is a word.
-_NAME_ALPHABET = "bcdfghjklmnpqrstvwxz2456789"
 
 
 @dataclass
@@ -85,9 +81,7 @@ class Registry:
     ) -> Object:
         resource, metadata = info.resource, new["metadata"]
         strategy = self._strategies[resource.storage_key]
-        if not metadata.get("name") and metadata.get("generateName"):
-            suffix = "".join(secrets.choice(_NAME_ALPHABET) for _ in range(5))
-            metadata["name"] = metadata["generateName"][:58] + suffix
+        system_fields.generate_name(metadata)
         if not metadata.get("name"):
             raise errors.invalid(
                 resource, "", [errors.required("metadata.name", "name or generateName is required")]
@@ -97,20 +91,9 @@ class Registry:
             self._require_namespace(info, metadata["name"])
         if self.store.get(resource.storage_key, info.namespace, metadata["name"]) is not None:
             raise errors.already_exists(resource, metadata["name"])
-        for name in (
-            "resourceVersion",
-            "deletionTimestamp",
-            "deletionGracePeriodSeconds",
-            "generation",
-            "managedFields",
-        ):
-            metadata.pop(name, None)
+        system_fields.assign(resource, metadata)
         if resource.has_status:
             new.pop("status", None)
-        metadata["uid"] = str(uuid.uuid4())
-        metadata["creationTimestamp"] = timestamp()
-        if resource.custom or resource.kind in defaults.WITH_GENERATION:
-            metadata["generation"] = 1
         new = self._default(resource, new)
         strategy.before_create(new)
         self._validate(resource, new, None)
@@ -244,15 +227,13 @@ class Registry:
             if resource.has_status:
                 new.pop("status", None)
                 new |= {"status": old["status"]} if "status" in old else {}
-            self._keep_system_fields(resource, before, new["metadata"])
+            system_fields.restore(resource, before, new["metadata"])
             strategy.before_update(old, new)
         new = self._default(resource, new)
         metadata = new["metadata"]
         metadata["resourceVersion"] = before["resourceVersion"]
         if "generation" in before:
-            metadata["generation"] = before["generation"] + (
-                _desired(new, resource) != _desired(old, resource)
-            )
+            metadata["generation"] = system_fields.next_generation(resource, old, new)
         if validate:
             self._validate(resource, new, old)
         self._track(resource, old, new, options, subresource, owned)
@@ -270,50 +251,17 @@ class Registry:
     def _decode(
         self, info: RequestInfo, obj: Any, options: WriteOptions, *, require_type: bool = False
     ) -> Object:
-        """Check the type and namespace of `obj`. Return the object to store, without defaults.
-
-        Unknown fields are dropped or refused. The metadata of the result is a copy. Other parts may
-        be shared with `obj` until `_default()` copies them.
-        """
-        resource = info.resource
-        _check_type(resource, obj, require_type or resource.custom)
-        obj = {
-            **obj,
-            "apiVersion": resource.api_version,
-            "kind": resource.kind,
-            "metadata": obj.get("metadata") or {},
-        }
-        new, unknown = self._known_fields(resource, obj)
-        if unknown and options.field_validation == "Strict":
-            listed = ", ".join(f'unknown field "{path}"' for path in unknown)
-            raise _not_decoded(resource, f"strict decoding error: {listed}")
+        """Decode a request body, with a warning for each unknown field unless it is refused."""
+        new, unknown = decode_body(
+            self.catalog,
+            info,
+            obj,
+            require_type=require_type,
+            strict=options.field_validation == "Strict",
+        )
         if options.field_validation == "Warn":
             options.warnings.extend(f'unknown field "{path}"' for path in unknown)
-        if not resource.namespaced:
-            new["metadata"].pop("namespace", None)
-        elif new["metadata"].setdefault("namespace", info.namespace) != info.namespace:
-            raise errors.bad_request(
-                "the namespace of the provided object does not match "
-                "the namespace sent on the request: "
-                f"{new['metadata']['namespace']} is not {info.namespace}"
-            )
-        return (
-            defaults.event_to_core(new)
-            if resource.storage_key == "events" and resource.group
-            else new
-        )
-
-    def _known_fields(self, resource: Resource, obj: Object) -> tuple[Object, list[str]]:
-        """Return the object without unknown fields, and the paths of the unknown fields."""
-        try:
-            if custom := self.catalog.custom(resource):
-                pruned, unknown = custom.schema.prune(obj)
-                metadata, more = decoding.decode("meta", "v1", "ObjectMeta", pruned["metadata"])
-                unknown += [f"metadata.{path}" for path in more]
-                return {**pruned, "metadata": metadata}, unknown
-            return decoding.decode(resource.group, resource.version, resource.kind, obj)
-        except decoding.DecodeError as error:
-            raise _not_decoded(resource, str(error)) from error
+        return new
 
     def _require_namespace(self, info: RequestInfo, name: str) -> None:
         found = self.stored(RequestInfo(self.catalog.builtin("namespaces"), name=info.namespace))
@@ -328,29 +276,6 @@ class Registry:
                 "field": "metadata.namespace",
             }
             raise errors.forbidden(info.resource, name, why, [cause])
-
-    def _keep_system_fields(self, resource: Resource, before: Object, metadata: Object) -> None:
-        for name in (
-            "uid",
-            "creationTimestamp",
-            "deletionTimestamp",
-            "deletionGracePeriodSeconds",
-            "generation",
-            "name",
-            "namespace",
-        ):
-            metadata.pop(name, None)
-            if name in before:
-                metadata[name] = before[name]
-        if before.get("deletionTimestamp"):
-            added = set(metadata.get("finalizers") or ()) - set(before.get("finalizers") or ())
-            if added:
-                refused = errors.forbidden_value(
-                    "metadata.finalizers",
-                    "no new finalizers can be added if the object is being deleted, found new "
-                    f"finalizers {sorted(added)}",
-                )
-                raise errors.invalid(resource, before["name"], [refused])
 
     def _default(self, resource: Resource, obj: Object) -> Object:
         """Return a copy of the object with defaults.
@@ -391,32 +316,6 @@ class Registry:
         server_side_apply.track(old, new, manager, owned, types, timestamp())
 
 
-def _not_decoded(resource: Resource, why: str) -> errors.ApiError:
-    kind = resource.kind
-    return errors.bad_request(
-        f'{kind} in version "{resource.version}" cannot be handled as a {kind}: {why}'
-    )
-
-
-def _check_type(resource: Resource, obj: Object, required: bool) -> None:
-    """Check that apiVersion and kind fit `resource`. Both may be missing unless `required`."""
-    version, kind = obj.get("apiVersion"), obj.get("kind")
-    if version != resource.api_version and (version or required):
-        raise errors.bad_request(
-            f"the API version in the data ({version}) does not match the expected API version "
-            f"({resource.api_version})"
-        )
-    if kind != resource.kind and (kind or required):
-        if not resource.custom:
-            raise errors.bad_request(
-                f"the kind in the data ({kind}) does not match the expected kind ({resource.kind})"
-            )
-        name = (obj.get("metadata") or {}).get("name", "")
-        raise errors.invalid(
-            resource, name, [errors.invalid_value("kind", kind, f"must be {resource.kind}")]
-        )
-
-
 def _is_released(before: Object, after: Object) -> bool:
     """Return whether a write removed the last finalizer of a terminating object.
 
@@ -428,15 +327,3 @@ def _is_released(before: Object, after: Object) -> bool:
         and after.get("deletionTimestamp")
         and not after.get("deletionGracePeriodSeconds")
     )
-
-
-def _desired(obj: Object, resource: Resource) -> str:
-    """Serialize the desired state of `obj`, the part whose changes increment the generation."""
-    skipped = {"metadata", "apiVersion", "kind"}
-    if resource.has_status or not resource.custom:
-        skipped.add("status")
-    wanted = {key: value for key, value in obj.items() if key not in skipped}
-    if resource.kind == "Deployment" and not resource.custom:
-        # As in Kubernetes, a change of a Deployment's annotations increments the generation.
-        wanted["annotations"] = obj["metadata"].get("annotations")
-    return json.dumps(wanted, sort_keys=True)
