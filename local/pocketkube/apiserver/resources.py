@@ -12,7 +12,7 @@ from typing import Any
 
 Object = dict[str, Any]
 
-#: Verbs that every kind has.
+#: Verbs of a kind that is stored.
 VERBS = ("create", "delete", "deletecollection", "get", "list", "patch", "update", "watch")
 READ_UPDATE = ("get", "patch", "update")
 
@@ -60,6 +60,7 @@ class Resource:
     #: Storage key, by default `qualified`. Kinds with the same key are views of the same objects.
     storage: str = ""
     custom: bool = False
+    verbs: tuple[str, ...] = VERBS
     note: str = ""
 
     @property
@@ -109,6 +110,16 @@ class RequestInfo:
 
 _RBAC = "rbac.authorization.k8s.io"
 _UNENFORCED = "stored, not enforced: every valid token may do everything"
+
+_METRICS = "metrics.k8s.io"
+_MEASURED = "get and list only; the kubelet measures for one second"
+# Not stored: kubelets measure the usage of their node and its pods.
+NODE_METRICS = Resource(
+    _METRICS, "v1beta1", "NodeMetrics", "nodes", False, verbs=("get", "list"), note=_MEASURED
+)
+POD_METRICS = Resource(
+    _METRICS, "v1beta1", "PodMetrics", "pods", verbs=("get", "list"), note=_MEASURED
+)
 
 BUILTIN: tuple[Resource, ...] = (
     Resource("", "v1", "Namespace", "namespaces", False, ("ns",), subresources=(STATUS,)),
@@ -215,6 +226,8 @@ BUILTIN: tuple[Resource, ...] = (
     Resource(_RBAC, "v1", "RoleBinding", "rolebindings", note=_UNENFORCED),
     Resource(_RBAC, "v1", "ClusterRole", "clusterroles", False, note=_UNENFORCED),
     Resource(_RBAC, "v1", "ClusterRoleBinding", "clusterrolebindings", False, note=_UNENFORCED),
+    NODE_METRICS,
+    POD_METRICS,
 )
 
 

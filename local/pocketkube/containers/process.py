@@ -15,7 +15,7 @@ import subprocess
 import sys
 import termios
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -322,14 +322,25 @@ def container_pids() -> dict[str, int]:
 
     The container ids are those in the status of pods.
     """
-    marker, further = (b"\0%s=" % name.encode() for name in (CONTAINER_MARKER, EXEC_MARKER))
     found: dict[str, int] = {}
+    for pid, container_id, environment in container_processes():
+        with contextlib.suppress(ProcessLookupError):
+            if b"\0%s=" % EXEC_MARKER.encode() not in environment and os.getsid(pid) == pid:
+                found.setdefault(container_id, pid)
+    return found
+
+
+def container_processes() -> Iterator[tuple[int, str, bytes]]:
+    """Yield the processes of all containers on this machine, in the order of their pids.
+
+    Yields:
+        The pid, the container id as in the status of pods, and the environment with a null byte
+        before and after each variable.
+    """
+    marker = b"\0%s=" % CONTAINER_MARKER.encode()
     for pid in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             environment = b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
-            if marker not in environment or further in environment:
-                continue
-            if os.getsid(pid) == pid:
-                container_id = environment.partition(marker)[2].partition(b"\0")[0].decode()
-                found.setdefault(RUNTIME + container_id, pid)
-    return found
+            if marker in environment:
+                value = environment.partition(marker)[2].partition(b"\0")[0]
+                yield pid, RUNTIME + value.decode(), environment

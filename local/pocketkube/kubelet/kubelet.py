@@ -104,7 +104,7 @@ class Kubelet:
             host_ip=pool.node_address,
             host_root=config.host_root,
         )
-        server = KubeletServer(self._workers, authority)
+        server = KubeletServer(config.node_name, self._workers, authority)
         port = await server.start(pool.node_address)
         node = Node(api, config.node_name, pool.node_address, port)
         pods = Reflector(api, "/api/v1/pods", field_selector=f"spec.nodeName={config.node_name}")

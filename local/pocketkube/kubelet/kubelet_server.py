@@ -1,4 +1,4 @@
-"""The kubelet's HTTPS server, for `kubectl logs`, `exec`, `attach` and `port-forward`.
+"""The kubelet's HTTPS server, for `kubectl logs`, `exec`, `attach`, `port-forward` and `top`.
 
 The API server connects clients with this server. The paths and parameters are those of a kubelet.
 The API server must show a client certificate of the cluster's authority.
@@ -19,19 +19,23 @@ from pocketkube.containers.container_log import stream_log
 from pocketkube.containers.exec_process import ExecStreams
 from pocketkube.kubelet import port_forward, remote_command
 from pocketkube.kubelet.pod_worker import PodWorker
+from pocketkube.kubelet.stats_summary import measure
 from pocketkube.kubelet.websockets import accept
 from pocketkube.timestamps import parse_time
 
 
 class KubeletServer:
-    """Serves the logs of containers, runs commands in containers, and forwards ports of pods.
+    """Serves logs and the usage of containers, runs commands in them, and forwards ports of pods.
 
     Args:
         workers: pod uid -> worker. The caller adds and removes workers while the server runs.
         client_authority: certificate, in PEM, of the authority that signs clients' certificates.
     """
 
-    def __init__(self, workers: Mapping[str, PodWorker], client_authority: bytes) -> None:
+    def __init__(
+        self, node_name: str, workers: Mapping[str, PodWorker], client_authority: bytes
+    ) -> None:
+        self._node_name = node_name
         self._workers = workers
         self._client_authority = client_authority
         app = web.Application()
@@ -39,6 +43,7 @@ class KubeletServer:
         app.router.add_get("/exec/{namespace}/{pod}/{container}", self._exec)
         app.router.add_get("/attach/{namespace}/{pod}/{container}", self._attach)
         app.router.add_get("/portForward/{namespace}/{pod}", self._port_forward)
+        app.router.add_get("/stats/summary", self._stats)
         # A disconnect cancels the handler, which otherwise waits for the container's next line.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
@@ -123,6 +128,9 @@ class KubeletServer:
         socket = await accept(request, port_forward.PROTOCOLS)
         await port_forward.forward_ports(socket, address, ports)
         return socket
+
+    async def _stats(self, request: web.Request) -> web.Response:
+        return web.json_response(await measure(self._node_name, self._workers.values()))
 
     async def _logs(self, request: web.Request) -> web.StreamResponse:
         worker, names = self._worker(request), request.match_info

@@ -185,6 +185,21 @@ def test_exec_in_a_terminal_has_its_size(cluster: Cluster) -> None:
     os.close(master)
 
 
+def test_top_shows_the_usage_of_the_node_and_its_containers(cluster: Cluster) -> None:
+    if cluster.control_plane == "real":
+        pytest.skip("the real control plane has no metrics-server")
+    rows = [line.split() for line in cluster.kubectl("top", "pod", "--containers").splitlines()]
+    assert rows[0] == ["POD", "NAME", "CPU(cores)", "MEMORY(bytes)"]
+    memory = {name: int(size.removesuffix("Mi")) for _, name, _, size in rows[1:]}
+    assert memory.keys() == {"server", "idle"}
+    assert memory["server"] > memory["idle"], "Python needs more than sleep"
+    _, node = cluster.kubectl("top", "node").splitlines()
+    name, cores, _, size, _ = node.split()
+    assert cluster.kubectl("get", "nodes", "-o", "name") == f"node/{name}\n"
+    assert int(cores.removesuffix("m")) > 0
+    assert int(size.removesuffix("Mi")) > memory["server"]
+
+
 def test_cp_copies_files_to_and_from_the_working_folder(cluster: Cluster, tmp_path: Path) -> None:
     sent, received = tmp_path / "sent", tmp_path / "received"
     sent.write_bytes(os.urandom(2**20))

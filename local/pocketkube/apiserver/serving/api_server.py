@@ -1,8 +1,9 @@
 """The HTTPS server of the Kubernetes API.
 
 The server authenticates and parses each request (request.py), and reads or writes the
-`ClusterState`. watch.py streams watches, pod_logs.py streams logs from the kubelet, and
-pod_streams.py connects clients of exec, attach and port-forward with the kubelet.
+`ClusterState`. watch.py streams watches, pod_logs.py streams logs from the kubelet, pod_streams.py
+connects clients of exec, attach and port-forward with the kubelet, and resource_metrics.py serves
+the usage that kubelets measure.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects import patches, subresources
 from pocketkube.apiserver.objects.registry import WriteOptions
-from pocketkube.apiserver.resources import VERBS, Object, RequestInfo, Resource
+from pocketkube.apiserver.resources import (
+    NODE_METRICS,
+    POD_METRICS,
+    Object,
+    RequestInfo,
+    Resource,
+)
 from pocketkube.apiserver.serving import discovery
 from pocketkube.apiserver.serving.pod_logs import stream_logs
 from pocketkube.apiserver.serving.pod_streams import STREAMS, stream_pod
@@ -39,6 +46,7 @@ from pocketkube.apiserver.serving.request import (
     verb_of,
     write_options,
 )
+from pocketkube.apiserver.serving.resource_metrics import read_metrics
 from pocketkube.apiserver.serving.selectors import required_labels
 from pocketkube.apiserver.serving.tables import TablePrinter
 from pocketkube.apiserver.serving.watch import Selection, watch
@@ -178,14 +186,17 @@ class ApiServer:
     async def _serve(self, request: web.Request, info: RequestInfo) -> web.StreamResponse:
         verb = verb_of(info, request)
         subresource = info.resource.subresource(info.subresource)
-        offered = subresource.verbs if subresource else VERBS
+        offered = subresource.verbs if subresource else info.resource.verbs
         if verb not in offered:
             below = f"/{info.subresource}" if info.subresource else ""
             raise errors.method_not_allowed(
                 f"{info.resource.qualified}{below} offers {', '.join(offered)}, not {verb}"
             )
+        assert self._kubelets is not None, "requests come after start()"
+        if info.resource in (NODE_METRICS, POD_METRICS):
+            registry = self._cluster.registry
+            return _json(await read_metrics(info, request.query, registry, self._kubelets))
         if info.subresource in ("log", *STREAMS):
-            assert self._kubelets is not None, "requests come after start()"
             serve = stream_logs if info.subresource == "log" else stream_pod
             return await serve(request, info, self._cluster.registry, self._kubelets)
         if verb in ("list", "watch"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 
-from pocketkube.apiserver.resources import VERBS, Object, Resource
+from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.schema.catalog import Catalog
 
 VERSION: Object = {
@@ -67,7 +67,7 @@ def _entries(resource: Resource) -> list[Object]:
         "singularName": resource.singular_name,
         "namespaced": resource.namespaced,
         "kind": resource.kind,
-        "verbs": list(VERBS),
+        "verbs": list(resource.verbs),
     }
     if resource.short_names:
         entry["shortNames"] = list(resource.short_names)
@@ -110,6 +110,8 @@ def openapi_v3(catalog: Catalog, group_name: str, version: str) -> Object:
     schemas: Object = {}
     for resource in catalog:
         if (resource.group, resource.version) != (group_name, version):
+            continue
+        if "create" not in resource.verbs:  # kubectl reads the parameters of writes here
             continue
         base = f"/apis/{resource.api_version}" if resource.group else f"/api/{resource.version}"
         below = "/namespaces/{namespace}" if resource.namespaced else ""

@@ -1,4 +1,4 @@
-"""Find the kubelet of a pod: it serves logs, exec, attach and port-forward."""
+"""Find kubelets: they serve logs, exec, attach, port-forward and the usage of pods."""
 
 from __future__ import annotations
 

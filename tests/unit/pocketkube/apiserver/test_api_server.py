@@ -207,6 +207,49 @@ async def test_logs_stream_from_the_pods_kubelet(call, tmp_path):
     assert (code, body["reason"]) == (502, "BadGateway")
 
 
+async def test_metrics_are_those_that_kubelets_measure(call, tmp_path):
+    def usage(cpu: float, memory: int) -> dict:
+        time = "2026-01-01T00:00:00Z"
+        return {
+            "cpu": {"time": time, "usageNanoCores": round(cpu * 1e9)},
+            "memory": {"time": time, "workingSetBytes": memory * 2**20},
+        }
+
+    async def summary(_: web.Request) -> web.Response:
+        reference = {"namespace": "default", "name": "busy", "uid": "u"}
+        pod = {"podRef": reference, "containers": [{"name": "main", **usage(0.25, 3)}]}
+        gone = {"podRef": {**reference, "name": "gone"}, "containers": pod["containers"]}
+        node = {"nodeName": "busy", **usage(1.5, 70)}
+        return web.json_response({"node": node, "pods": [pod, gone]})
+
+    base = "/apis/metrics.k8s.io/v1beta1"
+    pods = f"{base}/namespaces/default/pods"
+    async with kubelet_serving(call, tmp_path, "busy", web.get("/stats/summary", summary)) as path:
+        labels = {"metadata": {"labels": {"app": "x"}}}
+        assert (await call("PATCH", path, labels))[0] == 200
+        await call("POST", "/api/v1/nodes", {"metadata": {"name": "without-kubelet"}})
+        _, found = await call("GET", f"{base}/nodes")
+        assert found["kind"] == "NodeMetricsList"
+        assert [(each["metadata"]["name"], each["usage"]) for each in found["items"]] == [
+            ("busy", {"cpu": "1500000000n", "memory": "71680Ki"})
+        ]
+        status, node = await call("GET", f"{base}/nodes/busy")
+        assert (status, node["kind"], node["window"]) == (200, "NodeMetrics", "1s")
+        _, found = await call("GET", f"{base}/pods", labelSelector="app=x")
+        [pod] = found["items"]
+        assert (pod["metadata"]["name"], pod["metadata"]["labels"]) == ("busy", {"app": "x"})
+        usage_of_main = {"cpu": "250000000n", "memory": "3072Ki"}
+        assert pod["containers"] == [{"name": "main", "usage": usage_of_main}]
+        assert (await call("GET", f"{pods}/busy"))[1]["containers"] == pod["containers"]
+        assert (await call("GET", pods, labelSelector="app=y"))[1]["items"] == []
+        for name in ("gone", "nowhere"):
+            status, body = await call("GET", f"{pods}/{name}")
+            assert (status, name in body["message"]) == (404, True)
+        for method, url in (("POST", pods), ("DELETE", f"{pods}/busy"), ("GET", f"{pods}?watch=1")):
+            assert (await call(method, url, {}))[0] == 405
+    assert (await call("GET", f"{base}/nodes"))[1]["items"] == []
+
+
 async def test_exec_connects_the_client_with_the_pods_kubelet(call, tmp_path):
     seen, closed = [], asyncio.Event()
 

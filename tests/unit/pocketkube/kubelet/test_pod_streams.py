@@ -16,7 +16,7 @@ import pytest
 from pocketkube.certificates import Certificates, create_certificates
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.containers.process import Guard, Process, container_pids
-from pocketkube.kubelet import spdy
+from pocketkube.kubelet import spdy, stats_summary
 from pocketkube.kubelet.kubelet_server import KubeletServer
 from support.waiting import until
 
@@ -86,16 +86,18 @@ async def kubelet(
 ) -> AsyncIterator[Kubelet]:
     process, log = container
     worker: Any = SimpleNamespace(
-        pod={"metadata": {"namespace": "ns", "name": "p"}},
+        pod={"metadata": {"namespace": "ns", "name": "p", "uid": "u"}},
         runners={
             "main": SimpleNamespace(process=process),
             "ended": SimpleNamespace(process=None),
         },
-        runtime=SimpleNamespace(pod_ip="127.0.0.1"),
+        runtime=SimpleNamespace(
+            pod_ip="127.0.0.1", main={"main": SimpleNamespace(container_id="process://some-id")}
+        ),
         log=lambda name, previous: (log.path, log),
     )
     cluster = create_certificates(tmp_path / "cluster", [])
-    server = KubeletServer({"uid": worker}, cluster.authority.read_bytes())
+    server = KubeletServer("n", {"uid": worker}, cluster.authority.read_bytes())
     port = await server.start("127.0.0.1")
     connector = aiohttp.TCPConnector(ssl=client_context(cluster))
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -120,9 +122,27 @@ async def test_clients_without_a_certificate_of_the_cluster_are_refused(
     other = create_certificates(tmp_path / "other", []) if has_certificate else None
     connector = aiohttp.TCPConnector(ssl=client_context(other))
     async with aiohttp.ClientSession(connector=connector) as session:
-        for path in ("/containerLogs/ns/p/main", "/exec/ns/p/main?command=id&output=1"):
+        for path in (
+            "/containerLogs/ns/p/main",
+            "/exec/ns/p/main?command=id&output=1",
+            "/stats/summary",
+        ):
             with pytest.raises(aiohttp.ClientError):
                 await session.get(kubelet.server + path)
+
+
+async def test_the_summary_has_the_usage_of_the_running_container(
+    kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats_summary, "WINDOW_S", 0.01)
+    async with kubelet.session.get(f"{kubelet.server}/stats/summary") as response:
+        summary = await response.json()
+    assert summary["node"]["nodeName"] == "n"
+    [pod] = summary["pods"]
+    assert pod["podRef"] == {"namespace": "ns", "name": "p", "uid": "u"}
+    [container] = pod["containers"]
+    assert container["name"] == "main"
+    assert 0 < container["memory"]["workingSetBytes"] < summary["node"]["memory"]["workingSetBytes"]
 
 
 async def test_standard_input_ends_with_the_close_message_of_v5(kubelet: Kubelet) -> None:
