@@ -3,7 +3,7 @@
 baton serve MODEL [FLAGS]                       one engine and its OpenAI endpoint
 baton up -f FILE [--model DIR] [--once|--detach]  a local cluster around one LLMService
 baton plan [OLD] NEW [-o json]                  the steps of a rollout or resize
-baton status [-o json] · baton logs [POD] [-f] · baton down
+baton status [-o json] · baton logs [NAME] [-f] · baton down
 baton checkpoint create --arch ARCH --out DIR   a checkpoint with random weights
 """
 
