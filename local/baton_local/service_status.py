@@ -9,8 +9,8 @@ from baton_operator import names
 from pocketkube.conditions import has_condition
 from pocketkube.containers.process import container_pids
 
-#: Reasons of failures that end only when a user changes the service, its model or another object.
-#: A reason is left out if the failure can end in another way: the machine may get free memory
+#: Reasons of failures that end only when a user corrects the service, or the model or the object
+#: that the message names. Other failures may end during a wait: the machine may get free memory
 #: (`InsufficientMemory`), and a Secret may be created (`SecretNotFound`).
 FINAL_REASONS = frozenset(
     {
