@@ -62,7 +62,7 @@ def test_a_failure_is_printed_and_the_exit_code_is_1(home, tmp_path):
     path.write_text(yaml.safe_dump(manifest("demo", tmp_path / "no-model")))
     done = home.baton("up", "-f", str(path), "--once", "--timeout", "30")
     assert done.returncode == 1
-    assert "ModelNotFound" in done.stdout
+    assert "cannot become Ready: ModelNotFound: " in done.stdout
     assert_nothing_left(home)
     assert home.baton("up", "-f", str(tmp_path / "nowhere.yaml"), "--once").returncode == 1
     misspelt = manifest("demo", tmp_path / "no-model")
