@@ -94,7 +94,8 @@ class CacheConfig(_Config, frozen=True):
         ),
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Option("reuse KV blocks of earlier requests")] = True
-    #: The memory is allocated when it is first needed. With 0, the blocks are computed again.
+    #: A GPU's host memory is pinned at the start. On a CPU, memory becomes resident at its first
+    #: use. With 0, the blocks are computed again.
     swap_memory_bytes: Annotated[
         int, Option("host memory for blocks of preempted groups", at_least(0))
     ] = 64 * 2**20

@@ -31,7 +31,10 @@ class KVMemory:
         device: torch.device,
         num_offload_blocks: int = 0,
     ) -> None:
-        """Allocate the cache, zeroed. Host blocks are allocated at their first use.
+        """Allocate the cache, zeroed, and the host blocks.
+
+        With a GPU, host blocks are pinned now, because a step would wait for that. On a CPU, their
+        pages become resident at their first use.
 
         Args:
             layout: layout of the cache,
@@ -47,8 +50,7 @@ class KVMemory:
         self._storage_nbytes = int(self.cache.untyped_storage().nbytes())
         _ask_for_huge_pages(self.cache)
         self.cache.zero_()
-        self._swapped: Tensor | None = None
-        self._offloaded: Tensor | None = None
+        self._allocate_host_blocks()
 
     @property
     def is_dropped(self) -> bool:
@@ -61,8 +63,6 @@ class KVMemory:
         """
         if not step.store:
             return
-        if self._offloaded is None:
-            self._offloaded = self._allocate_host_blocks(self.num_offload_blocks)
         swap_blocks(self.cache, self._offloaded, _pairs(step.store))
         # A peer may write to these blocks, and does not wait for streams.
         if step.connector.loads and self.cache.is_cuda:
@@ -74,14 +74,10 @@ class KVMemory:
         The order is: swap out, swap in, restore from the offload tier, copy within the cache.
         """
         if step.swap_out:
-            if self._swapped is None:
-                self._swapped = self._allocate_host_blocks(self.num_swap_blocks)
             swap_blocks(self.cache, self._swapped, _pairs(step.swap_out))
         if step.swap_in:
-            assert self._swapped is not None, "nothing was swapped out"
             swap_blocks(self._swapped, self.cache, _pairs(step.swap_in))
         if step.restore:
-            assert self._offloaded is not None, "nothing was stored"
             swap_blocks(self._offloaded, self.cache, _pairs(step.restore))
         if step.block_copies:
             copy_blocks(self.cache, _pairs(step.block_copies))
@@ -94,10 +90,10 @@ class KVMemory:
         if self.cache.is_cuda:
             torch.cuda.synchronize(self.cache.device)  # copies may be running
         self.cache.untyped_storage().resize_(0)
-        self._swapped = self._offloaded = None
+        self._swapped = self._offloaded = torch.empty(0)
 
     def restore(self) -> None:
-        """Allocate the cache again, zeroed. Do nothing if the cache was not dropped.
+        """Allocate the cache, zeroed, and the host blocks again. Do nothing without a drop.
 
         The address may differ, and a small cache may not begin at a page boundary.
         """
@@ -105,10 +101,12 @@ class KVMemory:
             self.cache.untyped_storage().resize_(self._storage_nbytes)
             _ask_for_huge_pages(self.cache)
             self.cache.zero_()
+            self._allocate_host_blocks()
 
-    def _allocate_host_blocks(self, num_blocks: int) -> Tensor:
-        return torch.empty(
-            self._shape(num_blocks), dtype=self.cache.dtype, pin_memory=self.cache.is_cuda
+    def _allocate_host_blocks(self) -> None:
+        self._swapped, self._offloaded = (
+            torch.empty(self._shape(count), dtype=self.cache.dtype, pin_memory=self.cache.is_cuda)
+            for count in (self.num_swap_blocks, self.num_offload_blocks)
         )
 
     def _shape(self, num_blocks: int) -> tuple[int, ...]:

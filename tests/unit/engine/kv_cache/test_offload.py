@@ -135,13 +135,12 @@ def test_a_worker_stores_evicted_blocks_before_transfers_start() -> None:
     assert calls == ["store", "transfer", "run"]
 
 
-def test_memory_of_the_tier_is_allocated_at_its_first_use_and_freed_by_drop() -> None:
+def test_memory_of_the_tier_is_freed_by_drop_and_allocated_by_restore() -> None:
     layout = KVCacheLayout(
         num_blocks=4, num_kv_heads=2, num_layers=1, block_size=2, head_dim=4, dtype="float32"
     )
     kv = KVMemory(layout, 0, torch.device("cpu"), num_offload_blocks=3)
     kv.cache.copy_(torch.arange(4.0).view(4, 1, 1, 1, 1, 1).expand_as(kv.cache))
-    assert kv._offloaded is None
     step = SchedulerOutput([], [], {}, [], store=[BlockCopy(3, 2), BlockCopy(1, 0)])
     step.restore = [BlockCopy(2, 0)]
     step.block_copies = [BlockCopy(0, 1)]
@@ -153,7 +152,9 @@ def test_memory_of_the_tier_is_allocated_at_its_first_use_and_freed_by_drop() ->
     )
     assert kv._offloaded[0].eq(1.0).all()
     kv.drop()
-    assert kv._offloaded is None
+    assert kv._offloaded.numel() == 0
+    kv.restore()
+    kv.store_evicted(step)
 
 
 def test_a_tier_without_slots_is_refused() -> None:
