@@ -1,4 +1,4 @@
-"""A pause, a sleep and a stall of one of two decode engines under 64 streams.
+"""A pause, a sleep, a failed sleep and a stall of one of two decode engines under 64 streams.
 
 No request fails, all tokens are right, and the engine gets no new request.
 """
@@ -6,6 +6,8 @@ No request fails, all tokens are right, and the engine gets no new request.
 from __future__ import annotations
 
 import asyncio
+import os
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT, ParallelConfig
+from support.chaos import workers
 from support.integration.completions import VOCAB, complete
 from support.parity import assert_greedy, prompts, reference_model
 from support.pods import Pod, pods
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.chaos
 NUM_STREAMS, NUM_LATER, NUM_TOKENS = 64, 16, 400
 STALL_TIMEOUT_S = 3.0
 WORKER = "baton_engine.executor.multiproc.worker_main"
+WORKER_CLASS = f"{workers.__name__}.{workers.WorkerThatKeepsWeights.__name__}"
 
 
 @dataclass
@@ -50,15 +54,17 @@ class Service:
     def inject(self, fault: str) -> None:
         if fault == "stall":
             self._worker().suspend()
+        elif fault == "failed sleep":
+            with pytest.raises(urllib.error.HTTPError):
+                self._post("/sleep?level=2&mode=keep")
         else:
-            call = "/pause?mode=keep" if fault == "pause" else "/sleep?level=1&mode=keep"
-            self._post(call)
+            self._post("/pause?mode=keep" if fault == "pause" else "/sleep?level=1&mode=keep")
 
     def mend(self, fault: str) -> None:
         if fault == "stall":
             self._worker().resume()
         else:
-            self._post("/resume" if fault == "pause" else "/wake_up")
+            self._post("/wake_up" if fault == "sleep" else "/resume")
 
     def _post(self, path: str) -> None:
         url = f"http://{self.victim.address}:{ENGINE_HTTP_PORT}{path}"
@@ -72,9 +78,13 @@ class Service:
 
 
 @pytest.fixture
-def service(checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
+def service(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    tests = str(Path(__file__).parents[1])
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, (tests, os.environ.get("PYTHONPATH"))))
+    )
     with pods(tmp_path, 30) as group:
-        parallel = ParallelConfig(executor_class="multiproc")
+        parallel = ParallelConfig(executor_class="multiproc", worker_class=WORKER_CLASS)
         engines = [group.engine(name, checkpoint, parallel=parallel) for name in ("d0", "d1")]
         roles = dict.fromkeys(engines, "decode")
         gateway = group.gateway("gateway", checkpoint, roles, stall_timeout_s=STALL_TIMEOUT_S)
@@ -84,7 +94,7 @@ def service(checkpoint: Path, tmp_path: Path) -> Iterator[Service]:
         yield Service(engines[0], gateway, reference_model(checkpoint))
 
 
-@pytest.mark.parametrize("fault", ["pause", "sleep", "stall"])
+@pytest.mark.parametrize("fault", ["pause", "sleep", "failed sleep", "stall"])
 async def test_streams_survive_a_stuck_engine_which_gets_no_request(
     service: Service, fault: str
 ) -> None:
