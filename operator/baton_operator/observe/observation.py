@@ -47,7 +47,7 @@ class Observation(msgspec.Struct, kw_only=True):
     key: names.Key
     freshness: Freshness
     service: Object
-    #: Pods with the service's label that the service, or a Deployment for it, controls.
+    #: Members that the service controls, and pods with the labels of its gateway or coordinator.
     pods: list[Object]
     #: Pods that the service controls but that do not have a member's name, such as copies of
     #: members. The operator does not change them.
