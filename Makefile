@@ -72,6 +72,7 @@ check: $(STAMP)
 	$(BIN)/python hack/api_reference.py --check docs/reference/api.md
 	$(BIN)/python hack/metrics_reference.py --check docs/reference/metrics.md
 	$(BIN)/python hack/openai_reference.py --check docs/reference/openai.md
+	$(BIN)/python hack/options_reference.py --check docs/reference/options.md
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -82,6 +83,7 @@ manifests: $(STAMP)
 	$(BIN)/python hack/api_reference.py docs/reference/api.md
 	$(BIN)/python hack/metrics_reference.py docs/reference/metrics.md
 	$(BIN)/python hack/openai_reference.py docs/reference/openai.md
+	$(BIN)/python hack/options_reference.py docs/reference/options.md
 
 diagrams: # needs Graphviz
 	for source in docs/internals/diagrams/*.dot; do dot -Tsvg $$source -o $${source%.dot}.svg; done

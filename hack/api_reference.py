@@ -7,6 +7,7 @@ python hack/api_reference.py docs/reference/api.md --check    exits 1 if the pag
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from baton_operator.api.rules import RULES
 from baton_operator.names import API_VERSION, KIND
 
 Schema = dict[str, Any]
+
+#: A default that the process has, at the end of a description. The schema has no default then.
+_UNSET = re.compile(r" Unset: (?!none)(\S+)\.$")
 
 _INTRODUCTION = f"""# {KIND}
 
@@ -39,6 +43,8 @@ spec:
 
 This is a complete service: one decode pod, which also prefills, and one gateway.
 In the tables, **required** marks fields without a default.
+If the schema has no default, the default is that of the [process](options.md) that gets the field.
+An unset field of `prefill.engine` or `decode.engine` has the value of `spec.engine`.
 "-" as a default means that leaving out the field has the effect that its description states.
 
 **Edits.** Every field except `metadata.name` may change while the service runs.
@@ -103,15 +109,13 @@ def _table(path: str, node: Schema) -> str:
     required = node.get("required", ())
     rows = []
     for name, child in node["properties"].items():
-        default = "**required**" if name in required else _default(child)
+        default, description = _default(child), child["description"]
+        if name in required:
+            default = "**required**"
+        elif unset := _UNSET.search(description):
+            default, description = _code(unset[1]), description[: unset.start()]
         rows.append(
-            (
-                _code(name),
-                _type(f"{path}.{name}", child),
-                default,
-                _bounds(child),
-                child["description"],
-            )
+            (_code(name), _type(f"{path}.{name}", child), default, _bounds(child), description)
         )
     return (
         "| field | type | default | bounds | description |\n| --- | --- | --- | --- | --- |\n"

@@ -34,23 +34,7 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     Raises:
         ConfigurationError: the file, a flag or a value is wrong. The message names it.
     """
-    parser = FlagParser(
-        prog="baton-engine",
-        description=__doc__,
-        epilog="The engine binds $POD_IP, or 127.0.0.1 if POD_IP is not set.",
-    )
-    parser.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="an EngineConfig as JSON; flags override its fields",
-    )
-    parser.add_argument(
-        "--log-level", default="info", choices=["debug", "info", "warning", "error"]
-    )
-    add_flags(parser, OPTIONS)
-    args = parser.parse_args(argv)
-
+    args = _parser().parse_args(argv)
     fields: dict[str, Any] = {}
     if args.config is not None:
         try:
@@ -77,6 +61,28 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     for path, problem in problems(config):
         raise ConfigurationError("InvalidConfig", f"{path} {problem}")
     return config, args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="baton-engine",
+        description=__doc__,
+        epilog="The engine binds $POD_IP, or 127.0.0.1 if POD_IP is not set.",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="an EngineConfig as JSON; flags override its fields",
+    )
+    parser.add_argument(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error"],
+        help="least severe messages that are logged",
+    )
+    add_flags(parser, OPTIONS)
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:

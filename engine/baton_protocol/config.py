@@ -60,7 +60,7 @@ class ModelConfig(_Config, frozen=True):
     ] = ""
     #: auto is the checkpoint's dtype, or float32 on a CPU without native products in that dtype.
     dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
-    #: Of QUANTIZATIONS. None does not quantize weights.
+    #: None does not quantize weights.
     quantization: Annotated[
         str | None,
         Option(
@@ -140,6 +140,7 @@ class SchedulerConfig(_Config, frozen=True):
     #: auto swaps groups with several running sequences, and recomputes other requests.
     preemption_mode: Annotated[str, choice("auto", "recompute", "swap")] = "auto"
     async_scheduling: Annotated[bool, Option("schedule a step while the last one runs")] = False
+    #: Class of the scheduler.
     scheduler_class: Annotated[str, Option("qualified name", _QUALIFIED_NAME)] = (
         "baton_engine.scheduling.scheduler.Scheduler"
     )
@@ -155,6 +156,7 @@ class ParallelConfig(_Config, frozen=True):
         str,
         Option("auto, uniproc, multiproc, external_launcher, ray, or a class", flag="--executor"),
     ] = "auto"
+    #: Class of the workers.
     worker_class: Annotated[str, Option("qualified name", _QUALIFIED_NAME)] = (
         "baton_engine.worker.worker.Worker"
     )
@@ -231,7 +233,11 @@ class ObservabilityConfig(_Config, frozen=True):
 
 
 class KVTransferConfig(_Config, frozen=True):
+    #: A producer computes prompts and provides their KV blocks. A consumer loads the blocks and
+    #: generates tokens.
     role: Annotated[KVRole, Option(", ".join(KVRole), flag="--kv-role")] = KVRole.NONE
+    #: auto is, for each peer, the first of shm, tcp and ucx that both sides have. With RDMA, ucx
+    #: comes before tcp.
     transport: Annotated[
         str, choice("ucx", "tcp", "shm", "auto", "nixl", flag="--kv-transport")
     ] = "ucx"
@@ -241,6 +247,7 @@ class KVTransferConfig(_Config, frozen=True):
         Option("refuse to start without an RDMA device and a UCX with verbs", flag="--kv-rdma"),
     ] = False
     port: Annotated[int, Option("port of the KV side channel", _PORT, "--kv-port")] = KV_PORT
+    #: What happens if KV blocks do not arrive intact: they are computed, or the request fails.
     load_failure_policy: Annotated[
         str, choice("recompute", "fail", flag="--kv-load-failure-policy")
     ] = "recompute"
@@ -281,6 +288,7 @@ class EngineConfig(_Config, frozen=True):
     parallel: ParallelConfig = ParallelConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
     compilation: CompilationConfig = CompilationConfig()
+    #: auto is cuda if there is a GPU, and cpu otherwise.
     device: Annotated[str, choice("auto", "cpu", "cuda")] = "auto"
     #: None is one thread per core that the process may use, within its container's CPU limit.
     num_threads: Annotated[int | None, Option("compute threads of each worker", at_least(1))] = None

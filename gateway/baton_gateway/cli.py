@@ -60,22 +60,18 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
     Raises:
         ConfigurationError: reason InvalidConfig if the file or a flag is invalid.
     """
-    parser = FlagParser(
-        prog="baton-gateway", description="OpenAI HTTP in front of Baton's engines."
-    )
-    parser.add_argument("--config", metavar="FILE", help="GatewayConfig as JSON")
-    add_flags(parser, OPTIONS)
-    arguments = vars(parser.parse_args(argv))
+    args = _parser().parse_args(argv)
     content: dict[str, Any] = {}
-    path = arguments.pop("config")
-    if path is not None:
+    if args.config is not None:
         try:
-            content = msgspec.json.decode(container_path(path).read_bytes(), type=dict[str, Any])
+            content = msgspec.json.decode(
+                container_path(args.config).read_bytes(), type=dict[str, Any]
+            )
         except (OSError, msgspec.DecodeError) as error:
-            raise ConfigurationError("InvalidConfig", f"{path}: {error}") from error
-    for target, value in arguments.items():
-        if value is not None:
-            set_field(content, target, value)
+            raise ConfigurationError("InvalidConfig", f"{args.config}: {error}") from error
+    for option in OPTIONS:
+        if (value := getattr(args, option.path)) is not None:
+            set_field(content, option.path, value)
     content.setdefault("discovery", {})
     try:
         config = msgspec.convert(content, GatewayConfig)
@@ -98,6 +94,17 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
             "late heartbeat would disconnect an engine",
         )
     return config
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = FlagParser(
+        prog="baton-gateway", description="OpenAI HTTP in front of Baton's engines."
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help="a GatewayConfig as JSON; flags override its fields"
+    )
+    add_flags(parser, OPTIONS)
+    return parser
 
 
 def load_tokenizer(config: GatewayConfig) -> Tokenizer:

@@ -63,7 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="baton-operator", description="Runs LLMServices on Kubernetes."
     )
     add = parser.add_argument
-    add("--kubeconfig", metavar="FILE", help="default: the pod's service account")
+    add(
+        "--kubeconfig",
+        metavar="FILE",
+        help="access to the cluster; default: the pod's service account",
+    )
     add(
         "--namespace",
         action="append",
@@ -98,9 +102,14 @@ def _parser() -> argparse.ArgumentParser:
         "--lease-namespace",
         default=os.environ.get("POD_NAMESPACE"),
         metavar="NS",
-        help="default: $POD_NAMESPACE",
+        help="namespace of the Lease; default: $POD_NAMESPACE",
     )
-    add("--lease-name", default=names.MANAGER, metavar="NAME", help="default: %(default)s")
+    add(
+        "--lease-name",
+        default=names.MANAGER,
+        metavar="NAME",
+        help="name of the Lease (default: %(default)s)",
+    )
     add(
         "--lease-duration",
         type=arguments.positive,
@@ -108,8 +117,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="seconds without a renewal before another operator takes over (default: %(default)s)",
     )
-    add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    add("--log-format", default="text", choices=["json", "text"], help="default: %(default)s")
+    add(
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error"],
+        help="least severe messages that are logged (default: %(default)s)",
+    )
+    add(
+        "--log-format",
+        default="text",
+        choices=["json", "text"],
+        help="format of log lines (default: %(default)s)",
+    )
     return parser
 
 

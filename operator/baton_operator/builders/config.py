@@ -7,14 +7,16 @@ never changes.
 from __future__ import annotations
 
 import functools
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
+from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS, DecodeAutoscaling
 from baton_operator.builders import engine_settings, model, service_key
+from baton_operator.builders.engine_settings import Setting
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.config import (
     ENGINE_HTTP_PORT,
@@ -27,6 +29,7 @@ from baton_protocol.config import (
     KVRole,
     ModelConfig,
 )
+from baton_protocol.options import set_field
 from baton_protocol.topology import COORDINATOR_PORT
 
 #: Folder of the configuration in every container.
@@ -34,6 +37,45 @@ MOUNT_PATH = "/etc/baton"
 #: Folders of the Secrets in the gateway's container.
 API_KEYS_PATH = "/etc/baton-api-keys"
 TLS_PATH = "/etc/baton-tls"
+
+
+def _hold_s(autoscaling: DecodeAutoscaling) -> float | None:
+    """Return for how many seconds the gateway holds a request while the service has no engine.
+
+    None: the decode group never scales to zero.
+    """
+    if autoscaling.min_replicas > 0:
+        return None
+    return float(autoscaling.hold_seconds or DEFAULT_HOLD_SECONDS)
+
+
+#: Options of `baton-engine` that are equal in all services.
+ENGINE_CONSTANTS = {
+    "kv_transfer.port": KV_PORT,
+    "parallel.rank_name": "",  # $POD_NAME
+    "engine_port": ENGINE_PORT,
+    "http_port": ENGINE_HTTP_PORT,
+    "service_key_file": service_key.FILE,
+}
+#: Fields of the spec that set options of `baton-gateway`.
+GATEWAY = (
+    Setting("gateway.api_keys", "access.api_keys_dir", lambda _: API_KEYS_PATH),
+    Setting("gateway.tls", "access.tls_dir", lambda _: TLS_PATH),
+    Setting("gateway.cors.allowed_origins", "access.allowed_origins", tuple),
+    Setting("gateway.limits.max_concurrent_per_key", "access.max_concurrent_per_client"),
+    Setting("gateway.limits.max_prompt_tokens", "access.max_prompt_tokens"),
+    Setting("gateway.limits.max_completion_tokens", "access.max_completion_tokens"),
+    Setting("gateway.max_concurrent_requests", "max_concurrent_requests"),
+    Setting("gateway.generation_config", "generation_config"),
+    Setting("gateway.prefill_threshold_tokens", "prefill_threshold_tokens"),
+    Setting("gateway.queue_timeout_seconds", "queue_wait_s"),
+    Setting("gateway.resume_timeout_seconds", "resume_wait_s"),
+    Setting("gateway.stall_timeout_seconds", "stall_timeout_s"),
+    Setting("gateway.inter_token_timeout_seconds", "inter_token_timeout_s"),
+    Setting("gateway.request_timeout_seconds", "request_timeout_s"),
+    Setting("decode.autoscaling", "hold_s", _hold_s),
+    Setting("drain_timeout_seconds", "drain_timeout_s", float),
+)
 
 
 def config_map(resolved: ResolvedService, role: names.ConfiguredRole) -> Object:
@@ -74,18 +116,14 @@ def engine_config(resolved: ResolvedService, role: names.MemberRole) -> EngineCo
         kv_role = KVRole.PRODUCER if role == "prefill" else KVRole.CONSUMER
     served = msgspec.structs.asdict(_model_config(resolved, role))
     own: dict[str, Any] = {
+        **ENGINE_CONSTANTS,
         **{f"model.{name}": value for name, value in served.items()},
         "kv_transfer.role": kv_role,
-        "kv_transfer.port": KV_PORT,
         "parallel.tensor_parallel_size": resolved.tensor_parallel_size(role),
         "parallel.pipeline_parallel_size": parallelism.pipeline if role == "decode" else 1,
         "parallel.enable_expert_parallel": is_rank,
         "parallel.coordinator": coordinator,
-        "parallel.rank_name": "",  # $POD_NAME
         "parallel.num_redundant_experts": parallelism.redundant_experts if is_rank else 0,
-        "engine_port": ENGINE_PORT,
-        "http_port": ENGINE_HTTP_PORT,
-        "service_key_file": service_key.FILE,
         "drain_timeout_s": float(resolved.spec.drain_timeout_seconds),
     }
     return engine_settings.configure(resolved, role, own)
@@ -93,48 +131,18 @@ def engine_config(resolved: ResolvedService, role: names.MemberRole) -> EngineCo
 
 def gateway_config(resolved: ResolvedService) -> GatewayConfig:
     """Return the configuration of `baton-gateway`."""
-    gateway = resolved.spec.gateway
+    values: dict[str, Any] = {}
+    for setting in GATEWAY:
+        value = attrgetter(setting.field)(resolved.spec)
+        if value is not None and (converted := setting.convert(value)) is not None:
+            set_field(values, setting.option, converted)
     return GatewayConfig(
         model=_model_config(resolved, "gateway"),
         discovery=DiscoveryConfig(namespace=resolved.namespace, service=resolved.name),
-        access=_access_config(resolved),
+        access=AccessConfig(**values.pop("access", {})),
         service_key_file=service_key.FILE,
-        drain_timeout_s=float(resolved.spec.drain_timeout_seconds),
-        **_given(
-            max_concurrent_requests=gateway.max_concurrent_requests,
-            generation_config=gateway.generation_config,
-            prefill_threshold_tokens=gateway.prefill_threshold_tokens,
-            queue_wait_s=gateway.queue_timeout_seconds,
-            resume_wait_s=gateway.resume_timeout_seconds,
-            stall_timeout_s=gateway.stall_timeout_seconds,
-            inter_token_timeout_s=gateway.inter_token_timeout_seconds,
-            request_timeout_s=gateway.request_timeout_seconds,
-            hold_s=_hold_s(resolved),
-        ),
+        **values,
     )
-
-
-def _access_config(resolved: ResolvedService) -> AccessConfig:
-    gateway = resolved.spec.gateway
-    return AccessConfig(
-        api_keys_dir=API_KEYS_PATH if gateway.api_keys else "",
-        tls_dir=TLS_PATH if gateway.tls else "",
-        allowed_origins=tuple(gateway.cors.allowed_origins),
-        max_concurrent_per_client=gateway.limits.max_concurrent_per_key,
-        max_prompt_tokens=gateway.limits.max_prompt_tokens,
-        max_completion_tokens=gateway.limits.max_completion_tokens,
-    )
-
-
-def _hold_s(resolved: ResolvedService) -> float | None:
-    """Return for how many seconds the gateway holds a request while the service has no engine.
-
-    None: the decode group never scales to zero.
-    """
-    autoscaling = resolved.spec.decode.autoscaling
-    if autoscaling is None or autoscaling.min_replicas > 0:
-        return None
-    return float(autoscaling.hold_seconds or DEFAULT_HOLD_SECONDS)
 
 
 def _model_config(resolved: ResolvedService, role: names.ConfiguredRole) -> ModelConfig:
@@ -146,11 +154,6 @@ def _model_config(resolved: ResolvedService, role: names.ConfiguredRole) -> Mode
         quantization=source.quantization,
         max_model_len=source.max_model_len,
     )
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    """Return the `fields` that are not None. The others get the defaults of the configuration."""
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 # Cached, because msgspec resolves the types at each call.

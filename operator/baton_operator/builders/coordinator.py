@@ -10,10 +10,17 @@ from baton_operator import names
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.spec_groups import Rebalance
 from baton_operator.builders import pod, service_key
+from baton_operator.builders.engine_settings import Setting
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 CONTAINER = "coordinator"
+#: Fields of `Rebalance` that set options of `baton-coordinator`.
+REBALANCE = (
+    Setting("threshold_percent", "rebalance_threshold", lambda percent: f"{1 + percent / 100:g}"),
+    Setting("min_interval_seconds", "rebalance_window_s"),
+    Setting("max_move_memory", "rebalance_max_move_bytes", quantity_bytes),
+)
 
 
 def deployment(resolved: ResolvedService) -> Object:
@@ -74,9 +81,8 @@ def _rebalance_flags(rebalance: Rebalance) -> list[str]:
     if not rebalance.enabled:
         return ["--rebalance-threshold=0"]
     return [
-        f"--rebalance-threshold={(100 + rebalance.threshold_percent) / 100:g}",
-        f"--rebalance-window-s={rebalance.min_interval_seconds}",
-        f"--rebalance-max-move-bytes={quantity_bytes(rebalance.max_move_memory)}",
+        f"--{setting.option.replace('_', '-')}={setting.convert(getattr(rebalance, setting.field))}"
+        for setting in REBALANCE
     ]
 
 

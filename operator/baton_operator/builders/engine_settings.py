@@ -26,8 +26,8 @@ DIAGNOSTICS_PATH = "/var/log/baton"
 class Setting(NamedTuple):
     """A field of the spec and the option that it sets."""
 
-    field: str  #: Name of the field in its struct.
-    option: str  #: Path of the option in EngineConfig.
+    field: str  #: Name of the field in its struct, or its path in the spec.
+    option: str  #: Path of the option in the configuration.
     convert: Callable[[Any], Any] = lambda value: value  #: Converts the field's value.
     role: names.MemberRole | None = None  #: The only role that reads the option. None: both.
 
@@ -80,6 +80,21 @@ KV_TRANSFER = (
     Setting("max_inflight_memory", "kv_transfer.max_inflight_bytes", quantity_bytes),
     Setting("staging_memory", "kv_transfer.staging_bytes", quantity_bytes),
 )
+#: Fields of the spec from which the operator computes options, by option.
+COMPUTED = {
+    "model.path": "model.uri",
+    "model.served_name": "model.servedName",
+    "model.dtype": "model.dtype",
+    "model.quantization": "model.quantization",
+    "model.max_model_len": "model.maxModelLen",
+    "kv_transfer.role": "prefill",
+    "parallel.tensor_parallel_size": "{role}.parallelism.tensor",
+    "parallel.pipeline_parallel_size": "decode.parallelism.pipeline",
+    "parallel.enable_expert_parallel": "decode.parallelism.expert",
+    "parallel.coordinator": "decode.parallelism.expert",
+    "parallel.num_redundant_experts": "decode.parallelism.redundantExperts",
+    "drain_timeout_s": "drainTimeoutSeconds",
+}
 
 
 def configure(
@@ -95,7 +110,8 @@ def configure(
             field of the spec.
     """
     values = dict(own)
-    fields: dict[str, str] = {}  # field of the spec by option
+    # Fields of the spec by option.
+    fields = {option: field.format(role=role) for option, field in COMPUTED.items()}
     group = resolved.group(role)
     override = group.engine if group else None
     for section, struct, settings in (

@@ -27,6 +27,7 @@ class ControllerConfig:
     form_after_s: float = 30.0
     #: Time that scaling waits for missing ranks.
     wait_s: float = 60.0
+    #: Time that the ranks have to prepare a generation.
     prepare_timeout_s: float = 120.0
     #: Time without progress after which the coordinator stops waiting for a commit.
     commit_timeout_s: float = 20.0

@@ -22,24 +22,22 @@ logger = logging.getLogger(__name__)
 
 def main(argv: list[str] | None = None) -> int:
     """Run the coordinator, and return the exit code: 78 if the configuration cannot work."""
-    args = vars(_parser().parse_args(argv))
-    host, port, http_port, level = (
-        pod_ip(),
-        args.pop("port"),
-        args.pop("http_port"),
-        args.pop("log_level"),
-    )
+    args = _parser().parse_args(argv)
+    host, port, http_port = pod_ip(), args.port, args.http_port
     logging.basicConfig(
-        level=level.upper(),
+        level=args.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s [%(threadName)s] %(message)s",
         stream=sys.stderr,
     )
     try:
-        key = ServiceKey.load(args.pop("service_key_file"))
+        key = ServiceKey.load(args.service_key_file)
     except ServiceKeyError as error:
         return report_fatal("ConfigurationError", error)
+    config = ControllerConfig(
+        **{field.name: getattr(args, field.name) for field in dataclasses.fields(ControllerConfig)}
+    )
     try:
-        coordinator = Coordinator(host, port, http_port, ControllerConfig(**args), key)
+        coordinator = Coordinator(host, port, http_port, config, key)
     except (OSError, zmq.ZMQError) as error:
         logger.error("cannot bind ports %d and %d of %s: %s", port, http_port, host, error)
         return 1
@@ -66,7 +64,10 @@ def _parser() -> argparse.ArgumentParser:
         help="port for the ranks; 0: any free port",
     )
     parser.add_argument(
-        "--http-port", type=arguments.port, default=COORDINATOR_HTTP_PORT, help="0: any free port"
+        "--http-port",
+        type=arguments.port,
+        default=COORDINATOR_HTTP_PORT,
+        help="port of health, metrics and topology; 0: any free port",
     )
     parser.add_argument(
         "--service-key-file",
@@ -76,7 +77,10 @@ def _parser() -> argparse.ArgumentParser:
         "its bearer token",
     )
     parser.add_argument(
-        "--log-level", default="info", choices=["debug", "info", "warning", "error"]
+        "--log-level",
+        default="info",
+        choices=["debug", "info", "warning", "error"],
+        help="least severe messages that are logged",
     )
     for field in dataclasses.fields(ControllerConfig):
         flag = f"--{field.name.replace('_', '-')}"

@@ -94,8 +94,15 @@ def test_descriptions_name_the_defaults_of_engine_and_gateway() -> None:
         "decode.autoscaling.holdSeconds": DEFAULT_HOLD_SECONDS,
     }
     fields = {path.removeprefix("."): node for path, node in nodes(SPEC)}
+    reference = (MANIFESTS.parent / "docs/reference/api.md").read_text()
     for path, default in defaults.items():
         assert fields[path]["description"].endswith(f" Unset: {default}."), path
+        section, name = path.rsplit(".", 1)
+        table = reference.split(f"\n## spec.{section}\n", 1)[1].split("\n## ", 1)[0]
+        [row] = [line for line in table.splitlines() if line.startswith(f"| `{name}` |")]
+        is_value = " " not in str(default)
+        assert (row.split(" | ")[2] == f"`{default}`") == is_value, path
+        assert row.endswith(f" Unset: {default}. |") != is_value, path
 
 
 def test_the_reference_has_every_field_and_every_rule() -> None:

@@ -90,18 +90,6 @@ def test_a_gateway_configuration_has_the_service_and_the_served_name() -> None:
     assert decoded_config("gateway", GatewayConfig).model.served_name == "demo"
 
 
-def test_timeouts_are_passed_to_the_gateway() -> None:
-    def timeouts(config: GatewayConfig) -> list[float]:
-        waits = [config.queue_wait_s, config.resume_wait_s, config.stall_timeout_s]
-        return [*waits, config.inter_token_timeout_s, config.request_timeout_s]
-
-    fields = ["queue", "resume", "stall", "interToken", "request"]
-    spec = {f"{name}TimeoutSeconds": 91 + index for index, name in enumerate(fields)}
-    got = decoded_config("gateway", GatewayConfig, gateway=spec)
-    assert timeouts(got) == [91, 92, 93, 94, 95]
-    assert timeouts(decoded_config("gateway", GatewayConfig)) == [10, 30, 30, 0, 0]
-
-
 def test_default_access_settings_do_not_change_the_revision() -> None:
     """The revision must not change with an operator that has more fields."""
     plain = config.config_map(resolved(), "gateway")["data"]["gateway.json"]

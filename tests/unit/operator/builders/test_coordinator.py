@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton_engine.elastic.coordinator import coordinator_cli
+from baton_engine.elastic.coordinator.controller_config import ControllerConfig
+from baton_operator.api.spec_groups import Rebalance
 from baton_operator.builders import coordinator
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.desired import compute_desired
@@ -94,29 +98,31 @@ def test_changes_of_the_expert_group_and_changes_of_only_the_revision() -> None:
     assert "annotations" not in alone.pod(0)["metadata"]
 
 
-@pytest.mark.parametrize(
-    ("rebalance", "expected"),
-    [
-        ({}, (1.2, 300.0, 2.0 * 2**30)),
-        (
-            {"thresholdPercent": 7, "minIntervalSeconds": 60, "maxMoveMemory": "512Mi"},
-            (1.07, 60.0, 512.0 * 2**20),
-        ),
-        ({"enabled": False}, (0.0, 300.0, 0.0)),
-    ],
-)
-def test_the_coordinator_moves_experts_as_the_service_says(
-    rebalance: dict[str, Any], expected: tuple[float, float, float]
-) -> None:
-    parallelism = {"expert": True, "rebalance": rebalance}
-    deployment = coordinator.deployment(resolved(decode={"parallelism": parallelism}))
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    args = coordinator_cli._parser().parse_args(container["command"][1:])
-    assert (
-        args.rebalance_threshold,
-        args.rebalance_window_s,
-        args.rebalance_max_move_bytes,
-    ) == expected
+def test_each_field_of_rebalance_reaches_the_coordinator() -> None:
+    def configured(**rebalance: Any) -> dict[str, Any]:
+        parallelism = {"expert": True, "rebalance": rebalance}
+        deployment = coordinator.deployment(resolved(decode={"parallelism": parallelism}))
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        return vars(coordinator_cli._parser().parse_args(container["command"][1:]))
+
+    cases: dict[str, tuple[Any, dict[str, float]]] = {
+        "enabled": (False, {"rebalance_threshold": 0.0, "rebalance_max_move_bytes": 0.0}),
+        "thresholdPercent": (7, {"rebalance_threshold": 1.07}),
+        "minIntervalSeconds": (60, {"rebalance_window_s": 60.0}),
+        "maxMoveMemory": ("3Mi", {"rebalance_max_move_bytes": 3.0 * 2**20}),
+    }
+    before = configured()
+    assert [before[setting.option] for setting in coordinator.REBALANCE] == [
+        1.2,
+        300.0,
+        2.0 * 2**30,
+    ]
+    for field in msgspec.structs.fields(Rebalance):
+        value, options = cases[field.encode_name]
+        after = configured(**{field.encode_name: value})
+        assert {name: after[name] for name in after if after[name] != before[name]} == options
+    declared = {field.name for field in dataclasses.fields(ControllerConfig)}
+    assert {setting.option for setting in coordinator.REBALANCE} <= declared
 
 
 def test_the_coordinator_is_one_restricted_pod_without_an_api_token() -> None:

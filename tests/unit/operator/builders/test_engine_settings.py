@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+import functools
+from operator import attrgetter, getitem
 from typing import Any
 
 import msgspec
@@ -12,14 +13,17 @@ from baton_kube.client import Object
 from baton_operator.api.llmservice import KVTransfer
 from baton_operator.api.spec_engine import Engine, Storage, merged
 from baton_operator.builders import config
+from baton_operator.builders.engine_settings import COMPUTED
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.names import MEMBER_ROLES, MemberRole
-from baton_protocol.config import EngineConfig
+from baton_protocol.config import EngineConfig, KVRole
 from baton_protocol.engine_options import OPTIONS
 from baton_protocol.options import Option
 from support.operator.services import decoded_config, resolved
 
 CACHE, DIAGNOSTICS = "/var/cache/baton", "/var/log/baton"
+
+EXPERT: dict[str, Any] = {"decode": {"parallelism": {"expert": True}}}
 
 #: By field: a value, and the options that it sets.
 ENGINE: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -67,6 +71,41 @@ KV_TRANSFER: dict[str, tuple[Any, str, Any, set[MemberRole]]] = {
     "maxInflightMemory": ("3Mi", "max_inflight_bytes", 3 * 2**20, {"prefill", "decode"}),
     "stagingMemory": ("3Mi", "staging_bytes", 3 * 2**20, {"prefill", "decode"}),
 }
+#: By option that the operator computes: a spec, and the value of the option by role.
+COMPUTED_OPTIONS: dict[str, tuple[dict[str, Any], dict[MemberRole, Any]]] = {
+    **{
+        f"model.{option}": (
+            {"model": {"uri": "file:///m", field: value}},
+            {"prefill": expected, "decode": expected},
+        )
+        for option, field, value, expected in (
+            ("path", "uri", "file:///n", "/n"),
+            ("served_name", "servedName", "n", "n"),
+            ("dtype", "dtype", "float32", "float32"),
+            ("quantization", "quantization", "int8", "int8"),
+            ("max_model_len", "maxModelLen", 7, 7),
+        )
+    },
+    "kv_transfer.role": (
+        {"prefill": {"replicas": 1}},
+        {"prefill": KVRole.PRODUCER, "decode": KVRole.CONSUMER},
+    ),
+    "parallel.tensor_parallel_size": (
+        {"prefill": {"parallelism": {"tensor": 2}}, "decode": {"parallelism": {"tensor": 3}}},
+        {"prefill": 2, "decode": 3},
+    ),
+    "parallel.pipeline_parallel_size": (
+        {"decode": {"parallelism": {"pipeline": 3}}},
+        {"decode": 3},
+    ),
+    "parallel.enable_expert_parallel": (EXPERT, {"decode": True}),
+    "parallel.coordinator": (EXPERT, {"decode": "10.0.0.1:5560"}),
+    "parallel.num_redundant_experts": (
+        {"decode": {"parallelism": {"expert": True, "redundantExperts": 3}}},
+        {"decode": 3},
+    ),
+    "drain_timeout_s": ({"drainTimeoutSeconds": 7}, {"prefill": 7.0, "decode": 7.0}),
+}
 
 
 def api_names(struct: type[msgspec.Struct]) -> list[str]:
@@ -110,6 +149,20 @@ def test_each_field_of_the_kv_transfer_reaches_the_engines_that_read_it(field: s
         assert changes(role, {"kvTransfer": {field: value}}) == (
             {f"kv_transfer.{option}": expected} if role in roles else {}
         )
+
+
+@pytest.mark.parametrize("option", COMPUTED)
+def test_each_computed_option_is_set_by_its_field(option: str) -> None:
+    spec, expected = COMPUTED_OPTIONS[option]
+    read = attrgetter(option)
+    for role in MEMBER_ROLES:
+        unset = read(decoded_config(role, EngineConfig))
+        assert expected.get(role, unset) == read(
+            decoded_config(role, EngineConfig, coordinator="10.0.0.1", **spec)
+        )
+    assert set(expected.values()) != {unset}
+    for role in expected:
+        assert functools.reduce(getitem, COMPUTED[option].format(role=role).split("."), spec)
 
 
 def test_fields_of_a_role_override_those_of_the_service() -> None:
@@ -243,7 +296,8 @@ def test_the_extra_arguments_of_a_role_follow_those_of_the_service() -> None:
             "--compile-sizes must be numbers of tokens of a step, 1 to "
             "max_num_batched_tokens=512, got (600,)",
         ),
-        (["--model", "/m"], 0, "the operator sets --model"),
+        (["--model", "/m"], 0, "set model.uri instead of --model"),
+        (["--engine-port", "1"], 0, "the operator sets --engine-port"),
         (["--max-num-seqs=5"], 0, "set engine.maxNumSeqs instead of --max-num-seqs"),
         (["--kv-lease-s=5"], 0, "set kvTransfer.leaseSeconds instead of --kv-lease-s"),
     ],

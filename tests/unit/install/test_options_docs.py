@@ -1,0 +1,135 @@
+"""docs/reference/options.md has every option with what reads it, and an unread option is found."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from baton_engine.cli import OPTIONS
+from support.install.rendered_chart import ROOT
+
+PAGE = ROOT / "docs/reference/options.md"
+
+
+@pytest.fixture
+def hack(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    monkeypatch.syspath_prepend(str(ROOT / "hack"))
+    return {name: importlib.import_module(name) for name in ("field_readers", "options_reference")}
+
+
+def rows(process: str) -> dict[str, list[str]]:
+    """Return the cells of each row in a process's table, by flag."""
+    section = PAGE.read_text().split(f"\n## {process}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("| `--")]
+    return {
+        cells[0].strip("`"): cells[1:] for line in lines if (cells := line.strip("| ").split(" | "))
+    }
+
+
+def test_the_page_is_generated_from_the_options() -> None:
+    command = [sys.executable, "hack/options_reference.py", str(PAGE), "--check"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_rows_have_default_bounds_role_field_and_readers() -> None:
+    engine = rows("baton-engine")
+    assert {option.flag for option in OPTIONS} == set(engine) - {"--config", "--log-level"}
+    assert engine["--kv-lease-s"][:6] == [
+        "`kv_transfer.lease_s`",
+        "`30.0`",
+        "positive number of seconds",
+        "prefill",
+        "`kvTransfer.leaseSeconds`",
+        "`baton_kv_transfer.producer`",
+    ]
+    assert engine["--watermark"][:6] == [
+        "`cache.watermark`",
+        "`0.01`",
+        "number in [0, 1)",
+        "all",
+        "`engine.extraArgs`",
+        "`baton_engine.core`",
+    ]
+    assert engine["--engine-port"][4] == "the operator"
+    assert engine["--tensor-parallel-size"][3:5] == [
+        "all",
+        "`prefill.parallelism.tensor`, `decode.parallelism.tensor`",
+    ]
+    assert rows("baton-gateway")["--queue-wait-s"][:5] == [
+        "`queue_wait_s`",
+        "`10.0`",
+        "number, not negative",
+        "`gateway.queueTimeoutSeconds`",
+        "`baton_gateway.server`",
+    ]
+    assert rows("baton-coordinator")["--rebalance-window-s"][:4] == [
+        "`300.0`",
+        "number, 0 or more",
+        "`decode.parallelism.rebalance.minIntervalSeconds`",
+        "`baton_engine.elastic.coordinator.balance`",
+    ]
+    assert rows("baton-operator")["--http-port"][:3] == [
+        "`8081`",
+        "integer in [0, 65535]",
+        "`baton_operator.process`",
+    ]
+
+
+def test_an_option_that_nothing_reads_is_an_error(hack: dict[str, ModuleType]) -> None:
+    code = {
+        "baton_gateway.server": "def run(config: GatewayConfig): config.port",
+        "baton_engine.cli": "def run(config: GatewayConfig): config.hold_s",
+    }
+    gateway = next(
+        process
+        for process in hack["options_reference"]._processes()
+        if process.name == "baton-gateway"
+    )
+
+    def read_by(option: str) -> str:
+        readers = hack["field_readers"].FieldReaders(code)
+        return hack["options_reference"]._read_by(gateway, gateway.fields[option], readers)
+
+    assert read_by("port") == "`baton_gateway.server`"
+    with pytest.raises(LookupError, match=r"nothing in baton-gateway reads GatewayConfig\.hold_s"):
+        read_by("hold_s")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def run(config: Config): return config.a",
+        "def run(config: Config | None): return config.a",
+        "def run():\n    config = Config()\n    return config.a",
+        "def load() -> Config: ...\ndef run(): return load().a",
+        "def load() -> tuple[Config, int]: ...\ndef run():\n    c, n = load()\n    return c.a",
+        "def run(config: Config):\n    c, n = config, 1\n    return c.a",
+        "def run(config: Config): return msgspec.structs.replace(config, b=1).a",
+        "class C:\n    config: Config\ndef run(c: C): return c.config.a",
+        "class C:\n    @property\n    def config(self) -> Config: ...\n"
+        "def run(c: C): return c.config.a",
+        "class C:\n    def __init__(self, config: Config): self.own = config\n"
+        "    def run(self): return self.own.a",
+        "class C:\n    def __init__(self, config: Config): self.own = config\n"
+        "class D(C):\n    def run(self): return self.own.a",
+    ],
+)
+def test_a_reader_is_found_by_the_type_of_the_expression(
+    code: str, hack: dict[str, ModuleType]
+) -> None:
+    declared = "class Config:\n    a: int = 0\n    b: int = 0\n"
+    readers = hack["field_readers"].FieldReaders({"config": declared, "m": code})
+    assert readers.modules("Config", "a") == {"m"}
+    assert readers.modules("Config", "b") == set()
+
+
+def test_an_equal_field_of_another_type_is_not_a_reader(hack: dict[str, ModuleType]) -> None:
+    code = "def run(config: Config, other: Other):\n    config.a = 1\n    return other.a"
+    assert hack["field_readers"].FieldReaders({"m": code}).modules("Config", "a") == set()
