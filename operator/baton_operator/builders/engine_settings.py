@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -140,6 +141,20 @@ def configure(
     return config
 
 
+def name_fields(message: str) -> str:
+    """Append the field of the spec to each option in `message`, a message of an engine.
+
+    Options are recognized by a path with a section, such as `cache.block_size`.
+    """
+
+    def with_field(found: re.Match[str]) -> str:
+        option = found[0]
+        field = _FIELDS.get(option, option)
+        return option if field == option else f"{option} ({field})"
+
+    return re.sub(r"\b[a-z_]+\.[a-z_]+\b", with_field, message)
+
+
 def _extra_options(
     resolved: ResolvedService, role: names.MemberRole
 ) -> Iterator[tuple[Option, Any, str]]:
@@ -191,4 +206,13 @@ _API_NAMES = {
     field.name: field.encode_name
     for struct in (Engine, KVTransfer)
     for field in msgspec.structs.fields(struct)
+}
+#: Fields of the spec by option, without the role that may override them.
+_FIELDS = {
+    **{option: field.removeprefix("{role}.") for option, field in COMPUTED.items()},
+    **{
+        setting.option: f"{section}.{_API_NAMES[setting.field]}"
+        for section, settings in (("engine", ENGINE), ("kvTransfer", KV_TRANSFER))
+        for setting in settings
+    },
 }

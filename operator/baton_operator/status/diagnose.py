@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from baton_kube.client import SERVICE_ACCOUNT, Object
+from baton_operator.builders.engine_settings import name_fields
 from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe.observation import Reference, condition, is_ready, parse_time
 from baton_operator.status.reasons import Failure, Progress
@@ -75,12 +76,13 @@ def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) ->
 def fatal(pod: Object) -> Diagnosis | None:
     """Return the FATAL line of a failed container as a diagnosis; None if there is no such line.
 
+    The message names the fields of the spec beside the options of the engine.
     The pod must not be ready.
     """
     for _, terminated in _failures(pod):
         if lines := FATAL.findall(terminated.get("message") or ""):
             reason, message = lines[-1]
-            return Diagnosis(reason, f"{message} (pod {pod['metadata']['name']})")
+            return Diagnosis(reason, f"{name_fields(message)} (pod {pod['metadata']['name']})")
     return None
 
 

@@ -12,6 +12,7 @@ from baton_operator.api.llmservice import Condition
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.plan.refused_pods import Refusal
 from baton_operator.reconcile_problems import InvalidSpec, Problem
+from baton_operator.status.diagnose import diagnose
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup, group_verdict, refusal_of_deployment
@@ -182,6 +183,22 @@ ALL_READY = {
     "decode": decode([pod(ready=True)]),
     "gateway": ReportedGroup(role="gateway", desired=1, pods=[pod(ready=True)]),
 }
+
+
+def test_a_message_of_an_engine_names_the_fields_of_its_options() -> None:
+    text = (
+        "model.max_model_len is 9 tokens: lower model.max_model_len, or raise cache.memory_bytes "
+        "or cache.gpu_memory_utilization, not cache.watermark, model.dtype or a.memory_bytes"
+    )
+    last = {"exitCode": 78, "message": f"FATAL KVMemoryTooSmall: {text}"}
+    found = diagnose([pod("demo-decode-a", state=BACK_OFF, last=last)])
+    assert found is not None
+    assert found.message == (
+        "model.max_model_len (model.maxModelLen) is 9 tokens: lower model.max_model_len "
+        "(model.maxModelLen), or raise cache.memory_bytes (engine.kvCacheMemory) or "
+        "cache.gpu_memory_utilization (engine.gpuMemoryUtilizationPercent), not cache.watermark, "
+        "model.dtype or a.memory_bytes (pod demo-decode-a)"
+    )
 
 
 def test_a_service_is_ready_if_every_group_is() -> None:
