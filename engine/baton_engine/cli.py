@@ -63,7 +63,7 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     return config, args
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> FlagParser:
     parser = FlagParser(
         prog="baton-engine",
         description=__doc__,

@@ -96,7 +96,7 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
     return config
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> FlagParser:
     parser = FlagParser(
         prog="baton-gateway", description="OpenAI HTTP in front of Baton's engines."
     )

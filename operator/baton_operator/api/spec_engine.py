@@ -49,8 +49,8 @@ class Engine(ApiStruct, frozen=True):
     #: copied back when a prompt needs them. Unset: evicted blocks are computed again.
     offload_memory: Quantity | None = None
     #: Host memory of one engine for blocks of preempted requests, see preemptionMode. Requests
-    #: whose blocks do not fit are computed again. All of it is allocated at the first preemption
-    #: that swaps, so the pod needs it beside the KV cache. Unset: 64Mi.
+    #: whose blocks do not fit are computed again. The pod needs it beside the KV cache: on a GPU
+    #: from the start, on a CPU from the first preemption that swaps. Unset: 64Mi.
     swap_memory: Quantity | None = None
     #: true: requests share the blocks of equal prefixes, and later requests use them. Unset: true.
     enable_prefix_caching: bool | None = None

@@ -240,9 +240,10 @@ def test_a_member_that_does_not_respond_is_a_timeout_and_breaks_the_group(ranks:
         groups[0].all_to_all(torch.zeros(2), [1, 1], [1, 1])
     with pytest.raises(GroupBrokenError, match="an earlier all_to_all timed out"):
         groups[0].all_reduce(torch.zeros(1))
-    with contextlib.suppress(GroupBrokenError):  # rows sent before the timeout can still arrive
+    # Rows sent before the timeout can still arrive. The other member may also find no receiver.
+    with contextlib.suppress(GroupBrokenError, TimeoutError):
         groups[1].all_to_all(torch.zeros(2), [1, 1], [1, 1])
-    with pytest.raises(GroupBrokenError, match="a member is gone"):
+    with pytest.raises(GroupBrokenError, match=r"a member is gone|an earlier all_to_all timed out"):
         groups[1].all_reduce(torch.zeros(1))
 
 
