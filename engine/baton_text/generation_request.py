@@ -97,8 +97,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     #: Fields that are refused if they are set and not false.
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
 
-    #: Name of the served model.
-    model: str
+    #: Name of the served model. It may be left out.
+    model: str | None = None
     #: Number of choices for each prompt, at most 64 with `use_beam_search`. Unset: 1. Bounds:
     #: 1..MAX_N.
     n: int | None = None

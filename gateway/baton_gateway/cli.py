@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from baton_gateway.http.request_id import LogFormatter
 from baton_gateway.routing.discovery import Discovery
 from baton_gateway.routing.file_discovery import FileDiscovery
 from baton_gateway.server import Gateway
@@ -38,11 +39,9 @@ OPTIONS = [
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gateway. Return the exit code."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
         tokenizer = load_tokenizer(config)

@@ -56,9 +56,11 @@ def bad_request(error: RequestError) -> APIError:
     return APIError(400, str(error), param=error.param, code=error.code)
 
 
-def unknown_model(model: str, served: str) -> APIError:
-    message = f"The model {model!r} does not exist; this server serves {served!r}."
-    return APIError(404, message, param="model", code="model_not_found")
+def check_model(model: str | None, served: str) -> None:
+    """Raise APIError if a request names another model than `served`. None stands for `served`."""
+    if model not in (None, served):
+        message = f"The model {model!r} does not exist; this server serves {served!r}."
+        raise APIError(404, message, param="model", code="model_not_found")
 
 
 def context_length_exceeded(

@@ -9,6 +9,7 @@ Modules:
     request_body: reading and parsing of request bodies.
     event_stream: the server-sent events of one response.
     slow_clients: responses to clients that do not read.
+    request_id: the id of a request, in its response and in log lines.
     listener: the listening socket, and the response to invalid HTTP.
     tls: the server certificate, which is read again when it changes.
 """

@@ -38,7 +38,11 @@ class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):
             for choice, output in outputs
         ]
         answer = ChatCompletion(
-            id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage()
+            id=job.id,
+            created=job.created,
+            model=self.served_name,
+            choices=choices,
+            usage=job.usage(),
         )
         if request.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_token_logprobs(
@@ -75,7 +79,7 @@ class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):
 
     def usage_chunk(self, job: Job) -> ChatCompletionChunk:
         return ChatCompletionChunk(
-            id=job.id, created=job.created, model=job.model, choices=[], usage=job.usage()
+            id=job.id, created=job.created, model=self.served_name, choices=[], usage=job.usage()
         )
 
     def _chunk(
@@ -83,7 +87,7 @@ class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):
     ) -> ChatCompletionChunk:
         usage = None if request.include_usage else msgspec.UNSET
         return ChatCompletionChunk(
-            id=job.id, created=job.created, model=job.model, choices=[choice], usage=usage
+            id=job.id, created=job.created, model=self.served_name, choices=[choice], usage=usage
         )
 
     def _logprobs(self, request: ChatCompletionRequest, output: TextOutput) -> ChatLogprobs | None:

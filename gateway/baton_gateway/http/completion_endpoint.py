@@ -38,7 +38,11 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
                 )
             choices.append(piece)
         return Completion(
-            id=job.id, created=job.created, model=job.model, choices=choices, usage=job.usage()
+            id=job.id,
+            created=job.created,
+            model=self.served_name,
+            choices=choices,
+            usage=job.usage(),
         )
 
     def opening_chunks(self, request: CompletionRequest, job: Job) -> list[msgspec.Struct]:
@@ -68,13 +72,13 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
 
     def usage_chunk(self, job: Job) -> Completion:
         return Completion(
-            id=job.id, created=job.created, model=job.model, choices=[], usage=job.usage()
+            id=job.id, created=job.created, model=self.served_name, choices=[], usage=job.usage()
         )
 
     def _chunk(self, request: CompletionRequest, job: Job, choice: CompletionChoice) -> Completion:
         usage = None if request.include_usage else msgspec.UNSET
         return Completion(
-            id=job.id, created=job.created, model=job.model, choices=[choice], usage=usage
+            id=job.id, created=job.created, model=self.served_name, choices=[choice], usage=usage
         )
 
     def _logprobs(

@@ -11,8 +11,12 @@ from collections.abc import Awaitable, Callable, Collection
 
 from aiohttp import hdrs, web
 
+from baton_gateway.http.request_id import REQUEST_ID_HEADER
+
 #: Seconds for which browsers keep the response to a preflight.
 MAX_AGE_S = 600
+#: Response headers that pages may read, beside those that browsers always give to pages.
+EXPOSED_HEADERS = f"{hdrs.RETRY_AFTER}, {REQUEST_ID_HEADER}"
 #: Names of request headers that are allowed by repeating them in the response.
 _HEADER_NAMES = re.compile(r"[-\w, ]{1,1024}", re.ASCII)
 
@@ -40,7 +44,7 @@ class CORS:
             headers[hdrs.VARY] = hdrs.ORIGIN  # caches must not give the response to other origins
         if origin in self._origins:
             headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
-            headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = hdrs.RETRY_AFTER
+            headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = EXPOSED_HEADERS
         return headers
 
     async def set_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:

@@ -22,7 +22,7 @@ from aiohttp import web
 from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT, client_name
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
-from baton_gateway.errors import APIError, bad_request, timed_out, unknown_model
+from baton_gateway.errors import APIError, bad_request, check_model, timed_out
 from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.request_body import UnknownFields, parse_body, read_body
 from baton_gateway.http.slow_clients import (
@@ -89,7 +89,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         self._admission = admission
         self._queue = queue
         self._unknown_fields = unknown_fields
-        self._served_name = served_name
+        self.served_name = served_name
         self._timeout_s = request_timeout_s or math.inf
         self._client_timeout_s = client_timeout_s
         self._encode = msgspec.json.Encoder().encode
@@ -120,8 +120,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         max_model_len = self._builder.max_model_len
         request = await parse_body(body, self.kind, max_model_len, self._unknown_fields)
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
-        if request.model != self._served_name:
-            raise unknown_model(request.model, self._served_name)
+        check_model(request.model, self.served_name)
         client = http.get(CLIENT)
         # Acquired first, so that a refused request costs no time for its prompts.
         self._admission.acquire(request.num_sequences, client)

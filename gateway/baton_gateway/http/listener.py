@@ -15,16 +15,20 @@ from aiohttp.http import RawRequestMessage
 
 from baton_gateway.errors import APIError, internal
 from baton_gateway.http.cors import CORS
+from baton_gateway.http.request_id import REQUEST_ID_HEADER, request_id
 
 logger = logging.getLogger(__name__)
 
 #: Connections that may wait to be accepted.
 BACKLOG = 1024
 
-#: The Server header. aiohttp's default names the versions of Python and aiohttp.
-SERVER_HEADER: dict[str, str] = {hdrs.SERVER: "baton"}
-
 _SLASHES = re.compile("//+")
+
+
+def response_headers(request: web.BaseRequest) -> dict[str, str]:
+    """Return the headers that every response has."""
+    # aiohttp's default for Server names the versions of Python and aiohttp.
+    return {hdrs.SERVER: "baton", REQUEST_ID_HEADER: request_id(request)}
 
 
 class Connection(web.RequestHandler):
@@ -49,19 +53,20 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         if request.writer.output_size > 0:
             raise ConnectionError("a part of the response is sent already")
+        name = request_id(request)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            logger.error("a request from %s failed", request.remote, exc_info=exc)
+            logger.error("[%s] a request from %s failed", name, request.remote, exc_info=exc)
             error = internal("The gateway failed; see its log.")
         else:
-            logger.info("%s sent no valid HTTP request: %s", request.remote, type(exc).__name__)
-            error = APIError(
-                status, f"This is no valid HTTP request: {type(exc).__name__}.", code="invalid_http"
-            )
+            problem = type(exc).__name__
+            logger.info("[%s] %s sent no valid HTTP request: %s", name, request.remote, problem)
+            message = f"This is no valid HTTP request: {problem}."
+            error = APIError(status, message, code="invalid_http")
         response = web.Response(
             status=error.status,
             body=msgspec.json.encode(error.body),
             content_type="application/json",
-            headers=SERVER_HEADER | self._cors.headers(request),
+            headers=response_headers(request) | self._cors.headers(request),
         )
         response.force_close()
         return response

@@ -15,13 +15,14 @@ from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT, OPEN_PATHS, ApiKeys, client_name
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
-from baton_gateway.errors import APIError, bad_request, internal, unavailable, unknown_model
+from baton_gateway.errors import APIError, bad_request, check_model, internal, unavailable
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_STATUS
-from baton_gateway.http.listener import SERVER_HEADER
+from baton_gateway.http.listener import response_headers
 from baton_gateway.http.request_body import MAX_BODY_BYTES
+from baton_gateway.http.request_id import log_request_id
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.pool import EnginePool
@@ -65,10 +66,11 @@ class Routes:
         self._created = int(time.time())
         self._has_been_ready = False
         self.app = web.Application(
-            middlewares=[cors.middleware, self._middleware], client_max_size=MAX_BODY_BYTES
+            middlewares=[log_request_id, cors.middleware, self._middleware],
+            client_max_size=MAX_BODY_BYTES,
         )
         self.app.on_response_prepare.extend(
-            [_set_server, cors.set_headers, shutdown.close_connection]
+            [_set_headers, cors.set_headers, shutdown.close_connection]
         )
         self.app.router.add_post("/v1/chat/completions", chat.handle)
         self.app.router.add_post("/v1/completions", completion.handle)
@@ -117,9 +119,7 @@ class Routes:
         return _json(ModelList(data=[self._model()]))
 
     async def _get_model(self, http: web.Request) -> web.Response:
-        name = http.match_info["model"]
-        if name != self._served_name:
-            raise unknown_model(name, self._served_name)
+        check_model(http.match_info["model"], self._served_name)
         return _json(self._model())
 
     def _model(self) -> Model:
@@ -158,8 +158,8 @@ class Routes:
         return web.json_response({"version": importlib.metadata.version("baton")})
 
 
-async def _set_server(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers.update(SERVER_HEADER)
+async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(response_headers(request))
 
 
 def _json(body: msgspec.Struct) -> web.Response:

@@ -10,7 +10,7 @@ from aiohttp import web
 
 from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT
-from baton_gateway.errors import unknown_model
+from baton_gateway.errors import check_model
 from baton_gateway.http.request_body import UnknownFields, parse_body, read_body
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
@@ -74,8 +74,7 @@ class TokenizeEndpoints:
             body = await read_body(http, self._client_timeout_s)
             max_model_len = self._pool.max_model_len
             request = await parse_body(body, kind, max_model_len, self._unknown_fields)
-            if request.model not in (None, self._served_name):
-                raise unknown_model(str(request.model), self._served_name)
+            check_model(request.model, self._served_name)
             bounds = TextBounds(
                 PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._access.max_prompt_tokens)
             )

@@ -79,10 +79,6 @@ class Job:
     prompts: list[PromptJob]
 
     @property
-    def model(self) -> str:
-        return self.request.model
-
-    @property
     def choices(self) -> list[Choice]:
         return [choice for prompt in self.prompts for choice in prompt.choices]
 

@@ -171,8 +171,12 @@ async def test_the_process_serves_on_its_pod_ip_and_exits_with_0_on_sigterm(
                     return False
 
             await until(ready, "the gateway ready")
+            url, body = f"http://{address}:8080/tokenize", {"prompt": "a", "hue": 1}
+            async with session.post(url, json=body, headers={"X-Request-Id": "r7"}):
+                pass
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 60) == 0
+        assert "[r7] a request has the unknown field 'hue'" in (tmp_path / "log").read_text()
     finally:
         if process.returncode is None:
             process.kill()

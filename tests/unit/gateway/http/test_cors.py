@@ -95,7 +95,7 @@ async def test_responses_errors_and_streams_allow_the_origin(rig: GatewayRig) ->
         )
         assert got == status
         assert (headers[ORIGIN], headers["Vary"]) == (PAGE, "Origin")
-        assert headers["Access-Control-Expose-Headers"] == "Retry-After"
+        assert headers["Access-Control-Expose-Headers"] == "Retry-After, X-Request-Id"
         assert "Access-Control-Allow-Credentials" not in headers
 
 

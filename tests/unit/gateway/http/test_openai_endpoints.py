@@ -370,6 +370,25 @@ async def test_extra_slashes_are_ignored_in_raw_targets(rig: GatewayRig, target:
     writer.close()
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
+)
+async def test_the_model_may_be_left_out(rig: GatewayRig, path: str):
+    await rig.start(rig.engine("d", "decode", TEXT))
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "/detokenize": {"tokens": [5]},
+    }
+    body = bodies.get(path, {"prompt": "go"})
+    for model in ({}, {"model": None}):
+        status, answer, _ = await rig.post(path, body | model)
+        assert status == 200
+        if path.startswith("/v1/"):
+            assert answer["model"] == "m"
+            [chunk, *_] = await rig.events(path, body | model | {"stream": True})
+            assert chunk["model"] == "m"
+
+
 async def test_the_server_header_names_no_versions(rig: GatewayRig):
     await rig.start(rig.engine("d", "decode", TEXT))
     for body in ({}, GO, GO | {"stream": True}):
