@@ -106,14 +106,6 @@ class CORS(ApiStruct, frozen=True):
     )
 
 
-class Routing(ApiStruct, frozen=True):
-    """How the gateway selects the engine of a request."""
-
-    #: leastLoaded: the engine with the fewest requests. Among several, the one with the most free
-    #: KV memory. It is the only policy.
-    policy: Literal["leastLoaded"] = "leastLoaded"
-
-
 class Gateway(ApiStruct, frozen=True):
     """The OpenAI-compatible HTTP server to which clients connect."""
 
@@ -128,7 +120,6 @@ class Gateway(ApiStruct, frozen=True):
     api_keys: APIKeys | None = None
     cors: CORS = CORS()
     limits: Limits = Limits()
-    routing: Routing = Routing()
     #: Maximum number of sequences that one gateway pod serves at once. Further requests get 429
     #: with Retry-After. Unset: 1024.
     max_concurrent_requests: Requests | None = None

@@ -78,7 +78,7 @@ def test_lists_and_names_are_bounded(api, services):
         ({"gateway": {"httpRoute": {"parentRefs": []}}}, "spec.gateway.httpRoute.parentRefs"),
         ({"gateway": {"tls": {"secretName": "Not A Name"}}}, "spec.gateway.tls.secretName"),
         ({"gateway": {"tls": {}}}, "spec.gateway.tls.secretName"),
-        ({"gateway": {"routing": {"policy": "roundRobin"}}}, "spec.gateway.routing.policy"),
+        ({"gateway": {"generationConfig": "some"}}, "spec.gateway.generationConfig"),
         ({"decode": {"parallelism": {"pipeline": 65}}}, "spec.decode.parallelism.pipeline"),
     ):
         answer = api.post(services, service(**spec))
