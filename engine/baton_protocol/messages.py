@@ -37,7 +37,7 @@ import msgspec
 
 from baton_protocol.sampling import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class EngineCoreRequestType(bytes, enum.Enum):
@@ -214,8 +214,6 @@ class EngineCoreRequest(_Wire):
     cache_salt: str = ""
     kv_transfer: KVTransferParams | None = None
     data_parallel_rank: int | None = None
-    #: W3C trace context of the caller. No component sets or reads it. It is reserved for tracing.
-    trace_headers: dict[str, str] | None = None
     #: Samples of one prompt have the same group id. The engine computes the prompt once. Samples
     #: share the prompt's blocks (copy-on-write) and are swapped together. Samples of a group have
     #: equal prompts and no generated tokens. The first one may have kv_transfer with CONSUME. The
