@@ -105,8 +105,8 @@ async def test_an_abort_ends_the_stream_and_frees_the_blocks(start):
 
 async def test_only_listed_utility_methods_with_valid_arguments_can_be_called(start):
     async with await connect(start()) as client:
-        await client.call("reset_prefix_cache")
-        await client.call("reset_prefix_cache", True)
+        assert await client.call("reset_prefix_cache") is None
+        assert await client.call("reset_prefix_cache", True) is None
         with pytest.raises(UtilityError, match="no utility method 'shutdown'"):
             await client.call("shutdown")
         with pytest.raises(UtilityError, match="takes 0 to 1 arguments"):
