@@ -73,7 +73,7 @@ It silently drops unknown pod fields: check the result with `kubectl get pod NAM
 _RULES_TITLE = """
 ## Rules
 
-Rules reject combinations that can never work although each field is valid.
+Rules reject specs that can never work although each field has a valid type and is within its bounds.
 From Kubernetes 1.25 on, the API server enforces them.
 On older servers the operator does: condition `Ready` is False with reason `InvalidSpec`, and the previous revision keeps running.
 """  # noqa: E501

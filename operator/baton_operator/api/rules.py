@@ -10,6 +10,7 @@ No rule compares a spec with the previous spec, because every edit can be rolled
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ import msgspec
 from baton_operator.api.llmservice import Spec, decode_spec
 from baton_operator.api.spec_access import Gateway
 from baton_operator.api.spec_engine import Engine, merged
-from baton_operator.api.spec_model import is_fetched
+from baton_operator.api.spec_model import MODEL_URI, is_fetched
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -148,6 +149,13 @@ RULES = (
         "chooses its own devices",
         "!self.kvTransfer.rdma || self.kvTransfer.transport in ['ucx', 'auto']",
         lambda spec: not spec.kv_transfer.rdma or spec.kv_transfer.transport in ("ucx", "auto"),
+    ),
+    Rule(
+        "model",
+        "uri must be file:///DIR, pvc://CLAIM/DIR, hf://ORG/NAME[@REVISION], s3://BUCKET/PREFIX, "
+        "gs://BUCKET/PREFIX or image://REFERENCE[/DIR], whose REFERENCE has a tag or a digest",
+        f"self.uri.matches('{MODEL_URI}')",
+        lambda model: re.fullmatch(MODEL_URI, model.uri) is not None,
     ),
     Rule(
         "model",

@@ -45,7 +45,7 @@ class Model(ApiStruct, frozen=True):
     #: hf://ORG/NAME[@REVISION]: on a Hugging Face hub, by default revision main. s3://BUCKET/PREFIX
     #: or gs://BUCKET/PREFIX: in an object store. image://REFERENCE[/DIR]: in an image with a tag or
     #: digest, which needs image volumes (Kubernetes 1.31 or newer).
-    uri: Annotated[str, Meta(pattern=MODEL_URI, max_length=2048)]
+    uri: Annotated[str, Meta(max_length=2048)]
     cache: ModelCache | None = None
     #: Secret in the service's namespace. Its entries become environment variables of the container
     #: that downloads the model, and of no other container. Examples: HF_TOKEN, HF_ENDPOINT,

@@ -15,7 +15,6 @@ from baton_kube.client import Object
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.api.rules import RULES, violations
-from baton_operator.api.spec_model import MODEL_URI
 from pocketkube.apiserver.schema.structural import StructuralSchema
 
 ROOT = custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -149,6 +148,8 @@ BROKEN: list[tuple[str, Object]] = [
         for path in ("engine", "prefill.engine", "decode.engine")
         for engine in ({"compileCache": {}}, {"diagnostics": {"hostPath": "/d", "claim": "d"}})
     ),
+    ("uri must be file:///DIR, pvc://", {"model": {"uri": "ftp://host/m"}}),
+    ("uri must be file:///DIR, pvc://", {"model": {"uri": "file://models/m"}}),
     ("uri must not have ..", {"model": {"uri": "pvc://c/../m"}}),
     ("uri must not be /, /tmp,", {"model": {"uri": "file:///tmp"}}),
     ("cache and credentialsSecret are for", {"model": {**M["model"], "credentialsSecret": "s"}}),
@@ -304,13 +305,15 @@ PARTS = st.sampled_from(["", ".", "..", "tmp", "etc", "baton", "baton-tls", "bat
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(["file:///", "pvc://c/", "s3://b/"]), st.lists(PARTS, min_size=1, max_size=5)
+    st.sampled_from(
+        ["file:///", "file://", "pvc://c/", "pvc:///", "s3://b/", "image://a/b:", "hf://"]
+    ),
+    st.lists(PARTS, min_size=1, max_size=5),
 )
 def test_both_agree_on_any_uri(root: str, parts: list[str]) -> None:
     uri = root + "/".join(parts)
-    if re.search(MODEL_URI, uri):
-        spec = {"model": {"uri": uri}}
-        assert set(violations(decode_spec(spec))) == refused(spec)
+    spec = {"model": {"uri": uri}}
+    assert set(violations(decode_spec(spec))) == refused(spec)
 
 
 def test_every_rule_is_broken_by_an_example() -> None:

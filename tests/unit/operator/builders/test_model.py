@@ -88,7 +88,7 @@ def test_local_models_are_mounted_and_not_fetched(uri: str, path: str, source: O
         "x",
     ],
 )
-def test_invalid_uris_are_refused_by_the_schema(uri: str) -> None:
+def test_other_uris_do_not_match(uri: str) -> None:
     assert not re.fullmatch(MODEL_URI, uri)
 
 

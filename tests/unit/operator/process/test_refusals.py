@@ -143,13 +143,14 @@ async def test_a_spec_that_an_older_api_server_accepts_is_reported(kube: Kube) -
     definition = (
         "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/llmservices.serving.baton.dev"
     )
+    wrong = {"model": {"uri": "ftp://h/m"}, "gateway": {"limits": {"maxConcurrentPerKey": 1}}}
     bad = Cluster(kube, "brokenrule")
     await bad.create()
     await bad.names("decode-0")
 
     async def is_accepted() -> bool:
         try:
-            await bad.patch({"gateway": {"limits": {"maxConcurrentPerKey": 1}}})
+            await bad.patch(wrong)
         except KubeError as error:
             if error.status == 422:
                 return False  # the definition is stored, but not yet used
@@ -162,6 +163,7 @@ async def test_a_spec_that_an_older_api_server_accepts_is_reported(kube: Kube) -
         condition = await bad.condition("Ready", "False", "InvalidSpec")
     finally:
         await kube.client.replace(definition, await with_rules(kube, definition, True))
+    assert "model: uri must be file:///DIR, pvc://CLAIM/DIR, hf://ORG/" in condition["message"]
     assert "gateway: limits.maxConcurrentPerKey needs apiKeys" in condition["message"]
     assert "brokenrule-decode-0" in await bad.pods(), "running pods were changed"
 
@@ -224,8 +226,6 @@ async def with_rules(kube: Kube, path: str, rules: bool) -> Object:
     ("spec", "field"),
     [
         ({"model": {}}, "spec.model.uri"),
-        ({"model": {"uri": "ftp://host/x"}}, "spec.model.uri"),
-        ({"model": {"uri": "file://models/x"}}, "spec.model.uri"),
         ({"model": {"uri": "file:///models/x", "dtype": "int3"}}, "spec.model.dtype"),
         ({"decode": {"replicas": -1}}, "spec.decode.replicas"),
         ({"decode": {"parallelism": {"tensor": 0}}}, "spec.decode.parallelism.tensor"),
