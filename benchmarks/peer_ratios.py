@@ -25,14 +25,14 @@ COLORS = {
     "vLLM, default": "#7570b3",
     "vLLM, all cores": "#e7298a",
 }
-#: Parts with the latencies of servers, by what the part's name begins with.
+#: Beginning of the names of the parts with the latencies of servers.
 SERVING = "serving, "
 SERVING_FIGURES = ("tokens/s", "TTFT mean, ms", "ITL p99, ms")
 SERVING_PEERS = ("vLLM, default", "vLLM, all cores")
 LOWEST, HIGHEST = 0.5, 8.0
 TICKS = (0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8)
 LABEL_WIDTH, PLOT_WIDTH, ROW_HEIGHT, TOP = 240, 560, 20, 56
-CHAR_WIDTH = 7  #: The most that a character of the picture's text takes, on average.
+CHAR_WIDTH = 7  #: Upper bound of the average width of a character.
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 the tables come from two places:
 
     benchmarks/<subject>/method.md   what is measured, and how to repeat it; holds for every run
-    remarks in a result file         what a run found out about itself; a new run replaces them
+    remarks in a result file         observations about one run; a new run replaces them
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import peer_ratios
 BENCHMARKS = Path(__file__).parent
 RESULTS = BENCHMARKS / "results"
 REFERENCE = BENCHMARKS.parent / "docs" / "reference"
-FIRST_SUBJECT = "engine"  #: The page has the other subjects after it, by name.
+FIRST_SUBJECT = "engine"  #: The others follow in alphabetical order.
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def machine() -> str:
 
 
 def cpu_model() -> str | None:
-    """Return the processor's name as Linux gives it, or None where it has none."""
+    """Return the processor's name from Linux, or None if Linux has none."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -106,7 +106,7 @@ def write(
         subject: name of the benchmark's folder.
         figures: rows of the tables. Each has a `part`, the name of its table.
         goals: measured goals.
-        remarks: what the run found out about itself, such as parts that failed.
+        remarks: observations about the run, such as parts that failed.
         conditions: repeats, versions and other conditions of the run.
 
     Returns:

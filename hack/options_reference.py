@@ -47,9 +47,9 @@ The other processes have flags only.
 A flag with the values `true` or `false` is `--flag` or `--no-flag`.
 
 - **field**: the path in the file, which contains an `EngineConfig` or a `GatewayConfig`.
-- **default**: "-" is no value: `null`, which the meaning calls None, or empty.
-- **role**: the engines that get the option from the operator, those of one role or all.
-- **LLMService**: the field of `spec` that sets the option in a cluster. "the operator" sets options without a field. "-": the default applies.
+- **default**: "-" means that the default is `null` (None in the column "meaning") or empty.
+- **role**: the operator sets the option on engines of this role, or on all engines.
+- **LLMService**: the field of `spec` that sets the option in a cluster. "the operator": the operator sets the option without a field. "-": the default applies.
 - **read by**: the packages or modules whose code reads the value.
 """  # noqa: E501  # Markdown: one sentence per line
 
@@ -244,7 +244,7 @@ def _read_by(process: _Process, field: _Field, readers: FieldReaders) -> str:
         if module.startswith(process.packages) and not module.startswith(process.others)
     }
     if not found:
-        raise LookupError(f"nothing in {process.name} reads {field.owner}.{field.name}")
+        raise LookupError(f"no code of {process.name} reads {field.owner}.{field.name}")
     return ", ".join(f"`{package}`" for package in sorted(found))
 
 

@@ -98,7 +98,7 @@ async def during(load: Load, work: Callable[[], Any]) -> tuple[Any, float, float
 
     Returns:
         The result of `work`, the seconds that `work` took, and the longest token gap of a stream
-        meanwhile, in seconds.
+        during this time, in seconds.
     """
     since = time.monotonic()
     result = await asyncio.to_thread(work)
@@ -261,7 +261,7 @@ def skewed(folder: Path, rows: list[dict[str, Any]]) -> list[Goal]:
             at_most=True,
         ),
         Goal(
-            "the same, as a part of the load before",
+            "load of the busiest rank after a rebalance, as a fraction of the load before",
             round(row["max_over_mean_after"] / row["max_over_mean_before"], 3),
             0.95,
             "",

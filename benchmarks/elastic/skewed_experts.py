@@ -29,13 +29,13 @@ COORDINATOR_FLAGS = (
     f"--rebalance-max-move-bytes={MAX_MOVE_BYTES}",
 )
 HOT = (0, 2, 4, 6)
-#: Input 0 of every router, which is about this times its norm weight.
+#: Approximate value of input 0 of every router, divided by the norm weight of this input.
 CONSTANT = 8.0
 #: Approximate difference of the logits of hot experts and other experts.
 PREFERENCE = 4.0
 THROUGHPUT_S = 15.0
 TIMEOUT_S = 300.0
-#: Experts take most of a step.
+#: Shape of a model in which the experts take most of a step's time.
 SHAPE: dict[str, Any] = {
     "hidden_size": 256,
     "num_layers": 4,
@@ -78,13 +78,13 @@ async def tokens_per_s(load: Load) -> float:
 
 
 async def rebalance(group: ExpertGroup, load: Load) -> tuple[dict[str, Any], list[Stream]]:
-    """Return what an automatic rebalance under load changes, and the streams open meanwhile."""
+    """Measure an automatic rebalance under load. Return its figures and the streams during it."""
 
     async def until(condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not await asyncio.to_thread(condition):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} did not come in {TIMEOUT_S:g} s\n{group.tails()}")
+                raise TimeoutError(f"{what} did not come within {TIMEOUT_S:g} s\n{group.tails()}")
             await asyncio.sleep(0.2)
 
     def metric(name: str) -> float:

@@ -51,9 +51,9 @@ class Rebalance(ApiStruct, frozen=True):
     #: The load is measured over this time, and experts move at most once in it. With too few tokens
     #: to measure, the time is extended.
     min_interval_seconds: Annotated[int, Meta(ge=10, le=86400)] = 300
-    #: Maximum size of the experts that move at once, such as 512Mi, over all ranks. The most
-    #: valuable experts move first, and others after the next intervals. Ranks send 2Gi in 18 s over
-    #: 1 Gbit/s, and wait at most 30 s for an expert.
+    #: Maximum size of the experts that move at once, such as 512Mi, over all ranks. The moves that
+    #: reduce the imbalance most come first, and others follow after the next intervals. Ranks send
+    #: 2Gi in 18 s over 1 Gbit/s, and wait at most 30 s for an expert.
     max_move_memory: Quantity = "2Gi"
 
 

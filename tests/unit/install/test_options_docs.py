@@ -98,7 +98,7 @@ def test_an_option_that_nothing_reads_is_an_error(hack: dict[str, ModuleType]) -
         return hack["options_reference"]._read_by(gateway, gateway.fields[option], readers)
 
     assert read_by("port") == "`baton_gateway.server`"
-    with pytest.raises(LookupError, match=r"nothing in baton-gateway reads GatewayConfig\.hold_s"):
+    with pytest.raises(LookupError, match=r"no code of baton-gateway reads GatewayConfig\.hold_s"):
         read_by("hold_s")
 
 

@@ -41,6 +41,6 @@ class ControllerConfig:
     #: Time over which the imbalance is measured. Experts move at most once in this time, except on
     #: request.
     rebalance_window_s: float = 300.0
-    #: Maximum size in bytes of the experts that ranks receive for one automatic rebalance. The most
-    #: valuable experts move first, and others after later windows. 0: no limit.
+    #: Maximum size in bytes of the experts that ranks receive for one automatic rebalance. The
+    #: moves that reduce the imbalance most come first, and others after later windows. 0: no limit.
     rebalance_max_move_bytes: float = 0.0

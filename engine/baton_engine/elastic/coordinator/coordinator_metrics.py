@@ -65,8 +65,8 @@ class CoordinatorMetrics:
         )
         self._rebalance_imbalance = Gauge(
             "baton:topology_rebalance_imbalance",
-            "The same before and after the last automatic rebalance, for the loads measured "
-            "before it. 0: none yet.",
+            "Imbalance before and after the last automatic rebalance, for the loads measured "
+            "before it. 0: no rebalance yet.",
             ["when"],
             registry=registry,
         )
