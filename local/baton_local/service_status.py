@@ -14,13 +14,13 @@ from pocketkube.containers.process import container_pids
 #: (`InsufficientMemory`), and a Secret may be created (`SecretNotFound`).
 FINAL_REASONS = frozenset(
     {
-        # Of the service as a whole.
+        # Reasons of the service as a whole.
         *("InvalidSpec", "Paused", "NameConflict", "GatewayAPIMissing", "ServiceKeyUnusable"),
-        # Of the model.
+        # Reasons of the model.
         *("ModelNotFound", "ModelMissing", "ModelInvalid", "ModelUriInvalid", "ModelAccessDenied"),
         *("ModelSourceInvalid", "ModelSourceUnsupported", "ModelCacheInvalid"),
         "ImageVolumeUnsupported",
-        # Of components and groups.
+        # Reasons of components and groups.
         *("InvalidConfig", "InvalidTokenizer", "InvalidAccess", "ServiceKeyInvalid"),
         *("KVMemoryTooSmall", "KVTransferInvalid", "InsufficientDevices", "ConfigurationError"),
         "IncompatiblePeers",
@@ -79,7 +79,7 @@ class ServiceStatus(msgspec.Struct):
 
     @property
     def final_failure(self) -> Condition | None:
-        """The condition with a failure that waiting does not end; None if there is none."""
+        """The condition with a failure that only a correction ends; None if there is none."""
         failures = (
             condition
             for condition in self.conditions

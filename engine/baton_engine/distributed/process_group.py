@@ -310,7 +310,7 @@ class TorchGroup:
 
         Args:
             operation: name of the operation, for error messages.
-            peers: the other ranks that take part, for error messages.
+            peers: the other ranks of the operation, for error messages.
             start: starts the operation and returns torch's work handle.
             timeout: None: the backend's timeout. send and recv need their own timeout, because gloo
                 would use the timeout of its connection.

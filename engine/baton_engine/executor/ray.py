@@ -50,7 +50,7 @@ SHUTDOWN_TIMEOUT_S = 10.0
 class RayExecutor(Executor):
     """Runs one Ray actor per rank."""
 
-    #: Limit for the cluster to have room for all workers.
+    #: Maximum wait until the cluster has room for all workers.
     reserve_timeout_s = JOIN_TIMEOUT_S
     #: Time for workers to end by themselves. Then they are killed.
     shutdown_timeout_s = SHUTDOWN_TIMEOUT_S

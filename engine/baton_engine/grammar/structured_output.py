@@ -267,7 +267,7 @@ def _to_llguidance(spec: StructuredOutput) -> str:
         case StructuredOutputKind.JSON:
             # An error gives the position in the client's own text.
             is_object = isinstance(json.loads(spec.spec), dict)
-            # Overrides need an object, but true and false are schemas, too.
+            # Overrides need an object, but true and false are also schemas.
             schema = spec.spec if is_object else f'{{"allOf": [{spec.spec}]}}'
             # Overrides also replace the settings in the schema's own x-guidance.
             return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_FORMAT)

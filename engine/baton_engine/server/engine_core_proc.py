@@ -137,7 +137,7 @@ class EngineCoreProc:
         #: Whether the loop is running a utility call.
         self._in_call = False
         self._failure = ""
-        #: The compatibility hash that clients know.
+        #: The compatibility hash that was last sent to clients.
         self._hash_sent = ""
         #: None while the model loads, and for an engine that exchanges no KV blocks.
         self._kv: KVCompatibility | None = None

@@ -2,8 +2,8 @@
 
 The gauge `baton:requests_held` is the queue's length. While the length is above 0, the autoscaler
 starts a decode engine. If the queue is full or the wait is too long, a request gets 503 with
-Retry-After. If the service is scaled to zero by hand, a request gets 503 at once, because it would
-wait in vain.
+Retry-After. If the service is scaled to zero by hand, a request gets 503 at once, because no
+engine would start.
 """
 
 from __future__ import annotations

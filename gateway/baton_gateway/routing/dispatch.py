@@ -115,7 +115,7 @@ class Dispatcher:
     ) -> AsyncGenerator[EngineCoreOutput, None]:
         """Yield the outputs of an attempt on one engine, which decodes.
 
-        The engine computes the prompt, unless another sample of the group brings it.
+        The engine computes the prompt, unless another sample of the group computes or loads it.
         """
         sequence, client = state.sequence, placement.member.ready_client
         if sequence.has_begun and placement.has_sample:
@@ -138,8 +138,9 @@ class Dispatcher:
         """Yield the outputs of an attempt on a prefill engine and a decode engine.
 
         Both engines receive ADD at the same time. The first token comes from the prefill engine,
-        all other tokens from the decode engine. In a group, all tokens come from the decode engine,
-        because a sample that ended with its first token could not bring the prompt to the others.
+        all other tokens from the decode engine. In a group, all tokens come from the decode engine.
+        Otherwise a sample that ends with its first token would not load the prompt's KV for the
+        other samples.
         """
         sequence, decode = state.sequence, placement.member
         placement.has_sample = True
@@ -339,7 +340,7 @@ class Dispatcher:
 
 
 async def _wait_for_prompt(placement: Placement) -> None:
-    """Wait until an earlier sample has brought the prompt to the placement's engine.
+    """Wait until the placement's engine has the prompt's blocks of an earlier sample.
 
     Resumed samples wait at most PROMPT_WAIT_S, and then find the prompt's blocks in the prefix
     cache. They cannot be sent as a group, because all samples of a group start right after the

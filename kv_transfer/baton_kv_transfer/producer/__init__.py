@@ -4,7 +4,7 @@ producer_side      the entry point: the ROUTER socket and the dispatch of its me
 sessions           the handshakes with consumers
 transfer_manager   offers transfers, and frees their blocks at the end
 transfer_state     the data of transfers and subscribers, and the checks of requests
-publisher          sends blocks to subscribers, and tells them how the transfer ends
+publisher          sends blocks, and the end of each transfer, to subscribers
 early_messages     subscriptions that arrive before the offer
 block_writer       push: writes blocks into consumers' memory
 """

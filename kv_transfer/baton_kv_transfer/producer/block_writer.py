@@ -3,7 +3,7 @@
     queued      The block is in Subscriber.queue. `stop` drops the block.
     in flight   A write of the block is posted to the agent. The write ends in DONE or ERR. Removing
                 the peer ends the write in ERR.
-    written     The block was reported through `on_written`, and is no longer known here.
+    written     The block was reported through `on_written`, and the writer has no record of it.
 
 The bytes in flight to each peer are limited. The transfers to one peer take turns, so that a long
 transfer does not delay a short one.

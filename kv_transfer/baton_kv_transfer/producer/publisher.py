@@ -1,6 +1,6 @@
-"""Sends the blocks of transfers to subscribers, and tells them how the transfer ends.
+"""Sends the blocks of transfers, and the end of each transfer, to subscribers.
 
-PUBLISH    blocks that the subscriber may read, or that a write has brought to it
+PUBLISH    blocks that the subscriber may read, or that were written to its memory
 CANCELLED  nothing more will be published or written
 RELEASED   with push: no write to the subscriber is in flight, and none will follow
 """

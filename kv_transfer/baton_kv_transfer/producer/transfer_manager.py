@@ -192,8 +192,8 @@ class TransferManager:
         """Renew the leases of these transfers. Send PENDING for those with blocks to publish.
 
         If a transfer has no subscriber, its load waits for memory at the consumer. Such a transfer
-        is PENDING only while it has no blocks. Otherwise two engines could wait for each other's
-        memory without end.
+        is PENDING only while it has no blocks. Otherwise two engines that wait for each other's
+        memory would deadlock.
         """
         now = self._clock()
         pending = []

@@ -89,7 +89,7 @@ class _Connection:
         return ""
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):  # the reader sees the error, too
+        with contextlib.suppress(OSError):  # the reader gets the same error
             while (data := await self._input.get()) is not None:
                 writer.write(data)
                 await writer.drain()
@@ -209,7 +209,7 @@ class _SpdyForward:
 
     async def _run(self, stream: int, connection: _Connection, errors: int) -> None:
         message = await connection.run()
-        with contextlib.suppress(ConnectionError):  # the client has gone
+        with contextlib.suppress(ConnectionError):  # the client has disconnected
             await self._send(spdy.Data(errors, message.encode(), fin=True))
             await self._send(spdy.Data(stream, b"", fin=True))
         self._streams.pop(stream, None)

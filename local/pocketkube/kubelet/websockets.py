@@ -13,7 +13,7 @@ async def accept(request: web.Request, protocols: Sequence[str]) -> web.WebSocke
     """Accept a WebSocket with one of the subprotocols.
 
     Raises:
-        HTTPBadRequest: the client asks for no WebSocket with one of the subprotocols.
+        HTTPBadRequest: the client requests no WebSocket with one of the subprotocols.
     """
     socket = web.WebSocketResponse(protocols=protocols, max_msg_size=0)
     if socket.can_prepare(request).protocol is None:
@@ -23,7 +23,7 @@ async def accept(request: web.Request, protocols: Sequence[str]) -> web.WebSocke
 
 
 async def messages(socket: web.WebSocketResponse) -> AsyncIterator[bytes]:
-    """Yield the client's messages until it closes the socket. Some clients send text as such."""
+    """Yield the client's messages until it closes the socket. Text messages are encoded."""
     async for message in socket:
         if message.type is aiohttp.WSMsgType.BINARY:
             yield message.data

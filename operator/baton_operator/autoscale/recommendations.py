@@ -75,9 +75,9 @@ def recommend_prefill(
 ) -> list[Recommendation]:
     """Return the recommendations for `n` prefill engines.
 
-    The load needs as many engines as keep up with the arrivals and drain the queue in DRAIN_S, if
-    each computes for the fraction `targets.busy` of the time. Arrivals are the computed requests
-    plus the growth of the queue.
+    The load needs as many engines as keep up with the arrivals and drain the queue in DRAIN_S. Each
+    engine then computes for the fraction `targets.busy` of the time. Arrivals are the computed
+    requests plus the growth of the queue.
 
     - TTFT above target: ceil(n * TTFT / target), but at most the engines that the load needs. The
       result is n if requests barely wait for an engine, because more engines shorten only the wait.

@@ -19,13 +19,13 @@ class Progress(StrEnum):
     WAITING_FOR_CAPACITY = "WaitingForCapacity"
     SCALED_TO_ZERO = "ScaledToZero"
     ROUTE_PENDING = "RoutePending"
-    # Of engines that a client has paused or put to sleep.
+    # Reasons of engines that a client has paused or put to sleep.
     ENGINE_ASLEEP = "EngineAsleep"
     ENGINE_PAUSED = "EnginePaused"
-    # Of pods that fetch or load the model.
+    # Reasons of pods that fetch or load the model.
     FETCHING = "Fetching"
     LOADING = "Loading"
-    # Of sizes and topologies.
+    # Reasons of sizes and topologies.
     FORMING = "Forming"
     SCALING_UP = "ScalingUp"
     SCALING_DOWN = "ScalingDown"

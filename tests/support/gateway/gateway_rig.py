@@ -150,7 +150,7 @@ class GatewayRig:
     async def skip(self, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
         """Advance the event loop's clock, and wait for a few heartbeats after that.
 
-        Requests that run meanwhile need NO_TIMEOUT.
+        Requests that run during this time need NO_TIMEOUT.
         """
         loop = asyncio.get_running_loop()
         clients = [

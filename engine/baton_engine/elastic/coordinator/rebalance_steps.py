@@ -1,4 +1,4 @@
-"""The most valuable part of a rebalancing, if not all of its moves are allowed. Pure functions.
+"""Chooses the moves of a rebalance that reduce the imbalance most, up to a limit. Pure functions.
 
 A step takes load from the heaviest rank of one layer:
 
@@ -29,7 +29,7 @@ MIN_DECREASE = 0.02
 
 
 def first_moves(placement: Placement, loads: Sequence[Sequence[int]], max_moves: int) -> Placement:
-    """Return the placement after the most valuable moves of experts for these loads.
+    """Return the placement after the moves that reduce the imbalance of these loads most.
 
     Args:
         placement: the present placement.

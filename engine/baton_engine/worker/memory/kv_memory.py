@@ -33,7 +33,7 @@ class KVMemory:
     ) -> None:
         """Allocate the cache, zeroed, and the host blocks.
 
-        With a GPU, host blocks are pinned now, because a step would wait for that. On a CPU, their
+        With a GPU, host blocks are pinned now, because pinning would delay a step. On a CPU, their
         pages become resident at their first use.
 
         Args:
@@ -93,7 +93,7 @@ class KVMemory:
         self._swapped = self._offloaded = torch.empty(0)
 
     def restore(self) -> None:
-        """Allocate the cache, zeroed, and the host blocks again. Do nothing without a drop.
+        """Allocate the dropped cache, zeroed, and the host blocks again. Do nothing if not dropped.
 
         The address may differ, and a small cache may not begin at a page boundary.
         """

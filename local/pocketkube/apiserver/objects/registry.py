@@ -1,9 +1,10 @@
 """Create, read, update and patch objects.
 
-Every write takes the same steps: decode the body (`request_bodies`), set or restore the fields that
-clients cannot set (`system_fields`), set defaults, validate, record field ownership
-(`server_side_apply`), store. `strategies` has the kind-specific steps. Deletions do not take these
-steps: `deletion` and `garbage_collection` write to the store directly.
+Every write takes the same steps. It decodes the body (`request_bodies`), sets or restores the
+fields that clients cannot set (`system_fields`), and sets defaults. Then it validates the object,
+records field ownership (`server_side_apply`) and stores the object. `strategies` has the
+kind-specific steps. Deletions do not take these steps: `deletion` and `garbage_collection` write to
+the store directly.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The HTTPS server of the Kubernetes API.
 
 The server authenticates and parses each request (request.py), and reads or writes the
-`ClusterState`. watch.py streams watches, pod_logs.py streams logs from the kubelet, pod_streams.py
-connects clients of exec, attach and port-forward with the kubelet, and resource_metrics.py serves
-the usage that kubelets measure.
+`ClusterState`. watch.py streams watches, and pod_logs.py streams logs from the kubelet.
+pod_streams.py connects clients of exec, attach and port-forward with the kubelet.
+resource_metrics.py serves the usage that kubelets measure.
 """
 
 from __future__ import annotations
