@@ -1,19 +1,23 @@
 """Measures RMSNorm, rotary embedding and SiLU-mul.
 
-Copy bandwidth is the limit, because each token is read once.
+Copy bandwidth is the limit, because each token is read once. On a CPU, the process keeps freed
+memory, as an engine does, and page faults are counted.
 """
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import costs
 import torch
-from measure import Call, Result, Rows, Setting, best_peer, check, gb_s, us
+from measure import Call, Result, Setting, best_peer, check, gb_s, us
 from torch import Tensor
 from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
+
+from baton_engine.worker.memory.freed_memory import keep_freed_memory
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128
 TOKENS = [1, 64, 8192]
@@ -35,11 +39,23 @@ class Subject:
 
 
 def run(setting: Setting) -> Result:
-    rows: Rows = []
-    for num_tokens in [3] if setting.quick else TOKENS if setting.is_gpu else TOKENS_ON_CPU:
-        for subject in _subjects(setting):
-            rows.append(_row(setting, subject, num_tokens))
-    return rows, []
+    sizes = [3] if setting.quick else TOKENS if setting.is_gpu else TOKENS_ON_CPU
+    if not setting.is_gpu:
+        keep_freed_memory()
+    return [
+        _row(setting, one, num_tokens) for num_tokens in sizes for one in _subjects(setting)
+    ], []
+
+
+def _page_faults(subject: Subject, num_tokens: int) -> int:
+    """Return the median number of page faults of a call after the first."""
+    arguments = subject.make(num_tokens)
+    faults = []
+    for _ in range(6):
+        start = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        subject.ours(*arguments)
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start)
+    return sorted(faults[1:])[2]
 
 
 def _row(setting: Setting, subject: Subject, num_tokens: int) -> dict[str, object]:
@@ -56,7 +72,7 @@ def _row(setting: Setting, subject: Subject, num_tokens: int) -> dict[str, objec
     if setting.is_gpu:
         peers["torch.compile"] = _calls(torch.compile(subject.reference, dynamic=False), sets)
     peer, peer_seconds, _ = best_peer(setting, peers)
-    return {
+    row: dict[str, object] = {
         "part": "elementwise",
         "operation": subject.name,
         "tokens": num_tokens,
@@ -66,6 +82,9 @@ def _row(setting: Setting, subject: Subject, num_tokens: int) -> dict[str, objec
         "best peer": peer,
         "against it": round(peer_seconds / seconds, 2),
     }
+    if not setting.is_gpu:
+        row["page faults"] = _page_faults(subject, num_tokens)
+    return row
 
 
 def _calls(operation: Operation, sets: list[tuple[Tensor, ...]]) -> list[Call]:

@@ -46,6 +46,14 @@ class Ops:
     run_experts: Op
     draw_tokens: Op
     sum_runs: Op
+    return_freed_results: Op
+
+
+#: The argument types of the functions that are no torch operators.
+_C_FUNCTIONS = {
+    "sum_runs": [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3],
+    "return_freed_results": [],
+}
 
 
 def _load() -> tuple[Ops | None, str]:
@@ -54,18 +62,19 @@ def _load() -> tuple[Ops | None, str]:
         return None, f"torch ({why})"
     try:
         torch.ops.load_library(library_file(chosen))
-        sum_runs = ctypes.CDLL(str(library_file(chosen))).baton_sum_runs
+        library = ctypes.CDLL(str(library_file(chosen)))
     except OSError as error:
         return None, f"torch ({library_file(chosen)}: {error})"
     _register_fakes()
-    sum_runs.restype = None
-    sum_runs.argtypes = [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3]
+    functions = {name: getattr(library, f"baton_{name}") for name in _C_FUNCTIONS}
+    for name, argument_types in _C_FUNCTIONS.items():
+        functions[name].restype, functions[name].argtypes = None, argument_types
     operators = {
         name: getattr(torch.ops.baton_cpu, name).default
         for name in Ops.__slots__
-        if name != "sum_runs"
+        if name not in functions
     }
-    return Ops(**operators, sum_runs=sum_runs), f"C++ ({why})"
+    return Ops(**operators, **functions), f"C++ ({why})"
 
 
 def _register_fakes() -> None:

@@ -1,12 +1,17 @@
-"""Controls whether glibc's malloc keeps freed memory. No effect with other C libraries.
+"""Controls whether the process keeps freed memory for later tensors.
 
-By default, malloc may return the memory of a step's tensors to the system. Then the first writes of
-the next step cause page faults: about 10,000 for a prompt of 960 tokens.
+By default, glibc's malloc may return the memory of a step's tensors to the system. Then the first
+writes of the next step cause page faults: about 10,000 for a prompt of 960 tokens.
+
+malloc keeps blocks of up to 32 MiB. The C++ operations keep larger results themselves
+(kernels/baton_kernels/cpu/source/ops.cpp). Other C libraries are not controlled.
 """
 
 from __future__ import annotations
 
 import ctypes
+
+from baton_kernels import cpu
 
 # Parameters of mallopt, from malloc.h.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -25,6 +30,8 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Make malloc return to the system all freed memory that it can."""
+    """Return all freed memory to the system, as far as malloc can."""
+    if cpu.OPS is not None:
+        cpu.OPS.return_freed_results()
     if (malloc_trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         malloc_trim(0)

@@ -1,6 +1,6 @@
 // The operators torch.ops.baton_cpu.*, which check shapes and pass pointers to the functions of the
 // headers. Fake (shape-only) implementations for torch.compile are in ../__init__.py. The end of
-// this file exports the function that is called without torch.
+// this file exports the functions that are called without torch.
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/Tensor.h>
@@ -17,6 +17,8 @@
 
 #include <cerrno>
 #include <cstring>
+#include <map>
+#include <mutex>
 
 #include "attention.h"
 #include "block_checksum.h"
@@ -54,12 +56,107 @@ void check_like(const Tensor& tensor, const Tensor& x, const char* name) {
     );
 }
 
+// Memory that starts at a huge page.
+struct HugePages {
+    static constexpr size_t SIZE = 2 << 20;
+
+    char *mapped, *data;
+    size_t nbytes;  // from `data` on
+
+    // The rest after the last whole huge page has small pages, unless it almost fills a huge page.
+    static HugePages map(size_t nbytes) {
+        if (nbytes % SIZE > SIZE / 8 * 7) nbytes = (nbytes + SIZE - 1) / SIZE * SIZE;
+        char* const mapped = static_cast<char*>(
+            mmap(nullptr, nbytes + SIZE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+        );
+        TORCH_CHECK(mapped != MAP_FAILED, "no memory for a tensor of ", nbytes, " bytes: ", strerror(errno));
+        char* const data = mapped + -reinterpret_cast<uintptr_t>(mapped) % SIZE;
+        madvise(data, nbytes, MADV_HUGEPAGE);  // may be refused
+        return {mapped, data, nbytes};
+    }
+
+    void unmap() const { munmap(mapped, nbytes + SIZE); }
+};
+
+size_t nbytes_of(at::IntArrayRef shape, const at::TensorOptions& options) {
+    return c10::multiply_integers(shape) * options.dtype().itemsize();
+}
+
+// Allocates a weight for reading at the speed of memory. A product reads more small pages than the
+// processor's TLB holds.
+Tensor empty_weight(at::IntArrayRef shape, const at::TensorOptions& options) {
+    const size_t nbytes = nbytes_of(shape, options);
+    if (nbytes < HugePages::SIZE / 8 * 7) return at::empty(shape, options);
+    const HugePages pages = HugePages::map(nbytes);
+    return at::from_blob(pages.data, shape, [=](void*) { pages.unmap(); }, options);
+}
+
+// Keeps the memory of freed results of operations for later results. malloc keeps no block of
+// 32 MiB or more, so each layer of a long prompt would write to fresh pages.
+class FreedResults {
+  public:
+    static constexpr size_t MIN_NBYTES = 32 << 20, MAX_KEPT_NBYTES = 1 << 30;
+
+    static FreedResults& instance() {
+        static FreedResults& results = *new FreedResults;  // outlives all tensors
+        return results;
+    }
+
+    // Returns kept memory of nbytes to 2 * nbytes, or maps memory.
+    HugePages take(size_t nbytes) {
+        const std::lock_guard lock(mutex_);
+        const auto found = kept_.lower_bound(nbytes);
+        if (found == kept_.end() || found->first > 2 * nbytes) return HugePages::map(nbytes);
+        const HugePages pages = found->second;
+        drop(found);
+        return pages;
+    }
+
+    void keep(const HugePages& pages) {
+        const std::lock_guard lock(mutex_);
+        kept_.emplace(pages.nbytes, pages);
+        kept_nbytes_ += pages.nbytes;
+        unmap_until(MAX_KEPT_NBYTES);
+    }
+
+    void unmap_all() {
+        const std::lock_guard lock(mutex_);
+        unmap_until(0);
+    }
+
+  private:
+    using Kept = std::multimap<size_t, HugePages>;
+
+    void unmap_until(size_t max_nbytes) {
+        while (kept_nbytes_ > max_nbytes) {
+            kept_.begin()->second.unmap();
+            drop(kept_.begin());
+        }
+    }
+
+    void drop(Kept::iterator one) {
+        kept_nbytes_ -= one->first;
+        kept_.erase(one);
+    }
+
+    std::mutex mutex_;
+    Kept kept_;  // by size
+    size_t kept_nbytes_ = 0;
+};
+
+Tensor empty_result(at::IntArrayRef shape, const at::TensorOptions& options) {
+    const size_t nbytes = nbytes_of(shape, options);
+    if (nbytes < FreedResults::MIN_NBYTES) return at::empty(shape, options);
+    const HugePages pages = FreedResults::instance().take(nbytes);
+    return at::from_blob(pages.data, shape, [=](void*) { FreedResults::instance().keep(pages); }, options);
+}
+
 Tensor rms_norm_op(const Tensor& x_, const Tensor& weight, double eps) {
     const Tensor x = x_.contiguous();
     const int64_t dim = weight.numel();
     check_like(weight, x, "weight");
     TORCH_CHECK(dim > 0 && x.dim() > 0 && x.size(-1) == dim, "the last dimension of x and the weight differ");
-    Tensor out = at::empty_like(x);
+    Tensor out = empty_result(x.sizes(), x.options());
     DISPATCH(x.scalar_type(), "rms_norm", [&] {
         rms_norm<scalar_t>(
             out.mutable_data_ptr<scalar_t>(), x.const_data_ptr<scalar_t>(), weight.const_data_ptr<scalar_t>(),
@@ -78,7 +175,7 @@ std::tuple<Tensor, Tensor> add_rms_norm_op(
     check_like(residual, x, "residual");
     TORCH_CHECK(dim > 0 && x.dim() > 0 && x.size(-1) == dim, "the last dimension of x and the weight differ");
     TORCH_CHECK(x.sizes() == residual.sizes(), "x and residual differ in shape");
-    Tensor out = at::empty_like(x), total = at::empty_like(x);
+    Tensor out = empty_result(x.sizes(), x.options()), total = empty_result(x.sizes(), x.options());
     DISPATCH(x.scalar_type(), "add_rms_norm", [&] {
         add_rms_norm<scalar_t>(
             out.mutable_data_ptr<scalar_t>(), total.mutable_data_ptr<scalar_t>(), x.const_data_ptr<scalar_t>(),
@@ -112,8 +209,8 @@ std::tuple<Tensor, Tensor> rotate_qk_op(
             TORCH_CHECK(weight.numel() == head_dim, "the norms' weights must have the shape [head_dim]");
         }
     }
-    Tensor q = at::empty({num_tokens, num_heads, head_dim}, qkv.options());
-    Tensor k = at::empty({num_tokens, num_kv_heads, head_dim}, qkv.options());
+    Tensor q = empty_result({num_tokens, num_heads, head_dim}, qkv.options());
+    Tensor k = empty_result({num_tokens, num_kv_heads, head_dim}, qkv.options());
     DISPATCH(qkv.scalar_type(), "rotate_qk", [&] {
         rotate_qk<scalar_t>(
             q.mutable_data_ptr<scalar_t>(), k.mutable_data_ptr<scalar_t>(), qkv.const_data_ptr<scalar_t>(),
@@ -131,7 +228,7 @@ Tensor silu_and_mul_op(const Tensor& gate_up_) {
     TORCH_CHECK(gate_up.dim() > 0 && gate_up.size(-1) % 2 == 0, "gate and up must be equally long");
     auto shape = gate_up.sizes().vec();
     const int64_t dim = shape.back() /= 2;
-    Tensor out = at::empty(shape, gate_up.options());
+    Tensor out = empty_result(shape, gate_up.options());
     DISPATCH(gate_up.scalar_type(), "silu_and_mul", [&] {
         silu_and_mul<scalar_t>(
             out.mutable_data_ptr<scalar_t>(), gate_up.const_data_ptr<scalar_t>(), dim == 0 ? 0 : out.numel() / dim,
@@ -265,25 +362,7 @@ Tensor empty_outputs(const Tensor& x, int64_t out_features, const std::optional<
     }
     auto shape = x.sizes().vec();
     shape.back() = out_features;
-    return at::empty(shape, x.options());
-}
-
-// Allocates a tensor whose memory starts at a huge page, for reading at the speed of memory. A
-// product reads more small pages than the processor's TLB holds. The rest after the last whole
-// huge page has small pages, unless it almost fills a huge page.
-Tensor empty_in_huge_pages(at::IntArrayRef shape, const at::TensorOptions& options) {
-    constexpr size_t PAGE = 2 << 20;
-    size_t nbytes = c10::multiply_integers(shape) * options.dtype().itemsize();
-    if (nbytes % PAGE > PAGE / 8 * 7) nbytes = (nbytes + PAGE - 1) / PAGE * PAGE;
-    if (nbytes < PAGE) return at::empty(shape, options);
-    char* const mapped = static_cast<char*>(
-        mmap(nullptr, nbytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-    );
-    TORCH_CHECK(mapped != MAP_FAILED, "no memory for a weight of ", nbytes, " bytes: ", strerror(errno));
-    const size_t before = -reinterpret_cast<uintptr_t>(mapped) % PAGE;
-    char* const data = mapped + before;
-    madvise(data, nbytes, MADV_HUGEPAGE);  // may be refused
-    return at::from_blob(data, shape, [=](void*) { munmap(mapped, nbytes + PAGE); }, options);
+    return empty_result(shape, x.options());
 }
 
 Tensor pack_weight_op(const Tensor& weight_) {
@@ -291,7 +370,7 @@ Tensor pack_weight_op(const Tensor& weight_) {
     const Tensor weight = weight_.stride(1) == 1 ? weight_ : weight_.contiguous();
     const int64_t out_features = weight.size(0), in_features = weight.size(1);
     const int64_t step = 4 / weight.element_size();
-    Tensor panels = empty_in_huge_pages(
+    Tensor panels = empty_weight(
         {(out_features + PANEL - 1) / PANEL, (in_features + step - 1) / step, PANEL, step}, weight.options()
     );
     DISPATCH_PACKED(weight.scalar_type(), "pack_weight", [&] {
@@ -311,7 +390,7 @@ template <typename Format>
 Tensor pack_quantized_as(const Tensor& values) {
     const int64_t out_features = values.size(0), in_features = values.size(1);
     const auto dtype = Format::OFFSET > 0 ? at::kByte : at::kChar;
-    Tensor panels = empty_in_huge_pages(
+    Tensor panels = empty_weight(
         {(out_features + PANEL - 1) / PANEL, quantized_steps<Format>(in_features), PANEL, INT8_STEP},
         values.options().dtype(dtype)
     );
@@ -440,7 +519,7 @@ Tensor run_experts_as(
         gate_up.push_back(weight(true, expert, hidden_size, 2 * intermediate_size));
         down.push_back(weight(false, expert, intermediate_size, hidden_size));
     }
-    Tensor out = at::empty_like(x);
+    Tensor out = empty_result(x.sizes(), x.options());
     run_experts<T>(
         out.mutable_data_ptr<T>(), {x.const_data_ptr<T>(), hidden_size}, x.size(0), weights.const_data_ptr<T>(),
         ids.const_data_ptr<int64_t>(), ids.size(1), gate_up, down
@@ -563,7 +642,7 @@ class DecoderLayers : public torch::CustomClassHolder {
             const Tensor layer_cache = kv_cache.select(2, static_cast<int64_t>(index));
             Tensor keys = layer_cache.select(2, 0), values = layer_cache.select(2, 1);
             CALL(write_kv, k, v, keys, values, slot_mapping);
-            Tensor attended = at::empty_like(q);
+            Tensor attended = empty_result(q.sizes(), q.options());
             const std::optional<int64_t> window = layer.window > 0 ? std::optional(layer.window) : std::nullopt;
             CALL(
                 paged_attention, attended, q, keys, values, block_tables, cu_seqlens_q, seq_lens, scale_, window,
@@ -715,3 +794,6 @@ extern "C" void baton_sum_runs(
 ) {
     baton::sum_runs(sums, addresses, num_runs, nbytes / 8, num_threads);
 }
+
+// Returns the kept memory of freed results to the system.
+extern "C" void baton_return_freed_results() { baton::FreedResults::instance().unmap_all(); }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 import torch
 from torch import Tensor
 
 from baton_kernels import cpu
+from baton_kernels.activation import silu_and_mul
 from baton_kernels.activation.reference import silu_and_mul_reference
 from baton_kernels.attention import paged_attention, plan_attention
 from baton_kernels.kv_write import plan_write
@@ -282,3 +285,28 @@ def test_every_operation_can_be_traced() -> None:
 
 def contiguous(case: PagedCase) -> tuple[Tensor, Tensor]:
     return case.key_cache.nan_to_num(), case.value_cache.nan_to_num()
+
+
+def test_large_results_use_memory_of_freed_results_until_it_is_returned() -> None:
+    """Malloc would map new memory for each result of 32 MiB or more."""
+    assert cpu.OPS is not None
+    gate_up = torch.zeros(1024, 2 * 9000)  # a result of 35 MiB
+
+    def page_faults() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        silu_and_mul(gate_up)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    cpu.OPS.return_freed_results()
+    fresh = page_faults()
+    assert fresh > 10  # 17 huge pages and the rest, or 9,000 pages of 4 KiB
+    assert min(page_faults() for _ in range(5)) == 0
+    cpu.OPS.return_freed_results()
+    assert page_faults() > 10
+
+
+def test_live_results_have_memory_of_their_own() -> None:
+    gate_up = torch.ones(1024, 2 * 9000)
+    first, second = silu_and_mul(gate_up), silu_and_mul(2 * gate_up)
+    assert torch.equal(first, silu_and_mul(gate_up))
+    assert not torch.equal(first, second)
