@@ -54,7 +54,7 @@ LABELS = {
     "phase": f"ranks: {_values(RankPhase)}; operations: `waiting`, `preparing`, `committing`",
     "reason": f"transfers: {_values(FailureReason)}; "
     "fallbacks: `no_ready_engine`, `no_compatible_engine`, `refused`, `failed`; "
-    f"retries: {_values(code.name for code in ErrorCode)}, `engine_lost`",
+    f"retries: {_values(code.name for code in ErrorCode)}, `engine_lost`, `no_token`",
     "resource": "for example `pods` or `llmservices/status`; empty for requests without a resource",
     "result": "`ok` or `error`",
     "role": "`prefill` or `decode`",

@@ -393,7 +393,8 @@ class GatewayConfig(_Config, frozen=True):
             "requests that make no progress for this long continue on another engine", _POSITIVE
         ),
     ] = 30.0
-    #: Waits of preempted requests count. The time to the first token does not. 0 sets no limit.
+    #: Waits of preempted requests count. The time to the first token of each decode engine does
+    #: not, because the engine may have to load or recompute the KV cache. 0 sets no limit.
     inter_token_timeout_s: Annotated[
         float,
         Option(

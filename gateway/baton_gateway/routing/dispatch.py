@@ -53,8 +53,8 @@ class Dispatcher:
     sample that fails alone moves alone.
 
     Args:
-        inter_token_timeout_s: a sequence that has tokens and gets no other one for this long moves
-            to another decode engine. 0: no limit.
+        inter_token_timeout_s: a sequence whose decode engine has sent a token, and sends no other
+            one for this long, moves to another decode engine. 0: no limit.
     """
 
     def __init__(
@@ -268,9 +268,11 @@ class Dispatcher:
         """
         # After a prefill stage the sequence has a token, but it has not run on another engine.
         is_resumed = sequence.has_begun and first is None
+        # The engine may first have to load or recompute the KV cache of the tokens so far.
+        timeout_s: float | None = None
         while True:
-            output = await self._next_output(sequence, anext(stream) if first is None else first)
-            first = None
+            output = await _next_output(anext(stream) if first is None else first, timeout_s)
+            first, timeout_s = None, self._inter_token_timeout_s
             self._check(sequence, output)
             sequence.generated_token_ids += output.new_token_ids
             if not is_resumed:  # a resumed sequence may hit blocks that it cached itself
@@ -280,21 +282,6 @@ class Dispatcher:
             yield output
             if output.finished:
                 return
-
-    async def _next_output(
-        self, sequence: Sequence, output: Awaitable[EngineCoreOutput]
-    ) -> EngineCoreOutput:
-        """Await and return an output of the decode engine.
-
-        Raises:
-            AttemptError: the engine is dead, or has sent no token within `inter_token_timeout_s`.
-        """
-        timeout_s = self._inter_token_timeout_s if sequence.has_begun else None
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await _received(output)
-        except TimeoutError:
-            raise AttemptError(f"no token within {timeout_s:g} s", None) from None
 
     def _check(self, sequence: Sequence, output: EngineCoreOutput) -> None:
         """Raise an error unless `output` succeeded and continues the tokens so far.
@@ -387,6 +374,24 @@ async def _first_output(client: EngineClient, request: EngineCoreRequest) -> Eng
         EngineDeadError: the engine is dead.
     """
     return await anext(client.add(request))
+
+
+async def _next_output(
+    output: Awaitable[EngineCoreOutput], timeout_s: float | None
+) -> EngineCoreOutput:
+    """Await and return an output of the decode engine.
+
+    Args:
+        timeout_s: longest wait; None: no limit.
+
+    Raises:
+        AttemptError: the engine is dead, or has sent no output within `timeout_s`.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _received(output)
+    except TimeoutError:
+        raise AttemptError(f"no token within {timeout_s:g} s", None, reason="no_token") from None
 
 
 async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:

@@ -14,19 +14,20 @@ class AttemptError(Exception):
 
     Args:
         code: the engine's error code; None if the engine is dead or stopped answering.
+        reason: why an attempt without an error code failed.
     """
 
-    def __init__(self, message: str, code: ErrorCode | None) -> None:
+    def __init__(
+        self, message: str, code: ErrorCode | None, *, reason: str = "engine_lost"
+    ) -> None:
         super().__init__(message)
         self.code = code
-
-    @property
-    def reason(self) -> str:
-        return "engine_lost" if self.code is None else self.code.name.lower()
+        #: The label `reason` of the retries in the metrics.
+        self.reason = reason if code is None else code.name.lower()
 
     @property
     def is_engine_gone(self) -> bool:
-        """Whether the engine is dead or draining."""
+        """Whether the engine is dead or draining, or stopped answering."""
         return self.code in (None, ErrorCode.DRAINING)
 
     @property

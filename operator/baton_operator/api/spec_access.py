@@ -142,7 +142,7 @@ class Gateway(ApiStruct, frozen=True):
     #: Seconds without a token after which a response that has begun continues on another decode
     #: pod, or fails if there is none within resumeTimeoutSeconds. Unlike stallTimeoutSeconds, it
     #: applies while the pod makes progress with other requests, for example after a preemption. The
-    #: time to the first token does not count. 0 or unset: no limit.
+    #: time to the first token of each decode pod does not count. 0 or unset: no limit.
     inter_token_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] | None = None
     #: Maximum duration of a request in seconds. A request that takes longer fails with 504, or with
     #: an error event if its stream has begun. The time in the scale-from-zero queue does not

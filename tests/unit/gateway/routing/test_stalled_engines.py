@@ -83,6 +83,8 @@ async def test_a_sequence_without_tokens_leaves_an_engine_that_makes_progress(ma
     assert await running == TEXT
     assert other.adds[0].generated_token_ids == slow.answer[:2]
     await until(lambda: len(slow.aborts) == 1, "the request aborted")
+    assert rig.metric("baton:requests_resumed_total", reason="no_token") == 1
+    assert rig.metric("baton:requests_resumed_total", reason="engine_lost") == 0
 
 
 async def test_without_another_engine_a_sequence_without_tokens_fails(make_rig: MakeRig):
@@ -101,6 +103,38 @@ async def test_the_time_to_the_first_token_has_no_limit(
     await answer_after_an_hour(rig, engine, monkeypatch)
 
 
+async def test_the_time_to_the_first_token_after_a_move_has_no_limit(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=0.3)
+    slow, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
+    slow.hold_after = other.hold_after = 2
+    await rig.start(slow)
+    running = asyncio.create_task(complete_without_timeout(rig))
+    await until(lambda: slow.adds, "the request at the first engine")
+    rig.announce(slow, other)
+    await until(lambda: other.adds, "the request at the second engine")
+    await rig.skip(3600.0, monkeypatch)
+    assert not other.aborts
+    other.released.set()
+    assert await running == TEXT
+
+
+async def test_the_time_to_the_first_token_after_a_prefill_stage_has_no_limit(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+):
+    rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=0.3)
+    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
+    decode.hold_after = 1
+    await rig.start(prefill, decode)
+    running = asyncio.create_task(complete_without_timeout(rig))
+    await until(lambda: decode.prefill_results, "the first token at the decode engine")
+    await rig.skip(3600.0, monkeypatch)
+    assert not decode.aborts
+    decode.released.set()
+    assert await running == TEXT
+
+
 async def test_the_time_between_tokens_has_no_limit_by_default(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ):
@@ -115,14 +149,19 @@ async def answer_after_an_hour(
 ) -> None:
     """Release `engine` an hour after it has the request, and check the response."""
     await rig.start(engine)
-    body = {"model": "m", "prompt": "go", "max_tokens": 50}
-    running = asyncio.create_task(rig.post("/v1/completions", body, timeout=NO_TIMEOUT))
+    running = asyncio.create_task(complete_without_timeout(rig))
     await until(lambda: engine.adds, "the request at the engine")
     await rig.skip(3600.0, monkeypatch)
     assert not engine.aborts
     engine.released.set()
-    _, answer, _ = await running
-    assert answer["choices"][0]["text"] == TEXT
+    assert await running == TEXT
+
+
+async def complete_without_timeout(rig: GatewayRig) -> str:
+    """Return the text of a completion, which `GatewayRig.skip` does not end."""
+    body = {"model": "m", "prompt": "go", "max_tokens": 50}
+    _, answer, _ = await rig.post("/v1/completions", body, timeout=NO_TIMEOUT)
+    return answer["choices"][0]["text"]
 
 
 async def test_an_engine_whose_step_is_slow_gets_requests_only_if_there_is_no_other(
