@@ -12,7 +12,8 @@ from aiohttp import web
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
-_VALID = re.compile("[ -~]{1,128}")
+#: Without spaces, quotes and brackets, which would be ambiguous in log lines.
+_VALID = re.compile(r"[\w.:=+/@-]{1,128}", re.ASCII)
 _REQUEST_ID = web.RequestKey("request_id", str)
 #: Id of the request that the current task serves. Empty if the task serves no request.
 _current: ContextVar[str] = ContextVar("request_id", default="")
@@ -21,7 +22,7 @@ _current: ContextVar[str] = ContextVar("request_id", default="")
 def request_id(request: web.BaseRequest) -> str:
     """Return the request's X-Request-Id, or a new id if the header is missing or invalid.
 
-    A valid header is printable ASCII of at most 128 characters.
+    A valid header has 1 to 128 characters, each an ASCII letter, a digit or one of `_.:=+/@-`.
     """
     if _REQUEST_ID not in request:
         sent = request.headers.get(REQUEST_ID_HEADER, "")

@@ -60,14 +60,14 @@ async def test_responses_errors_and_streams_have_the_id(
     rig: GatewayRig, method: str, path: str, body: object
 ) -> None:
     await rig.start(rig.engine("d", "decode"))
-    kept = await response_id(rig, "client 7", method=method, path=path, json=body)
-    assert kept == "client 7"
+    sent = "Client_7:a.b=c+d/e@f-"
+    assert await response_id(rig, sent, method=method, path=path, json=body) == sent
     new = {await response_id(rig, method=method, path=path, json=body) for _ in range(2)}
     assert len(new) == 2
     assert all(len(value) == 32 for value in new)
 
 
-@pytest.mark.parametrize("sent", ["", "x" * 129, "grün", "a\tb"])
+@pytest.mark.parametrize("sent", ["", "x" * 129, "grün", "a\tb", "a b", "a] b", 'a"b', "a,b"])
 async def test_an_invalid_id_is_replaced(rig: GatewayRig, sent: str) -> None:
     await rig.start(rig.engine("d", "decode"))
     assert await response_id(rig, "x" * 128, method="GET", path="/version") == "x" * 128
