@@ -419,7 +419,7 @@ class GatewayConfig(_Config, frozen=True):
             _NOT_NEGATIVE,
         ),
     ] = 0.0
-    #: The 503 has Retry-After.
+    #: Requests that wait for a new gateway's first engine also count. The 503 has Retry-After.
     max_held_requests: Annotated[
         int, Option("requests that wait for it at once; more get 503", _NOT_NEGATIVE)
     ] = 256

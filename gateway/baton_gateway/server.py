@@ -84,7 +84,11 @@ class Gateway:
         )
         self._shutdown = GracefulShutdown(self.admission, config.drain_quiet_s)
         self._queue = ScaleFromZeroQueue(
-            self.pool, self.metrics, hold_s=config.hold_s, limit=config.max_held_requests
+            self.pool,
+            self.metrics,
+            hold_s=config.hold_s,
+            queue_wait_s=config.queue_wait_s,
+            limit=config.max_held_requests,
         )
         placer = Placer(
             self.pool,

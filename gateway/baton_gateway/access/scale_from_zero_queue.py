@@ -1,5 +1,9 @@
 """The queue of requests that wait while their service is scaled to zero.
 
+Requests also wait here for the first decode engine of a new gateway, because the engine's limits
+are not known before. After that, requests of a service that is never scaled to zero wait in the
+placer.
+
 The gauge `baton:requests_held` is the queue's length. While the length is above 0, the autoscaler
 starts a decode engine. If the queue is full or the wait is too long, a request gets 503 with
 Retry-After. If the service is scaled to zero by hand, a request gets 503 at once, because no
@@ -28,28 +32,37 @@ class ScaleFromZeroQueue:
     """Holds requests until a decode engine is available.
 
     Args:
-        hold_s: longest time for which a request waits; 0: requests do not wait.
+        hold_s: longest time for which a request waits; 0: the service is never scaled to zero.
+        queue_wait_s: longest wait for the gateway's first decode engine if `hold_s` is 0.
         limit: maximum number of requests that wait at the same time.
     """
 
     def __init__(
-        self, pool: EnginePool, metrics: GatewayMetrics, *, hold_s: float, limit: int
+        self,
+        pool: EnginePool,
+        metrics: GatewayMetrics,
+        *,
+        hold_s: float,
+        queue_wait_s: float,
+        limit: int,
     ) -> None:
         self._pool = pool
         self._hold_s = hold_s
+        self._queue_wait_s = queue_wait_s
         self._limit = limit
         self._held: set[asyncio.Timeout] = set()
         metrics.held.set_function(lambda: len(self._held))
 
     @property
     def is_enabled(self) -> bool:
-        """Whether requests may wait while no decode engine is available."""
+        """Whether requests wait whenever no decode engine is available."""
         return self._hold_s > 0
 
     async def wait(self, keep_alive: Callable[[], Awaitable[None]]) -> None:
-        """Wait until a decode engine is available. Return immediately if the queue is not enabled.
+        """Wait until a decode engine is available.
 
-        Without an engine, a request of a service that is scaled to zero by hand is refused.
+        If the queue is not enabled, return at once after the gateway's first decode engine. Without
+        an engine, a request of a service that is scaled to zero by hand is refused.
 
         Args:
             keep_alive: called every KEEP_ALIVE_S during the wait.
@@ -65,13 +78,13 @@ class ScaleFromZeroQueue:
                 "The service is scaled to zero, and serves no request until it is scaled up.",
                 SCALED_TO_ZERO_RETRY_AFTER_S,
             )
-        if not self.is_enabled:
+        if not self.is_enabled and self._pool.has_seen_decode:
             return
         if len(self._held) >= self._limit:
             raise _refusal(
                 f"{len(self._held)} requests already wait for an engine to start; retry later."
             )
-        timeout = asyncio.timeout(self._hold_s)
+        timeout = asyncio.timeout(self._hold_s if self.is_enabled else self._queue_wait_s)
         self._held.add(timeout)
         try:
             async with timeout:

@@ -12,7 +12,7 @@ import uuid
 
 import msgspec
 
-from baton_gateway.errors import context_length_exceeded, unavailable
+from baton_gateway.errors import context_length_exceeded
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.requests.job import Choice, Job, PromptJob, Run
 from baton_gateway.requests.prompts import PromptBounds, PromptReader
@@ -57,14 +57,14 @@ class JobBuilder:
     def max_model_len(self) -> int | None:
         """The decode engines' limit on tokens of prompt and answer together.
 
-        None until a decode engine has been ready.
+        None until a decode engine has been available.
         """
         return self._pool.max_model_len
 
     async def build(
         self, request: ChatCompletionRequest | CompletionRequest, started: float, size: int
     ) -> Job:
-        """Return the job of `request`.
+        """Return the job of `request`. A decode engine must have been available.
 
         Args:
             started: monotonic time of the request's arrival.
@@ -72,12 +72,11 @@ class JobBuilder:
 
         Raises:
             RequestError: the messages cannot be rendered, or an option is invalid.
-            APIError: a prompt is too long, or no decode engine has been ready.
+            APIError: a prompt is too long.
         """
         self._check_rank(request.data_parallel_rank)
         max_model_len = self._pool.max_model_len
-        if max_model_len is None:
-            raise unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
+        assert max_model_len is not None
         bounds = PromptBounds(max_model_len, self._access.max_prompt_tokens)
         return await run_off_loop(lambda: self._job(request, started, bounds), size)
 
@@ -229,7 +228,7 @@ class JobBuilder:
 
     def _check_rank(self, rank: int | None) -> None:
         size = self._pool.data_parallel_size
-        if rank is not None and self._pool.has_seen_decode and not 0 <= rank < size:
+        if rank is not None and not 0 <= rank < size:
             raise RequestError(
                 f"data_parallel_rank must be in [0, {size - 1}], got {rank}: the decode engines "
                 f"are {size} ranks",

@@ -158,8 +158,7 @@ class Placer:
         """Return how many seconds to wait for an engine that has not yet received the sequence."""
         has_begun, failure = state.sequence.has_begun, state.last_failure
         if failure is None:
-            # Before the first decode engine the gateway is not ready, so it answers at once.
-            return self._queue_wait_s if self._pool.has_seen_decode else 0.0
+            return self._queue_wait_s
         if failure.code is None or (has_begun and failure.code is ErrorCode.DRAINING):
             return self._resume_wait_s  # an accepted request is kept while a successor starts
         if failure.code is ErrorCode.DRAINING:

@@ -73,8 +73,6 @@ class EnginePool:
         self._changed = asyncio.Event()
         self._max_model_len: int | None = None
         self._data_parallel_size = 1
-        #: Whether a decode engine has been ready since the gateway started.
-        self.has_seen_decode = False
         for role in ROLES:
             metrics.engines_ready.labels(role).set_function(self._counter(role))
 
@@ -130,11 +128,16 @@ class EnginePool:
         )
 
     @property
+    def has_seen_decode(self) -> bool:
+        """Whether a decode engine has been available since the gateway started."""
+        return self.max_model_len is not None
+
+    @property
     def max_model_len(self) -> int | None:
         """Limit on tokens per request, which is the smallest limit of an available decode engine.
 
         While no decode engine is available, the last value stays. None until a decode engine has
-        been ready.
+        been available.
         """
         self._read_decode_limits()
         return self._max_model_len
@@ -190,7 +193,6 @@ class EnginePool:
                     return
                 backoff_s, last_failure, num_refusals = MIN_BACKOFF_S, "", 0
                 member.client = client
-                self.has_seen_decode |= endpoint.role == "decode"
                 self._check_pairs(member)
                 self._notify()
                 logger.info("engine %s is ready: instance %s", endpoint.name, client.instance_id)

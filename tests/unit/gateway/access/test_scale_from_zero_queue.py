@@ -177,16 +177,18 @@ async def test_a_service_scaled_to_zero_by_hand_refuses_at_once(make_rig: MakeRi
 async def test_a_new_gateway_of_a_service_scaled_to_zero_by_hand_is_ready(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ):
-    rig = make_rig()
+    rig = make_rig(queue_wait_s=600.0)
+    engine = rig.engine("d", "decode", TEXT)
     await rig.start()
     assert (await rig.get("/ready"))[0] == 200
     _, body, _ = await rig.post("/v1/completions", BODY)
     assert "scaled to zero" in body["error"]["message"]
     monkeypatch.setattr(FileDiscovery, "is_scaled_to_zero", False)
     assert (await rig.get("/ready"))[0] == 200, "it must stay ready while the first engine starts"
-    status, body, _ = await rig.post("/v1/completions", BODY)
-    assert status == 503
-    assert "No decode engine is ready" in body["error"]["message"]
+    request = asyncio.create_task(rig.complete())
+    await until(lambda: rig.metric(HELD) == 1, "the request held until the first engine")
+    rig.announce(engine)
+    assert await request == TEXT
 
 
 @pytest.mark.usefixtures("scaled_to_zero_by_hand")
@@ -196,8 +198,19 @@ async def test_an_engine_that_is_left_serves_a_service_scaled_to_zero_by_hand(ma
     assert await rig.complete() == TEXT
 
 
-async def test_without_hold_s_no_request_is_held(make_rig: MakeRig):
-    rig = make_rig()
+async def test_without_hold_s_requests_are_held_only_until_the_first_engine(make_rig: MakeRig):
+    rig = make_rig(queue_wait_s=600.0, max_held_requests=2)
+    engine = rig.engine("d", "decode", TEXT)
     await rig.start()
     assert (await rig.get("/ready"))[0] == 503
-    assert (await rig.post("/v1/completions", BODY))[0] == 503
+    requests = [asyncio.create_task(coroutine) for coroutine in (rig.complete(), stream(rig))]
+    await until(lambda: rig.metric(HELD) == 2, "two requests held")
+    rig.announce(engine)
+    assert await asyncio.gather(*requests) == [TEXT, TEXT]
+    rig.announce()
+    await rig.connected()
+    requests = [asyncio.create_task(rig.complete()) for _ in range(3)]
+    await until(lambda: rig.metric("baton:requests_in_flight") == 3, "three requests waiting")
+    assert rig.metric(HELD) == 0
+    rig.announce(engine)
+    assert await asyncio.gather(*requests) == [TEXT] * 3
