@@ -32,11 +32,10 @@ from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health
 
 TIMEOUT_S = 1.0
-#: Concurrent requests to ready engines, over all services.
-CONCURRENCY = 16
-#: Maximum number of pods that one reconcile probes for loading progress, and of those that it
-#: probes for a pause or sleep. Also the maximum number of Secrets and ConfigMaps that one reconcile
-#: requests. Conditions name only the first ones.
+#: Concurrent requests to pods, over all services.
+CONCURRENCY = 64
+#: Maximum number of pods that one reconcile probes for loading progress, and of Secrets and
+#: ConfigMaps that it requests. Conditions name only the first ones.
 MAX_PROBED = 16
 
 
@@ -91,10 +90,11 @@ class StatusProbes:
     async def suspended(self, pods: list[Object]) -> dict[str, Health]:
         """Return the replies to `GET /ready` of members that are paused or asleep, by pod name.
 
-        Members that have started and are not ready are probed.
+        All members that have started and are not ready are probed, because the planner needs every
+        reply.
         """
-        started = (pod for pod in pods if _is_unready_member(pod) and member(pod).serving)
-        return await self._replies(by_name(started)[:MAX_PROBED], "/ready", SUSPENSIONS)
+        started = [pod for pod in pods if _is_unready_member(pod) and member(pod).serving]
+        return await self._replies(started, "/ready", SUSPENSIONS)
 
     async def _replies(
         self, pods: list[Object], path: str, reasons: Collection[str]
@@ -114,7 +114,7 @@ class StatusProbes:
             process: kv for process, kv in self._known.get(key, {}).items() if process in probed
         }
         new = [process for process in probed if process not in known]
-        replies = await asyncio.gather(*(self._health_in_turn(probed[process]) for process in new))
+        replies = await asyncio.gather(*(self._get(probed[process], "/health") for process in new))
         known |= {
             process: health.kv
             for process, health in zip(new, replies, strict=True)
@@ -127,10 +127,6 @@ class StatusProbes:
             if kv is not None
         }
 
-    async def _health_in_turn(self, pod: Object) -> Health | None:
-        async with self._slots:
-            return await self._get(pod, "/health")
-
     async def _get(self, pod: Object, path: str) -> Health | None:
         """Return the pod's reply to a GET request; None if there is no valid reply."""
         host = (pod.get("status") or {}).get("podIP")
@@ -139,7 +135,10 @@ class StatusProbes:
         url = f"http://{names.url_host(host)}:{self._port}{path}"
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
-            async with self._session.get(url, timeout=timeout, allow_redirects=False) as response:
+            async with (
+                self._slots,
+                self._session.get(url, timeout=timeout, allow_redirects=False) as response,
+            ):
                 return msgspec.json.decode(await read_body(response), type=Health)
         except (aiohttp.ClientError, OSError, ValueError, RecursionError):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import aiohttp
@@ -32,10 +33,16 @@ class Engines:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.most_at_once = 0
+        self._now = 0
 
     async def ready(self, request: web.Request) -> web.Response:
         host = request.host.partition(":")[0]
         self.asked.append(host)
+        self._now += 1
+        self.most_at_once = max(self.most_at_once, self._now)
+        await asyncio.sleep(0.02)  # the time of a reply, in which other requests may arrive
+        self._now -= 1
         return web.Response(status=503, body=msgspec.json.encode(REPLIES[host]))
 
     def serve(self) -> Any:
@@ -80,11 +87,11 @@ async def test_paused_and_sleeping_members_are_stored_for_the_planner_and_the_st
     assert suspended == ["demo-decode-0", "demo-decode-1"]
 
 
-async def test_the_number_of_probed_members_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status_probes, "MAX_PROBED", 2)
-    pods = [at("127.0.0.1", ordinal) for ordinal in (2, 1, 0)]
+async def test_all_members_are_probed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_probes, "CONCURRENCY", 2)
+    pods = [at("127.0.0.1", ordinal) for ordinal in range(status_probes.MAX_PROBED + 1)]
     engines = Engines()
     async with engines.serve() as port, aiohttp.ClientSession() as session:
         found = await StatusProbes(session, port).suspended(pods)
-    assert sorted(found) == ["demo-decode-0", "demo-decode-1"]
-    assert len(engines.asked) == 2
+    assert sorted(found) == sorted(each["metadata"]["name"] for each in pods)
+    assert engines.most_at_once == 2
