@@ -189,7 +189,7 @@ class Reconciler:
             # stands by, the requests are counted after the member has left the topology.
             await drain_members(self._drainer, observed)
             # 3. Find members that are paused or asleep. They do not stall a rollout.
-            await self._probes.find_suspended(observed)
+            await self._probes.find_suspended(observed, state.now)
             # 4. Compute what should exist.
             await self._decide(state)
             # 5. Write the objects other than member pods.

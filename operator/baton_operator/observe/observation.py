@@ -70,6 +70,8 @@ class Observation(msgspec.Struct, kw_only=True):
     loading: dict[str, Health] = {}
     #: Replies to `GET /ready` of members that are paused or asleep, by pod name.
     suspended: dict[str, Health] = {}
+    #: When unready members were last found paused or asleep, by pod name.
+    suspended_at: Mapping[str, datetime] = {}
     #: KV compatibility that engines reported, by pod name.
     kv: Mapping[str, KVCompatibility] = {}
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
@@ -245,10 +247,16 @@ def condition(obj: Object, type_: str) -> Object:
     return conditions(obj).get(type_, {})
 
 
-def unready_since(pod: Object) -> datetime | None:
-    """Return when the pod was created or, if later, when its condition Ready last changed."""
+def unready_since(pod: Object, suspended_at: Mapping[str, datetime] = {}) -> datetime | None:
+    """Return the latest of three times: creation, last change of condition Ready, last suspension.
+
+    Args:
+        suspended_at: when pods were last found paused or asleep, by name.
+    """
+    metadata = pod["metadata"]
     flipped = parse_time(condition(pod, "Ready").get("lastTransitionTime"))
-    times = [parse_time(pod["metadata"].get("creationTimestamp")), flipped]
+    created = parse_time(metadata.get("creationTimestamp"))
+    times = [created, flipped, suspended_at.get(metadata["name"])]
     return max((time for time in times if time is not None), default=None)
 
 

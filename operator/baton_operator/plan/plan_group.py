@@ -52,8 +52,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     unfinished: int | None = None  # reply to POST /drain; None: no request, or no reply
     deletion: datetime | None = None  # end of the grace period; None: it is not being deleted
     created: datetime | None = None
-    unready_since: datetime | None = None  # last ready, or else created; None: it is ready
-    suspended: bool = False  # a client has paused the engine or put it to sleep
+    #: Last time when it was ready, paused or asleep, or else its creation. None: it is ready.
+    unready_since: datetime | None = None
     expert_group: str = ""  # ranks with the same value can share a topology; empty: no rank
     #: Since when the pod has been unschedulable only because other pods use the resources.
     no_room_since: datetime | None = None
@@ -214,9 +214,9 @@ def _progress_deadline_of(newest: list[Member], update: Update, now: datetime) -
     """Return the state of the progress deadline.
 
     After this deadline new members that are not ready stall the rollout. New members that
-    fit on no node, or that are paused or asleep, are ignored.
+    fit on no node are ignored.
     """
-    pending = (m for m in newest if m.no_room_since is None and not m.suspended)
+    pending = (m for m in newest if m.no_room_since is None)
     return _timeout((m.unready_since for m in pending), update.progress_deadline_s, now)
 
 

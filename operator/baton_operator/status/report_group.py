@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 
 import msgspec
 
@@ -53,6 +54,8 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     loading: Mapping[str, Health] = {}
     #: Replies of engines that are paused or asleep, by pod name.
     suspended: Mapping[str, Health] = {}
+    #: When unready pods were last found paused or asleep, by name.
+    suspended_at: Mapping[str, datetime] = {}
     #: Why the API server refuses further pods.
     refusal: Refusal | None = None
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
@@ -134,6 +137,7 @@ def member_group(
         autoscaling=autoscaling,
         loading=observed.loading,
         suspended=observed.suspended,
+        suspended_at=observed.suspended_at,
         refusal=refusal,
         missing=observed.missing,
         coordinators=coordinators,

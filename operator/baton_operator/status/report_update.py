@@ -93,12 +93,8 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     group = rollout.group
     unready = [pod for pod in rollout.newest if not is_ready(pod) and not is_leaving(pod)]
     found = diagnose(unready, group.missing)
-    late = [
-        pod
-        for pod in unready
-        if pod["metadata"]["name"] not in group.suspended
-        and now - (unready_since(pod) or now) > timedelta(seconds=progress_deadline_s)
-    ]
+    deadline = timedelta(seconds=progress_deadline_s)
+    late = [p for p in unready if now - (unready_since(p, group.suspended_at) or now) > deadline]
     if late:
         why = f"{named(late)} not ready within {progress_deadline_s} s"
         cause = f": {found.message}" if found else ""

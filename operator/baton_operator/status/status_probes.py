@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from datetime import datetime
 
 import aiohttp
 import msgspec
@@ -17,7 +18,13 @@ from baton_operator import names
 from baton_operator.builders.member import CONTAINER
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.kinds import Kube
-from baton_operator.observe.observation import Observation, Reference, is_ready, member
+from baton_operator.observe.observation import (
+    Observation,
+    Reference,
+    is_ready,
+    member,
+    unready_since,
+)
 from baton_operator.observe.pod_clients import read_body
 from baton_operator.status.diagnose import (
     SUSPENSIONS,
@@ -40,7 +47,7 @@ MAX_PROBED = 16
 
 
 class StatusProbes:
-    """Sends `GET /health` and `GET /ready` to members, and caches their KV compatibility.
+    """Sends `GET /health` and `GET /ready` to members, and stores replies for later reconciles.
 
     Args:
         session: HTTP session for requests to pods. None: no such request is sent.
@@ -53,13 +60,25 @@ class StatusProbes:
         #: KV compatibility by engine process, from `_process`. The compatibility of a process never
         #: changes, so each process gets one request. None: the engine has no KV role.
         self._known: dict[names.Key, dict[str, KVCompatibility | None]] = {}
+        #: `Observation.suspended_at` of the last reconcile.
+        self._suspended_at: dict[names.Key, dict[str, datetime]] = {}
 
-    async def find_suspended(self, observed: Observation) -> None:
-        """Store in `observed` which members are paused or asleep, for planner and status."""
+    async def find_suspended(self, observed: Observation, now: datetime) -> None:
+        """Store in `observed` which members are paused or asleep, for planner and status.
+
+        The progress deadline of a member starts when it was last paused or asleep.
+        """
         observed.suspended = await self.suspended(observed.pods)
+        last = self._suspended_at.get(observed.key, {}) | dict.fromkeys(observed.suspended, now)
+        unready = {pod["metadata"]["name"]: pod for pod in observed.pods if not is_ready(pod)}
+        observed.suspended_at = {name: at for name, at in last.items() if name in unready}
+        self._suspended_at[observed.key] = observed.suspended_at
+        since = {name: unready_since(unready[name], last) for name in observed.suspended_at}
         for role, members in observed.members.items():
             observed.members[role] = [
-                msgspec.structs.replace(each, suspended=each.name in observed.suspended)
+                msgspec.structs.replace(
+                    each, unready_since=since.get(each.name, each.unready_since)
+                )
                 for each in members
             ]
 
@@ -76,11 +95,12 @@ class StatusProbes:
         if resolved.replicas("prefill"):
             observed.kv = await self.kv(observed.key, observed.pods)
         else:
-            self.forget(observed.key)
+            self._known.pop(observed.key, None)
 
     def forget(self, key: names.Key) -> None:
-        """Drop the cached KV compatibility of a service."""
+        """Drop the stored replies of a service."""
         self._known.pop(key, None)
+        self._suspended_at.pop(key, None)
 
     async def loading(self, pods: list[Object]) -> dict[str, Health]:
         """Return the health replies of members that fetch or load the model, by pod name."""

@@ -49,6 +49,11 @@ def lose(service: Service, revision: str) -> None:
             service.nodes.pod_vanishes(pod["metadata"]["name"])
 
 
+def reason(service: Service, condition: str) -> str:
+    conditions = {each["type"]: each for each in service.object()["status"]["conditions"]}
+    return str(conditions[condition]["reason"])
+
+
 def ready(service: Service) -> int:
     return int(service.object()["status"]["decode"]["ready"])
 
@@ -94,15 +99,36 @@ def test_a_new_pod_that_sleeps_does_not_stall_the_rollout(
     (before,) = revisions(service)
     service.patch(EDIT)
     rounds(service, 20)
-    conditions = {each["type"]: each for each in service.object()["status"]["conditions"]}
-    assert conditions["Updating"]["reason"] == "EngineAsleep"
-    assert conditions["DecodeReady"]["reason"] == "EngineAsleep"
+    assert reason(service, "Updating") == reason(service, "DecodeReady") == "EngineAsleep"
     lose(service, before)
     service.reconcile()
     service.world(lambda: True, 6.0)
     rounds(service, 2)
     assert before not in revisions(service), "lost pods are replaced by the new revision"
     assert len(service.pods()) >= 2
+
+
+def test_a_new_pod_that_wakes_up_has_the_whole_deadline_to_be_ready(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep = True
+
+    async def suspended(_: StatusProbes, pods: list[Object]) -> dict[str, Health]:
+        unready = [pod["metadata"]["name"] for pod in pods if not is_ready(pod)]
+        return dict.fromkeys(unready, Health("Asleep", "m")) if asleep else {}
+
+    monkeypatch.setattr(StatusProbes, "suspended", suspended)
+    (before,) = revisions(service)
+    service.patch(EDIT)
+    rounds(service, 20)
+    asleep = False
+    rounds(service, 2)
+    assert reason(service, "Updating") != "RolloutStalled"
+    lose(service, before)
+    service.reconcile()
+    assert before not in revisions(service), "lost pods are replaced by the new revision"
+    rounds(service, 20)
+    assert reason(service, "Updating") == "RolloutStalled"
 
 
 def test_pods_that_die_in_a_pause_during_a_rollout_get_the_previous_revision(

@@ -274,11 +274,8 @@ WITH_PREVIOUS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
     "a stalled rollout: an old member that died is restored": (
         SURGE, [member(0, **OLD), member(2, **STALLS)], 2, {"restore": [1]},
     ),
-    "a new member that is paused or asleep does not stall the rollout": (
-        SURGE, [member(0, **OLD), member(2, **STALLS, suspended=True)], 2, {"create": [1]},
-    ),
-    "a new member that is paused or asleep hides no other that stalls the rollout": (
-        SURGE, [member(2, **STALLS, suspended=True), member(3, **STALLS)], 2, {"restore": [0]},
+    "a new member that makes progress hides no other that stalls the rollout": (
+        SURGE, [member(2, **STARTS), member(3, **STALLS)], 2, {"restore": [0]},
     ),
     "a stalled rollout without a loss is left alone": (
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS)], 2, {},

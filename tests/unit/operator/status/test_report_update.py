@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -101,10 +101,20 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
 }  # fmt: skip
 
 
-def reported(pods: list[Object], suspended: Mapping[str, Health] = {}, **spec: Any) -> Any:
+def reported(
+    pods: list[Object],
+    suspended: Mapping[str, Health] = {},
+    suspended_at: Mapping[str, datetime] = {},
+    **spec: Any,
+) -> Any:
     groups: dict[Any, ReportedGroup] = {
         "decode": ReportedGroup(
-            role="decode", desired=2, pods=pods, revision="new", suspended=suspended
+            role="decode",
+            desired=2,
+            pods=pods,
+            revision="new",
+            suspended=suspended,
+            suspended_at=suspended_at,
         )
     }
     return report(service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW)
@@ -135,14 +145,24 @@ def test_a_new_pod_that_is_paused_or_asleep_does_not_stall_the_rollout(
     reply: str, reason: str, text: str
 ) -> None:
     suspended = {"demo-decode-2": Health(reply, "m")}
+    suspended_at = {"demo-decode-2": NOW}
     pods = [old(0), old(1), made(new(2), **LATE)]
-    verdict = condition(reported(pods, suspended), "Updating")
+    verdict = condition(reported(pods, suspended, suspended_at), "Updating")
     assert verdict[:2] == ("True", reason)
     assert text in verdict[2]
     late = [*pods, made(new(3), **LATE)]
-    verdict = condition(reported(late, suspended), "Updating")
+    verdict = condition(reported(late, suspended, suspended_at), "Updating")
     assert verdict[:2] == ("False", "RolloutStalled")
     assert "decode: pod demo-decode-3 not ready" in verdict[2]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reason"), [(DEADLINE_S, "Starting"), (DEADLINE_S + 1, "RolloutStalled")]
+)
+def test_a_pod_that_woke_up_has_the_whole_deadline_to_be_ready(seconds: int, reason: str) -> None:
+    pods = [old(0), old(1), made(new(2), **LATE)]
+    woken = {"demo-decode-2": NOW - timedelta(seconds=seconds)}
+    assert condition(reported(pods, suspended_at=woken), "Updating")[1] == reason
 
 
 def test_a_pause_is_reported_with_the_waiting_pods() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import Any
 
 import aiohttp
@@ -18,13 +19,14 @@ from baton_operator.status import status_probes
 from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.progress import Health
 from support.http_server import serving
-from support.operator.services import pod
+from support.operator.services import NOW, pod
 
 REPLIES = {
     "127.0.0.1": Health("Asleep", "the engine sleeps at level 1"),
     "127.0.0.2": Health("Paused", "the engine is paused"),
     "127.0.0.3": Health("Loading", "loading /m"),
 }
+CREATED = NOW - timedelta(hours=2)
 STARTS = {"name": "engine", "started": False, "state": {"running": {}}}
 
 
@@ -32,6 +34,7 @@ class Engines:
     """Responds to GET /ready at any address of 127.0.0.0/8 as an engine that is not ready."""
 
     def __init__(self) -> None:
+        self.replies = dict(REPLIES)
         self.asked: list[str] = []
         self.most_at_once = 0
         self._now = 0
@@ -43,7 +46,7 @@ class Engines:
         self.most_at_once = max(self.most_at_once, self._now)
         await asyncio.sleep(0.02)  # the time of a reply, in which other requests may arrive
         self._now -= 1
-        return web.Response(status=503, body=msgspec.json.encode(REPLIES[host]))
+        return web.Response(status=503, body=msgspec.json.encode(self.replies[host]))
 
     def serve(self) -> Any:
         return serving(web.get("/ready", self.ready), host="0.0.0.0")
@@ -51,23 +54,17 @@ class Engines:
 
 def at(host: str, ordinal: int, **options: Any) -> Object:
     status = options.pop("status", {})
-    return pod(f"demo-decode-{ordinal}", status={"podIP": host, **status}, **options)
+    made = pod(f"demo-decode-{ordinal}", status={"podIP": host, **status}, **options)
+    made["metadata"]["creationTimestamp"] = CREATED.isoformat()
+    return made
 
 
-async def test_paused_and_sleeping_members_are_stored_for_the_planner_and_the_status() -> None:
-    pods = [
-        at("127.0.0.1", 0),
-        at("127.0.0.2", 1),
-        at("127.0.0.3", 2),
-        at("127.0.0.1", 3, ready=True),
-        at("127.0.0.1", 4, draining=True),
-        at("127.0.0.1", 5, status={"containerStatuses": [STARTS]}),
-    ]
-    observed = Observation(
+def observation(*pods: Object) -> Observation:
+    return Observation(
         key=Key("default", "demo"),
         freshness=Freshness(),
         service={},
-        pods=pods,
+        pods=list(pods),
         strays=[],
         objects={},
         kinds=set(),
@@ -75,16 +72,49 @@ async def test_paused_and_sleeping_members_are_stored_for_the_planner_and_the_st
         service_key=None,
         members={"decode": list(map(member, pods)), "prefill": []},
     )
+
+
+async def test_paused_and_sleeping_members_are_stored_for_the_planner_and_the_status() -> None:
+    observed = observation(
+        at("127.0.0.1", 0),
+        at("127.0.0.2", 1),
+        at("127.0.0.3", 2),
+        at("127.0.0.1", 3, ready=True),
+        at("127.0.0.1", 4, draining=True),
+        at("127.0.0.1", 5, status={"containerStatuses": [STARTS]}),
+    )
     engines = Engines()
     async with engines.serve() as port, aiohttp.ClientSession() as session:
-        await StatusProbes(session, port).find_suspended(observed)
+        await StatusProbes(session, port).find_suspended(observed, NOW)
     assert sorted(engines.asked) == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     assert observed.suspended == {
         "demo-decode-0": REPLIES["127.0.0.1"],
         "demo-decode-1": REPLIES["127.0.0.2"],
     }
-    suspended = [each.name for each in observed.members["decode"] if each.suspended]
-    assert suspended == ["demo-decode-0", "demo-decode-1"]
+    since = [each.unready_since for each in observed.members["decode"]]
+    assert since == [NOW, NOW, CREATED, None, CREATED, CREATED]
+    assert observed.suspended_at == {"demo-decode-0": NOW, "demo-decode-1": NOW}
+
+
+async def test_a_member_that_woke_up_is_unready_since_the_last_reply_of_its_sleep() -> None:
+    engines = Engines()
+    async with engines.serve() as port, aiohttp.ClientSession() as session:
+        probes = StatusProbes(session, port)
+        since = []
+        for minutes, reply, is_ready in (
+            (0, "Asleep", False),
+            (1, "Asleep", False),
+            (2, "Loading", False),
+            (3, "Loading", False),
+            (4, "Ready", True),
+            (5, "Loading", False),
+        ):
+            engines.replies["127.0.0.1"] = Health(reply, "m")
+            observed = observation(at("127.0.0.1", 0, ready=is_ready))
+            await probes.find_suspended(observed, NOW + timedelta(minutes=minutes))
+            since.append(observed.members["decode"][0].unready_since)
+    last = NOW + timedelta(minutes=1)
+    assert since == [NOW, last, last, last, None, CREATED]
 
 
 async def test_all_members_are_probed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
