@@ -272,7 +272,8 @@ class Controller:
         if waiting is not None and (
             need is None or (waiting.kind, waiting.wanted) != (need.kind, need.wanted)
         ):
-            self._end(waiting, OperationPhase.SUPERSEDED, now, "the desired members changed")
+            reason = (need and need.reason) or "the desired members changed"
+            self._end(waiting, OperationPhase.SUPERSEDED, now, reason)
             waiting = None
         if need is None:
             self._acknowledge(now)
@@ -302,7 +303,8 @@ class Controller:
             if self._rebalance:
                 reason = "a rebalance was requested"
                 return Need("rebalance", wanted, present.members, reason=reason)
-            if due := self._balance.due(present, now):
+            due = self._balance.due(present, now)  # measures the imbalance, even if `need` waits
+            if due is not None and need is None:
                 reason = (
                     f"the busiest rank has {due.before:.2f} times the mean load, and "
                     f"{due.after:.2f} times after the moves"

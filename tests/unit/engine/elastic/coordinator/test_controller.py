@@ -334,6 +334,29 @@ class TestRebalance:
         self.run_skewed(group, ranks, seconds=15.0)
         assert len(ranks["a"].committed) == 2
 
+    def test_an_automatic_rebalance_does_not_end_a_scaling_that_waits(self) -> None:
+        group = self.automatic(rebalance_threshold=1.2)
+        ranks = group.form("a", "b")
+        group.ask("grow", "a", "b", "c")
+        group.run(CONFIG.wait_s + 1.0)
+        self.run_skewed(group, ranks, seconds=15.0)
+        assert (operation(group).kind, operation(group).phase) == ("scale", OperationPhase.WAITING)
+        assert group.controller.imbalance == pytest.approx(1.5), "the measurement continues"
+        group.add("c")
+        group.until(lambda: group.serving_together("a", "b", "c"))
+        assert [each.outcome for each in group.ended] == [OperationPhase.DONE] * 2
+
+    def test_a_requested_rebalance_is_the_reason_why_a_waiting_scaling_ends(
+        self, group: SimulatedGroup, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ranks = group.form("a", "b")
+        self.load_first_rank(group, ranks, 100)
+        group.ask("grow", "a", "b", "c")
+        group.run(0.5)
+        group.controller.on_rebalance()
+        group.until(lambda: len(ranks["a"].committed) == 2)
+        assert "operation grow (scale): superseded: a rebalance was requested" in caplog.text
+
     def test_a_failed_rebalance_is_tried_again_after_a_window_only(self) -> None:
         group = self.automatic(rebalance_threshold=1.2)
         ranks = group.form("a", "b")
