@@ -63,6 +63,7 @@ class Balance:
         self._nonce = ""
         self._end = 0.0
         self._start: Loads = []
+        self._has_warned_of_limit = False
 
     def place(
         self,
@@ -144,6 +145,16 @@ class Balance:
                 "is older than the coordinator's"
             )
             return present.placement
+        if limit < 2 * expert_bytes and not self._has_warned_of_limit:
+            self._has_warned_of_limit = True
+            logger.warning(
+                "ranks cannot exchange experts to balance their load, because "
+                "--rebalance-max-move-bytes=%d is less than two experts of %d bytes; raise "
+                "decode.parallelism.rebalance.maxMoveMemory to at least %d",
+                limit,
+                expert_bytes,
+                2 * expert_bytes,
+            )
         max_moves = int(limit // expert_bytes)
         ids = [member.instance_id for member in present.members]
         if count_moves((present.placement, ids), (placement, ids)) <= max_moves:

@@ -324,6 +324,16 @@ class TestRebalance:
         self.run_skewed(group, ranks, seconds=5.0)
         assert len(ranks["a"].committed) == 2, "a request has no limit"
 
+    @pytest.mark.parametrize(("limit", "warnings"), [(199.0, 1), (200.0, 0), (0.0, 0)])
+    def test_a_limit_below_two_experts_is_logged_once(
+        self, caplog: pytest.LogCaptureFixture, limit: float, warnings: int
+    ) -> None:
+        group = self.automatic(rebalance_threshold=1.2, rebalance_max_move_bytes=limit)
+        self.run_skewed(group, group.form("a", "b"), seconds=15.0)
+        logged = [text for text in caplog.messages if "two experts of 100 bytes" in text]
+        assert len(logged) == warnings
+        assert all("bytes=199 " in text and "to at least 200" in text for text in logged)
+
     def test_with_a_limit_ranks_must_report_the_size_of_experts(self) -> None:
         group = self.automatic(rebalance_threshold=1.2, rebalance_max_move_bytes=1e9)
         ranks = group.form("a", "b")
