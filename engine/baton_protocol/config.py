@@ -99,7 +99,8 @@ class CacheConfig(_Config, frozen=True):
     swap_memory_bytes: Annotated[
         int, Option("host memory for blocks of preempted groups", at_least(0))
     ] = 64 * 2**20
-    #: Blocks in this memory are copied back instead of computed. 0 disables the offload tier.
+    #: A GPU's host memory is pinned at the start. Blocks in this memory are copied back instead of
+    #: computed. 0 disables the offload tier.
     offload_memory_bytes: Annotated[
         int, Option("host memory for evicted prefix blocks", at_least(0))
     ] = 0

@@ -242,7 +242,7 @@ class ModelRunner:
         On a GPU, the largest step is run to measure how much memory it takes.
 
         Raises:
-            ConfigurationError: not one block fits, or the configured number does not fit.
+            ConfigurationError: not one block fits, or the configured numbers do not fit.
         """
         size = self._block_size
         if self.device.type == "cpu":
@@ -264,7 +264,8 @@ class ModelRunner:
         """Allocate the KV cache, zeroed, in one allocation.
 
         The shape is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. Host blocks
-        for swapped requests and for the offload tier are allocated at their first use.
+        for swapped requests and for the offload tier are allocated, too. With a GPU they are
+        pinned. On a CPU, their pages become resident at their first use.
 
         Args:
             num_blocks: number of blocks of the cache.

@@ -46,7 +46,8 @@ class Engine(ApiStruct, frozen=True):
     #: kvCacheMemory override it. Unset: 90.
     gpu_memory_utilization_percent: Percent | None = None
     #: Host memory of one engine for blocks that its prefix cache evicts, for example 8Gi. They are
-    #: copied back when a prompt needs them. Unset: evicted blocks are computed again.
+    #: copied back when a prompt needs them. The pod needs it beside the KV cache. On a GPU it is
+    #: pinned at the start of the engine. Unset: evicted blocks are computed again.
     offload_memory: Quantity | None = None
     #: Host memory of one engine for blocks of preempted requests, see preemptionMode. Requests
     #: whose blocks do not fit are computed again. The pod needs it beside the KV cache: on a GPU

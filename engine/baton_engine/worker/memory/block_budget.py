@@ -76,9 +76,12 @@ def blocks_on_gpu(
         graph_bytes: memory of captured graphs.
 
     Raises:
-        ConfigurationError: not one block fits, or the configured number of blocks does not fit.
+        ConfigurationError: not one block fits, the configured number of blocks does not fit, or the
+            host blocks do not fit in host memory.
     """
     configured = _configured_blocks(cache, size)
+    num_swap_blocks = cache.swap_memory_bytes // size.engine
+    _check_pinned_memory(num_swap_blocks, offload_blocks(cache, size), size)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step()
@@ -104,7 +107,31 @@ def blocks_on_gpu(
             f"activations take {peak / GIB:.2f} GiB, CUDA graphs {graph_bytes / GIB:.2f} GiB and "
             f"other processes {others / GIB:.2f} GiB; {remedy}",
         )
-    return num_blocks, cache.swap_memory_bytes // size.engine
+    return num_blocks, num_swap_blocks
+
+
+def _check_pinned_memory(num_swap_blocks: int, num_offload_blocks: int, size: BlockSize) -> None:
+    """Check that the pinned host blocks of all ranks on this host fit in its available memory."""
+    # Every rank of this host has a GPU of its own.
+    num_ranks = min(torch.cuda.device_count(), size.engine // size.rank)
+    pinned = num_ranks * sum(
+        _pinned_bytes(num_blocks * size.rank)
+        for num_blocks in (num_swap_blocks, num_offload_blocks)
+    )
+    available = available_host_memory()
+    if pinned > available:
+        raise ConfigurationError(
+            "InsufficientMemory",
+            f"{num_swap_blocks} swap blocks and {num_offload_blocks} offload blocks need "
+            f"{pinned / GIB:.2f} GiB of pinned host memory, in which each GPU's part is rounded up "
+            f"to a power of two, but {available / GIB:.2f} GiB are available; lower "
+            "cache.swap_memory_bytes or cache.offload_memory_bytes, or give the pod more memory",
+        )
+
+
+def _pinned_bytes(nbytes: int) -> int:
+    """Return the size of a pinned tensor, which PyTorch rounds up to a power of two."""
+    return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def _configured_blocks(cache: CacheConfig, size: BlockSize) -> int | None:

@@ -31,6 +31,7 @@ from baton_engine.worker.memory.block_budget import (
     blocks_on_gpu,
 )
 from baton_engine.worker.model_runner import ModelRunner
+from baton_operator.builders.engine_settings import name_fields
 from baton_protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
 from support.engine.step_driver import (
     VOCAB_SIZE,
@@ -103,7 +104,8 @@ def test_budgets_below_one_block_or_above_the_available_memory_are_refused(
 class FakeGpu:
     """A stand-in for `torch.cuda`: a GPU of 1000 MiB with PyTorch's caching allocator."""
 
-    def __init__(self, others: int, weights: int) -> None:
+    def __init__(self, others: int, weights: int, num_gpus: int) -> None:
+        self.num_gpus = num_gpus
         self.others = others * MIB
         self.allocated = self.peak = self.reserved = 0
         self.allocate(weights + 200)
@@ -117,6 +119,9 @@ class FakeGpu:
     def run_step(self, activations: int) -> None:
         self.allocate(activations)
         self.allocate(-activations)
+
+    def device_count(self) -> int:
+        return self.num_gpus
 
     def empty_cache(self) -> None:
         self.reserved = self.allocated
@@ -142,9 +147,16 @@ def profile_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, int
     """A call of `blocks_on_gpu` with blocks of 4 MiB on each of two ranks."""
 
     def profile(
-        cache: CacheConfig, others: int = 50, weights: int = 300, step: int = 150, graphs: int = 30
+        cache: CacheConfig,
+        others: int = 50,
+        weights: int = 300,
+        step: int = 150,
+        graphs: int = 30,
+        host: int = 1000,
+        num_gpus: int = 2,
     ) -> tuple[int, int]:
-        gpu = FakeGpu(others, weights)
+        gpu = FakeGpu(others, weights, num_gpus)
+        monkeypatch.setattr(block_budget, "available_host_memory", lambda: host * MIB)
         monkeypatch.setattr(block_budget, "torch", SimpleNamespace(cuda=gpu))
         size = BlockSize(rank=4 * MIB, engine=8 * MIB)
         device = torch.device("cuda", 0)
@@ -220,6 +232,37 @@ def test_a_gpu_without_room_for_the_blocks_is_refused(
     with pytest.raises(ConfigurationError, match=message) as refused:
         profile_gpu(cache, **use)
     assert refused.value.reason == "InsufficientMemory"
+
+
+HOST_BLOCKS = CacheConfig(swap_memory_bytes=8 * 5 * MIB, offload_memory_bytes=8 * 33 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "pinned"),
+    [
+        (2, 2 * (32 + 256)),  # per rank, 5 blocks of 4 MiB for swap and 33 for the offload tier
+        (8, 2 * (32 + 256)),
+        (1, 32 + 256),  # the other rank runs on another host
+    ],
+)
+def test_a_gpu_engine_is_refused_if_its_pinned_memory_exceeds_the_host_memory(
+    profile_gpu: Callable[..., tuple[int, int]], num_gpus: int, pinned: int
+) -> None:
+    assert profile_gpu(HOST_BLOCKS, host=pinned, num_gpus=num_gpus) == (92, 5)
+    with pytest.raises(ConfigurationError) as refused:
+        profile_gpu(HOST_BLOCKS, host=pinned - 1, num_gpus=num_gpus)
+    assert refused.value.reason == "InsufficientMemory"
+    text = name_fields(str(refused.value))
+    needed = f"{pinned / 1024:.2f} GiB of pinned host memory"
+    assert f"5 swap blocks and 33 offload blocks need {needed}" in text
+    assert "cache.swap_memory_bytes (engine.swapMemory)" in text
+    assert "cache.offload_memory_bytes (engine.offloadMemory)" in text
+
+
+def test_a_gpu_without_host_blocks_pins_nothing(
+    profile_gpu: Callable[..., tuple[int, int]],
+) -> None:
+    assert profile_gpu(CacheConfig(swap_memory_bytes=0), host=0) == (92, 0)
 
 
 def test_available_memory_is_the_least_of_the_machine_and_the_cgroup_limit(
