@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 import subprocess
 import sys
@@ -186,3 +187,13 @@ def test_requirements_equal_those_of_the_project() -> None:
     wanted = {*PROJECT["dependencies"], *extras["engine"], *extras["gateway"]}
     assert set(printed.splitlines()) == wanted
     assert len(printed.splitlines()) == len(wanted)
+
+
+def test_the_tests_of_images_fail_without_buildah(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "tests/images", "-x", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PATH": str(tmp_path)}
+    finished = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert finished.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "apt-get install buildah" in finished.stdout
