@@ -214,8 +214,8 @@ async def _create_pods(
     """Create the pods in order, and stop at the first one that the API server refuses.
 
     Returns:
-        (refusal, errors): why the API server refused a pod, or None, and the errors of other pods
-            that could not be created.
+        (refusal, errors). The refusal is why the API server refused a pod, or None. The errors are
+            those of other pods that could not be created.
     """
     errors: list[NameConflict | KubeError] = []
     for pod in pods:

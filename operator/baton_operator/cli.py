@@ -46,10 +46,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         asyncio.run(process.run(args))
     except KopfHangsError as error:
-        logger.error("exiting: %s", error)
+        logger.error("exiting with code 1, for a restart: %s", error)
         os._exit(1)  # sys.exit would wait for kopf's threads
     except (LeaseLostError, AddressError) as error:
-        logger.error("exiting: %s", error)
+        logger.error("exiting with code 1: %s", error)
         sys.exit(1)
     except ConfigException as error:
         hint = "" if args.kubeconfig else "; outside a cluster set --kubeconfig"
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         type=arguments.positive,
         default=RESYNC_S,
         metavar="S",
-        help="seconds between reconciles of every service without an event (default: %(default)s)",
+        help="seconds between two reconciles of a service without an event (default: %(default)s)",
     )
     add(
         "--leader-elect",

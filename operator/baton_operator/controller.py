@@ -25,7 +25,7 @@ from baton_operator.observe.freshness import MOVING_KINDS, Freshness
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 4
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0  # shortest and longest delay before a retry
 TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed
 MAX_PAUSE_S = 60.0  # longest pause that a Retry-After can cause
 
@@ -61,6 +61,7 @@ class Controller:
     applies to the whole client.
 
     Args:
+        reconcile: takes one step towards the desired state of one service.
         retried: called after each failed reconcile.
     """
 
@@ -108,7 +109,8 @@ class Controller:
     def observe(self, key: Key, kind: str, version: str, *, is_own_write: bool = False) -> None:
         """Queue a reconcile of the service, after a watch event for one of its objects.
 
-        After a failed reconcile, events of the operator's own writes are ignored.
+        While a failed reconcile waits for its retry, events of the operator's own writes do not
+        queue a reconcile.
 
         Args:
             kind: kind of the object.

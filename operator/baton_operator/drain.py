@@ -1,4 +1,4 @@
-"""Drain the members that `apply_members` marked as draining in an earlier reconcile."""
+"""Drain members: prefill and decode pods that an earlier reconcile marked as draining."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from baton_operator.plan.plan_group import Member
 async def drain_members(drainer: Drainer, observed: Observation) -> None:
     """Send `POST /drain` to each member that must drain.
 
-    The numbers of unfinished requests are added to `observed`, because the planner needs them.
+    The numbers of unfinished requests and transfers in the replies are stored in
+    `observed.members`, because the planner needs them.
     """
     addresses = {
         pod["metadata"]["name"]: pod.get("status", {}).get("podIP") for pod in observed.pods

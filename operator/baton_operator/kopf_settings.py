@@ -14,7 +14,8 @@ REQUEST_TIMEOUT_S = 30.0
 #: Seconds after which the server ends a watch. kopf then opens the next watch at the last resource
 #: version, so a working watch gets a response at least this often.
 WATCH_S = 240
-INACTIVITY_S = 70.0  # API servers send a bookmark every minute
+#: A watch without any data for this long is opened again. API servers send a bookmark every 60 s.
+INACTIVITY_S = 70.0
 STOP_S = 30.0
 LAST_BACKOFF_S = 10.0
 OURS = f"{names.LABEL_MANAGED_BY}={names.MANAGER}"

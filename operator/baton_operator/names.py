@@ -27,7 +27,7 @@ SERVICE_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 MANAGER = "baton-operator"
 
 LABEL_REVISION = f"{GROUP}/revision"
-LABEL_MEMBER = f"{GROUP}/member"  #: On member pods of both roles, for the headless Service.
+LABEL_MEMBER = f"{GROUP}/member"  #: On prefill and decode pods. The headless Service selects it.
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 
 ANNOTATION_DRAIN_STARTED = f"{GROUP}/drain-started"
@@ -86,7 +86,7 @@ def member_name(service: str, role: MemberRole, ordinal: int) -> str:
 
 
 def ordinal_of(member: str) -> int:
-    """Return the ordinal at the end of a member's name.
+    """Return the ordinal at the end of `member`, the name of a prefill or decode pod.
 
     Raises:
         ValueError: `member` does not end with an ordinal.
@@ -95,7 +95,11 @@ def ordinal_of(member: str) -> int:
 
 
 def is_member_name(name: str, service: str, role: str | None) -> bool:
-    """Return whether `name` is a member's name in this service and role."""
+    """Return whether `name` is SERVICE-ROLE-ORDINAL, the name of a prefill or decode pod.
+
+    Args:
+        role: role of the pod; None for a pod without a role label.
+    """
     return (
         role in MEMBER_ROLES
         and re.fullmatch(f"{re.escape(service)}-{role}-(0|[1-9][0-9]*)", name) is not None

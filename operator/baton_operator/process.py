@@ -24,13 +24,15 @@ from baton_operator.runtime import Runtime, open_runtime
 
 logger = logging.getLogger("baton_operator")
 
+#: The thread of kopf must stop within this time. Otherwise the process exits.
 STOP_TIMEOUT_S = 20.0
+#: The tasks of kopf are cancelled up to STOP_TRIES times, with STOP_TRY_S in between.
 STOP_TRIES, STOP_TRY_S = 6, 2.0
-CHECK_S = 2.0
+CHECK_S = 2.0  # interval of the check whether kopf must be restarted
 #: The server ends every watch after WATCH_S, and kopf opens the next one. kopf is restarted when
 #: none of its watches gets a response for SILENCE_S.
 SILENCE_S = 2 * kopf_settings.WATCH_S + 120.0
-RESTART_S = 2.0
+RESTART_S = 2.0  # pause before a restart of kopf
 
 
 class KopfHangsError(Exception):
@@ -184,7 +186,7 @@ async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
         # The loop is stopped after the wait, because closing it may hang.
         kopf_loop.call_soon_threadsafe(kopf_loop.stop)
         if not ended.done():
-            raise KopfHangsError(f"kopf did not stop within {STOP_TIMEOUT_S:g} s")
+            raise KopfHangsError(f"the watches (kopf) did not stop within {STOP_TIMEOUT_S:g} s")
         if not ended.cancelled() and isinstance(error := ended.exception(), KopfHangsError):
             raise error
 
@@ -222,6 +224,6 @@ async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.
                 return running.result()
             for task in asyncio.all_tasks() - ignored - {running}:
                 task.cancel()
-        raise KopfHangsError("kopf did not stop, even after its tasks were cancelled")
+        raise KopfHangsError("the watches (kopf) did not stop, even after they were cancelled")
     finally:
         stop.set()  # later errors are ignored

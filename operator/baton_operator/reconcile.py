@@ -59,6 +59,7 @@ from baton_protocol.topology import TopologyRequest
 
 logger = logging.getLogger(__name__)
 
+#: Interval while another owner's object or a missing API blocks the service (`is_conflict`).
 CONFLICT_REVISIT_S = 5.0
 #: Interval while a service is not Ready, because its deadlines pass without an event.
 UNSETTLED_REVISIT_S = 20.0

@@ -36,20 +36,18 @@ _SIZE_FIELDS = ("replicas", "autoscaling")
 
 
 class PreviousRevision(msgspec.Struct, frozen=True):
-    """The pod template and the ConfigMap of the previous revision of one role."""
+    """What the previous revision of one role's pods needs: the pod template and the ConfigMap."""
 
     template: MemberTemplate
     config_map: Object
 
 
 async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
-    """Record the service's spec as the newest record, and delete the oldest records beyond LIMIT.
+    """Store the service's spec as the newest ControllerRevision. Return its name.
 
-    The record in `status.servedRevision` is not deleted.
-
-    Returns:
-        The name of the record, for `status.specRevision`. Specs that result in equal pods share
-            one record.
+    `status.specRevision` shows this name. Specs that result in equal pods share one
+    ControllerRevision. The oldest ones beyond LIMIT are deleted, except the one in
+    `status.servedRevision`.
 
     Raises:
         KubeError: the API server refused a request.
@@ -86,10 +84,10 @@ async def recorded_spec(kube: Kube, service: Object) -> Object | None:
     This spec is used while the service is paused, and instead of an invalid spec.
 
     Returns:
-        None if no spec was rolled out, or if the record of that spec was deleted.
+        None if no spec was rolled out, or if the ControllerRevision of that spec was deleted.
 
     Raises:
-        KubeError: the records cannot be read.
+        KubeError: the ControllerRevisions cannot be read.
     """
     known = await _records(kube, service)
     if not known or recorded_name(service) not in (None, *known):
@@ -116,7 +114,11 @@ def with_sizes(recorded: Object, wanted: Object) -> Object:
 def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
     """Return the fields whose edits wait until a pause ends, for example `decode.template`.
 
-    These are the fields that differ between the specs `kept` and `wanted` and affect pods.
+    These are the fields that affect pods and differ between two specs.
+
+    Args:
+        kept: the spec that was rolled out last.
+        wanted: the spec of the service.
     """
     with contextlib.suppress(ValueError):  # decoding fills in the defaults of omitted fields
         kept, wanted = (msgspec.to_builtins(decode_spec(spec)) for spec in (kept, wanted))
@@ -136,7 +138,7 @@ def held_back(kept: Object, wanted: Object) -> tuple[str, ...]:
 
 
 def recorded_name(service: Object) -> str | None:
-    """Return the name of the newest record, from the service's status; None if there is none."""
+    """Return `status.specRevision`; None if no spec was rolled out."""
     return (service.get("status") or {}).get("specRevision")
 
 
@@ -150,11 +152,11 @@ async def find_previous_revisions(
     """Return the previous revision of each role that the current rollout changes.
 
     Args:
-        newest: name of the record of the spec that is rolled out.
+        newest: name of the ControllerRevision of the spec that is rolled out.
         templates: templates of the newest revision.
 
     Raises:
-        KubeError: the records cannot be read.
+        KubeError: the ControllerRevisions cannot be read.
     """
     name = (service.get("status") or {}).get("servedRevision")
     found = {} if name in (None, newest) else await _records(kube, service)

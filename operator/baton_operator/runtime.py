@@ -28,8 +28,8 @@ from baton_operator.status.status_probes import StatusProbes
 
 logger = logging.getLogger(__name__)
 
-RESYNC_S = 300.0
-CRD_POLL_S = 1.0
+RESYNC_S = 300.0  # default of --resync
+CRD_POLL_S = 1.0  # interval of the check whether the CRD is installed
 STUCK_S = TIMEOUT_S + 60.0  # a reconcile that runs this long has outlived its timeout
 
 
@@ -39,7 +39,7 @@ class Runtime:
     An instance belongs to the event loop in which it is created.
 
     Args:
-        reconcile: takes one step of one service.
+        reconcile: takes one step towards the desired state of one service.
         autoscale: runs the autoscaler until cancelled. Its argument is the function that queues a
             reconcile of a service.
         resync_s: seconds between two reconciles of a service for which no event arrives.
@@ -165,7 +165,9 @@ class Runtime:
             try:
                 services, _ = await self.kube.client.list(path)
             except (KubeError, OSError) as error:
-                logger.warning("LLMServices could not be listed for the resync: %s", error)
+                logger.warning(
+                    "LLMServices could not be listed; the next resync lists them again: %s", error
+                )
                 continue
             found |= {
                 names.Key(each["metadata"]["namespace"], each["metadata"]["name"])

@@ -5,8 +5,7 @@ The structs of the model, the groups and access are in `spec_*.py`.
 `crd.py` converts the structs to the CRD's schema. Docstrings and the `#:` comments of fields become
 descriptions. Types, `Meta` and defaults become bounds and defaults.
 
-The schema accepts only values that the engine supports. The descriptions state which bounds are
-temporary.
+The schema accepts only values that the engine supports.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ class KVTransfer(ApiStruct, frozen=True):
     #: ucx: UCX over TCP or RDMA. Its port has no authentication, so the cluster must enforce
     #: NetworkPolicies. tcp: authenticated sockets, for untrusted networks. shm: copies between
     #: processes that share a host and its namespaces. nixl: the NIXL library of the CUDA image,
-    #: with the same exposure as ucx. auto: for each peer, the first of shm, tcp and ucx that both
-    #: sides have. With RDMA, ucx comes before tcp.
+    #: whose port has no authentication either. auto: for each peer, the first of shm, tcp and ucx
+    #: that both sides have. With RDMA, ucx comes before tcp.
     transport: Literal["ucx", "tcp", "shm", "nixl", "auto"] = "ucx"
-    #: true: an engine refuses to start without an RDMA device or with a UCX without verbs. Its
-    #: message names what to change. false: RDMA is optional. Needs transport ucx or auto.
+    #: true: an engine refuses to start without an RDMA device or with a UCX without verbs. The
+    #: error message names what to change. false: RDMA is optional. Needs transport ucx or auto.
     rdma: bool = False
     #: pull: decode pods read the blocks from prefill pods. push: prefill pods write blocks to
     #: decode pods while they compute the next ones.

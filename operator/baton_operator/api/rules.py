@@ -57,17 +57,23 @@ def _is_no_certificate(gateway: Gateway) -> bool:
 
 
 def _prefill(spec: Spec) -> Engine:
-    """Return the tuning of the prefill engines of a spec with prefill."""
+    """Return the engine options of the prefill pods."""
     return merged(spec.engine, spec.prefill.engine if spec.prefill else None)
 
 
 def _decode(spec: Spec) -> Engine:
-    """Return the tuning of the decode engines."""
+    """Return the engine options of the decode pods."""
     return merged(spec.engine, spec.decode.engine)
 
 
 def _tuned(role: str, field: str, default: str) -> str:
-    """Return the CEL expression for a field of the tuning of `role`."""
+    """Return the CEL expression for the value of an engine field in the pods of `role`.
+
+    Args:
+        role: `prefill` or `decode`. Its own `engine` overrides the `engine` of the spec.
+        field: name of the field in the API.
+        default: the CEL expression for the value if neither `engine` sets the field.
+    """
     own, shared = f"self.{role}.engine", "self.engine"
     return (
         f"(has({own}) && has({own}.{field}) ? {own}.{field} : "
@@ -159,7 +165,7 @@ RULES = (
     ),
     Rule(
         "model",
-        "cache and credentialsSecret are for a uri of hf, s3 or gs: nothing else is fetched",
+        "cache and credentialsSecret need a uri of hf, s3 or gs: other models are not downloaded",
         "(!has(self.cache) && !has(self.credentialsSecret)) || self.uri.matches('^(hf|s3|gs)://')",
         lambda model: (
             (model.cache is None and model.credentials_secret is None) or is_fetched(model.uri)

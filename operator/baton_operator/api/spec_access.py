@@ -137,7 +137,8 @@ class Gateway(ApiStruct, frozen=True):
     #: this time the request fails. Unset: 30.
     resume_timeout_seconds: Annotated[int, Meta(ge=0, le=86400)] | None = None
     #: Seconds after which a request without progress continues on another decode pod, if one makes
-    #: progress. For an engine with long steps, it is twice its longest step. Unset: 30.
+    #: progress. If twice the longest step of an engine is longer, that time applies to the engine.
+    #: Unset: 30.
     stall_timeout_seconds: Annotated[int, Meta(ge=1, le=86400)] | None = None
     #: Seconds without a token after which a response that has begun continues on another decode
     #: pod, or fails if there is none within resumeTimeoutSeconds. Unlike stallTimeoutSeconds, it

@@ -117,9 +117,13 @@ class Engine(ApiStruct, frozen=True):
 
 
 def merged(service: Engine, role: Engine | None) -> Engine:
-    """Return the tuning of one role. The fields that `role` sets override those of `service`.
+    """Return the engine options of one role: those of `service`, overridden by those of `role`.
 
-    The extra arguments of `role` are appended to those of `service`.
+    The extra arguments of `role` are appended to the extra arguments of `service`.
+
+    Args:
+        service: `spec.engine`.
+        role: `spec.prefill.engine` or `spec.decode.engine`; None if it is not set.
     """
     if role is None:
         return service

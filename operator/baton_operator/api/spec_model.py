@@ -53,9 +53,9 @@ class Model(ApiStruct, frozen=True):
     credentials_secret: ObjectName | None = None
     #: Model name that clients use. Unset: the name of the LLMService.
     served_name: Annotated[str, Meta(min_length=1, max_length=253)] | None = None
-    #: Data type of weights and KV cache. auto: that of the checkpoint, or float32 on a CPU without
-    #: native multiplication in it. Engines with different types cannot exchange KV blocks. So set
-    #: it if the pods run on different machines.
+    #: Data type of weights and KV cache. auto: the type of the checkpoint, or float32 on a CPU that
+    #: has no instructions to multiply in that type. Engines with different types cannot exchange KV
+    #: blocks. So set it if the pods run on different machines.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     #: Type to which weights are rounded: int8, with a scale per output, or int4, with a scale per
     #: 32 inputs of an output. Only engines on CPUs support it. Unset: weights keep their type.

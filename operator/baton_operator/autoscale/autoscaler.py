@@ -32,7 +32,7 @@ from baton_operator.kube.events import Event
 from baton_operator.status.report_group import ReportedGroup
 
 logger = logging.getLogger(__name__)
-TICK_S = 0.5
+TICK_S = 0.5  # interval of the check whether a scrape of any service is due
 #: Minimum seconds between status writes if the size stays the same. The numbers in the message
 #: change with every scrape.
 PUBLISH_S = 60.0
@@ -97,7 +97,7 @@ class Autoscaler:
     # Called by reconciles
 
     def apply_sizes(self, resolved: ResolvedService, service: dict[str, Any]) -> ResolvedService:
-        """Return `resolved` with the sizes of the groups that have `autoscaling`.
+        """Return `resolved` with the decided sizes of the groups that have `autoscaling`.
 
         Args:
             service: the stored LLMService. Its status has the last decisions of an earlier operator
@@ -131,7 +131,7 @@ class Autoscaler:
         groups: Mapping[names.Role, ReportedGroup],
         pods: list[dict[str, Any]],
     ) -> None:
-        """Record the state that a reconcile observed, for the next scrape and decision.
+        """Store the groups and the scrape targets that the next scrape and decision use.
 
         Args:
             groups: the observed groups by role.

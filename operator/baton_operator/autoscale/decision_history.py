@@ -16,9 +16,12 @@ LONGEST_GAP_S = 120.0
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A recommendation that stayed the same from `since` to `until`, in seconds."""
+    """A recommendation that stayed the same from `since` to `until`.
 
-    size: int
+    Both times are in seconds, from the clock of the decisions.
+    """
+
+    size: int  # recommended number of engines
     since: float
     until: float
 
@@ -33,8 +36,8 @@ class Change(msgspec.Struct, frozen=True):
 class Breach(msgspec.Struct, frozen=True):
     """A target that was missed after the size was reduced."""
 
-    at: float  # time of the miss, in seconds
-    #: The load at that time, from `recommendations.load_per_engine`.
+    at: float  # time in seconds at which the target was missed
+    #: The load of one engine at that time, from `recommendations.load_per_engine`.
     load_per_engine: float
 
 
@@ -45,6 +48,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     runs: tuple[Run, ...] = ()
     #: Recent size changes, oldest first. The last change is kept at any age.
     changes: tuple[Change, ...] = ()
+    #: The last target that was missed after the size was reduced. None: there was none.
     breach: Breach | None = None
     #: Time since which no request was in progress. None: a request is in progress, or the time
     #: is not known.

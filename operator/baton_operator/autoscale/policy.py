@@ -76,7 +76,10 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Behavior(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast a size may change, and for how long measurements count. Times are in seconds."""
+    """How fast a size may change, and for how long measurements count. Times are in seconds.
+
+    The rules at the top of this module use the fields.
+    """
 
     #: Length of the measurement window.
     window_s: float = 60.0
@@ -110,6 +113,7 @@ class RoleState(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     #: Number of existing pods, including draining pods.
     pods: int
+    #: Number of engines that serve.
     ready: int
     #: The operation that must end before the size changes, for example a rollout. Empty: none.
     operation: str = ""
@@ -211,7 +215,7 @@ def _choose(
         )
         recommended = history.last_recommended(now) if is_shrinking else None
         return _Choice(n, reason, why, recommended, idle_since=idle, is_settled=is_settled)
-    assert window is not None, "without one there is a hold"
+    assert window is not None, "_hold keeps the size while there are no measurements"
     measured = window.roles[group.role]
     recommendations = _recommend(now, group, window, measured, targets, history, behavior)
     decisive = max(recommendations, key=lambda each: each.size)
@@ -358,7 +362,8 @@ def _grown(
     before = n - max(0, history.changed(now, behavior.step_s))
     size = min(size, max(n, 2 * before, before + behavior.up_step), bounds.max)
     if size == n:
-        return n, "Stabilizing", f"{text}, but not more within {behavior.step_s:g} s"
+        why = f"the group has already grown as much as it may within {behavior.step_s:g} s"
+        return n, "Stabilizing", f"{text}, but {why}"
     return size, decisive.reason, decisive.text if size == recommended else text
 
 
@@ -372,6 +377,7 @@ def _shrunk(
     before = n - min(0, history.changed(now, behavior.step_s))
     size = max(size, min(n, before - max(1, int(before * behavior.down_fraction))))
     if size == n:
-        why = f"{recommended} would be enough, but no fewer within {behavior.step_s:g} s"
+        limit = f"the group has already shrunk as much as it may within {behavior.step_s:g} s"
+        why = f"{recommended} would be enough, but {limit}"
         return n, "Stabilizing", f"{why}: {text}"
     return size, "BelowTargets", text

@@ -30,6 +30,7 @@ QUEUE_SHARE = 0.1
 #: Number of waiting requests per engine that counts as a queue. Fewer may have arrived during a
 #: step.
 WAITING_PER_ENGINE = 1.0
+#: Number of waiting requests per engine up to which the queue does not prevent a smaller size.
 WAITING_AT_REST = 0.1
 #: Largest recommended size. It exceeds every bound that the spec allows.
 LARGEST = 10_000
@@ -125,7 +126,8 @@ def _prefill_latency(
         )
     if role.queue_s < QUEUE_SHARE * targets.ttft_s and role.waiting < WAITING_PER_ENGINE:
         why = f"requests wait only {_time(role.queue_s)} for an engine"
-        return Recommendation("TargetUnreachable", n, f"{text}, but {why}: more would not help")
+        why += ": more engines would not help"
+        return Recommendation("TargetUnreachable", n, f"{text}, but {why}")
     if _ttft_of_next_s(n, role) > limit_s:
         return Recommendation("TTFTAboveTarget", n, text)
     return Recommendation(
@@ -147,7 +149,7 @@ def _prefill_queue(n: int, role: RoleWindow, targets: Targets, tolerance: float)
         return Recommendation(
             "RequestsQueue",
             max(n, _needed(n, role, targets)),
-            f"{text}, the next has its first token {after}",
+            f"{text}, and the next one gets its first token {after}",
         )
     return Recommendation("RequestsQueue", 1 if role.waiting <= WAITING_AT_REST else n, text)
 
@@ -251,7 +253,7 @@ def _growth(n: int, m: int, running: float) -> float:
 
 
 def _kv_usage(n: int, role: RoleWindow, targets: Targets, tolerance: float) -> Recommendation:
-    text = f"KV is {role.kv_usage:.0%} in use for a target of {targets.kv_usage:.0%}"
+    text = f"{role.kv_usage:.0%} of KV blocks are in use for a target of {targets.kv_usage:.0%}"
     if role.kv_usage > (1 + tolerance) * targets.kv_usage:
         return Recommendation("KVUsageHigh", _ceil(n * role.kv_usage / targets.kv_usage), text)
 
@@ -291,11 +293,11 @@ def recommend_after_breach(
     limit = (1 - tolerance) * breach.load_per_engine
     size = n if limit <= 0 else min(n, _ceil(n * load_per_engine(n, prefill, role) / limit))
     load = (
-        f"{breach.load_per_engine:.0%} busy"
+        f"were {breach.load_per_engine:.0%} busy"
         if prefill
-        else f"{breach.load_per_engine:.0f} tokens/s per engine"
+        else f"generated {breach.load_per_engine:.0f} tokens/s each"
     )
-    return Recommendation("RecentBreach", size, f"a target was recently missed at {load}")
+    return Recommendation("RecentBreach", size, f"a target was recently missed when engines {load}")
 
 
 def _ceil(size: float) -> int:

@@ -177,6 +177,7 @@ class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
     #: Mean fraction of time in which an engine computes, 0 to 1. Without that metric: the mean
     #: number of prompts that are being computed, at most 1 (Little's law).
     busy: float = 0.0
+    #: Running sequences per engine.
     running: float = 0.0
     #: Waiting requests per engine, excluding those that wait for KV blocks of a prefill engine.
     waiting: float = 0.0

@@ -5,6 +5,7 @@
 - `gateway`, `coordinator`: the Deployment and the Service of each.
 - `ingress`, `http_route`: access to the gateway from outside the cluster.
 - `config`: ConfigMaps with the configuration of engines and gateway.
+- `engine_settings`: the options of `baton-engine` that fields of the spec set.
 - `service_key`: the Secret with the key that all processes of a service share.
 - `network_policy`, `disruption_budget`: the objects of those kinds.
 - `accounts`: ServiceAccounts, and the gateway's Role and RoleBinding.

@@ -28,7 +28,8 @@ def gateway_account(resolved: ResolvedService) -> Object:
 def gateway_role(resolved: ResolvedService) -> Object:
     """Return the Role that lets the gateway list and watch pods and Services.
 
-    Pods are the engines. The gateway's Service shows whether the service is scaled to zero by hand.
+    The gateway discovers engines as pods. An annotation of the gateway's Service shows whether the
+    service is scaled to zero by hand.
     """
     return {
         "apiVersion": "rbac.authorization.k8s.io/v1",

@@ -101,10 +101,10 @@ COMPUTED = {
 def configure(
     resolved: ResolvedService, role: names.MemberRole, own: dict[str, Any]
 ) -> EngineConfig:
-    """Return the configuration from the operator's `own` values and the spec.
+    """Return the configuration of `baton-engine` in pods of `role`.
 
     Args:
-        own: values by option. `extraArgs` cannot set these options.
+        own: the values that the operator sets, by option. `extraArgs` cannot set these options.
 
     Raises:
         ValueError: an extra argument is refused, or a value is out of bounds. The message names the

@@ -11,13 +11,13 @@ from typing import Any
 
 #: Maximum depth of nested values. A pod has far fewer levels.
 MAX_DEPTH = 100
-_SHOWN = 80
+_SHOWN = 80  # maximum length of a value in an error message, in characters
 
 
 def must_be(what: str, path: str, got: Any) -> ValueError:
     """Return a ValueError with the message `<path> must be <what>, got <got>`.
 
-    A long `got` is truncated.
+    A `got` of more than _SHOWN characters is truncated.
     """
     shown = json.dumps(got)
     return ValueError(

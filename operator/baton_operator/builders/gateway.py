@@ -82,8 +82,8 @@ def service(resolved: ResolvedService) -> Object:
     """Return the gateway's Service.
 
     After an edit of `gateway.tls`, the Service has ports for both schemes while pods of both are
-    ready. An annotation shows gateways that the service is scaled to zero by hand. It is not in
-    their configuration, because a change of that would replace their pods.
+    ready. An annotation shows the gateways that the service is scaled to zero by hand. The
+    gateways' configuration does not contain this, because a change of it would replace their pods.
     """
     metadata = resolved.metadata(names.gateway_name(resolved.name), "gateway")
     if resolved.is_scaled_to_zero_by_hand:

@@ -9,6 +9,7 @@ from baton_operator.builders.free_form_fields import must_be
 #: Merge keys of lists that do not merge by `name`. `ports` merges by `name` here, but by
 #: `containerPort` in Kubernetes.
 _MERGE_KEYS = {"volumeMounts": "mountPath", "ports": "name", "hostAliases": "ip"}
+#: Lists without a merge key. Items of the overlay are appended.
 _APPENDED = {"tolerations", "imagePullSecrets"}
 #: Lists whose items replace the item with the same key instead of merging with it. A variable with
 #: both a value and a reference would be invalid.

@@ -91,7 +91,7 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
         return self.spec.decode if role == "decode" else self.spec.prefill
 
     def engine(self, role: names.MemberRole) -> Engine:
-        """Return the tuning of the engines of `role`."""
+        """Return the engine options of `role`. Its own `engine` overrides `spec.engine`."""
         group = self.group(role)
         return merged(self.spec.engine, group.engine if group else None)
 

@@ -64,7 +64,8 @@ def name_of(key: ServiceKey) -> str:
 def volume(resolved: ResolvedService) -> Object:
     """Return the pod volume with the service key.
 
-    Every user in the container can read the key, because an overlay may change the user.
+    Every user in the container can read the key, because the `template` in the spec may change the
+    user of the container.
     """
     return {
         "name": VOLUME,

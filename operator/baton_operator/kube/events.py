@@ -32,6 +32,10 @@ class Events:
     async def emit(
         self, service: Object, reason: str, message: str, *, warning: bool = False
     ) -> None:
+        """Log an Event about `service`, and write it to the service's namespace.
+
+        A message of more than MAX_MESSAGE characters is truncated.
+        """
         type_, level = ("Warning", logging.WARNING) if warning else ("Normal", logging.INFO)
         metadata = service["metadata"]
         message = message[:MAX_MESSAGE]

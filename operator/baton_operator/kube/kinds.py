@@ -32,7 +32,7 @@ _RESOURCES = {
     "HTTPRoute": ("gateway.networking.k8s.io/v1", "httproutes"),
 }
 PLURALS = frozenset(plural for _, plural in _RESOURCES.values())
-MAX_OWN_WRITES = 4096
+MAX_OWN_WRITES = 4096  # number of own writes that `Kube.is_own_write` remembers
 
 
 class Kube:

@@ -173,7 +173,10 @@ class Elector:
                     await self._read()
             except (KubeError, OSError) as error:
                 logger.warning(
-                    "the Lease was not renewed; without a renewal the operator exits in %.1f s: %s",
+                    "the Lease %s/%s was not renewed; without a renewal the operator exits in "
+                    "%.1f s: %s",
+                    self._namespace,
+                    self._name,
                     election.held_s,
                     error_text(error),
                 )
@@ -194,7 +197,10 @@ class Elector:
             await self._write(release=True)
         except (KubeError, OSError) as error:
             logger.warning(
-                "the Lease was not released, so it has to expire first: %s", error_text(error)
+                "the Lease %s/%s was not released, so the next operator waits until it expires: %s",
+                self._namespace,
+                self._name,
+                error_text(error),
             )
 
     async def _pause(self) -> None:

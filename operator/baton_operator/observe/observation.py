@@ -41,7 +41,8 @@ class Reference(NamedTuple):
 class Observation(msgspec.Struct, kw_only=True):
     """The observed state of one service.
 
-    Later steps of the reconcile add the objects that they list or write.
+    Its members are the prefill and decode pods. Later steps of the reconcile add the objects that
+    they list or write.
     """
 
     key: names.Key
@@ -66,7 +67,7 @@ class Observation(msgspec.Struct, kw_only=True):
     coordinator: str | None = None
     #: Reply of the coordinator. None: the coordinator did not reply, or no request was sent.
     topology: TopologyStatus | None = None
-    #: Replies of members that fetch or load the model, by pod name.
+    #: Replies to `GET /health` of members that fetch or load the model, by pod name.
     loading: dict[str, Health] = {}
     #: Replies to `GET /ready` of members that are paused or asleep, by pod name.
     suspended: dict[str, Health] = {}
@@ -79,7 +80,7 @@ class Observation(msgspec.Struct, kw_only=True):
     #: Whether the service is paused before any spec was rolled out. In any other pause, `service`
     #: contains the spec that was rolled out last.
     has_no_recorded_spec: bool = False
-    #: Fields whose edits wait for the end of the pause.
+    #: Fields of the spec whose edits wait until `spec.paused` is false.
     held_back: tuple[str, ...] = ()
 
     @property
@@ -215,7 +216,7 @@ def _is_set(service: Object, *path: str) -> bool:
 
 
 def member(pod: Object) -> Member:
-    """Return the observed state of a member pod, as the input of the planner."""
+    """Return the observed state of a prefill or decode pod, as the input of the planner."""
     metadata, status = pod["metadata"], pod.get("status", {})
     annotations = metadata.get("annotations") or {}
     phase = status.get("phase", "Pending")

@@ -27,6 +27,8 @@ _Reply = TypeVar("_Reply")
 
 
 class _PodClient:
+    """Sends requests to pods over one HTTP session. `port` is the port of the pods."""
+
     port: int
 
     def __init__(self, session: aiohttp.ClientSession, port: int | None = None) -> None:
@@ -101,6 +103,8 @@ class _Drain(msgspec.Struct):
 
 
 class Drainer(_PodClient):
+    """HTTP client of engines, for draining them."""
+
     port = ENGINE_HTTP_PORT
 
     async def drain(self, host: str, key: ServiceKey | None = None) -> int | None:
@@ -113,6 +117,8 @@ class Drainer(_PodClient):
 
 
 class CoordinatorClient(_PodClient):
+    """HTTP client of the coordinators of expert-parallel groups."""
+
     port = COORDINATOR_HTTP_PORT
 
     async def topology(self, host: str, key: ServiceKey | None = None) -> TopologyStatus | None:

@@ -50,9 +50,11 @@ from baton_operator.plan.plan_group import (
 from baton_operator.plan.topology_view import TopologyView
 from baton_protocol.topology import ACTIVE_PHASES, TopologyRequest, TopologyStatus
 
+#: Interval of reconciles while members leave or the topology changes. No watch event reports the
+#: progress of either.
 REVISIT_S = 1.0
-#: How long started members wait for members that were created at the same time. All of them then
-#: join in one operation.
+#: Age up to which a new member that has not started delays those that have. All of them then join
+#: in one operation.
 JOIN_TOGETHER = timedelta(seconds=30)
 #: A running rank registers with its coordinator at once. A draining pod that has not registered
 #: after this time is not a member of the topology.
@@ -69,7 +71,7 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     #: Reply of the coordinator. None: the coordinator did not reply.
     topology: TopologyStatus | None
-    #: Topology in the status of the service.
+    #: Topology in the status of the service. None: the status has none.
     recorded: llmservice.TopologyStatus | None = None
     drain_timeout_s: float
     update: Update = Update()
@@ -147,7 +149,7 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
 
 
 def operation_id(group: ExpertGroup, desired: list[str], topology: TopologyStatus) -> str:
-    """Return the id for a request of the members `desired`.
+    """Return the operation id of a topology request for the members `desired`.
 
     The id is a hash of the observed state, so it stays the same after a restart of the operator.
     The hash includes the generation and the id of the previous operation. So a later request for
@@ -308,7 +310,7 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
 def _deletion_reason(
     member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime
 ) -> str:
-    """Return why a member outside the topology may be deleted now; empty if it may not."""
+    """Return why a member outside the topology may be deleted now; empty if it must stay."""
     if not member.serving and member not in last:
         return "it had not started"
     if not member.draining:

@@ -1,6 +1,7 @@
 """Plan the next step of one group of independent engines. Pure: no client and no clock.
 
-A member leaves in three steps. Each step is observed in the cluster before the next one:
+A member is one pod of the group. A member leaves in three steps. Each step is observed in the
+cluster before the next one:
 
 1. The member is marked as draining, so gateways send it no new requests.
 2. The member drains until it has no unfinished request or transfer, or the drain timeout passes
@@ -32,6 +33,7 @@ import msgspec
 
 #: A pod that still exists this long after its grace period is on a lost node, and is ignored.
 STUCK_TERMINATING = timedelta(seconds=30)
+#: Interval of `POST /drain` requests to a draining member. No watch event reports its progress.
 POLL_DRAIN_S = 0.5
 #: Minimum age at which a failed member is deleted. It limits how often a pod that fails at its
 #: start is created again.
@@ -39,7 +41,7 @@ FAILED_HOLD = timedelta(seconds=10)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """The observed state of one member pod."""
+    """The observed state of one member: a prefill or decode pod."""
 
     name: str
     ordinal: int
@@ -49,7 +51,8 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     serving: bool = False  # the container has started, so the member may hold requests
     draining: bool = False
     drain_started: datetime | None = None
-    unfinished: int | None = None  # reply to POST /drain; None: no request, or no reply
+    #: Number of unfinished requests and transfers in the reply to POST /drain. None: no reply.
+    unfinished: int | None = None
     deletion: datetime | None = None  # end of the grace period; None: it is not being deleted
     created: datetime | None = None
     #: Last time when it was ready, paused or asleep, or else its creation. None: it is ready.
@@ -65,7 +68,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Update(msgspec.Struct, frozen=True, kw_only=True):
-    """How a rollout replaces members of an earlier revision.
+    """How a rollout replaces members of an earlier revision (`spec.updateStrategy`).
 
     No member is replaced if `max_surge` and `max_unavailable` are both 0.
     """
@@ -233,7 +236,7 @@ def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) 
 
 
 def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> str:
-    """Return why a draining member may be deleted now; empty if it may not."""
+    """Return why a draining member may be deleted now; empty if it must stay."""
     if not member.serving:
         return "it is not running"
     if member.unfinished == 0:
@@ -274,8 +277,8 @@ def _outdated_to_replace(
     num_ready = sum(m.ready for m in [*newest, *outdated])
     if not num_ready and not newest:
         return outdated  # no member serves, so no capacity can be lost
-    # A new member that is not ready may never become ready. So an outdated member stays in its
-    # place, even if that one is not ready.
+    # A new member that is not ready may never become ready. So an outdated member stays for each
+    # such new member, even if the outdated member is not ready either.
     num_replaceable = len(outdated) - (min_ready - sum(m.ready for m in newest))
     highest_first = sorted(outdated, key=lambda m: -m.ordinal)
     unready = [m for m in highest_first if not m.ready][: max(0, num_replaceable)]

@@ -16,8 +16,8 @@ from baton_operator.plan.plan_group import GroupPlan
 
 QUOTA_EXCEEDED = "QuotaExceeded"
 POD_REFUSED = "PodRefused"
-FIRST_DELAY_S = 1.0
-LAST_DELAY_S = 30.0
+FIRST_DELAY_S = 1.0  # delay after the first refusal
+LAST_DELAY_S = 30.0  # longest delay
 _DENIED = ("admission webhook", "ValidatingAdmissionPolicy")
 #: HTTP codes of refusals that an immediate retry does not change.
 _REFUSING = (400, 403, 422)
@@ -31,6 +31,8 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class _Refused(msgspec.Struct, frozen=True):
+    """The last refusal of a pod of one group, and when to create pods again."""
+
     revision: str
     refusal: Refusal
     delay_s: float
@@ -92,6 +94,7 @@ class RefusedPods:
         return delay_s
 
     def get(self, key: names.Key, role: names.Role) -> Refusal | None:
+        """Return the last recorded refusal of a pod of `role`; None if there is none."""
         refused = self._refused.get((key, role))
         return refused.refusal if refused else None
 

@@ -73,6 +73,7 @@ class TopologyView:
         return any(entry.rank is not None for entry in self._entries[name])
 
     def serves(self, name: str) -> bool:
+        """Return whether the member is a rank in phase SERVING."""
         return any(
             entry.rank is not None and entry.phase is RankPhase.SERVING
             for entry in self._entries.get(name, ())
@@ -93,8 +94,9 @@ def record(
 ) -> llmservice.TopologyStatus | None:
     """Return the topology for the status; None if none is known.
 
-    The result is the coordinator's reply. In two cases the result is the recorded topology without
-    deleted pods: there is no reply, or the coordinator has no generation after a restart.
+    The result is the coordinator's reply and the recorded ranks that have not registered again. In
+    two cases the result is the recorded topology without deleted pods: there is no reply, or the
+    coordinator has no generation after a restart.
 
     Args:
         topology: the coordinator's reply; None without a reply.
@@ -136,7 +138,9 @@ def record(
     )
 
 
-def asleep(status: llmservice.TopologyStatus | None) -> llmservice.TopologyStatus | None:
+def without_waiting_operation(
+    status: llmservice.TopologyStatus | None,
+) -> llmservice.TopologyStatus | None:
     """Return `status` without an operation that waits for members, if the group has no rank.
 
     After a scale to zero, such an operation never ends: the coordinator keeps waiting for the last

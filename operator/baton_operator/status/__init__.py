@@ -7,6 +7,6 @@
 - `report_events`: the Events about changes of the status.
 - `diagnose`: why pods are not ready.
 - `reasons`: the reasons of conditions, by progress and failure.
-- `status_probes`: requests for state that only the status shows.
+- `status_probes`: requests for state that no watched object contains.
 - `status_writer`: writes the status and the Events.
 """

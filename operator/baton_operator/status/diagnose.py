@@ -1,6 +1,6 @@
 """Find out why a group of pods is not ready. Pure.
 
-`_POLICIES` is a chain of checks, with the most specific check first.
+`diagnose` runs the checks in `_POLICIES` in their order, the most specific check first.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from baton_operator.status.reasons import Failure, Progress
 from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.progress import Health
 
-#: The last line of a component whose configuration is wrong (docs/internals/pods.md).
+#: The last line that a component prints if its configuration is wrong (docs/internals/pods.md).
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]{0,99}): (.*)$", re.MULTILINE)
+#: Number of restarts from which an unready container counts as crash looping. One restart is enough
+#: if the kubelet reports CrashLoopBackOff.
 CRASH_LOOP_RESTARTS = 2
 LOST = "ContainerStatusUnknown"  # reason of a container that was lost with its node or kubelet
 SIGNALLED = 128  # the exit code after a signal is this number plus the number of the signal
@@ -50,7 +52,7 @@ class Suspension(NamedTuple):
     remedy: str
 
 
-#: By the reason in the engine's reply to `GET /ready`.
+#: Suspensions by the reason in the engine's reply to `GET /ready`.
 SUSPENSIONS = {
     "Asleep": Suspension(Progress.ENGINE_ASLEEP, "asleep", "wake up with POST /wake_up"),
     "Paused": Suspension(Progress.ENGINE_PAUSED, "paused", "resume with POST /resume"),
@@ -76,8 +78,7 @@ def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) ->
 def fatal(pod: Object) -> Diagnosis | None:
     """Return the FATAL line of a failed container as a diagnosis; None if there is no such line.
 
-    The message names the fields of the spec beside the options of the engine.
-    The pod must not be ready.
+    In the message, the field of the spec follows each engine option. The pod must not be ready.
     """
     for _, terminated in _failures(pod):
         if lines := FATAL.findall(terminated.get("message") or ""):
@@ -100,7 +101,9 @@ def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | N
 def _waiting(pod: Object, reason: str, states: Collection[str], words: str) -> Diagnosis | None:
     """Return a diagnosis with `reason` if a container of the pod waits, else None.
 
-    Only containers whose waiting reason is in `states` count.
+    Args:
+        states: only containers whose waiting reason is one of these count.
+        words: text after the pod's name in the message.
     """
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
@@ -220,7 +223,7 @@ def _ending(terminated: Object) -> str:
     """
     code = terminated.get("exitCode", 0)
     if terminated.get("reason") == "OOMKilled":
-        return "ended because it used more memory than its limit"
+        return "ended because it used more memory than its limit; raise its memory limit"
     if signal := terminated.get("signal") or max(code - SIGNALLED, 0):
         return f"ended by signal {signal}"
     lines = (terminated.get("message") or "").strip().splitlines()
@@ -232,8 +235,11 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
 
     A pod whose last attempt to fetch or load failed is preferred.
 
+    Args:
+        health: replies to `GET /health` of pods that fetch or load the model, by pod name.
+
     Returns:
-        None if no pod reports progress.
+        None if none of `pods` has such a reply.
     """
     reporting = {pod["metadata"]["name"] for pod in pods} & health.keys()
     if not reporting:
@@ -248,8 +254,13 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
 def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
     """Return the progress of a new attempt to fetch or load the model.
 
-    The caller appends this text to the message of a failure. Empty if no pod reports progress in
-    numbers.
+    The caller appends this text to the message of a failure.
+
+    Args:
+        health: as in `still_loading`.
+
+    Returns:
+        Empty if no pod reports its progress in numbers.
     """
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
     under_way = still_loading(pods, measured)

@@ -1,7 +1,8 @@
 """The reasons of conditions that this package decides.
 
-Other reasons come from `reconcile_problems`, `plan.refused_pods`, `autoscale.policy`, the FATAL
-lines of components, and `GET /health` of pods.
+Other reasons come from `reconcile_problems`, `plan.refused_pods` and `autoscale.policy`, from
+replies to `GET /health` of pods, and from the line `FATAL REASON: MESSAGE` that a component prints
+before it exits.
 """
 
 from __future__ import annotations
@@ -68,5 +69,5 @@ class Failure(StrEnum):
 
 
 def is_progress(reason: str) -> bool:
-    """Return whether the reason of a condition says that something is under way."""
+    """Return whether `reason`, the reason of a condition, is one of `Progress`."""
     return reason in set(Progress)

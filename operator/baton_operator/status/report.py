@@ -28,8 +28,8 @@ from baton_operator.status.report_update import updating_verdict
 from baton_protocol.kv_compatibility import KVCompatibility
 
 MAX_MESSAGE = 32768  # maximum length of a condition's message in the CRD
-ON_TARGET = "OnTarget"
-BLIND_REASONS = ("MetricsMissing", "MetricsStale")  # of an autoscaler without measurements
+ON_TARGET = "OnTarget"  # reason of the autoscaler if the size meets all targets
+BLIND_REASONS = ("MetricsMissing", "MetricsStale")  # reasons if it has no measurements
 
 
 def report(
@@ -52,9 +52,10 @@ def report(
         groups: the observed groups. The condition of a missing group is Unknown.
         cluster_ip: address of the gateway's Service; None if there is none yet.
         problem: the first error of this reconcile, which makes Ready False; None without an error.
-        spec_revision: name of the ControllerRevision with the spec that is rolled out.
+        spec_revision: name of the ControllerRevision with the spec that is rolled out; None if no
+            spec was rolled out.
         kv: KV compatibility that engines reported, by pod name.
-        held_back: fields whose edits wait for the end of a pause.
+        held_back: fields of the spec whose edits wait until `spec.paused` is false.
     """
     before = service.get("status") or {}
     members = [groups[role] for role in names.MEMBER_ROLES if role in groups]
@@ -187,12 +188,12 @@ def _scaling(members: list[ReportedGroup]) -> Verdict | None:
 def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None) -> Verdict | None:
     """Return the condition Scaling of a service; None if nothing scales its groups.
 
-    If the topology is at rest, the condition describes the groups in `sized`. In all other cases,
-    and if `sized` is empty, the condition is `of_topology`.
+    While the topology of an expert-parallel group changes or is unknown, and if `sized` is empty,
+    the condition is `of_topology`. Otherwise the condition describes the groups in `sized`.
 
     Args:
         sized: the groups with `autoscaling`.
-        of_topology: scaling of the expert-parallel group; None without such a group.
+        of_topology: the condition Scaling of the expert-parallel group; None without such a group.
     """
     if not sized or (of_topology is not None and of_topology[:2] != ("False", Settled.AT_REST)):
         return of_topology

@@ -15,7 +15,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.desired import Desired
 from baton_operator.observe.observation import Observation, Reference, condition, is_ready
 from baton_operator.plan.refused_pods import POD_REFUSED, Refusal, refusal_reason
-from baton_operator.plan.topology_view import asleep, record, recorded_for
+from baton_operator.plan.topology_view import record, recorded_for, without_waiting_operation
 from baton_operator.status.diagnose import (
     Diagnosis,
     Verdict,
@@ -50,13 +50,13 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     topology: GroupTopology | None = None
     #: Autoscaling status of a group with `autoscaling`.
     autoscaling: AutoscalingStatus | None = None
-    #: Replies of pods that fetch or load the model, by name.
+    #: Replies to `GET /health` of pods that fetch or load the model, by pod name.
     loading: Mapping[str, Health] = {}
-    #: Replies of engines that are paused or asleep, by pod name.
+    #: Replies to `GET /ready` of engines that are paused or asleep, by pod name.
     suspended: Mapping[str, Health] = {}
-    #: When unready pods were last found paused or asleep, by name.
+    #: When unready pods were last found paused or asleep, by pod name.
     suspended_at: Mapping[str, datetime] = {}
-    #: Why the API server refuses further pods.
+    #: Why the API server refuses further pods. None: it does not.
     refusal: Refusal | None = None
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
@@ -179,12 +179,12 @@ def refusal_of_deployment(deployment: Object) -> Refusal | None:
 
 def _topology(observed: Observation, resolved: ResolvedService) -> GroupTopology:
     """Return the topology of the expert-parallel group, from the last reply of the coordinator."""
-    assert resolved.coordinator is not None, "a template of ranks needs it"
+    assert resolved.coordinator is not None, "a group has ranks only with a coordinator"
     pods = {pod["metadata"]["name"] for pod in observed.pods}
     topology, recorded = observed.topology, recorded_for(observed.service, resolved.coordinator)
     status = record(topology, recorded, pods, resolved.coordinator)
     return GroupTopology(
-        status=status if resolved.replicas("decode") else asleep(status),
+        status=status if resolved.replicas("decode") else without_waiting_operation(status),
         reachable=topology is not None,
         requested=frozenset(topology.desired) if topology else frozenset(),
     )
@@ -327,9 +327,9 @@ def _incompatible(
     )
     if not givers or not takers:
         return ""
-    for ours, theirs, can_not in (
-        (givers, takers, "prefill pods can hand KV blocks to no decode pod"),
-        (takers, givers, "decode pods can take KV blocks from no prefill pod"),
+    for ours, theirs, problem in (
+        (givers, takers, "prefill pods cannot send KV blocks to any decode pod"),
+        (takers, givers, "decode pods cannot receive KV blocks from any prefill pod"),
     ):
         alone = [
             name
@@ -338,6 +338,6 @@ def _incompatible(
         ]
         if alone:
             why = differences(kv[alone[0]], kv[theirs[0]], alone[0], theirs[0])
-            counts = f"{len(alone)} of {len(ours)} {can_not}"
+            counts = f"{len(alone)} of {len(ours)} {problem}"
             return f"{counts}, so decode pods compute the prompts: {why}"
     return ""

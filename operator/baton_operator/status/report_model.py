@@ -52,8 +52,8 @@ def model_verdict(
     another model.
 
     Args:
-        refusal: why the API server refused a pod or, if it refused none, the problem of the
-            reconcile. Empty: there is neither.
+        refusal: why the API server refused a pod, or else the first problem of this reconcile.
+            Empty: no pod was refused, and there is no problem.
         before: the previous status of the service.
     """
     if model.uri.startswith("image://") and "volume" in refusal.lower():
@@ -105,7 +105,7 @@ def _verdict_without_pods(model: Model, members: list[ReportedGroup]) -> Verdict
 
 
 def _had_model(model: Model, before: Object) -> bool:
-    """Return whether pods had the model at this uri, according to the status `before`."""
+    """Return whether pods had the model at `model.uri`, according to the status `before`."""
     was_available = condition({"status": before}, MODEL_AVAILABLE).get("status") == "True"
     return was_available and (before.get("model") or {}).get("uri") == model.uri
 

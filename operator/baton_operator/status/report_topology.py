@@ -1,4 +1,7 @@
-"""Compute the condition and the Events about the topology of an expert-parallel group. Pure."""
+"""Compute the condition and the Events about the topology of an expert-parallel group. Pure.
+
+The topology is the set of ranks that serve together. Each change makes a new generation of it.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ _KINDS = {
 class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
     """The topology of an expert-parallel group, as input of the status."""
 
-    status: TopologyStatus | None
-    reachable: bool
+    status: TopologyStatus | None  # None: no topology is known
+    reachable: bool  # whether the coordinator replied in this reconcile
     requested: frozenset[str] = frozenset()  # members of the last request to the coordinator
 
     @property
@@ -45,7 +48,7 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
         return Verdict(
             "Unknown",
             Failure.COORDINATOR_UNREACHABLE,
-            "the coordinator does not answer; ranks keep serving, and no member is removed; "
+            "the coordinator does not answer; ranks keep serving, and none of them is removed; "
             "check the coordinator's pod",
         )
     status = topology.status
@@ -69,13 +72,19 @@ def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
     if len(ranks) < desired:
         reason = Progress.SCALING_UP if ranks else Progress.FORMING
         return Verdict(
-            "True", reason, f"waiting for pods to join: {len(ranks)} of {desired} are ranks"
+            "True",
+            reason,
+            f"waiting for pods to join the group: {len(ranks)} of {desired} are ranks",
         )
     if len(ranks) > desired:
         return Verdict(
-            "True", Progress.SCALING_DOWN, f"ranks: {len(ranks)} exist, {desired} desired"
+            "True",
+            Progress.SCALING_DOWN,
+            f"waiting for ranks to leave the group: {len(ranks)} exist, {desired} are desired",
         )
-    return Verdict("False", Settled.AT_REST, f"generation {generation} with {len(ranks)} ranks")
+    return Verdict(
+        "False", Settled.AT_REST, f"generation {generation} of the topology has {len(ranks)} ranks"
+    )
 
 
 def _reason(operation: OperationStatus, ranks: set[str], requested: frozenset[str]) -> str:

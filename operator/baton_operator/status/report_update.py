@@ -26,7 +26,8 @@ from baton_operator.status.diagnose import (
 from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_group import ReportedGroup
 
-#: Reasons, the most specific first.
+#: Reasons of the condition, the most urgent first. The condition describes the group that has the
+#: first of these reasons.
 _ORDER = (
     Failure.ROLLOUT_STALLED,
     POD_REFUSED,
@@ -53,7 +54,7 @@ def updating_verdict(
     """Return the condition Updating.
 
     Args:
-        held_back: fields whose edits wait for the end of the pause.
+        held_back: fields of the spec whose edits wait until `spec.paused` is false.
     """
     under_way = [rollout for rollout in (_rollout(group, now) for group in groups) if rollout.old]
     counts = "; ".join(map(_counts, under_way))
@@ -96,7 +97,8 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     deadline = timedelta(seconds=progress_deadline_s)
     late = [p for p in unready if now - (unready_since(p, group.suspended_at) or now) > deadline]
     if late:
-        why = f"{named(late)} not ready within {progress_deadline_s} s"
+        verb = "were" if len(late) > 1 else "was"
+        why = f"{named(late)} {verb} not ready within {progress_deadline_s} s"
         cause = f": {found.message}" if found else ""
         hint = "pods of the earlier revision keep serving; correct the spec or undo the edit"
         return Diagnosis(Failure.ROLLOUT_STALLED, f"{why}{cause}; {hint}")

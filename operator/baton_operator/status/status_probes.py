@@ -1,4 +1,4 @@
-"""Send requests for state that the status shows.
+"""Request the state that no watched object contains.
 
 Pods report loading progress, KV compatibility, and whether they are paused or asleep. The API
 server shows which Secrets and ConfigMaps do not exist although pods wait for them.
@@ -38,6 +38,7 @@ from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health
 
+#: Timeout of one request to a pod. It is short, because the reconcile waits for the reply.
 TIMEOUT_S = 1.0
 #: Concurrent requests to pods, over all services.
 CONCURRENCY = 64
@@ -47,7 +48,9 @@ MAX_PROBED = 16
 
 
 class StatusProbes:
-    """Sends `GET /health` and `GET /ready` to members, and stores replies for later reconciles.
+    """Sends `GET /health` and `GET /ready` to prefill and decode pods (members).
+
+    Their KV compatibility and times of suspension are stored for later reconciles.
 
     Args:
         session: HTTP session for requests to pods. None: no such request is sent.

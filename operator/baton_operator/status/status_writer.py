@@ -14,6 +14,8 @@ from baton_operator.kube.kinds import Kube
 
 
 class StatusWriter:
+    """Writes the status and the Events of services to the API server."""
+
     def __init__(self, kube: Kube, events: Events) -> None:
         self._kube = kube
         self._events = events

@@ -152,8 +152,8 @@ BROKEN: list[tuple[str, Object]] = [
     ("uri must be file:///DIR, pvc://", {"model": {"uri": "file://models/m"}}),
     ("uri must not have ..", {"model": {"uri": "pvc://c/../m"}}),
     ("uri must not be /, /tmp,", {"model": {"uri": "file:///tmp"}}),
-    ("cache and credentialsSecret are for", {"model": {**M["model"], "credentialsSecret": "s"}}),
-    ("cache and credentialsSecret are for", {"model": {**M["model"], "cache": {"claim": "c"}}}),
+    ("cache and credentialsSecret need", {"model": {**M["model"], "credentialsSecret": "s"}}),
+    ("cache and credentialsSecret need", {"model": {**M["model"], "cache": {"claim": "c"}}}),
     (
         "exclude each other",
         {"model": {"uri": "hf://o/m", "cache": {"claim": "c", "hostPath": "/c"}}},

@@ -102,7 +102,7 @@ def test_a_pod_without_a_compatible_peer_is_named() -> None:
     message = condition(
         reported(group("prefill", of("prefill", 0)), group("decode", *pods), kv), "PrefillReady"
     )[2]
-    assert "1 of 2 decode pods can take KV blocks from no prefill pod" in message
+    assert "1 of 2 decode pods cannot receive KV blocks from any prefill pod" in message
     assert "block_size is 32 at demo-decode-1 and 16 at demo-prefill-0" in message
 
 

@@ -15,10 +15,10 @@ from baton_operator.names import ANNOTATION_SERVICE_KEY
 from baton_operator.observe.pod_clients import CoordinatorClient
 from baton_operator.plan.topology_view import (
     TopologyView,
-    asleep,
     filter_by_service_key,
     record,
     recorded_for,
+    without_waiting_operation,
 )
 from baton_operator.status.report_group import ReportedGroup, group_verdict
 from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
@@ -127,13 +127,20 @@ def test_the_record_survives_a_restart_of_the_coordinator_but_drops_deleted_pods
 
 def test_a_group_at_zero_waits_for_no_ranks() -> None:
     waits = operation("waiting", "form", reason="waits for demo-decode-0")
-    assert asleep(status(generation=4, last=waits)) == status(generation=4)
+    assert without_waiting_operation(status(generation=4, last=waits)) == status(generation=4)
     scaled = operation("done", "scale")
-    assert asleep(status(generation=4, last=scaled)) == status(generation=4, last=scaled)
+    assert without_waiting_operation(status(generation=4, last=scaled)) == status(
+        generation=4, last=scaled
+    )
     leaving = status("demo-decode-0", last=waits)
-    assert asleep(leaving) == leaving, "the leaving rank still exists"
-    assert asleep(None) is None
-    assert operation_events(status(last=scaled), asleep(status(generation=4, last=waits))) == []
+    assert without_waiting_operation(leaving) == leaving, "the leaving rank still exists"
+    assert without_waiting_operation(None) is None
+    assert (
+        operation_events(
+            status(last=scaled), without_waiting_operation(status(generation=4, last=waits))
+        )
+        == []
+    )
 
 
 def test_ranks_of_another_coordinator_are_ignored() -> None:
@@ -166,7 +173,10 @@ def test_time_alone_does_not_change_the_status() -> None:
 
 FAILED = operation("failed", reason="c: no memory")
 VERDICTS: dict[str, tuple[Any, set[str], int, tuple[str, str, str]]] = {
-    "at rest": (status("a", "b"), {"a", "b"}, 2, ("False", "AtRest", "generation 3 with 2 ranks")),
+    "at rest": (
+        status("a", "b"), {"a", "b"}, 2,
+        ("False", "AtRest", "generation 3 of the topology has 2 ranks"),
+    ),
     "scaled to zero": (
         status(last=operation("waiting", "form")), {"a"}, 0,
         ("False", "AtRest", "the group is scaled to zero"),
@@ -181,7 +191,7 @@ VERDICTS: dict[str, tuple[Any, set[str], int, tuple[str, str, str]]] = {
         ("True", "ScalingUp", "preparing generation 4"),
     ),
     "growing, and pods load": (
-        status("a"), {"a"}, 2, ("True", "ScalingUp", "waiting for pods to join: 1 of 2"),
+        status("a"), {"a"}, 2, ("True", "ScalingUp", "waiting for pods to join the group: 1 of 2"),
     ),
     "shrinking": (
         status("a", "b", last=operation("committing")), {"a"}, 1,

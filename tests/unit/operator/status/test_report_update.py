@@ -153,7 +153,7 @@ def test_a_new_pod_that_is_paused_or_asleep_does_not_stall_the_rollout(
     late = [*pods, made(new(3), **LATE)]
     verdict = condition(reported(late, suspended, suspended_at), "Updating")
     assert verdict[:2] == ("False", "RolloutStalled")
-    assert "decode: pod demo-decode-3 not ready" in verdict[2]
+    assert "decode: pod demo-decode-3 was not ready" in verdict[2]
 
 
 @pytest.mark.parametrize(
