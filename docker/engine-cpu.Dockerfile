@@ -5,7 +5,7 @@ FROM $BASE AS dependencies
 # This index has torch without CUDA. pip prefers its version (+cpu) to the one on PyPI.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /source
-# Without pip: the pip of the base installs into it.
+# The environment has no pip: the pip of the base image installs into it.
 RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
@@ -22,8 +22,8 @@ COPY kernels kernels
 COPY kv_transfer kv_transfer
 COPY operator/baton_kube operator/baton_kube
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl
-# Compiles for every instruction set; the processor that runs the image selects one. The engine is slower
-# without them, so a missing file fails the build here.
+# Compiles the CPU kernels for every instruction set; the processor that runs the image selects one. The engine is
+# slower without compiled kernels, so a missing file fails the build here.
 RUN cd / && python -m baton_kernels.cpu.build \
     && cp -r "$(python -c 'from baton_kernels.cpu.libraries import BUILT; print(BUILT)')" /built \
     && ls /built/*.so

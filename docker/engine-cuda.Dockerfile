@@ -1,13 +1,13 @@
 # Engine, coordinator and gateway for NVIDIA GPUs. All pods of a service use one `spec.image`, also those without
 # a GPU.
 #   docker build -f docker/engine-cuda.Dockerfile -t baton:0.1.0 .
-# torch's wheels contain CUDA's libraries and the node has the driver, so the base image has no CUDA. It is CUDA 12
-# because UCX's wheels need it.
+# torch's wheels contain CUDA's libraries and the node has the driver, so the base image has no CUDA. torch is built
+# for CUDA 12, because UCX's wheels need CUDA 12.
 ARG BASE=python:3.11.14-slim-bookworm
 FROM $BASE AS dependencies
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cu126
 WORKDIR /source
-# Without pip: the pip of the base installs into it.
+# The environment has no pip: the pip of the base image installs into it.
 RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./
@@ -28,8 +28,8 @@ COPY kernels kernels
 COPY kv_transfer kv_transfer
 COPY operator/baton_kube operator/baton_kube
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl
-# Compiles for every instruction set; the processor that runs the image selects one. The engine is slower
-# without them, so a missing file fails the build here.
+# Compiles the CPU kernels for every instruction set; the processor that runs the image selects one. The engine is
+# slower without compiled kernels, so a missing file fails the build here.
 RUN cd / && python -m baton_kernels.cpu.build \
     && cp -r "$(python -c 'from baton_kernels.cpu.libraries import BUILT; print(BUILT)')" /built \
     && ls /built/*.so

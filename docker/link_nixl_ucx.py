@@ -37,8 +37,8 @@ def main(folder: Path) -> None:
     # NIXL's wheel has no libucs_signal. Without this link ucxx would load the one of libucx-cu12,
     # and with it a second libucs.
     (folder / "libucs_signal.so").symlink_to(folder / "libucs.so")
-    # UCX loads modules from the folder of libucs, with the suffix of its name. Modules of modules
-    # (mlx5 of ib) use the full name.
+    # UCX loads its modules from the folder of libucs, under names that end in .so as `libucs.so`
+    # does. A module of a module (mlx5 of ib) is loaded under its full name.
     for path in (libraries / "ucx").glob("*.so.*"):
         (folder / "ucx" / f"{path.name.partition('.')[0]}.so").symlink_to(path)
         (folder / "ucx" / path.name).symlink_to(path)

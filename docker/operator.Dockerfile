@@ -3,7 +3,7 @@
 ARG BASE=python:3.11.14-slim-bookworm
 FROM $BASE AS dependencies
 WORKDIR /source
-# Without pip: the pip of the base installs into it.
+# The environment has no pip: the pip of the base image installs into it.
 RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
 COPY pyproject.toml constraints.txt ./

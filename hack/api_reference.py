@@ -21,7 +21,8 @@ from baton_operator.names import API_VERSION, KIND
 
 Schema = dict[str, Any]
 
-#: A default that the process has, at the end of a description. The schema has no default then.
+#: Matches the default of a process at the end of a description. The schema of such a field has no
+#: default.
 _UNSET = re.compile(r" Unset: (?!none)(\S+)\.$")
 
 _INTRODUCTION = f"""# {KIND}

@@ -29,7 +29,8 @@ IMAGES = {
     "engine-cpu": ("baton", "-cpu"),
     "engine-cuda": ("baton", ""),
 }
-#: Runs in the image's base, because the SBOM's tool is not part of the image.
+#: Prints the SBOM of the Python packages in an image. The program runs in a container of the image,
+#: where the SBOM tool is mounted at /sbom.
 LIST_PYTHON_PACKAGES = """
 import runpy, sys
 sys.path.append("/sbom")

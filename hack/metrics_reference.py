@@ -133,7 +133,7 @@ def _registered(found: Iterable[object]) -> Iterator[tuple[Metric, tuple[str, ..
 
 
 def _labels(metric: object) -> tuple[str, ...]:
-    # prometheus_client's public API has the label names of samples only, and there are none yet.
+    # prometheus_client's public API has label names only in samples, and no sample exists yet.
     names: Iterable[str] = vars(metric)["_labelnames"]
     return tuple(names)
 

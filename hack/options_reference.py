@@ -91,13 +91,14 @@ class _Process(NamedTuple):
 
     name: str
     parser: argparse.ArgumentParser
-    packages: tuple[str, ...]  #: Its code. Other packages may read equal fields for themselves.
-    others: tuple[str, ...]  #: Packages below these that belong to another process.
-    depth: int  #: Components of the name of a package or module in the column "read by".
+    packages: tuple[str, ...]  #: The code of the process. Only reads in it are shown.
+    others: tuple[str, ...]  #: Packages inside `packages` that belong to another process.
+    depth: int  #: Number of components of the dotted names in the column "read by".
     declared: Iterable[Option] = ()
     fields: Mapping[str, _Field] = {}  #: By path.
     spec: Mapping[str, str] = {}  #: Fields of the LLMService by option.
-    roles: Mapping[str, str] | None = None  #: By option. None: there is no such column.
+    #: Role of the engines that read an option, by option. None: there is no column "role".
+    roles: Mapping[str, str] | None = None
 
 
 def render(present: str) -> str:

@@ -1,4 +1,4 @@
-"""Requests a streamed chat answer, and checks whether gateways are connected to all engines."""
+"""Request a streamed chat answer, and check whether gateways are connected to all engines."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Answer:
     text: str
     #: Seconds from the request to the first text.
     ttft_s: float
+    #: Number of generated tokens.
     tokens: int
     #: Tokens per second after the first token.
     tokens_per_s: float
