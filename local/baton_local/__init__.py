@@ -10,6 +10,7 @@
 - `display`: the tables of `baton status` and `baton up`.
 - `ask`: one request to an OpenAI endpoint, with its timing.
 - `cluster_api`: a client of a local cluster's API server.
+- `demo_model`: the model of `baton up`, or a demo checkpoint.
 - `manifest_file`: the YAML files that users write.
 - `detach`: `baton up` in the background.
 - `state`: the state folder and its lock.

@@ -26,6 +26,7 @@ from baton_protocol import arguments
 if TYPE_CHECKING:
     from baton_local.service_status import ServiceStatus
 
+#: Largest value of --ready-after and --drain-after, in seconds: about 116 days.
 MAX_SIMULATED_S = 1e7
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -99,7 +100,9 @@ def _add_up(commands: _Commands) -> None:
         "up", help="start a local cluster around one LLMService", allow_abbrev=False
     )
     up.add_argument("-f", "--file", type=Path, required=True, help="YAML with one LLMService")
-    up.add_argument("--model", type=Path, help="folder served as the one in spec.model.uri")
+    up.add_argument(
+        "--model", type=Path, help="folder of the model, served instead of spec.model.uri"
+    )
     mode = up.add_mutually_exclusive_group()
     mode.add_argument(
         "--once", action="store_true", help="exit after one answer: 0, or 1 if anything failed"
@@ -111,22 +114,22 @@ def _add_up(commands: _Commands) -> None:
         "--control-plane",
         choices=["embedded", "real"],
         default="embedded",
-        help="default: embedded",
+        help="the API server: Baton's own, or kube-apiserver with etcd (default: embedded)",
     )
     up.add_argument(
         "--ingress-port",
         type=arguments.port,
         default=0,
-        help="of the Ingress proxy on 127.0.0.1 (default: a free one)",
+        help="port of the Ingress proxy on 127.0.0.1 (default: a free port)",
     )
     up.add_argument(
         "--timeout",
         type=arguments.positive,
         default=180.0,
         metavar="SECONDS",
-        help="for Ready, and then for the answer (default 180)",
+        help="longest wait for Ready, and then for the answer (default 180)",
     )
-    up.add_argument("--max-tokens", type=int, default=48, help="of the demonstration answer")
+    up.add_argument("--max-tokens", type=int, default=48, help="length of the answer (default 48)")
     up.set_defaults(run=_run_up)
 
 
@@ -165,30 +168,30 @@ def _add_plan(commands: _Commands) -> None:
         "new",
         type=Path,
         metavar="NEW",
-        help="YAML with the same LLMService, changed; alone: created",
+        help="YAML with the same LLMService after the edit; without OLD: a new LLMService",
     )
     plan.add_argument(
-        "--steps", type=arguments.count, default=200, metavar="N", help="bound (default 200)"
+        "--steps", type=arguments.count, default=200, metavar="N", help="longest plan (default 200)"
     )
     plan.add_argument(
         "--ready-after",
         type=_simulated_s,
         default=30.0,
         metavar="SECONDS",
-        help="from the start of a new member until it is ready (default 30)",
+        help="time from the start of a new pod until it is ready (default 30)",
     )
     plan.add_argument(
         "--drain-after",
         type=_simulated_s,
         default=5.0,
         metavar="SECONDS",
-        help="time in which a member finishes its requests (default 5)",
+        help="time in which a draining pod finishes its requests (default 5)",
     )
     plan.add_argument(
-        "--never-ready", action="store_true", help="members made from NEW never become ready"
+        "--never-ready", action="store_true", help="pods of the new spec never become ready"
     )
     plan.add_argument(
-        "--capacity", type=arguments.count, metavar="N", help="members that the nodes have room for"
+        "--capacity", type=arguments.count, metavar="N", help="prefill and decode pods that fit"
     )
     plan.add_argument("-o", "--output", choices=["text", "json"], default="text")
     plan.set_defaults(run=_run_plan)
@@ -232,7 +235,7 @@ def _running_cluster() -> ClusterInfo:
         what = (
             "is still starting"
             if state.supervisor()
-            else f"is not running (no supervisor holds {state.root})"
+            else f"is not running (no `baton up` uses {state.root})"
         )
         raise NoClusterError(f"the local cluster {what}; start one with `baton up -f FILE`")
     return info

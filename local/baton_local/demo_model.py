@@ -1,6 +1,7 @@
-"""Provides the model of `baton up`: the folder of --model, or a demo checkpoint.
+"""Provide the model of `baton up`: the folder of --model, or a demo checkpoint.
 
-Pods look for the folder of a `file://` model in the state folder's `host/` first.
+The folder of a `file://` model is looked up in the state folder's `host/` first. So a link there
+replaces the folder.
 """
 
 from __future__ import annotations

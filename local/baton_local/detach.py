@@ -18,7 +18,7 @@ STOP_TIMEOUT_S = 60.0
 
 
 class NoAnswerError(Exception):
-    """Raised when `baton up` has ended, or its service has not answered in time."""
+    """Raised when `baton up` has ended before its service answered, or no answer came in time."""
 
 
 def run_detached(command: list[str], timeout_s: float, state: StateDir, console: Console) -> int:
@@ -34,7 +34,7 @@ def run_detached(command: list[str], timeout_s: float, state: StateDir, console:
     """
     if (pid := state.supervisor()) is not None:
         console.print(
-            f"[red]baton up:[/] a local cluster is already running (supervisor {pid}); "
+            f"[red]baton up:[/] a local cluster is already running (process {pid}); "
             "`baton down` ends it"
         )
         return 1
@@ -52,7 +52,7 @@ def run_detached(command: list[str], timeout_s: float, state: StateDir, console:
     try:
         info = _wait_for_answer(supervisor, state, timeout_s)
     except NoAnswerError as error:
-        console.print(f"[red]baton up:[/] {escape(str(error))}; the supervisor printed:")
+        console.print(f"[red]baton up:[/] {escape(str(error))}; its output was:")
     finally:
         if info is None:  # also after Ctrl-C, which does not reach the supervisor's session
             _stop(supervisor)
@@ -76,7 +76,7 @@ def _wait_for_answer(
         supervisor: the process of `baton up`.
 
     Raises:
-        NoAnswerError: the supervisor has ended, or `timeout_s` has passed.
+        NoAnswerError: `baton up` has ended, or `timeout_s` has passed.
     """
     deadline = time.monotonic() + timeout_s
     while supervisor.poll() is None:

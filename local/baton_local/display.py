@@ -1,4 +1,4 @@
-"""Shows the status of a service on a terminal, for `baton status` and `baton up`."""
+"""Show the status of a service on a terminal, for `baton status` and `baton up`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the YAML files that users write: one LLMService, and other Kubernetes objects."""
+"""Read the YAML files that users write: one LLMService, and other Kubernetes objects."""
 
 from __future__ import annotations
 

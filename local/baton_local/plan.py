@@ -1,4 +1,4 @@
-"""`baton plan`: prints the steps of a rollout or resize from one manifest to another.
+"""`baton plan`: print the steps of a rollout or resize from one manifest to another.
 
 `baton_local.preview` computes the steps with the operator's own planner.
 """
@@ -25,7 +25,7 @@ from baton_operator.api.crd import custom_resource_definition
 from pocketkube.apiserver.schema.structural import StructuralSchema
 
 _STYLES = {"ready": "green", "no room": "red", "starting": "yellow", "standby": "yellow"}
-MAX_VALUE_LENGTH = 60
+MAX_VALUE_LENGTH = 60  # longest value of a changed field that is printed whole, in characters
 
 
 def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: str) -> int:

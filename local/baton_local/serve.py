@@ -36,13 +36,14 @@ from baton_protocol.options import comma_separated
 from pocketkube.lifecycle import kill_at_end_of_parent
 from pocketkube.ports import LOOPBACK, free_ports
 
-POLL_S = 0.2
+POLL_S = 0.2  # interval of the requests to /ready and /metrics
 #: Interval between messages while the engine or the gateway is not ready.
 PROGRESS_S = 5.0
 #: Time for a child to end after its own drain timeout, before SIGKILL.
 _EXIT_GRACE_S = 10.0
+#: Time for the gateway to notice that the engine has ended.
 _NOTICE_S = 2.0
-_LINE_BYTES = 2**20
+_LINE_BYTES = 2**20  # longest line of a child's output that is printed
 #: Engine flags that `baton serve` sets itself, or that have no meaning without Kubernetes.
 _OURS = ("--model", "--config", "--engine-port", "--http-port", "--kv-role", "--kv-port")
 
@@ -60,10 +61,12 @@ def flags_parser() -> argparse.ArgumentParser:
         "--port",
         type=arguments.port,
         default=8000,
-        help="of the endpoint (default 8000; 0: a free one)",
+        help="port of the endpoint (default 8000; 0: a free port)",
     )
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="name clients use (default: the folder's)"
+        "--served-model-name",
+        metavar="NAME",
+        help="model name that clients use (default: the folder's)",
     )
     parser.add_argument(
         "--max-concurrent-requests", type=int, metavar="N", help="sequences served at once"
@@ -91,14 +94,14 @@ def flags_parser() -> argparse.ArgumentParser:
         type=arguments.positive,
         default=30.0,
         metavar="SECONDS",
-        help="at the end (default 30)",
+        help="time for running requests to finish at the end (default 30)",
     )
     parser.add_argument(
         "--ready-timeout-s",
         type=arguments.positive,
         default=600.0,
         metavar="SECONDS",
-        help="default 600",
+        help="longest wait for the engine and the gateway to be ready (default 600)",
     )
     return parser
 
@@ -138,7 +141,8 @@ def run_serve(model: str, flags: list[str]) -> int:
 class _Child:
     """A child process. Its output is printed with the child's name before each line.
 
-    A FATAL line is not printed, because engine and gateway report the same wrong model.
+    FATAL lines are not printed here, because engine and gateway both print one for a wrong model.
+    `_Server._fail` prints the line of the child that failed first.
     """
 
     name: str
@@ -176,7 +180,7 @@ class _Child:
             text = line.decode(errors="replace").rstrip("\n")
             if text.strip():
                 self.last_line = text
-            if text.startswith("FATAL "):  # `_Server._fail` prints it if this child failed first
+            if text.startswith("FATAL "):
                 continue
             print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
 

@@ -24,7 +24,7 @@ class StateDirError(Exception):
 
 
 class ClusterRunningError(StateDirError):
-    """Raised when another supervisor holds the lock of the state folder."""
+    """Raised when another `baton up` holds the lock of the state folder."""
 
 
 class _Written(msgspec.Struct):
@@ -34,7 +34,7 @@ class _Written(msgspec.Struct):
 
 
 class ClusterInfo(_Written):
-    """The description of the running cluster, which its supervisor writes for other commands."""
+    """The description of the running cluster, which `baton up` writes for other commands."""
 
     kubeconfig: str
     namespace: str
@@ -73,7 +73,7 @@ class StateDir:
         """Make this process the supervisor: hold the folder's lock until the process ends.
 
         Raises:
-            ClusterRunningError: another supervisor holds the lock.
+            ClusterRunningError: another process is the supervisor.
         """
         self.make()
         with self._usable():
@@ -90,7 +90,10 @@ class StateDir:
         self._info_path.unlink(missing_ok=True)
 
     def supervisor(self) -> int | None:
-        """Return the pid of the supervisor that uses this folder; None if no supervisor runs."""
+        """Return the pid of the supervisor: the `baton up` that uses this folder.
+
+        None: no `baton up` uses this folder.
+        """
         with self._usable():
             try:
                 lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -147,7 +150,7 @@ class StateDir:
                 if self.supervisor() is None:
                     return True
                 time.sleep(0.05)
-        raise StateDirError(f"supervisor {pid} holds {self.root} and does not end")
+        raise StateDirError(f"`baton up` (process {pid}) uses {self.root} and cannot be killed")
 
     @contextlib.contextmanager
     def _usable(self) -> Iterator[None]:

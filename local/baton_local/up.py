@@ -1,4 +1,4 @@
-"""`baton up`: starts a local cluster with one LLMService, and requests one streamed answer.
+"""`baton up`: start a local cluster with one LLMService, and request one streamed answer.
 
 The steps are:
 
@@ -362,5 +362,5 @@ async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, mes
     deadline = time.monotonic() + timeout_s
     while not await condition():
         if time.monotonic() > deadline:
-            raise UpError(f"{message} within {timeout_s:g} s")
+            raise UpError(f"{message} within {timeout_s:g} s; see the logs with `baton logs`")
         await asyncio.sleep(0.05)

@@ -10,8 +10,8 @@ from pocketkube.cluster import LocalCluster
 from pocketkube.lifecycle import run_until_terminated
 from pocketkube.ports import parse_port
 
-START_TIMEOUT_S = 60.0
-HEAL_INTERVAL_S = 0.5
+START_TIMEOUT_S = 60.0  # longest wait for the API server
+HEAL_INTERVAL_S = 0.5  # interval of the check whether a component has ended
 
 
 def main() -> None:
@@ -34,7 +34,10 @@ def main() -> None:
         help="the API server: pocketkube's own, or kube-apiserver with etcd",
     )
     parser.add_argument(
-        "--ingress-port", type=parse_port, default=0, help="0 lets the system choose"
+        "--ingress-port",
+        type=parse_port,
+        default=0,
+        help="port of the Ingress proxy; 0: a free port",
     )
     parser.add_argument("--node-name", default="pocketkube")
     args = parser.parse_args()

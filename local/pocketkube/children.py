@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pocketkube.lifecycle import kill_at_end_of_parent
 
-STOP_TIMEOUT_S = 20.0
-LOG_LINES = 15
+STOP_TIMEOUT_S = 20.0  # time from SIGTERM to SIGKILL
+LOG_LINES = 15  # number of log lines in an error message
 
 
 class ComponentError(Exception):
@@ -79,5 +79,6 @@ class Children:
                 process.wait()
 
     def log_tail(self, name: str) -> str:
+        """Return the last LOG_LINES lines of the log of the child `name`."""
         lines = (self._logs / f"{name}.log").read_text(errors="replace").splitlines()
         return "\n".join(lines[-LOG_LINES:])

@@ -37,6 +37,7 @@ class _Series:
 
     name: str
     count: int
+    #: Monotonic time of the last repetition.
     last: float
 
 
@@ -100,7 +101,7 @@ class EventRecorder:
                 await self._write(event)
             except (KubeError, OSError) as error:
                 logger.warning(
-                    "could not write event %s of %s: %s",
+                    "Event %s of %s is dropped, because it could not be written: %s",
                     event["reason"],
                     event["involvedObject"]["name"],
                     error,

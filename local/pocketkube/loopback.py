@@ -63,8 +63,8 @@ class LoopbackAddresses:
         self._added.add(address)
         self._save()
         error = _ip("add", address)
-        # The address exists already. A killed process recorded it in another file. This process
-        # takes the address over.
+        # If the address exists already, a killed process recorded it in another file. This process
+        # then takes the address over.
         there = "File exists" in error or "already assigned" in error
         if error and not there:
             self._added.discard(address)

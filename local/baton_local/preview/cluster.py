@@ -1,4 +1,4 @@
-"""The simulated cluster: member pods that start, drain and end.
+"""The simulated cluster: prefill and decode pods that start, drain and end.
 
 The cluster has no clock: its methods get the time as an argument.
 """
@@ -30,12 +30,12 @@ class Conditions(msgspec.Struct, frozen=True, kw_only=True):
     drain_after_s: float = 5.0
     #: Whether pods of the new spec never become ready.
     never_ready: bool = False
-    #: Member pods that the nodes have room for; None for no limit.
+    #: Number of prefill and decode pods that the nodes have room for; None for no limit.
     capacity: int | None = None
 
 
 class Pod(Member, frozen=True, kw_only=True):
-    """A simulated member pod: the planner's `Member` with the times of the next state changes."""
+    """A simulated prefill or decode pod: a `Member` with the times of its next state changes."""
 
     role: names.MemberRole
     becomes_ready: bool = True
@@ -66,7 +66,7 @@ class Pod(Member, frozen=True, kw_only=True):
 
 
 class Cluster:
-    """The simulated member pods of one service, and their coordinator."""
+    """The simulated prefill and decode pods of one service, and their coordinator."""
 
     def __init__(self, conditions: Conditions, pods: Iterable[Pod]) -> None:
         """Create a cluster with `pods`, all of which are ready."""

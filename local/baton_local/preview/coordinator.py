@@ -17,9 +17,9 @@ from baton_protocol.topology import (
     TopologyStatus,
 )
 
-NEVER = datetime.max.replace(tzinfo=UTC)
-PREPARE = timedelta(seconds=5)
-COMMIT = timedelta(seconds=1)
+NEVER = datetime.max.replace(tzinfo=UTC)  #: Time of an event that does not happen.
+PREPARE = timedelta(seconds=5)  #: Simulated duration of the preparation of a topology.
+COMMIT = timedelta(seconds=1)  #: Simulated duration of its commit.
 
 
 class Coordinator:

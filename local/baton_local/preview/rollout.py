@@ -1,4 +1,4 @@
-"""Runs the operator's planner on a simulated cluster, whose clock jumps to the next event."""
+"""Run the operator's planner on a simulated cluster, whose clock jumps to the next event."""
 
 from __future__ import annotations
 

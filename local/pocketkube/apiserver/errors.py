@@ -20,7 +20,7 @@ class FieldError:
     field: str
     #: For example FieldValueInvalid or FieldValueRequired.
     reason: str
-    #: Without the field's name, for example `Required value`.
+    #: The message without the field's name, for example `Required value`.
     message: str
 
     def __str__(self) -> str:
@@ -98,6 +98,7 @@ class ApiError(Exception):
         self.details = details
 
     def status(self) -> dict[str, Any]:
+        """Return the error as a metav1.Status."""
         body: dict[str, Any] = {
             "kind": "Status",
             "apiVersion": "v1",

@@ -59,8 +59,10 @@ class Resource:
     list_kind: str = ""
     #: Storage key, by default `qualified`. Kinds with the same key are views of the same objects.
     storage: str = ""
+    #: Whether a custom resource definition declares the kind.
     custom: bool = False
     verbs: tuple[str, ...] = VERBS
+    #: Remark in the table of README.md.
     note: str = ""
 
     @property

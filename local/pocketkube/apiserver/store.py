@@ -66,7 +66,11 @@ def _terms(storage: str, obj: Object) -> Iterator[Term]:
 
 
 class Store:
-    """All objects by storage key (`pods`, `deployments.apps`), then by namespace and name."""
+    """All objects by storage key (`pods`, `deployments.apps`), then by namespace and name.
+
+    Args:
+        window: number of events to keep per storage key, and of unsent events per watch.
+    """
 
     def __init__(self, window: int = DEFAULT_WINDOW) -> None:
         self._window = window

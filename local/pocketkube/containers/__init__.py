@@ -10,4 +10,5 @@
 - `process`: the processes of one container.
 - `exec_process`: a further command in a running container.
 - `guardian`: a process that kills all containers when the kubelet ends.
+- `usage`: the CPU time and the memory of containers.
 """

@@ -38,6 +38,7 @@ class ContainerState:
     """The state of one container. `ContainerRunner` writes the state, and `pod_status` reads it."""
 
     state: Waiting | Running | Terminated = field(default_factory=Waiting)
+    #: How the previous instance ended; None if there was none.
     last: Terminated | None = None
     restart_count: int = 0
     container_id: str = ""

@@ -25,6 +25,7 @@ from pocketkube.lifecycle import kill_at_end_of_parent, wait_up_to
 
 logger = logging.getLogger(__name__)
 
+#: In the environment of all processes of containers.
 KUBELET_MARKER = "POCKETKUBE_KUBELET_ID"
 CONTAINER_MARKER = "POCKETKUBE_CONTAINER_ID"
 #: In the environment of commands that `kubectl exec` runs in a container.
@@ -106,7 +107,11 @@ class Guard:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.to_thread(self._process.wait)
             except TimeoutError:
-                logger.warning("the guardian is still killing processes after %g s", timeout_s)
+                logger.warning(
+                    "the guardian is still killing the containers' processes after %g s; the next "
+                    "kubelet waits for its end",
+                    timeout_s,
+                )
         os.close(self._lock)
 
     def _spawn(self) -> None:
@@ -224,7 +229,9 @@ class Process:
         """Kill the container's remaining processes, and read the rest of their output."""
         while not await asyncio.to_thread(guardian.kill_all, {self.pid}, self._marker, 5.0):
             logger.warning(
-                "processes of %s survive SIGKILL; a device may hang: see `dmesg`", self._marker
+                "processes with %s in their environment survive SIGKILL; a device may hang: see "
+                "`dmesg`",
+                self._marker,
             )
         await self._exited.wait()
         if not await wait_up_to(_DRAIN_S, self._drained):

@@ -14,6 +14,7 @@ from pathlib import Path
 import aiohttp
 
 from baton_kube.client import KubeClient, Object
+from baton_kube.reflector import key_of
 from pocketkube.containers.backoff import BackoffPolicy
 from pocketkube.containers.container_log import ContainerLog, rotated
 from pocketkube.containers.container_state import ContainerState, Running, Terminated, Waiting
@@ -48,7 +49,9 @@ class Services:
     http: aiohttp.ClientSession
     lookup: Lookup
     backoff: BackoffPolicy
+    #: Interval at which configMap, secret and token files are refreshed.
     refresh_s: float
+    #: The node's address.
     host_ip: str
     #: Folder where the paths of hostPath volumes are looked up before `/`.
     host_root: Path | None
@@ -184,8 +187,9 @@ class ContainerRunner:
             (outcome,) = await asyncio.gather(probes, return_exceptions=True)
             if isinstance(outcome, Exception):
                 logger.error(
-                    "the probes of container %s ended with an error",
+                    "the probes of container %s of pod %s have ended with an error",
                     self.container["name"],
+                    key_of(self._context.pod),
                     exc_info=outcome,
                 )
             await process.finish()

@@ -22,7 +22,7 @@ from pocketkube.lifecycle import until_stopped
 
 logger = logging.getLogger(__name__)
 
-RESYNC_S = 15.0
+RESYNC_S = 15.0  # interval at which all objects are reconciled without an event
 #: Longest wait until the watched objects show the controller's own writes. After this time, the
 #: controller uses the objects as they are.
 EXPECTATION_S = 10.0
@@ -68,7 +68,7 @@ class Queue:
         delay = min(0.1 * 2**count, 10.0)
         logger.log(
             logging.INFO if expected else logging.WARNING,
-            "%s %s: %s; retrying in %.1f s",
+            "reconciling %s %s failed: %s; retrying in %.1f s",
             self._name,
             key,
             why,

@@ -6,6 +6,7 @@
 - `addresses`: the addresses of pods.
 - `node`: the Node object and its lease.
 - `kubelet_server`: the HTTPS server for logs, exec, attach and port-forward.
+- `stats_summary`: the usage of the node and its containers.
 - `remote_command`: the channels of exec and attach in a WebSocket.
 - `port_forward`: the channels and streams of port-forward in a WebSocket.
 - `websockets`: the handshake and the messages of a WebSocket.

@@ -112,7 +112,7 @@ class Kubelet:
         try:
             await _register(node, stop)
             logger.info(
-                "node %s is ready; pods get addresses of %s; server on port %d",
+                "node %s is ready; pods get addresses of %s; the kubelet serves on port %d",
                 config.node_name,
                 pool.network,
                 port,
@@ -152,7 +152,11 @@ class Kubelet:
         self._tasks.discard(task)
         self._workers.pop(uid, None)
         if not task.cancelled() and (error := task.exception()):
-            logger.error("the worker of pod %s failed", uid, exc_info=error)
+            logger.error(
+                "running the pod with uid %s failed; the pod's next change starts it again",
+                uid,
+                exc_info=error,
+            )
 
     @property
     def _pods_folder(self) -> Path:
@@ -196,5 +200,5 @@ async def _register(node: Node, stop: asyncio.Event) -> None:
         except (KubeError, OSError) as error:
             if isinstance(error, KubeError) and error.status not in (429, 500, 503, 504):
                 raise
-            logger.warning("the API server does not answer: %s; retrying", error)
+            logger.warning("registering the node failed, retrying in 1 s: %s", error)
         await wait_up_to(1.0, stop)

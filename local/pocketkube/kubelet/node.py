@@ -89,7 +89,10 @@ class Node:
                 beat += 1
             except (KubeError, OSError) as error:
                 logger.warning(
-                    "renewing the lease of node %s failed: %s; retrying", self._name, error
+                    "renewing the Lease or the status of node %s failed, retrying in %d s: %s",
+                    self._name,
+                    LEASE_RENEW_S,
+                    error,
                 )
             await asyncio.sleep(LEASE_RENEW_S)
 

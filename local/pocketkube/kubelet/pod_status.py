@@ -20,6 +20,7 @@ class PodRuntime:
     start_time: datetime | None = None
     init: dict[str, ContainerState] = field(default_factory=dict)
     main: dict[str, ContainerState] = field(default_factory=dict)
+    #: Whether the containers are being stopped and will not be started again.
     stopping: bool = False
 
 

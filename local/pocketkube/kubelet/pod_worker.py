@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton_kube.client import KubeError, Object
+from baton_kube.reflector import key_of
 from pocketkube.conditions import TERMINAL_PHASES
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.containers.container_state import Waiting
@@ -241,7 +242,9 @@ class PodWorker:
                 return await attempt()
             except (MountError, ConfigError, OSError) as error:
                 self._services.events.record(self.pod, "Pod", reason, str(error))
-                logger.warning("pod %s: %s; retrying", self._name, error)
+                logger.warning(
+                    "pod %s cannot start, retrying in %g s: %s", key_of(self.pod), RETRY_S, error
+                )
             await asyncio.sleep(RETRY_S)
 
     async def _refresh(self, volumes: PodVolumes) -> None:
@@ -295,7 +298,7 @@ class PodWorker:
         except (KubeError, OSError) as error:
             if _is_gone(error):
                 return True
-            logger.warning("writing the status of pod %s failed: %s", self._name, error)
+            logger.warning("writing the status of pod %s failed: %s", key_of(self.pod), error)
             return False
         self._written = wanted
         return True
@@ -306,7 +309,11 @@ class PodWorker:
             async with asyncio.timeout(LAST_STATUS_S):
                 await self._write_status()
         except TimeoutError:
-            logger.warning("could not write the last status of pod %s", self._name)
+            logger.warning(
+                "the last status of pod %s was not written within %g s",
+                key_of(self.pod),
+                LAST_STATUS_S,
+            )
 
     async def _delete(self) -> None:
         """Write the final status, then delete the pod object. Retry until this succeeds."""
@@ -321,7 +328,9 @@ class PodWorker:
             except (KubeError, OSError) as error:
                 if _is_gone(error):
                     return
-                logger.warning("deleting pod %s failed: %s; retrying", self._name, error)
+                logger.warning(
+                    "deleting pod %s failed, retrying in %.1f s: %s", key_of(self.pod), delay, error
+                )
             await asyncio.sleep(delay)
             delay = min(delay * 2, 5.0)
 
@@ -330,7 +339,7 @@ class PodWorker:
         if not lifecycle.cancelled() and (error := lifecycle.exception()):
             logger.error(
                 "the kubelet cannot continue pod %s because of an error; delete the pod to retry",
-                self._name,
+                key_of(self.pod),
                 exc_info=error,
             )
             self._services.events.record(

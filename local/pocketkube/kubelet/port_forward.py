@@ -171,7 +171,7 @@ class _SpdyForward:
         await self._socket.send_bytes(self._encoder.encode(frame))
 
     async def _receive(self, frame: spdy.Frame) -> None:
-        """Handle a frame.
+        """Open, feed or end a stream, or answer a Ping, as the client's frame requests.
 
         Raises:
             SpdyError: the frame opens a stream without valid headers.

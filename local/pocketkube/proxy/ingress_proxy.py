@@ -117,7 +117,12 @@ class IngressProxy:
         try:
             await self._api.merge(path, {"status": {"loadBalancer": {"ingress": [entry]}}})
         except (KubeError, OSError) as error:
-            logger.warning("writing the status of ingress %s failed: %s", key_of(ingress), error)
+            logger.warning(
+                "writing the status of Ingress %s failed, trying again within %g s: %s",
+                key_of(ingress),
+                RESYNC_S,
+                error,
+            )
 
     async def _annotate(self, node: Object, port: int) -> None:
         if (node["metadata"].get("annotations") or {}).get(PORT_ANNOTATION) == str(port):
@@ -126,7 +131,12 @@ class IngressProxy:
             body = {"metadata": {"annotations": {PORT_ANNOTATION: str(port)}}}
             await self._api.merge(f"/api/v1/nodes/{node['metadata']['name']}", body)
         except (KubeError, OSError) as error:
-            logger.warning("annotating node %s failed: %s", key_of(node), error)
+            logger.warning(
+                "annotating node %s with the Ingress port failed, trying again within %g s: %s",
+                key_of(node),
+                RESYNC_S,
+                error,
+            )
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         host = request.host.rsplit(":", 1)[0]
@@ -148,7 +158,11 @@ class IngressProxy:
                 )
             except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
                 # No byte was sent, so the next endpoint can serve the request.
-                logger.info("service %s: %s", key_of(service), error)
+                logger.info(
+                    "Service %s: a pod does not answer, trying the next one: %s",
+                    key_of(service),
+                    error,
+                )
             except aiohttp.ClientError as error:
                 raise web.HTTPBadGateway(text=f"{pod_host}:{pod_port}: {error!r}\n") from error
         text = f"no pod of service {backend.namespace}/{backend.service} is ready\n"
@@ -177,7 +191,11 @@ class IngressProxy:
             except aiohttp.ClientError as error:
                 # The status has been sent. An incomplete message is the only way to report the
                 # failure.
-                logger.warning("the response of %s was cut off: %r", url, error)
+                logger.warning(
+                    "the response of %s was cut off, closing the client's connection: %r",
+                    url,
+                    error,
+                )
                 if request.transport is not None:
                     request.transport.close()
                 return response

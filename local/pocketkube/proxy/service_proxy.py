@@ -19,8 +19,8 @@ from pocketkube.proxy.routes import Endpoint, endpoints
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 2.0
-RESYNC_S = 15.0
+CONNECT_TIMEOUT_S = 2.0  # after this time, the next pod is tried
+RESYNC_S = 15.0  # interval at which failed steps are tried again without an event
 _CHUNK = 65536
 
 
@@ -139,12 +139,16 @@ class ServiceProxy:
                     upstream = await asyncio.open_connection(host, number)
             except (OSError, TimeoutError) as error:
                 logger.info(
-                    "service %s: %s:%d does not answer: %r", key_of(service), host, number, error
+                    "Service %s: pod %s:%d does not answer, trying the next one: %r",
+                    key_of(service),
+                    host,
+                    number,
+                    error,
                 )
                 continue
             await _splice((reader, writer), upstream)
             return
-        logger.info("service %s: no pod accepts a connection", key_of(service))
+        logger.info("Service %s: no pod answers, closing the client's connection", key_of(service))
 
     def _port_of(self, listener: Endpoint) -> tuple[Object, Object] | None:
         """Return a listener's Service and `spec.ports` entry; None if either was deleted."""

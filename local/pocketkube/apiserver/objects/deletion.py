@@ -95,6 +95,7 @@ class Deletion:
         return given if left is None else min(given, left)
 
     def dependents(self, uid: str) -> list[tuple[str, Object]]:
+        """Return (storage key, object) of each object with an owner reference to `uid`."""
         return self._store.find("owner", uid)
 
     def disown(self, storage: str, obj: Object, uids: set[str]) -> None:

@@ -21,7 +21,7 @@ from pocketkube.lifecycle import wait_up_to
 from pocketkube.timestamps import timestamp
 
 EVENT_TTL = timedelta(hours=1)
-EXPIRE_EVERY_S = 60.0
+EXPIRE_EVERY_S = 60.0  # interval of the search for Events older than EVENT_TTL
 
 
 class Collector:

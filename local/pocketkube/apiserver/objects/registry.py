@@ -30,10 +30,13 @@ from pocketkube.timestamps import timestamp
 class WriteOptions:
     """Query parameters of a write, and the warnings to return in the response."""
 
+    #: Name of the field manager.
     manager: str
+    #: Whether to validate the write without storing the object.
     dry_run: bool = False
-    #: Ignore, Warn or Strict.
+    #: What happens to unknown fields: Ignore, Warn or Strict.
     field_validation: str = "Warn"
+    #: Whether server-side apply takes over fields that other managers own.
     force: bool = False
     warnings: list[str] = field(default_factory=list)
 
@@ -252,7 +255,11 @@ class Registry:
     def _decode(
         self, info: RequestInfo, obj: Any, options: WriteOptions, *, require_type: bool = False
     ) -> Object:
-        """Decode a request body, with a warning for each unknown field unless it is refused."""
+        """Decode a request body.
+
+        Unknown fields are ignored, reported as warnings or refused, as `options.field_validation`
+        says.
+        """
         new, unknown = decode_body(
             self.catalog,
             info,

@@ -23,7 +23,7 @@ def generate_name(metadata: Object) -> None:
 
 
 def assign(resource: Resource, metadata: Object) -> None:
-    """Set the system fields of a new object, in place of those of the client."""
+    """Set the system fields of a new object. Values that the client sent are replaced."""
     for name in (
         "resourceVersion",
         "deletionTimestamp",

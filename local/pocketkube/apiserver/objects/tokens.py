@@ -35,6 +35,11 @@ class Tokens:
         self._key = secrets.token_bytes(32)
 
     def request(self, info: RequestInfo, body: Object) -> Object:
+        """Return the TokenRequest `body` with a new token of the service account in `info`.
+
+        Raises:
+            ApiError: 404, there is no such account; 422, the requested duration is too short.
+        """
         account = self._registry.stored(info)
         spec = body.get("spec") or {}
         seconds = spec.get("expirationSeconds") or _DEFAULT_TOKEN_S

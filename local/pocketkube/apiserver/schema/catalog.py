@@ -64,6 +64,7 @@ class Catalog:
             self._custom[version.resource] = version
 
     def withdraw(self, crd: Object) -> None:
+        """Stop serving all versions of a CRD."""
         spec = crd["spec"]
         for resource in list(self._resources.values()):
             if resource.custom and (resource.group, resource.plural) == (

@@ -35,8 +35,11 @@ class _Rule:
 
     #: A program compiled by celpy, a package without type annotations.
     program: Any
+    #: Whether the rule has `oldSelf`.
     reads_old: bool
+    #: Whether the rule runs only if an old value exists.
     transition: bool
+    #: Source text of the rule.
     text: str
     message: str
     message_program: Any
@@ -72,6 +75,11 @@ class Rules:
         self._root = self._compile_node(schema, "openAPIV3Schema")
 
     def check(self, obj: Object, old: Object | None) -> list[FieldError]:
+        """Return an error for each rule that `obj` breaks.
+
+        Args:
+            old: the object before the write; None for a new object.
+        """
         errors: list[FieldError] = []
         self._check(self._root, obj, old, "", errors)
         return errors

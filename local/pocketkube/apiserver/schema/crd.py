@@ -59,6 +59,7 @@ def custom_versions(crd: Object) -> list[CustomVersion]:
 
 
 def default_crd(crd: Object) -> None:
+    """Set the defaults of a custom resource definition, in place."""
     spec = crd.get("spec") or {}
     names = spec.get("names") or {}
     if kind := names.get("kind"):
@@ -71,6 +72,7 @@ def default_crd(crd: Object) -> None:
 
 
 def validate_crd(crd: Object) -> list[FieldError]:
+    """Validate a custom resource definition, and return the errors."""
     spec = crd.get("spec") or {}
     names = spec.get("names") or {}
     errors = [

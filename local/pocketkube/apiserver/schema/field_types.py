@@ -33,7 +33,9 @@ class FieldType:
 class FieldTypes(Protocol):
     """The `FieldType` of each field of one kind, by path."""
 
-    def at(self, path: Path, value: object) -> FieldType: ...
+    def at(self, path: Path, value: object) -> FieldType:
+        """Return the type of the field at `path`. `value` is a value of the field."""
+        ...
 
 
 GRANULAR = FieldType("granular")

@@ -52,6 +52,7 @@ class StructuralSchema:
         return _prune(obj, self.schema, "", unknown, root=True), unknown
 
     def default(self, obj: Object) -> Object:
+        """Return a copy of the object with the schema's defaults in missing fields."""
         return _default(copy.deepcopy(obj), self.schema)
 
     def validate(self, obj: Object, old: Object | None) -> list[FieldError]:

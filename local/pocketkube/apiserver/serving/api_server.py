@@ -119,7 +119,7 @@ class ApiServer:
         except (ConnectionError, web.HTTPException):
             raise
         except Exception as error:
-            logger.exception("%s %s failed", request.method, request.path_qs)
+            logger.exception("%s %s failed with code 500", request.method, request.path_qs)
             return _json(
                 ApiError(500, "InternalError", f"Internal error occurred: {error!r}").status(), 500
             )

@@ -24,6 +24,12 @@ _PARAMETERS = (
 async def stream_logs(
     request: web.Request, info: RequestInfo, registry: Registry, session: aiohttp.ClientSession
 ) -> web.StreamResponse:
+    """Copy the log of a container from its kubelet to the client.
+
+    Raises:
+        ApiError: the pod or the container does not exist, or the kubelet refuses the request or
+            does not answer.
+    """
     pod = registry.get(info)
     container = container_of(pod, request.query.get("container", ""))
     kubelet = locate(pod, registry)

@@ -21,6 +21,7 @@ OBJECT_TYPES = ("application/json", "application/yaml")
 
 
 def verb_of(info: RequestInfo, request: web.Request) -> str:
+    """Return the Kubernetes verb of a request, such as `list` or `deletecollection`."""
     match request.method:
         case "GET" if is_set(request.query, "watch") and not info.subresource:
             return "watch"
@@ -38,6 +39,11 @@ def verb_of(info: RequestInfo, request: web.Request) -> str:
 
 
 def write_options(info: RequestInfo, request: web.Request) -> WriteOptions:
+    """Return the options in the query parameters of a write.
+
+    Raises:
+        ApiError: 400 or 422, an option is invalid.
+    """
     query = request.query
     applying = request.method == "PATCH" and request.content_type == "application/apply-patch+yaml"
     manager = query.get("fieldManager", "")
@@ -64,6 +70,11 @@ def write_options(info: RequestInfo, request: web.Request) -> WriteOptions:
 
 
 async def delete_options(request: web.Request) -> DeleteOptions:
+    """Return the options in the body and the query parameters of a DELETE.
+
+    Raises:
+        ApiError: 400, the body or an option is invalid.
+    """
     raw = await request.read()
     body = parse_body(raw, media_type_of(request)) if raw else {}
     if not isinstance(body, dict):

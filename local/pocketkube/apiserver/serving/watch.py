@@ -19,7 +19,7 @@ from pocketkube.apiserver.store import Event, ExpiredError
 
 #: Interval between bookmarks in an idle watch.
 BOOKMARK_S = 20.0
-_DEFAULT_TIMEOUT_S = 1800.0
+_DEFAULT_TIMEOUT_S = 1800.0  # duration of a watch without `timeoutSeconds`
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,13 @@ class Selection:
     """The objects that a client watches, and their output format."""
 
     resource: Resource
+    #: Empty: all namespaces.
     namespace: str
+    #: The selectors of the watch.
     matches: Predicate
+    #: Formats the objects as tables. None: the client requested no tables.
     printer: TablePrinter | None
+    #: As in `TablePrinter.table`.
     include: str
 
 
