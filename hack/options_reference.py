@@ -55,7 +55,7 @@ A flag with the values `true` or `false` is `--flag` or `--no-flag`.
 
 _COORDINATOR = "baton_engine.elastic.coordinator"
 _OPERATOR = "the operator"
-#: Fields of the LLMService that set options of the gateway without a setting, by option.
+#: Fields of the LLMService that set options of the gateway and are not in GATEWAY, by option.
 _OF_GATEWAY = {
     "model.path": "`model.uri`",
     "model.served_name": "`model.servedName`",
@@ -153,7 +153,10 @@ def _processes() -> Iterator[_Process]:
 
 
 def _of_engine() -> tuple[dict[str, str], dict[str, str]]:
-    """Return the fields of the LLMService, and the roles, by option of the engine."""
+    """Return two maps by option of the engine: fields of the LLMService, and roles of engines.
+
+    An option that engines of all roles read is not in the second map.
+    """
     roles = {
         setting.option: setting.role
         for setting in engine_settings.KV_TRANSFER
@@ -284,7 +287,7 @@ def _meaning(help: str, option: Option | None, comment: str) -> str:
     help = re.sub(r" ?\(?default: %\(default\)s\)?", "", help)
     if option and help in _of_option(option):
         help = ""  # the column before has it
-    if re.match(r"[a-z]+ [^(]", help):  # no value
+    if re.match(r"[a-z]+ [^(]", help):  # begins with a word, not with a value
         help = help[0].upper() + help[1:]
     text = ". ".join(part.rstrip(".") for part in (help, comment) if part) + "."
     return text.replace("|", "\\|").replace("<", "\\<")

@@ -52,7 +52,7 @@ def run_detached(command: list[str], timeout_s: float, state: StateDir, console:
     try:
         info = _wait_for_answer(supervisor, state, timeout_s)
     except NoAnswerError as error:
-        console.print(f"[red]baton up:[/] {escape(str(error))}; its output was:")
+        console.print(f"[red]baton up:[/] {escape(str(error))}; `baton up` printed:")
     finally:
         if info is None:  # also after Ctrl-C, which does not reach the supervisor's session
             _stop(supervisor)

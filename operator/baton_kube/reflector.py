@@ -131,7 +131,7 @@ class Reflector:
             try:
                 listener(old, new)
             except Exception:
-                logger.exception("a listener of %s failed on %s", self._path, key)
+                logger.exception("a change of %s in %s could not be processed", key, self._path)
 
 
 def key_of(obj: Object) -> str:

@@ -1,6 +1,15 @@
 """The operator: keeps every LLMService in the state that its spec describes.
 
-One reconcile observes, plans, applies and reports (`reconcile.py`). The packages:
+One reconcile observes, plans, applies and reports (`reconcile.py`). The terms:
+
+- service: an LLMService. A Service is the Kubernetes object.
+- role: prefill, decode, gateway or coordinator. The pods of one role are a group.
+- member: a prefill or decode pod.
+- revision: a hash of the template and the configuration of a group's pods.
+- rank: a member of an expert-parallel decode group. The topology is the set of ranks that serve
+  together. Each change of the topology makes a new generation.
+
+The packages:
 
 - `api`: the LLMService resource, its CRD and its validation rules.
 - `observe`: the objects in the cluster, and the replies of engines and coordinators.

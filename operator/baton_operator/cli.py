@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         asyncio.run(process.run(args))
     except KopfHangsError as error:
-        logger.error("exiting with code 1, for a restart: %s", error)
+        logger.error("exiting with code 1: %s", error)
         os._exit(1)  # sys.exit would wait for kopf's threads
     except (LeaseLostError, AddressError) as error:
         logger.error("exiting with code 1: %s", error)

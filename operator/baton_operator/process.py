@@ -15,7 +15,7 @@ from typing import Any
 
 import kopf
 
-from baton_operator import handlers as handlers  # registers them
+from baton_operator import handlers as handlers  # registers the handlers of kopf
 from baton_operator import kopf_settings
 from baton_operator.kube.kinds import Kube
 from baton_operator.kube.leader import Election, Elector

@@ -251,8 +251,8 @@ class Reconciler:
             await self._build(state, recorded)
         except Exception as error:
             logger.warning(
-                "no object is written, because the recorded spec cannot be used either: %s; "
-                "correct the spec",
+                "no object is written, because the spec that was rolled out last cannot be used "
+                "either: %s; correct the spec",
                 error,
             )
 

@@ -15,7 +15,7 @@ State = Literal["no room", "starting", "standby", "ready", "draining", "terminat
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
-    """One action of the operator on members of one role."""
+    """One action of the operator on prefill pods or on decode pods."""
 
     action: ActionName
     role: MemberRole
@@ -24,7 +24,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one member after a step."""
+    """The state of one prefill or decode pod after a step."""
 
     name: str
     role: MemberRole
@@ -57,7 +57,7 @@ class FieldChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupChange(msgspec.Struct, frozen=True, kw_only=True):
-    """The changes of the members of one role. Each pair is (before the edit, after the edit)."""
+    """How the prefill or decode group changes. Each pair is (before the edit, after the edit)."""
 
     role: MemberRole
     sizes: tuple[int, int]

@@ -41,7 +41,7 @@ FRESH_PERIODS = 2.5
 
 
 class _Role:
-    """The autoscaling state of one role of one service."""
+    """The autoscaling state of the prefill or decode group of one service."""
 
     def __init__(self, settings: Settings, status: AutoscalingStatus, now: float) -> None:
         self.settings = settings
@@ -52,7 +52,7 @@ class _Role:
 
 
 class _Service:
-    """The autoscaling state of one service that has at least one role with `autoscaling`."""
+    """The autoscaling state of one service that has at least one group with `autoscaling`."""
 
     def __init__(self, uid: str, now: float) -> None:
         self.uid = uid
@@ -144,7 +144,7 @@ class Autoscaler:
             known.targets = targets_of(resolved, pods)
 
     def status(self, resolved: ResolvedService, role: names.MemberRole) -> AutoscalingStatus | None:
-        """Return the autoscaling status of a role; None if the role has no `autoscaling`."""
+        """Return the autoscaling status of a group; None if the group has no `autoscaling`."""
         known = self._services.get(names.Key(resolved.namespace, resolved.name))
         state = known.roles.get(role) if known is not None else None
         return None if state is None else state.status
@@ -198,7 +198,13 @@ class Autoscaler:
             return False  # deleted during the scrape
         for pod, error in scraped.errors.items():
             if pod not in service.errors:
-                logger.warning("%s: pod %s returned no metrics: %s", key, pod, error)
+                logger.warning(
+                    "autoscaling of %s: pod %s returned no metrics, so the size may stay until it "
+                    "does: %s",
+                    key,
+                    pod,
+                    error,
+                )
         service.errors = scraped.errors
         oldest = now - max(state.settings.behavior.window_s for state in service.roles.values())
         service.snapshots = [
@@ -209,7 +215,7 @@ class Autoscaler:
         return any(due)
 
     def _decide(self, service: _Service, role: names.MemberRole, now: float) -> bool:
-        """Decide the size of one role. Return whether the service must be reconciled."""
+        """Decide the size of one group. Return whether the service must be reconciled."""
         state, seen = service.roles[role], service.groups.get(role)
         if seen is None:
             return False

@@ -42,7 +42,10 @@ class Breach(msgspec.Struct, frozen=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """The earlier decisions for one role. All times are in seconds of one clock."""
+    """The earlier decisions for the prefill or the decode group.
+
+    All times are in seconds of one clock.
+    """
 
     #: Recommendations, oldest first, without gaps.
     runs: tuple[Run, ...] = ()

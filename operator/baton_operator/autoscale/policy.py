@@ -1,4 +1,4 @@
-"""Decide the size of one role from measurements and earlier decisions. Pure.
+"""Decide the size of the prefill or decode group, from measurements and earlier decisions. Pure.
 
 The rules are those of a HorizontalPodAutoscaler (kubernetes.io, "Horizontal Pod Autoscaling",
 algorithm details and configurable scaling behavior). Some rules are added, because engines take
@@ -6,18 +6,18 @@ minutes to load. The rules apply in this order:
 
 1. A size outside the bounds is replaced by the nearest size inside the bounds, even without
    measurements.
-2. A role without engines gets one engine as soon as a gateway holds a request.
-3. If the minimum is 0, a role without requests for `idle_s` is scaled to zero.
+2. A group without engines gets one engine as soon as a gateway holds a request.
+3. If the minimum is 0, a group without requests for `idle_s` is scaled to zero.
 4. The size stays while measurements are missing or stale, and while the pods differ from the
-   desired ones. When the pods are the desired ones again, the size still stays until all
-   measurements in the window are newer than this change (as in Dynamo's planner).
+   desired ones. After such a difference, the size still stays until all measurements in the window
+   are newer (as in Dynamo's planner).
 5. The largest size in `recommendations` is the recommendation.
 6. The size grows to the smallest recommendation of the last `up_window_s`. The size shrinks to the
    largest recommendation of the last `down_window_s`, if recommendations cover all of that time.
 7. Within `step_s` the size at most doubles or grows by `up_step`, whichever is more. It shrinks by
    at most `down_fraction` or one engine, whichever is more. The size stays inside the bounds.
-8. If a target is missed after the size shrank, the role does not return to the same load per engine
-   for `breach_memory_s`.
+8. If a target is missed after the size shrank, the group does not return to the same load per
+   engine for `breach_memory_s`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _MISSED = ("TTFTAboveTarget", "ITLAboveTarget", "KVUsageHigh", "RequestsQueue")
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """The bounds of a role's size, with 0 <= min <= max and 1 <= max."""
+    """The bounds of a group's size, with 0 <= min <= max and 1 <= max."""
 
     min: int
     max: int
@@ -85,7 +85,7 @@ class Behavior(msgspec.Struct, frozen=True, kw_only=True):
     window_s: float = 60.0
     #: Maximum age of the last measurement.
     stale_s: float = 60.0
-    #: A target is missed above (1 + tolerance) * target. A role shrinks only to a size for which
+    #: A target is missed above (1 + tolerance) * target. A group shrinks only to a size for which
     #: the forecast latency is at most (1 - tolerance) * target.
     tolerance: float = 0.1
     up_window_s: float = 30.0
@@ -106,7 +106,7 @@ class Behavior(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoleState(msgspec.Struct, frozen=True, kw_only=True):
-    """The observed state of one role."""
+    """The observed state of the prefill or decode group."""
 
     role: MemberRole
     #: Desired number of engines.
@@ -122,7 +122,7 @@ class RoleState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """The decided size of one role, and why."""
+    """The decided size of the prefill or decode group, and why."""
 
     role: MemberRole
     size: int
@@ -156,12 +156,12 @@ def decide(
     history: History,
     behavior: Behavior,
 ) -> Decision:
-    """Decide the size that the role should have.
+    """Decide the size that the group should have.
 
     Args:
         now: time in seconds, from the same clock as the times in `window` and `history`.
         window: measurements of the last `behavior.window_s`. None: there are none yet.
-        history: earlier decisions for this role.
+        history: earlier decisions for this group.
     """
     choice = _choose(now, group, bounds, targets, window, history, behavior)
     size = choice.size

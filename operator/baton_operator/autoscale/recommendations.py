@@ -1,4 +1,4 @@
-"""Compute the size that each measurement recommends for a role. Pure.
+"""Compute the size that each measurement recommends for the prefill or decode group. Pure.
 
 `policy` uses the largest of these sizes, as a HorizontalPodAutoscaler (HPA) does with its metrics.
 
@@ -49,7 +49,7 @@ SizeReason = Literal[
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
-    """The targets of one role."""
+    """The targets of the prefill or decode group."""
 
     #: Seconds to the first token, at the quantile of the window.
     ttft_s: float
@@ -57,8 +57,8 @@ class Targets(msgspec.Struct, frozen=True, kw_only=True):
     itl_s: float
     #: Fraction of KV blocks in use. The free blocks let sequences grow without preemptions.
     kv_usage: float = 0.8
-    #: Fraction of time in which prefill engines compute. The role does not shrink if fewer engines
-    #: would exceed it.
+    #: Fraction of time in which prefill engines compute. The group does not shrink to a size at
+    #: which they would exceed it.
     busy: float = 0.8
 
 
@@ -181,8 +181,8 @@ def recommend_decode(
 ) -> list[Recommendation]:
     """Return the recommendations for `n` decode engines whose prompts come from prefill engines.
 
-    Let R be the number of running sequences. If they run on m engines instead of n, a step takes at
-    most g(m) = max(1, R / m) / max(1, R / n) times as long.
+    Let R be the number of running sequences, and g(m) = max(1, R / m) / max(1, R / n). If they run
+    on m engines instead of n, a step takes at most g(m) times as long.
 
     - ITL above target: ceil(n * ITL / target), if engines run more than one sequence or have a
       queue. Otherwise n, because more engines would not help.

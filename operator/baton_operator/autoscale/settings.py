@@ -1,4 +1,4 @@
-"""Convert `spec.<role>.autoscaling` to targets, bounds and behavior of each role. Pure."""
+"""Convert `spec.<role>.autoscaling` to the targets, bounds and behavior of each group. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAKEFUL_SCRAPE_S = 2.0
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The autoscaling settings of one role."""
+    """The autoscaling settings of the prefill or decode group."""
 
     bounds: Bounds
     targets: Targets

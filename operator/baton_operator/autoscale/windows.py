@@ -151,7 +151,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of the engines of one role in the window.
+    """Measurements of all prefill engines or all decode engines over the window.
 
     Times are in seconds. Gauges are averaged over scrapes and engines.
     """

@@ -52,7 +52,7 @@ def _hold_s(autoscaling: DecodeAutoscaling) -> float | None:
 #: Options of `baton-engine` that are equal in all services.
 ENGINE_CONSTANTS = {
     "kv_transfer.port": KV_PORT,
-    "parallel.rank_name": "",  # $POD_NAME
+    "parallel.rank_name": "",  # empty: the engine reads $POD_NAME
     "engine_port": ENGINE_PORT,
     "http_port": ENGINE_HTTP_PORT,
     "service_key_file": service_key.FILE,

@@ -27,9 +27,10 @@ _Reply = TypeVar("_Reply")
 
 
 class _PodClient:
-    """Sends requests to pods over one HTTP session. `port` is the port of the pods."""
+    """Sends requests to components of one kind over one HTTP session."""
 
-    port: int
+    component: str  #: Name of the components in log lines.
+    port: int  #: Port on which the components listen, unless the constructor gets another one.
 
     def __init__(self, session: aiohttp.ClientSession, port: int | None = None) -> None:
         self._session = session
@@ -71,12 +72,20 @@ class _PodClient:
                 if response.status == 200:
                     return msgspec.json.decode(data, type=reply)
                 why = f"HTTP {response.status}: {data[:1000].decode(errors='replace')}"
-                logger.warning("the pod at %s refused %s %s: %s", authority, method, path, why)
+                logger.warning(
+                    "the %s at %s refused %s %s, which the next reconcile repeats: %s",
+                    self.component,
+                    authority,
+                    method,
+                    path,
+                    why,
+                )
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             if isinstance(error, TimeoutError):
                 self._silent_until[authority] = monotonic() + SILENT_S
             logger.warning(
-                "the pod at %s did not answer %s %s: %s",
+                "the %s at %s did not answer %s %s, which the next reconcile repeats: %s",
+                self.component,
                 authority,
                 method,
                 path,
@@ -105,6 +114,7 @@ class _Drain(msgspec.Struct):
 class Drainer(_PodClient):
     """HTTP client of engines, for draining them."""
 
+    component = "engine"
     port = ENGINE_HTTP_PORT
 
     async def drain(self, host: str, key: ServiceKey | None = None) -> int | None:
@@ -119,6 +129,7 @@ class Drainer(_PodClient):
 class CoordinatorClient(_PodClient):
     """HTTP client of the coordinators of expert-parallel groups."""
 
+    component = "coordinator"
     port = COORDINATOR_HTTP_PORT
 
     async def topology(self, host: str, key: ServiceKey | None = None) -> TopologyStatus | None:

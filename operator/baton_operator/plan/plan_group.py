@@ -17,9 +17,9 @@ If a new member fits on no node, an old member leaves after `surge_timeout_s` to
 
 If another client deletes a member and a surge is allowed, the replacement is created immediately.
 Without a surge, it is created when the deleted pod is gone. The replacement has the newest
-revision, except in two cases: in a pause, and while a member of the newest revision has missed its
-progress deadline. Then the replacement has the previous revision, the last one with which the whole
-service was ready.
+revision. It has the previous revision in two cases: in a pause, and while a member of the newest
+revision has missed its progress deadline. The previous revision is the last one with which the
+whole service was ready.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class TopologyView:
     def is_changing(self) -> bool:
         """Whether an operation is being prepared or committed.
 
-        The coordinator's reply does not list the members of the new generation.
+        Until it ends, the coordinator's reply does not list the members of the new generation.
         """
         return self.operation is not None and self.operation.phase in (
             OperationPhase.PREPARING,

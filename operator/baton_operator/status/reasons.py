@@ -1,8 +1,8 @@
 """The reasons of conditions that this package decides.
 
-Other reasons come from `reconcile_problems`, `plan.refused_pods` and `autoscale.policy`, from
-replies to `GET /health` of pods, and from the line `FATAL REASON: MESSAGE` that a component prints
-before it exits.
+Other reasons come from `reconcile_problems`, `plan.refused_pods`, `autoscale.policy` and replies to
+`GET /health` of pods. A component also prints a reason before it exits, in a line `FATAL REASON:
+MESSAGE`.
 """
 
 from __future__ import annotations

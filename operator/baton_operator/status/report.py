@@ -188,8 +188,8 @@ def _scaling(members: list[ReportedGroup]) -> Verdict | None:
 def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None) -> Verdict | None:
     """Return the condition Scaling of a service; None if nothing scales its groups.
 
-    While the topology of an expert-parallel group changes or is unknown, and if `sized` is empty,
-    the condition is `of_topology`. Otherwise the condition describes the groups in `sized`.
+    While an expert-parallel group is not at rest, and if `sized` is empty, the condition is
+    `of_topology`. Otherwise the condition describes the groups in `sized`.
 
     Args:
         sized: the groups with `autoscaling`.

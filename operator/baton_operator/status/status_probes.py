@@ -42,15 +42,17 @@ from baton_protocol.progress import Health
 TIMEOUT_S = 1.0
 #: Concurrent requests to pods, over all services.
 CONCURRENCY = 64
-#: Maximum number of pods that one reconcile probes for loading progress, and of Secrets and
-#: ConfigMaps that it requests. Conditions name only the first ones.
+#: Maximum number of pods that one reconcile probes for loading progress. The same maximum applies to
+#: the Secrets and ConfigMaps that it requests. A condition names only a few of them.
 MAX_PROBED = 16
 
 
 class StatusProbes:
     """Sends `GET /health` and `GET /ready` to prefill and decode pods (members).
 
-    Their KV compatibility and times of suspension are stored for later reconciles.
+    It stores the times at which members were paused or asleep. It also stores their KV
+    compatibility: the values, such as the block size, that must be equal in two engines that
+    exchange KV blocks.
 
     Args:
         session: HTTP session for requests to pods. None: no such request is sent.

@@ -53,7 +53,7 @@ def test_a_service_that_never_answers_ends_the_detached_start(
     command = [sys.executable, "-c", SILENT, str(state.root), progress]
     assert run_detached(command, 5.0, state, Console(width=1000)) == 1
     assert capsys.readouterr().out == (
-        f"baton up: {missing} within 5 s (see --timeout); its output was:\nwaiting\n\n"
+        f"baton up: {missing} within 5 s (see --timeout); `baton up` printed:\nwaiting\n\n"
     )
     assert state.supervisor() is None
 
