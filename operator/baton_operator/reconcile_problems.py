@@ -92,9 +92,10 @@ def problem_of(error: Exception) -> Problem:
         return error
     problem: Problem
     if isinstance(error, KubeError):
-        problem = ReconcileError(str(error))
+        problem = ReconcileError(f"the API server refused a request, which is retried: {error}")
     elif isinstance(error, OSError):
-        problem = ReconcileError(f"the API server did not answer: {error_text(error)}")
+        what = "the API server did not answer a request, which is retried"
+        problem = ReconcileError(f"{what}: {error_text(error)}")
     else:
         what = "the operator has a defect, please report it with the traceback in its log"
         problem = InternalError(f"{what}: {type(error).__name__}: {error}")

@@ -15,7 +15,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU time since the start, and the memory now."""
+    """CPU time that was used since the start of a process or the machine, and memory in use now."""
 
     cpu_s: float = 0.0
     memory_bytes: int = 0

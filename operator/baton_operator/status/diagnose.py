@@ -98,18 +98,21 @@ def _missing_object(pod: Object, missing: frozenset[Reference]) -> Diagnosis | N
     return None
 
 
-def _waiting(pod: Object, reason: str, states: Collection[str], words: str) -> Diagnosis | None:
+def _waiting(
+    pod: Object, reason: str, states: Collection[str], words: str = "", hint: str = ""
+) -> Diagnosis | None:
     """Return a diagnosis with `reason` if a container of the pod waits, else None.
 
     Args:
         states: only containers whose waiting reason is one of these count.
         words: text after the pod's name in the message.
+        hint: text at the end of the message.
     """
     for container in _containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         if waiting.get("reason") in states:
             text = waiting.get("message") or waiting["reason"]
-            return Diagnosis(reason, f"pod {pod['metadata']['name']}{words}: {text}")
+            return Diagnosis(reason, f"pod {pod['metadata']['name']}{words}: {text}{hint}")
     return None
 
 
@@ -131,8 +134,10 @@ def _crash_looping(pod: Object) -> Diagnosis | None:
             1 if waiting.get("reason") == "CrashLoopBackOff" else CRASH_LOOP_RESTARTS
         )
         if often and not _was_ready_since(pod, terminated.get("startedAt")):
-            text = f"restarted {restarts} times, last {_ending(terminated)}"
-            return Diagnosis(Failure.CRASH_LOOPING, f"pod {pod['metadata']['name']} {text}")
+            times = f"{restarts} times" if restarts > 1 else "once"
+            text = f"restarted {times}, last {_ending(terminated)}"
+            hint = "see its earlier log with kubectl logs --previous"
+            return Diagnosis(Failure.CRASH_LOOPING, f"pod {pod['metadata']['name']} {text}; {hint}")
     return None
 
 
@@ -153,7 +158,8 @@ def _ended(pod: Object) -> Diagnosis | None:
         ": ".join(text for text in (status.get("reason"), status.get("message")) if text)
         or "its containers ended"
     )
-    return Diagnosis(Failure.POD_FAILED, f"pod {pod['metadata']['name']} failed: {why}")
+    text = f"pod {pod['metadata']['name']} failed: {why}; another pod replaces it"
+    return Diagnosis(Failure.POD_FAILED, text)
 
 
 _REFERENCE_FIELDS = (
@@ -171,9 +177,13 @@ _ERROR_STATES = ("CreateContainerConfigError", "CreateContainerError", "RunConta
 _POLICIES: tuple[Policy, ...] = (
     fatal,
     partial(
-        _waiting, reason=Failure.IMAGE_PULL, states=_IMAGE_STATES, words=" cannot get its image"
+        _waiting,
+        reason=Failure.IMAGE_PULL,
+        states=_IMAGE_STATES,
+        words=" cannot get its image",
+        hint="; check the name of the image and imagePullSecrets",
     ),
-    partial(_waiting, reason=Failure.CONTAINER_ERROR, states=_ERROR_STATES, words=""),
+    partial(_waiting, reason=Failure.CONTAINER_ERROR, states=_ERROR_STATES),
     _no_capacity,
     _crash_looping,
     _terminated,

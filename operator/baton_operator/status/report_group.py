@@ -339,5 +339,6 @@ def _incompatible(
         if alone:
             why = differences(kv[alone[0]], kv[theirs[0]], alone[0], theirs[0])
             counts = f"{len(alone)} of {len(ours)} {problem}"
-            return f"{counts}, so decode pods compute the prompts: {why}"
+            hint = "make these values equal"
+            return f"{counts}, so decode pods compute the prompts: {why}; {hint}"
     return ""

@@ -155,4 +155,4 @@ def _missing_claim(model: Model, pod: Object) -> str | None:
     text = condition(pod, "PodScheduled").get("message") or ""
     claim = source(model, "decode").volume.get("persistentVolumeClaim", {}).get("claimName")
     is_missing = f'persistentvolumeclaim "{claim}" not found' in text
-    return f"pod {pod['metadata']['name']}: {text}" if is_missing else None
+    return f"pod {pod['metadata']['name']}: {text}; create the claim" if is_missing else None
