@@ -284,9 +284,14 @@ def _request(
 
 
 def _last_ranks(present: list[Member], staying: list[Member], view: TopologyView) -> list[Member]:
-    """Return the last rank of a group that is scaled to zero; empty while several ranks run.
+    """Return the ranks that drain although they are in the topology.
 
-    If no rank has a running container, return all ranks.
+    A topology has at least one member, so the last rank of a group that is scaled to zero cannot
+    leave it.
+
+    Returns:
+        The only rank, or all ranks if no rank has a running container. Empty in all other cases,
+        while the topology changes, and while a member stays that can take the rank's place.
     """
     ranks = [m for m in present if view.is_rank(m.name)]
     if view.is_changing or any(m in staying or (m.serving and len(ranks) > 1) for m in ranks):

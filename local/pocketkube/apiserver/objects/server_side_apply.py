@@ -7,8 +7,8 @@ A field set is a set of paths. A path is a tuple of the elements of Kubernetes' 
 - a last `.` for the item itself.
 
 `apply()` merges a manager's configuration into the live object. Fields that the manager no longer
-sets are removed. A change of a field that another manager owns is refused. `track()` records the
-owners after every write.
+sets are removed. A change of a field that another manager owns is refused, unless the request is
+forced. `track()` records the owners after every write.
 """
 
 from __future__ import annotations
