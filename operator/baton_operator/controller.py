@@ -113,8 +113,8 @@ class Controller:
         queue a reconcile.
 
         Args:
-            kind: kind of the object.
-            version: resource version of the object.
+            kind: kind of the object in the event, such as Pod.
+            version: resource version of the object in the event.
             is_own_write: whether this operator wrote that version.
         """
         service = self._get(key)

@@ -174,7 +174,7 @@ def previous_revisions_of(
     so every new rank has the newest revision.
 
     Args:
-        spec: spec of the previous revision.
+        spec: the spec in the ControllerRevision of the previous revision.
         templates: templates of the newest revision.
     """
     previous: dict[names.MemberRole, PreviousRevision] = {}

@@ -112,8 +112,8 @@ class Runtime:
         Any thread may call this method.
 
         Args:
-            kind: kind of the object.
-            version: resource version of the object.
+            kind: kind of the object in the event, such as Pod.
+            version: resource version of the object in the event.
         """
 
         def observe() -> None:

@@ -9,18 +9,18 @@ def wait_quantile_s(engines: int, offered: float, service_s: float, quantile: fl
     """Return a quantile of the waiting time in an M/M/c queue, in seconds.
 
     The utilization is u = offered / c. An arriving request waits with probability
-    P = u^(sqrt(2 (c + 1)) - 1) (Sakasegawa 1977, "An approximation formula L_q = a rho^b / (1 -
-    rho)"). The wait is exponential with mean service_s / (c (1 - u)). So the quantile q is
-    ln(P / (1 - q)) times that mean, or 0 if P <= 1 - q.
+    P = u^(sqrt(2 (c + 1)) - 1). The formula is from Sakasegawa 1977, "An approximation formula L_q
+    = a rho^b / (1 - rho)". The wait is exponential with mean service_s / (c (1 - u)). So the
+    quantile q is ln(P / (1 - q)) times that mean, or 0 if P <= 1 - q.
 
     The result is an upper estimate, because prompt lengths vary less than exponentially. The
     gateway sends each request to the engine with the least load, which is close to one queue.
 
     Args:
-        engines: c, at least 1.
+        engines: number c of engines, at least 1.
         offered: load, as the mean number of busy engines.
         service_s: mean time for which a request occupies an engine.
-        quantile: q, between 0 and 1.
+        quantile: the quantile q, between 0 and 1.
 
     Returns:
         Infinity if u is 1 or more.

@@ -99,7 +99,7 @@ class Histogram(msgspec.Struct, frozen=True):
         largest finite bound.
 
         Args:
-            q: 0 < q < 1.
+            q: the quantile, with 0 < q < 1.
 
         Returns:
             None without observations.

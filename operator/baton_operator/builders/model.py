@@ -75,7 +75,7 @@ def fetcher(
     """Return the init container that fetches the model; None if no fetch is needed.
 
     Args:
-        env: environment variables of the init container.
+        env: environment variables that are added to those of the init container.
         security: security context of the init container.
         resources: resources of the serving container. The init container gets the same CPU and
             memory, but no devices.

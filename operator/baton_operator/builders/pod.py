@@ -32,8 +32,8 @@ def pod_template(
     Args:
         container: the parts of the container that differ between roles.
         pod: the parts of the pod's spec that differ between roles.
-        template: the user's overlay.
-        resources: resources of the container.
+        template: the user's overlay, `spec.<role>.template`. None: there is none.
+        resources: resources of the container, `spec.<role>.resources`. None: there are none.
         extra: (volume, mount) of each volume that only this role has.
 
     Raises:

@@ -148,7 +148,7 @@ class Kube:
         """Return the objects of `kind` that have the labels in `selector`.
 
         Args:
-            namespace: None: all namespaces.
+            namespace: namespace of the objects. None: all namespaces.
             not_older_than: as in `read`.
         """
         path, selected = self.path(kind, namespace), names.serialized(selector or {})

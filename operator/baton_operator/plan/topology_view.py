@@ -102,7 +102,7 @@ def record(
         topology: the coordinator's reply; None without a reply.
         recorded: topology in the status, see `recorded_for`.
         pods: names of the pods that exist.
-        coordinator: address of the coordinator.
+        coordinator: address of the coordinator's Service.
     """
     operation = (
         _operation(topology.operation)

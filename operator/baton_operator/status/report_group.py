@@ -302,7 +302,7 @@ def prefill_verdict(
 
     Args:
         verdict: the condition of the prefill pods alone.
-        updating: the condition Updating.
+        updating: the condition Updating of the service.
         kv: KV compatibility by pod name, for the pods that have reported it.
     """
     has_failed = verdict.status != "True" and not is_progress(verdict.reason)

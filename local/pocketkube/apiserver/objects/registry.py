@@ -44,8 +44,8 @@ class WriteOptions:
 class Registry:
     """Creates, reads, updates and patches objects.
 
-    Methods return objects in the API version of the request. They raise ApiError for a refused
-    request.
+    Methods return objects in the API version of the request, except `stored` and `change`, which
+    return stored objects. They raise ApiError for a refused request.
     """
 
     def __init__(self, store: Store, catalog: Catalog, service_network: IPv4Network) -> None:
@@ -140,7 +140,7 @@ class Registry:
 
         Args:
             content_type: media type of the patch.
-            body: the patch.
+            body: the decoded patch.
         """
         if content_type == "application/json-patch+json":
             result = patches.json_patch(obj, body)
