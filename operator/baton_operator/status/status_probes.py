@@ -42,8 +42,8 @@ from baton_protocol.progress import Health
 TIMEOUT_S = 1.0
 #: Concurrent requests to pods, over all services.
 CONCURRENCY = 64
-#: Maximum number of pods that one reconcile probes for loading progress. The same maximum applies to
-#: the Secrets and ConfigMaps that it requests. A condition names only a few of them.
+#: Maximum number of pods that one reconcile probes for loading progress. The same maximum applies
+#: to the Secrets and ConfigMaps that it requests. A condition names only a few of them.
 MAX_PROBED = 16
 
 
