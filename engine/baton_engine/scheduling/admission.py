@@ -46,10 +46,11 @@ class Admission:
     ) -> Iterator[Admitted | AdmittedSharing | AdmittedLoaded | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
-        Requests of the queue `waiting` that precede a loaded request start before the loaded one.
+        A request of the queue `waiting` that precedes a loaded request in order starts first.
 
         Args:
-            only_loaded: start no request of `waiting`, because swapped requests need the memory.
+            only_loaded: if true, start no request of `waiting`, so that swapped requests get the
+                free blocks.
         """
         while (
             step.budget > 0
@@ -95,7 +96,13 @@ class Admission:
     def _admit_first(
         self, request: Request, step: StepBuilder
     ) -> Admitted | AdmittedSharing | WaitsForPrompt | None:
-        """Return the decision on the first request of `waiting`. None if `request` does not fit."""
+        """Return the decision that starts `request`, the first request of `waiting`, or holds it.
+
+        A request is held while another request of its group computes or loads the group's prompt.
+
+        Returns:
+            None if too few blocks are free, or if the request needs a step of its own.
+        """
         group = request.group
         if group is not None and self.state.groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
@@ -107,7 +114,11 @@ class Admission:
         )
 
     def _admit(self, request: Request, step: StepBuilder) -> Admitted | None:
-        """Admit a request with blocks for all its tokens. Return None if `request` does not fit."""
+        """Return the decision to admit a request with blocks for all its tokens.
+
+        Returns:
+            None if too few blocks are free, or if the request needs a step of its own.
+        """
         sequence, kv = request.sequences[0], self.state.kv
         cached: list[CachedBlock] = []
         if request.may_reuse_kv:
@@ -130,10 +141,10 @@ class Admission:
         return Admitted(request, cached)
 
     def _admit_sharing(self, request: Request, source: Request) -> AdmittedSharing | None:
-        """Admit a request that shares the prompt blocks of `source`.
+        """Return the decision to admit a request that shares the prompt blocks of `source`.
 
         Returns:
-            None if the other blocks that the request needs do not fit now.
+            None if too few blocks are free for the tokens that the request does not share.
         """
         kv = self.state.kv
         num_full_blocks = request.num_shared_tokens // kv.block_size
@@ -162,9 +173,10 @@ class Admission:
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
-        """Return the decision that a CONSUME request loads its KV.
+        """Return the decision that a request starts to load its KV from a peer.
 
         Args:
+            request: first request of `waiting_to_load`.
             keep_for: earlier request that waits to run. Enough blocks for `keep_for` stay free.
 
         Returns:

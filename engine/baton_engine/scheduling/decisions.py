@@ -2,9 +2,9 @@
 
 A decision changes nothing before it is applied.
 
-While a step is built, `Scheduler._apply` calls the method of `RequestLifecycle` that fits a
+While a step is built, `Scheduler._apply` calls one method of `RequestLifecycle` per type of
 decision. At other times, only `Finished` and `Queued` occur, and `RequestLifecycle.settle` applies
-them.
+these two.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Admitted(NamedTuple):
 
 
 class AdmittedSharing(NamedTuple):
-    """A waiting request joins the batch and shares the prompt blocks of another sample."""
+    """A waiting request joins the batch and shares the prompt blocks of another request."""
 
     request: Request
+    #: Request of the same `SampleGroup`, whose prompt blocks `request` shares.
     source: Request
 
 
@@ -38,13 +39,13 @@ class AdmittedLoaded(NamedTuple):
 
 
 class WaitsForPrompt(NamedTuple):
-    """A request waits until another request of its group has the KV of the group's prompt."""
+    """A request waits until another request of its `SampleGroup` has the KV of their prompt."""
 
     request: Request
 
 
 class LoadStarted(NamedTuple):
-    """A request starts to load the KV of its prompt from a peer. Enough blocks are free for it."""
+    """A request starts to load the KV of its prompt from a peer. Enough blocks are free."""
 
     request: Request
     #: Leading blocks that are in the prefix cache.
@@ -85,7 +86,12 @@ class Finished(NamedTuple):
     def without_token(
         cls, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = ""
     ) -> Finished:
-        """Build the decision that ends a request with an output without tokens."""
+        """Build the decision that ends a request with an output without tokens.
+
+        Args:
+            code: kind of the error. None: the request ends without an error.
+            error: message for the client. Empty without an error.
+        """
         output = EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[],

@@ -39,7 +39,9 @@ class GrammarQueue:
         if spec is None:
             return
         if self._manager is None:
-            raise ValueError("structured_output is not available in this engine")
+            raise ValueError(
+                "structured_output is not available in this engine; send the request without it"
+            )
         self._futures[request.request_id] = self._manager.compile(spec)
 
     def must_wait(self, request: Request) -> bool:
@@ -59,7 +61,7 @@ class GrammarQueue:
         self._waiting.pop(request.request_id, None)
 
     def take_compiled(self) -> Iterator[tuple[Request, ValueError | None]]:
-        """Remove and yield each request whose compilation has ended, with its error or None."""
+        """Remove and yield each request whose compilation has ended, with the error or None."""
         for request in list(self._waiting.values()):
             future = self._futures[request.request_id]
             if not future.done():
@@ -71,9 +73,11 @@ class GrammarQueue:
                 yield request, None
             elif isinstance(error, ValueError):
                 yield request, error
-            else:  # e.g. a panic of the parser: ends this request, not the engine
+            else:  # such as a panic of the parser, which ends this request and not the engine
                 logger.error(
-                    "compiling the grammar of request %s failed", request.request_id, exc_info=error
+                    "request %s ends with an error, because its grammar cannot be compiled",
+                    request.request_id,
+                    exc_info=error,
                 )
                 yield (
                     request,

@@ -36,7 +36,7 @@ class RequestLifecycle:
             self.state.queues.waiting.push(request)
 
     def wait_for_prompt(self, request: Request) -> None:
-        """Hold a waiting request until another request of its group has the prompt's KV."""
+        """Hold a waiting request until another request of its `SampleGroup` has the prompt's KV."""
         self.state.queues.waiting.discard(request)
         self.state.groups.wait(request)
 
@@ -95,7 +95,11 @@ class RequestLifecycle:
             self.state.outputs.event(request, EngineCoreEventType.SCHEDULED)
 
     def _join_batch(self, request: Request, sequence: Request) -> None:
-        """Add a request to the batch. `sequence` runs first: the request or a beam of it."""
+        """Add a request to the batch.
+
+        Args:
+            sequence: the sequence that runs first: `request`, or the first beam of its beam search.
+        """
         self.state.queues.waiting.discard(request)
         self.state.queues.loaded.discard(request)
         self._count_start(request, sequence)
@@ -110,12 +114,12 @@ class RequestLifecycle:
         sequence.num_computed_tokens = len(cached) * self.state.kv.block_size
 
     def _count_lookup(self, request: Request, sequence: Request) -> None:
-        """Count the prefix-cache lookup of a request's first start."""
+        """Count a request's prefix-cache lookup, unless the request has started before."""
         if not request.started:
             self.state.kv.count_lookup(sequence.num_tokens, sequence.num_computed_tokens)
 
     def _count_start(self, request: Request, sequence: Request) -> None:
-        """Count the prompt tokens and the cached prompt tokens at a request's first start."""
+        """Count a request's prompt and cached tokens, unless the request has started before."""
         if request.started:  # counted already
             return
         request.started = True

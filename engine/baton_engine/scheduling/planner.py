@@ -41,7 +41,7 @@ class RunningPlanner:
             if step.budget == 0:
                 break
             if request.status is not running:
-                continue  # preempted for an earlier request
+                continue  # this step has preempted the request to free blocks for an earlier one
             if request.beams is not None:
                 yield from self._plan_beams(step, request, request.beams)
             elif not request.num_in_flight or self._may_follow(request):
@@ -53,12 +53,13 @@ class RunningPlanner:
                     yield from self._plan_decodes(step, request, [request])
             elif request.num_uncomputed_tokens <= 1:
                 decodes_in_flight = True
-        if step.ranges or decodes_in_flight:  # their next tokens wait for this step
+        if step.ranges or decodes_in_flight:  # a long step delays the next token of each decode
             step.budget = self.state.prompt_budget.limit(step.budget)
         for sequence in prefills:
             if step.budget == 0:
                 break
-            # All of them still run: a decode preempts only itself or requests behind it.
+            # No prefill was preempted after it was collected: a decode preempts only itself or
+            # requests behind it.
             self.run_chunk(step, sequence)
 
     def run_chunk(self, step: StepBuilder, sequence: Request) -> None:
@@ -69,7 +70,7 @@ class RunningPlanner:
         """
         num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
         threshold = self.state.config.long_prefill_token_threshold
-        if 0 < threshold < num_tokens and self._shorter_ones_wait(sequence):
+        if 0 < threshold < num_tokens and self._shorter_prompt_waits(sequence):
             num_tokens = threshold
         step.run(sequence, num_tokens)
 
@@ -90,7 +91,7 @@ class RunningPlanner:
             and request.kv_transfer is None
         )
 
-    def _shorter_ones_wait(self, sequence: Request) -> bool:
+    def _shorter_prompt_waits(self, sequence: Request) -> bool:
         num_tokens = sequence.num_uncomputed_tokens
         first = self.state.queues.waiting.peek()
         return (
@@ -121,8 +122,8 @@ class RunningPlanner:
     ) -> Iterator[Preempted | SwappedOut | Finished]:
         """Schedule one token of every sequence of `request`, or no token if memory stays short.
 
-        Yield preemptions until the memory suffices. A beam search is preempted as a whole, so a
-        step must not contain only some of its beams.
+        Yield preemptions until the memory suffices. No sequence is scheduled before there is memory
+        for all `sequences`, because a beam search is preempted as a whole.
         """
         while not step.has_memory_for(sequences):
             decision = self.preemptor.preempt_for(request)

@@ -5,8 +5,8 @@ The last request in order, (priority, arrival), is preempted first. There are tw
 
 - recompute: the request's blocks are freed. The request keeps its tokens and is queued again.
 - swap: the request's blocks move to host memory. Samples of one prompt share blocks, so all running
-  samples are swapped together. So are all beams of a search. Swapped requests are resumed before
-  waiting requests are admitted.
+  samples are swapped together. All beams of a search are swapped together as well. Swapped requests
+  are resumed before waiting requests are admitted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Preemptor:
         2. the last request behind `request` that has loaded its KV and does not run yet
         3. `request` itself. A beam search that holds all memory is not preempted, but ends.
 
-        PRODUCE requests are never preempted.
+        Requests that compute KV for a peer (`Request.produces`) are never preempted.
 
         Returns:
             None if no request can be preempted. `request` then waits until earlier requests end.
@@ -79,13 +79,13 @@ class Preemptor:
             yield SwappedIn(unit)
 
     def _last_running(self, first: Request) -> Request | None:
-        """Return the last running request, not before `first`, that may be preempted.
+        """Return the last running request in order that may be preempted: `first` or a later one.
 
-        Requests before `first` may already be in the step. PRODUCE requests are skipped, because a
-        peer may read their blocks at any time.
+        Requests before `first` may already be in the step. Requests that compute KV for a peer are
+        skipped, because the peer may read their blocks at any time.
 
         Returns:
-            None if there is no such request.
+            None if all these requests compute KV for a peer.
         """
         for request in reversed(self.state.running.in_order):
             if not request.produces:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Largest change of the limit by one step. A single slow step does not say much.
+#: Smallest and largest factor by which one step changes the limit. A single step may be an outlier.
 LARGEST_FALL = 0.5
 LARGEST_RISE = 1.1
 #: Prompts advance by at least this many tokens per step, even if the target cannot be met.
@@ -23,14 +23,14 @@ MIN_PROMPT_TOKENS = 16
 
 @dataclass(slots=True)
 class PromptBudget:
-    """The limit of one engine.
+    """The limit on prompt tokens of an engine's steps, and the rules that adjust the limit.
 
     Attributes:
         target_s: wanted seconds from step to step while sequences decode. 0: no limit.
     """
 
     target_s: float
-    #: None: no prompt was computed yet.
+    #: Maximum number of prompt tokens in a step with decodes. None: no prompt was computed yet.
     _limit: float | None = None
 
     def limit(self, budget: int) -> int:
@@ -40,12 +40,13 @@ class PromptBudget:
         return int(min(budget, self._limit))
 
     def observe(self, num_prompt_tokens: int, num_decodes: int, seconds: float) -> None:
-        """Learn from a finished step.
+        """Adjust the limit to the duration of a finished step.
 
         Args:
-            num_prompt_tokens: prompt tokens that the step computed.
-            num_decodes: sequences that decoded in the step.
-            seconds: time from the end of the step before, or from the start, until the step ended.
+            num_prompt_tokens: number of prompt tokens that the step computed.
+            num_decodes: number of sequences that decoded in the step.
+            seconds: duration of the step. With several steps in flight, the duration begins when
+                the previous step ends.
         """
         if not self.target_s or not num_prompt_tokens:
             return
@@ -53,7 +54,7 @@ class PromptBudget:
         if self._limit is None:
             limit = num_prompt_tokens * ratio
         elif not num_decodes:
-            return  # nothing waited for the step
+            return  # no decode waited for the step
         elif ratio < 1:
             share = min(1.0, num_prompt_tokens / self._limit)
             limit = self._limit * max(LARGEST_FALL, ratio**share)

@@ -67,12 +67,12 @@ class WaitingRequests:
 
     def __init__(self) -> None:
         self.waiting = RequestQueue()
-        #: CONSUME requests whose blocks are loaded. They hold all memory that they need to start,
+        #: Requests whose KV was loaded from a peer. They hold all memory that they need to start,
         #: so they precede `waiting`. Otherwise a loaded request could queue behind a request that
         #: waits for the memory of the loaded request.
         self.loaded = RequestQueue()
-        #: CONSUME requests without blocks. A request moves to `loading` when it gets blocks.
-        #: Requests in `loading` do not delay other requests.
+        #: Requests that will load their KV from a peer and have no blocks yet. A request moves to
+        #: `loading` when it gets blocks. Requests in `loading` do not delay other requests.
         self.waiting_to_load = RequestQueue()
         self.loading: dict[str, Request] = {}
 
@@ -85,6 +85,7 @@ class WaitingRequests:
 
     @property
     def num_without_memory(self) -> int:
+        """Number of waiting requests that hold no KV blocks."""
         return len(self.waiting) + len(self.waiting_to_load)
 
 

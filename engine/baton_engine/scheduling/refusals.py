@@ -41,8 +41,8 @@ class RequestLimits(NamedTuple):
         """
         if max_model_len > kv.pool.num_blocks * kv.block_size:
             raise ValueError(
-                f"max_model_len={max_model_len} exceeds "
-                f"{kv.pool.num_blocks} blocks of {kv.block_size} tokens"
+                f"max_model_len={max_model_len} does not fit in the KV cache "
+                f"of {kv.pool.num_blocks} blocks of {kv.block_size} tokens"
             )
         budget = config.max_num_batched_tokens
         return cls(
@@ -80,16 +80,16 @@ def check_request(
         raise RequestRefusedError(ErrorCode.INVALID, f"request id {request_id} is already in use")
     if _is_taken_by_beams(request, requests):
         raise RequestRefusedError(
-            ErrorCode.INVALID, f"request id {request_id} could be the id of a beam; use another"
+            ErrorCode.INVALID, f"request id {request_id} could be the id of a beam; use another id"
         )
-    _refuse_what_never_fits(request, limits)
+    _check_size(request, limits)
     if transfer is not None and transfer.transfer_id in transfer_ids:
         raise RequestRefusedError(
             ErrorCode.INVALID, f"transfer id {transfer.transfer_id} is already in use"
         )
     if draining:
         raise RequestRefusedError(
-            ErrorCode.DRAINING, "this engine is draining; send the request to another one"
+            ErrorCode.DRAINING, "this engine is draining; send the request to another engine"
         )
     if num_queued >= limits.max_queue:
         raise RequestRefusedError(
@@ -112,14 +112,14 @@ def _is_taken_by_beams(request: EngineCoreRequest, requests: Mapping[str, Reques
     )
 
 
-def _refuse_what_never_fits(request: EngineCoreRequest, limits: RequestLimits) -> None:
+def _check_size(request: EngineCoreRequest, limits: RequestLimits) -> None:
     """Raise RequestRefusedError if the request could never run within the limits of this engine."""
     num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
     width = request.sampling_params.beam_width
     if num_tokens >= limits.max_model_len:
         raise RequestRefusedError(
             ErrorCode.LENGTH,
-            f"{num_tokens} prompt and generated tokens leave no room for another: "
+            f"{num_tokens} prompt and generated tokens leave no room for another token: "
             f"the maximum length is {limits.max_model_len} tokens in all",
         )
     if limits.max_step_tokens is not None and num_tokens > limits.max_step_tokens:
@@ -140,9 +140,9 @@ def _refuse_what_never_fits(request: EngineCoreRequest, limits: RequestLimits) -
     if num_blocks > limits.num_blocks:
         raise RequestRefusedError(
             ErrorCode.LENGTH,
-            f"{num_tokens} prompt tokens and one more for each of {width} beams need "
-            f"{num_blocks} KV blocks: "
-            f"this engine has {limits.num_blocks}",
+            f"{num_tokens} prompt and generated tokens, and one more for each of {width} beams, "
+            f"need {num_blocks} KV blocks, but this engine has {limits.num_blocks}; "
+            "use fewer beams or a shorter prompt",
         )
 
 

@@ -40,8 +40,7 @@ class RequestStatus(enum.Enum):
     WAITING_FOR_GRAMMAR = enum.auto()
     #: Waits while another request of its group computes or loads the group's prompt.
     WAITING_FOR_PROMPT = enum.auto()
-    #: A peer computes the KV of its prompt. Waits for memory, then the blocks, then the first
-    #: token.
+    #: Waits for memory, then for a peer to send the KV blocks of the prompt and the first token.
     WAITING_FOR_REMOTE_KV = enum.auto()
     #: Preempted. Waits for its steps in flight to return.
     WAITING_FOR_STEPS = enum.auto()
@@ -57,7 +56,8 @@ class WorkerState:
 
     #: Whether the worker has the sequence's tokens and block table.
     is_known: bool = False
-    #: Tokens sent with the sequence when it was new to the worker.
+    #: Number of tokens that the worker had when the sequence was sent as a new one. Tokens that
+    #: steps in flight sample are included.
     num_tokens: int = 0
     #: Leading blocks whose ids the worker has.
     num_blocks: int = 0
@@ -108,7 +108,8 @@ class Request(KVSequence):
         self.beams: BeamGroup | None = None
 
         self.status = RequestStatus.WAITING
-        #: Tokens that steps in flight sample. They follow token_ids, and only the worker has them.
+        #: Number of tokens that steps in flight sample. These tokens follow `token_ids`, and only
+        #: the worker has them.
         self.num_placeholders = 0
         #: Number of steps in flight that run tokens of this request.
         self.num_in_flight = 0
@@ -120,10 +121,11 @@ class Request(KVSequence):
         #: Number of generated tokens that were passed to the grammar.
         self.num_grammar_tokens = 0
 
-        #: Whether the request has joined the batch before. Statistics then include its prompt.
+        #: Whether the request has joined the batch, or started its KV load, before. Statistics then
+        #: include its prompt.
         self.started = False
-        #: Number of prompt tokens that were cached, or shared with another sample, when the request
-        #: first started.
+        #: Number of prompt tokens that were cached, or shared with another request of the group,
+        #: when the request first started.
         self.num_cached_tokens = 0
 
         self.worker = WorkerState()
@@ -160,15 +162,20 @@ class Request(KVSequence):
 
     @property
     def num_shared_tokens(self) -> int:
-        """Number of prompt tokens whose KV samples share. The last one runs, for its logits."""
+        """Number of prompt tokens whose KV the samples of a group share.
+
+        Each sample runs the last prompt token itself, because the token's logits are needed.
+        """
         return self.num_prompt_tokens - 1
 
     @property
     def produces(self) -> bool:
+        """Whether the request computes KV blocks for a peer, as the prefill stage."""
         return self.kv_transfer is not None and self.kv_transfer.side is KVSide.PRODUCE
 
     @property
     def consumes(self) -> bool:
+        """Whether the request loads KV blocks from a peer, and the hand-off has not ended."""
         return self.kv_transfer is not None and self.kv_transfer.side is KVSide.CONSUME
 
     @property

@@ -111,14 +111,15 @@ class Scheduler:
         """
         unpaused, preempted = self.pause_state is PauseState.UNPAUSED, False
         if unpaused:
-            # Loaded requests hold memory that swapped ones may need.
+            # Loaded requests hold memory that swapped requests may need.
             preempted = self._apply(
                 step, self._admission.admit_loaded(step, only_loaded=bool(self.state.swapped))
             )
         resumed = self._apply(step, self._preemptor.resume())
         if resumed:
-            # A search whose beams returned while the search was swapped advances now. It may free
-            # blocks that this step swaps in. No other swap-in or load may write to these blocks.
+            # A beam search advances now if its last step returned while the search was swapped. The
+            # search may free blocks that this step swaps in. No other swap-in or load may write to
+            # these blocks, so nothing else is admitted.
             for request in self.state.running.values():
                 self._lifecycle.settle(self._results.advance_beams(request))
         elif unpaused and not self.state.swapped:
@@ -220,7 +221,7 @@ class Scheduler:
         return self.take_outputs()
 
     def observe_duration(self, step: SchedulerOutput, seconds: float) -> None:
-        """Learn how long a step in flight took, see `PromptBudget.observe`.
+        """Adjust the prompt budget to the duration of a step, see `PromptBudget.observe`.
 
         Call this before `update_from_output` for the same step.
         """
@@ -329,7 +330,7 @@ class Scheduler:
             self._lifecycle.finish(request, FinishReason.ERROR, code, message)
 
     def add_prefill_result(self, result: PrefillResult) -> None:
-        """Apply the result of a CONSUME request's prefill stage: its first token, or an error.
+        """Apply the result of a request's prefill stage on a peer: the first token, or an error.
 
         The result may arrive before the request. The scheduler waits for a result without a
         timeout. The gateway aborts a request that waits too long.
@@ -361,7 +362,7 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Free the blocks of all running, swapped and loaded requests. Their KV is computed again.
 
-        PRODUCE requests keep their blocks, because a peer may read them.
+        Requests that compute KV for a peer keep their blocks, because the peer may read them.
         """
         for request in [*self.state.running.values(), *self.state.queues.loaded]:
             if not request.produces:

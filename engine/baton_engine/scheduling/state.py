@@ -22,8 +22,9 @@ from baton_protocol.config import SchedulerConfig
 
 
 class PauseState(enum.Enum):
-    """Which requests `Scheduler.schedule` may run."""
+    """The requests that `Scheduler.schedule` may run."""
 
+    #: All requests run.
     UNPAUSED = enum.auto()
     #: Running and swapped requests continue. No request is admitted.
     PAUSED_NEW = enum.auto()
@@ -70,7 +71,7 @@ class SchedulerState:
         self.running = RunningRequests(self.limits.max_num_seqs)
         self.queues = WaitingRequests()
         self.swapped = SwappedRequests()
-        #: A token passes one stage per step.
+        #: A token passes one pipeline stage per step, so each step gets a part of the target.
         self.prompt_budget = PromptBudget(config.target_itl_s / num_stages)
         self.grammars = GrammarQueue(structured_output)
         self.groups = SampleGroups()

@@ -19,6 +19,7 @@ class ScheduledRange(NamedTuple):
     request: Request
     start: int
     end: int
+    #: Whether the step samples the token at position `end`.
     samples: bool
     #: `request.num_preemptions` when the range was scheduled.
     num_preemptions: int
@@ -45,9 +46,9 @@ class StepBuilder:
         return self.output.num_scheduled_tokens.get(request.request_id, 0)
 
     def may_write(self, request: Request) -> bool:
-        """Return whether the next position can be written without allocating or copying a block.
+        """Return whether the next token's KV can be written without allocating or copying a block.
 
-        The block of this position must be allocated, not shared, and not in the prefix cache.
+        The block of this token must be allocated, not shared, and not in the prefix cache.
         """
         slot = request.num_computed_tokens // self._block_size
         if slot >= len(request.blocks):
@@ -56,7 +57,7 @@ class StepBuilder:
         return block.ref_count == 1 and block.block_hash is None
 
     def copies_to_block_at(self, request: Request, position: int) -> bool:
-        """Return whether this step copies another block to the one of `position`.
+        """Return whether this step copies another block to the block of `position`.
 
         The step makes all its block copies at once, so no copy may read that block.
         """

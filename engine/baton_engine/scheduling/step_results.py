@@ -45,8 +45,8 @@ class StepResults:
             token_id = sampled.get(request.request_id)
             if (token_id is not None) != entry.samples:
                 raise RuntimeError(
-                    f"{request!r}: step {step_id} sampled {token_id}; "
-                    "a request samples if and only if all its tokens are computed"
+                    f"step {step_id} returned the sampled token {token_id} for {request!r}, but "
+                    f"the step was scheduled to sample {'a' if entry.samples else 'no'} token"
                 )
             if entry.start < request.num_prompt_tokens:
                 self.state.counters.prompt_tokens_computed += (
@@ -105,7 +105,10 @@ class StepResults:
         beams = list(group.finished)
         if not beams:
             return Finished.without_token(
-                root, FinishReason.ERROR, ErrorCode.INTERNAL, "no token was possible for any beam"
+                root,
+                FinishReason.ERROR,
+                ErrorCode.INTERNAL,
+                "the beam search ended without a result: no token was possible for any beam",
             )
         best = beams[0]
         self.state.counters.generation_tokens += len(best.token_ids)

@@ -53,7 +53,7 @@ class BeamState:
     """A live beam before a step."""
 
     cumulative_logprob: float = 0.0
-    #: Generated tokens. The same number for all beams of a search.
+    #: Number of generated tokens, equal for all beams of a search.
     num_tokens: int = 0
 
 
@@ -146,7 +146,7 @@ def advance(
         stops = token_id in config.stop_token_ids
         if stops or at_limit:
             # Continuations of lower rank may only become live beams. As finished hypotheses, they
-            # would favour short hypotheses.
+            # would favor short hypotheses.
             if rank < config.width:
                 reason = FinishReason.STOP if stops else FinishReason.LENGTH
                 finished.append(

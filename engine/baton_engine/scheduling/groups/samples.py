@@ -1,4 +1,7 @@
-"""Samples of one prompt: one request computes or loads it, and the others share its KV blocks."""
+"""Samples of one prompt: one request gets the prompt's KV, and the other requests share its blocks.
+
+The first request of a group computes the KV, or loads the KV from a peer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from baton_engine.scheduling.step_builder import StepBuilder
 
 
 class SampleGroups:
-    """All sample groups that have unfinished requests."""
+    """The groups of unfinished requests that sample from one prompt."""
 
     def __init__(self) -> None:
         self._groups: dict[str, SampleGroup] = {}
@@ -29,10 +32,12 @@ class SampleGroups:
             group_id, request.order, prompt, request.cache_salt
         )
         if request.token_ids != group.prompt_token_ids:
-            raise ValueError("members of a group must have equal prompts and no generated tokens")
+            raise ValueError(
+                "requests with one group_id must have equal prompts and no generated_token_ids"
+            )
         if request.cache_salt != group.cache_salt:
             raise ValueError(
-                "members of a group must have the same cache_salt: they share KV blocks"
+                "requests with one group_id must have the same cache_salt: they share KV blocks"
             )
         request.order = (*group.order[:3], request.order[3])
         request.group = group
@@ -56,7 +61,8 @@ class SampleGroups:
     def source(self, request: Request, step: StepBuilder) -> Request | None:
         """Return a request whose prompt blocks `request` can share, or None.
 
-        It runs, or its KV has been loaded. Steps before this one compute the shared tokens.
+        The returned request is running, or has loaded its KV. Steps before `step` compute the
+        shared tokens.
         """
         for member in request.group.members.values() if request.group is not None else ():
             if (
@@ -71,7 +77,9 @@ class SampleGroups:
         return None
 
     def is_computing_prompt(self, group: SampleGroup, step: StepBuilder | None = None) -> bool:
-        """Return whether a request of the group computes or loads the prompt, so the others wait.
+        """Return whether a request of the group is computing or loading the prompt's KV.
+
+        The other requests of the group then wait.
 
         Args:
             step: step under construction. Tokens scheduled in this step count as not yet computed.

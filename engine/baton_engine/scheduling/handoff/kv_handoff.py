@@ -42,7 +42,7 @@ from baton_protocol.messages import KVTransferParams
 
 @dataclass(slots=True)
 class _Send:
-    """Blocks of a PRODUCE request that a consumer loads from this engine."""
+    """A transfer of a request's blocks from this engine to a peer (KVSide.PRODUCE)."""
 
     request: Request
     num_published_blocks: int = 0
@@ -53,7 +53,7 @@ class _Send:
 
 @dataclass(slots=True)
 class _Load:
-    """Blocks that this engine loads from a producer."""
+    """A transfer of blocks from a peer to this engine (KVSide.CONSUME)."""
 
     #: None: an empty load that only releases the producer's blocks.
     request: Request | None
@@ -94,13 +94,13 @@ class KVHandoff:
     # Producer
 
     def offer(self, request: Request) -> None:
-        """Offer the blocks of a new PRODUCE request, so that the consumer can subscribe."""
+        """Offer the blocks of a new request to the peer that loads the request's KV."""
         transfer = _transfer(request)
         self._sends[transfer.transfer_id] = _Send(request)
         self._metadata.offers[transfer.transfer_id] = transfer.peer_instance_id
 
     def save(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the blocks that a step completes for a PRODUCE request.
+        """Publish the blocks that a step completes, if a peer loads the request's KV.
 
         Args:
             num_computed_tokens: number of the request's tokens that have KV after the step,
@@ -137,7 +137,7 @@ class KVHandoff:
     # Consumer
 
     def wait(self, request: Request) -> None:
-        """Make the producer keep the blocks of a new CONSUME request until the load starts.
+        """Make the peer that computes a request's prompt keep the blocks until the load starts.
 
         The connector sends a message that extends the lease of the blocks. Otherwise the lease
         could expire while the request waits for memory. If the load starts in the next step, the
@@ -211,7 +211,7 @@ class KVHandoff:
                 self._cancel_send(transfer_id, send)
 
     def update(self, output: ConnectorOutput) -> list[Request]:
-        """Process the workers' report of ended transfers. Free the blocks of finished requests.
+        """Record which transfers have ended, and free the blocks of finished requests.
 
         Returns:
             Unfinished requests whose load has ended. `load_result` returns the result of each.

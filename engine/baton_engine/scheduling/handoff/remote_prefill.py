@@ -14,6 +14,7 @@ from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
 from baton_protocol.messages import ErrorCode, FinishReason, PrefillResult
 
+#: Maximum number of prefill results that are kept for requests that have not arrived.
 EARLY_RESULTS_KEPT = 1024
 
 
@@ -131,7 +132,10 @@ class RemotePrefill:
 
 
 def _samples_of_load(request: Request) -> list[Request]:
-    """Return the requests that need the load of `request`: itself, and samples that wait for it."""
+    """Return the requests that need the load of `request`.
+
+    These are `request` itself, and the requests of its sample group that wait for the load.
+    """
     group = request.group
     if group is None or group.leader is not request:
         return [request]

@@ -136,7 +136,8 @@ def test_a_search_that_uses_all_kv_blocks_ends_with_an_error():
 def test_a_search_whose_first_tokens_do_not_fit_is_refused():
     engine = Engine(num_blocks=6)
     with pytest.raises(
-        RequestRefusedError, match=r"10 prompt tokens .* 5 beams need 7 KV blocks.* has 6"
+        RequestRefusedError,
+        match=r"10 prompt and generated tokens.* 5 beams, need 7 KV blocks.* has 6",
     ) as refused:
         engine.add("r", PROMPT, 4, {"beam_width": 5})
     assert refused.value.code is ErrorCode.LENGTH
