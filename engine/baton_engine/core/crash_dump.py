@@ -64,7 +64,10 @@ def write_crash_dump(
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
     except Exception:
-        logger.exception("the crash dump cannot be written")
+        logger.exception(
+            "the crash dump of a failed step cannot be written; observability.crash_dump_dir is %s",
+            config.observability.crash_dump_dir or f"unset ({tempfile.gettempdir()} is used)",
+        )
         return None
     return path
 

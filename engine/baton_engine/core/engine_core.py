@@ -62,12 +62,14 @@ class _InFlight(NamedTuple):
 
     step: SchedulerOutput
     output: Future[ModelRunnerOutput]
+    #: `time.monotonic()` when the step was sent to the executor.
     started: float
+    #: Seconds that the scheduling of the step took.
     schedule_s: float
 
 
 class EngineCore:
-    """One engine. Only one thread may use it.
+    """The engine without sockets and processes. Only one thread may use it.
 
     The caller adds requests, calls `step_fn` while `has_requests` is true, and delivers the outputs
     that `step_fn` returns. `pause` and `sleep` may return a Future, which is resolved during a
@@ -127,7 +129,7 @@ class EngineCore:
         #: Oldest first.
         self._in_flight: deque[_InFlight] = deque()
         self._last_step_ended = -math.inf
-        #: Outputs of steps that ended outside step_fn.
+        #: Outputs that `take_outputs` has not returned yet.
         self._outputs: list[EngineCoreOutput] = []
         self._connector_stats: ConnectorStats | None = None
         self._connector_stats_time = -math.inf
@@ -277,12 +279,13 @@ class EngineCore:
         """Return the output of a step.
 
         Raises:
-            WorkerDiedError: a worker dies first, or the step takes longer than
-                `parallel.step_timeout_s`.
+            WorkerDiedError: a worker dies first, or the workers send no answer for
+                `parallel.step_timeout_s`. An executor with `watches_steps` checks the timeout.
         """
         limit_s = math.inf if self.executor.watches_steps else self.config.parallel.step_timeout_s
         interval_s = min(_FAILURE_CHECK_S, limit_s)
-        # Count waits instead of time: while this process was stopped, it received no answers.
+        # Add up the intervals instead of reading the clock. By the clock, a step would time out as
+        # soon as this process continues after a stop (SIGSTOP).
         silent_s = 0.0
         while True:
             try:
@@ -321,7 +324,7 @@ class EngineCore:
         except Exception as error:
             path = write_crash_dump(self.config, step, self._stats_or_none(), error)
             what = f"step {step.step_id}" if step is not None else "scheduling"
-            where = f"; its input is in {path}" if path is not None else ""
+            where = f"; the crash dump is {path}" if path is not None else ""
             raise StepFailedError(
                 f"{what} failed: {type(error).__name__}: {error}{where}"
             ) from error
@@ -387,6 +390,10 @@ class EngineCore:
         self._collect_outputs()
 
     def add_prefill_result(self, result: PrefillResult) -> None:
+        """Pass the result of a request's prefill stage to the scheduler.
+
+        A result with token ids outside the vocabulary counts as an error of the prefill stage.
+        """
         if result.token_ids and not all(
             0 <= token_id < self.info.vocab_size for token_id in result.token_ids
         ):
@@ -486,7 +493,10 @@ class EngineCore:
         """
         if not self.scheduler.draining:
             self.scheduler.draining = True
-            logger.info("draining: %d requests unfinished", self.scheduler.stats().num_unfinished)
+            logger.info(
+                "draining: new requests are refused, and %d unfinished requests continue",
+                self.scheduler.stats().num_unfinished,
+            )
         return self.get_stats()
 
     def pause(self, mode: PauseMode = "abort") -> Future[None] | None:

@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     """Return the maximum number of prompt and generated tokens of a request.
 
-    A configured limit is not compared with the model's maximum here. The workers compare them when
-    they load the model.
+    A configured limit is not compared with the model's maximum here. The workers compare the two
+    when they load the model.
 
     Raises:
         ConfigurationError: the KV memory is too small for the configured limit.
@@ -24,7 +24,8 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     if asked is None:
         if capacity < info.max_position_embeddings:
             logger.warning(
-                "max_model_len is %d, limited by the KV memory; the model's maximum is %d",
+                "max_model_len is %d tokens, limited by the KV memory; the model's maximum is %d; "
+                "give the KV cache more memory to serve longer requests",
                 capacity,
                 info.max_position_embeddings,
             )

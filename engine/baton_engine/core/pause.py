@@ -1,7 +1,7 @@
 """Pausing and sleeping: when scheduling stops, and when memory may be dropped.
 
 pause(abort)   all requests end, then the engine is paused
-pause(wait)    running requests end, waiting ones are not admitted, then the engine is paused
+pause(wait)    running requests end, no waiting request is admitted, then the engine is paused
 pause(keep)    steps in flight end, then the engine is paused; `resume` continues all requests
 sleep(level)   a pause in one of these modes, then level 1 moves weights to host memory, and
                level 2 drops them; both drop the KV cache; level 0 frees nothing
@@ -98,7 +98,12 @@ class PauseControl:
         return self._begin(mode, _NOT_ASLEEP)
 
     def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Start a pause, after which memory is freed as `level` says.
+        """Start a pause, and free memory once the engine is paused.
+
+        Args:
+            level: 1 moves weights to host memory, and 2 drops the weights. Both levels drop the KV
+                cache. 0 frees nothing.
+            mode: mode of the pause, see the module.
 
         Returns:
             None if the engine sleeps now. Otherwise a Future, which is resolved when the engine
@@ -156,7 +161,7 @@ class PauseControl:
         if wake := sorted(self._asleep & wanted):
             self._engine.wake_workers(wake)
             self._asleep -= set(wake)
-            logger.info("woken up: %s", ", ".join(wake))
+            logger.info("the engine has restored after a sleep: %s", ", ".join(wake))
             if not self._asleep:
                 self._end_sleep()
         elif self._level == 0 and SCHEDULING in wanted:
@@ -180,7 +185,7 @@ class PauseControl:
                     return
                 self._sleep_workers(level)
             self._level = level
-            logger.info("asleep at level %d", level)
+            logger.info("the engine sleeps at level %d until POST /wake_up", level)
         except Exception as error:  # the engine stays paused
             waiting, self._waiting = self._waiting, []
             for future, _ in waiting:

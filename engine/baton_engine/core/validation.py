@@ -1,7 +1,7 @@
 """Validates a request in the engine that receives it, before the scheduler queues it.
 
 `SamplingParams.validate` checks the sampling parameters alone. The gateway calls
-`SamplingParams.validate` too, so that an error names the field of the HTTP request. The checks here
+this method as well, so that an error names the field of the HTTP request. The checks here
 need the rest of the request, or the engine's vocabulary, KV role or rank.
 """
 
@@ -13,8 +13,10 @@ from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_protocol.config import KVRole
 from baton_protocol.messages import EngineCoreRequest, ErrorCode, KVSide, KVTransferParams
 
+#: Maximum length of a request id, transfer id or group id, in characters.
 MAX_ID_LENGTH = 256
 
+#: KV roles of the engines that can run each side of a transfer.
 _ROLES = {
     KVSide.PRODUCE: (KVRole.PRODUCER, KVRole.BOTH),
     KVSide.CONSUME: (KVRole.CONSUMER, KVRole.BOTH),
@@ -142,7 +144,7 @@ def _validate_group_member(request: EngineCoreRequest) -> None:
 def _validate_beam_search(request: EngineCoreRequest) -> None:
     """Check a request for a beam search.
 
-    A beam search cannot be continued, use KV transfer, or be one of several samples.
+    A beam search cannot start from generated tokens, use KV transfer, or be one of several samples.
     """
     if request.kv_transfer is not None:
         raise ValueError(

@@ -213,7 +213,7 @@ def test_a_failed_step_writes_its_input_to_a_file(tmp_path):
     core.add_request(long)
     core.add_request(request("bad", [13, 13, 13]))
     with pytest.raises(
-        StepFailedError, match="RuntimeError: the device is on fire; its input is in"
+        StepFailedError, match="RuntimeError: the device is on fire; the crash dump is"
     ) as failed:
         core.step_fn()
     (path,) = (tmp_path / "dumps").iterdir()
@@ -239,7 +239,7 @@ def test_a_crash_dump_is_written_to_the_volume_of_a_pod_of_the_local_cluster(tmp
     (tmp_path / "dumps").mkdir()
     core = make_core(observability=ObservabilityConfig(crash_dump_dir="/dumps"))
     core.add_request(request("bad", [13, 13, 13]))
-    with pytest.raises(StepFailedError, match="its input is in"):
+    with pytest.raises(StepFailedError, match="the crash dump is"):
         core.step_fn()
     assert len(list((tmp_path / "dumps").iterdir())) == 1
 
@@ -249,7 +249,7 @@ def test_a_scheduling_failure_writes_the_engine_state_to_a_file(tmp_path, monkey
     core.add_request(request("r", [1, 2]))
     monkeypatch.setattr(core.scheduler.state.kv, "allocate", lambda *args, **options: 1 / 0)
     with pytest.raises(
-        StepFailedError, match=r"scheduling failed: ZeroDivisionError: .*; its input is in"
+        StepFailedError, match=r"scheduling failed: ZeroDivisionError: .*; the crash dump is"
     ):
         core.step_fn()
     (path,) = tmp_path.iterdir()
@@ -332,7 +332,7 @@ def test_a_step_without_an_answer_fails_at_the_step_timeout():
 def test_max_model_len_is_fitted_to_the_kv_memory_unless_it_is_configured(caplog):
     with caplog.at_level(logging.WARNING):
         assert make_core().ready.max_model_len == 256
-    assert "256, limited by the KV memory; the model's maximum is 512" in caplog.text
+    assert "256 tokens, limited by the KV memory; the model's maximum is 512" in caplog.text
     assert make_core(cache=CacheConfig(block_size=4, num_blocks=500)).ready.max_model_len == 512
     long = make_core(
         model=ModelConfig(path="/nowhere", max_model_len=1000),
