@@ -34,8 +34,8 @@ MAX_COMPILED = 128
 NUM_THREADS = min(2, os.cpu_count() or 1)
 #: Maximum length of an error message, in characters.
 MAX_REASON_LENGTH = 300
-# llguidance's defaults trust the schema's author. A lexer state takes 1 to 2 kB, so these limit an
-# untrusted schema to about 60 MB.
+# Stricter than llguidance's defaults, which suit trusted schemas. A lexer state takes 1 to 2 kB, so
+# these two limits hold an untrusted schema to about 60 MB.
 MAX_GRAMMAR_SIZE = 100_000
 MAX_LEXER_STATES = 30_000
 #: llguidance's options for JSON. Between two JSON tokens, the pattern matches at most once. Without
@@ -237,7 +237,8 @@ class StructuredOutputManager:
             try:
                 tokenizer = LLTokenizer(content, n_vocab=self._vocab_size, eos_token=eos_token_ids)
             except ValueError:
-                # Some tokenizers have more ids than logits. `bitmask` cuts those past the end.
+                # Some tokenizers have more ids than the model has logits. `bitmask` cuts off these
+                # ids.
                 tokenizer = LLTokenizer(content, eos_token=eos_token_ids)
         except Exception as error:
             raise ValueError(f"structured_output cannot use {file}: {error}") from error
@@ -276,7 +277,7 @@ def _to_llguidance(spec: StructuredOutput) -> str:
         case StructuredOutputKind.REGEX:
             return LLMatcher.grammar_from_regex(spec.spec)
         case StructuredOutputKind.CHOICE:
-            # One terminal: as alternatives of a rule, thousands would be too many for the parser.
+            # One terminal holds all choices. The parser cannot handle thousands of alternatives.
             texts = " | ".join(json.dumps(text) for text in json.loads(spec.spec))
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         case StructuredOutputKind.GRAMMAR:

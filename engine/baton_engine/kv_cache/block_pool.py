@@ -1,8 +1,8 @@
 """The pool of KV blocks: reference counts, hashes of the prefix cache, the list of free blocks.
 
 All operations are O(1) per block. A free block keeps its cached KV, and can be found by hash, until
-it is allocated again. The least recently used block is allocated first. Its cached KV then moves to
-the offload tier, if there is one.
+it is allocated again. Free blocks without cached KV are allocated first, then the least recently
+used cached block. The KV of a cached block then moves to the offload tier, if there is one.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of blocks without a reference, including cached ones."""
+        """Number of blocks without a reference, including cached blocks."""
         return len(self._free)
 
     @property
@@ -136,8 +136,9 @@ class BlockPool:
     def free(self, blocks: Sequence[Block]) -> None:
         """Remove one reference from each block of a sequence.
 
-        Blocks that are now without references enter the free list, the last block of the sequence
-        first. Later blocks are therefore reused before the prefix, which more requests share.
+        A block that is now without references enters the free list. Uncached blocks are allocated
+        next. Cached blocks are allocated last, later blocks of the sequence before the prefix,
+        which more requests share.
 
         Args:
             blocks: in the order of the sequence.

@@ -32,9 +32,9 @@ CachedBlock = Block | OffloadedBlock
 class PrefixCacheStats:
     """Counters of the prefix cache since the engine's start."""
 
-    #: Tokens looked up.
+    #: Number of tokens looked up.
     queries: int = 0
-    #: Tokens found.
+    #: Number of tokens found.
     hits: int = 0
 
 
@@ -85,7 +85,7 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of device blocks without a reference, including cached ones."""
+        """Number of device blocks without a reference, including cached blocks."""
         return self.pool.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -164,7 +164,7 @@ class KVCacheManager:
                 no free block.
 
         Returns:
-            Ids of the added blocks, including cached ones. None, with nothing changed, if too few
+            Ids of the added blocks, including cached blocks. None, with nothing changed, if too few
             blocks are free.
         """
         if not self.can_allocate(request, num_tokens, cached, keep_free=keep_free):
@@ -412,8 +412,8 @@ def _take_counterparts(
     A new block gets one reference per table that contains the old block.
 
     Returns:
-        The tables with new blocks in place of old ones, and one block copy per distinct block, from
-        old to new.
+        The tables with new blocks in place of old blocks, and one block copy per distinct block,
+        from old to new.
     """
     distinct = list(dict.fromkeys(block for table in tables for block in table))
     counterpart = dict(zip(distinct, target.allocate(len(distinct)), strict=True))

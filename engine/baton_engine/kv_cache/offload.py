@@ -22,14 +22,17 @@ from baton_protocol.block_hash import BlockHash
 
 
 class OffloadedBlock(NamedTuple):
-    """A cached block that is in the offload tier and not on the device."""
+    """A cached block that is in the offload tier (host memory) and not on the device."""
 
     block_hash: BlockHash
     slot: int
 
 
 class OffloadTier:
-    """Assigns slots to blocks and reuses the least recently used slot. O(1) per block."""
+    """Assigns slots of host memory to evicted blocks. O(1) per block.
+
+    If no slot is free, the least recently used slot is reused.
+    """
 
     def __init__(self, num_slots: int) -> None:
         """Create a tier in which all slots are free.
@@ -40,7 +43,7 @@ class OffloadTier:
         if num_slots < 1:
             raise ValueError(f"an offload tier needs one slot at least, got {num_slots}")
         self.num_slots = num_slots
-        #: Blocks stored since the engine's start.
+        #: Number of blocks stored in the tier, and restored from it, since the engine's start.
         self.num_stored = 0
         self.num_restored = 0
         #: Slot by hash, least recently used first.
@@ -57,6 +60,7 @@ class OffloadTier:
         return len(self._slots)
 
     def find(self, block_hash: BlockHash) -> OffloadedBlock | None:
+        """Return the block with this hash, or None if the tier does not have the block."""
         slot = self._slots.get(block_hash)
         return OffloadedBlock(block_hash, slot) if slot is not None else None
 

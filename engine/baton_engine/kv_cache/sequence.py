@@ -19,15 +19,17 @@ class KVSequence:
     request_id: str
     #: All known tokens: prompt, then generated.
     token_ids: list[int]
+    #: Sequences with different salts share no cached blocks.
     cache_salt: str = ""
-    #: Leading tokens whose KV is in `blocks` after all steps scheduled so far.
+    #: Number of leading tokens whose KV is in `blocks` after all steps scheduled so far.
     num_computed_tokens: int = 0
 
     blocks: list[Block] = field(default_factory=list)
     #: Host blocks that hold the KV while the sequence is swapped out.
     swapped_blocks: list[Block] = field(default_factory=list)
+    #: Chained hashes of the full blocks that have been hashed so far.
     block_hashes: list[BlockHash] = field(default_factory=list)
-    #: Leading blocks that `cache_blocks` has processed already.
+    #: Number of leading blocks that `cache_blocks` has processed already.
     num_cached_blocks: int = 0
 
     @property
