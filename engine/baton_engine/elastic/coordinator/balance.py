@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 #: The imbalance of a new placement must be less than this fraction of the measured one.
 WORTHWHILE = 0.95
-#: Minimum number of expert choices per rank and layer in a window. With fewer, the loads of ranks
-#: differ by chance by more than about 1%.
+#: Minimum number of expert choices per rank and layer in a window. A token that is sent to k
+#: experts counts as k choices. With fewer choices, chance alone makes the loads of ranks differ by
+#: more than about 1%.
 MIN_CHOICES = 10_000
 
 #: [sparse layer][expert]: tokens.
@@ -45,7 +46,7 @@ def summed_loads(reports: Iterable[ExpertLoads | None]) -> Loads:
 
 
 class Balance:
-    """Computes placements from the loads that ranks report."""
+    """Computes placements from the loads that ranks report, and decides when to rebalance."""
 
     def __init__(self, roster: Roster, config: ControllerConfig) -> None:
         """Start without measured loads.
@@ -131,9 +132,10 @@ class Balance:
         return Rebalancing(placement, found, _mean(imbalance(placement, loads)))
 
     def _within_limit(self, placement: Placement, present: Generation, loads: Loads) -> Placement:
-        """Return `placement`, or a placement between the present one and it if the limit is lower.
+        """Return a placement whose moves do not exceed `rebalance_max_move_bytes`.
 
-        The moves must not exceed `rebalance_max_move_bytes`.
+        Return `placement` if its moves are within this limit. Otherwise, return the present
+        placement after the moves that reduce the imbalance most.
         """
         limit = self._config.rebalance_max_move_bytes
         if not limit:
@@ -141,8 +143,8 @@ class Balance:
         expert_bytes = self.expert_bytes(present.members)
         if not expert_bytes:
             logger.warning(
-                "experts are not balanced, because a rank does not report their size: its version "
-                "is older than the coordinator's"
+                "experts are not rebalanced, because a rank of an older version does not report "
+                "the size of an expert; update all ranks to the coordinator's version"
             )
             return present.placement
         if limit < 2 * expert_bytes and not self._has_warned_of_limit:

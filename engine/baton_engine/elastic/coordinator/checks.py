@@ -14,7 +14,7 @@ from baton_protocol.topology import Member, Placement, Status, TopologyRequest
 MAX_EXPERTS = 2**16
 MAX_LAYERS = 2**12
 MAX_MEMBERS = 2**10
-#: Maximum characters of `Status.failure`; the rest is truncated.
+#: Maximum number of characters of `Status.failure`. A longer text is truncated.
 MAX_FAILURE = 2**12
 OPERATION_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 #: An id or address: printable ASCII without white space.
@@ -55,7 +55,9 @@ def check_request(request: TopologyRequest, last: TopologyRequest | None) -> Ref
         and set(last.members) != set(request.members)
     ):
         return Refusal(
-            "operation_id", f"{request.operation_id} was used for {', '.join(sorted(last.members))}"
+            "operation_id",
+            f"{request.operation_id} was used for other members, "
+            f"{', '.join(sorted(last.members))}; use a new id",
         )
     return None
 
@@ -69,11 +71,13 @@ def check_status(status: Status) -> None:
     member = status.member
     _check_member(member)
     if len(status.suspects) > MAX_MEMBERS:
-        raise ValueError(f"{member.name}: {len(status.suspects)} suspects are over the limit")
+        raise ValueError(
+            f"{member.name}: {len(status.suspects)} suspects exceed the limit of {MAX_MEMBERS}"
+        )
     if not (0 <= status.num_experts <= MAX_EXPERTS and 0 <= status.num_sparse_layers <= MAX_LAYERS):
         raise ValueError(
             f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} "
-            "experts are over the limit"
+            f"experts exceed the limits of {MAX_LAYERS} layers and {MAX_EXPERTS} experts"
         )
     shape = [status.num_experts] * status.num_sparse_layers
     if status.loads is not None and [len(layer) for layer in status.loads.tokens] != shape:
@@ -131,11 +135,11 @@ def _check_member(member: Member) -> None:
     if not RANK_NAME.fullmatch(member.name):
         raise ValueError(f"the name of a rank must be a DNS label, got {member.name!r}")
     if not (PRINTABLE.fullmatch(member.instance_id) and PRINTABLE.fullmatch(member.host)):
-        raise ValueError(f"{member.name}: an invalid instance id or address")
+        raise ValueError(f"{member.name}: the instance id or the address is invalid")
     if not all(
         0 <= port < 2**16 for port in (member.engine_port, member.link_port, member.store_port)
     ):
-        raise ValueError(f"{member.name}: an invalid port")
+        raise ValueError(f"{member.name}: a port is not between 0 and {2**16 - 1}")
 
 
 def _fits(placement: Placement, num_ranks: int, status: Status) -> bool:

@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """Decides on the topology of one group. Not thread-safe."""
+    """Decides which ranks form an expert-parallel group, and when they change. Not thread-safe."""
 
     def __init__(self, draw_nonce: Callable[[], str], config: ControllerConfig) -> None:
         self._draw_nonce = draw_nonce
@@ -89,6 +89,7 @@ class Controller:
     # Input
 
     def on_status(self, status: Status, now: float) -> None:
+        """Record the status of a rank that was received at the time `now`."""
         self._roster.on_status(status, now)
         if self._first_status_at is None:
             self._first_status_at = now
@@ -102,9 +103,10 @@ class Controller:
                 self._inferred = generation
 
     def on_request(self, request: TopologyRequest) -> Refusal | None:
-        """Handle PUT /topology. Return why the request is refused, or None.
+        """Set the desired members, as PUT /topology requests. A repeated request changes nothing.
 
-        A repeated request changes nothing.
+        Returns:
+            Why the request is refused, or None if it is accepted.
         """
         refusal = check_request(request, self._request)
         if refusal is None and (
@@ -120,7 +122,7 @@ class Controller:
         return refusal
 
     def on_rebalance(self) -> None:
-        """Handle POST /rebalance: rebalance when no other operation is active."""
+        """Request a rebalance, which starts when no other operation is active."""
         self._rebalance = True
 
     def tick(self, now: float) -> list[Ended]:
@@ -137,7 +139,7 @@ class Controller:
             committed = self._operation is not None and self._operation.committed
             self._released = not committed and self._observe(now).ends()
             if self._released:
-                self._stranded_commit = None  # its members leave
+                self._stranded_commit = None  # the members leave and need no generation
             if self._operation is not None and self._operation.committed:
                 self._follow_commit(self._operation, now)
             elif self._operation is not None and self._operation.phase is OperationPhase.PREPARING:
@@ -261,7 +263,7 @@ class Controller:
         operation = self._operation = resumed(target, previous, now)
         self._nonces.add(target.nonce)
         self._highest_target = max(self._highest_target, target.number)
-        logger.info("%s: continues the commit of another coordinator", operation.label)
+        logger.info("%s: continues the commit that another coordinator began", operation.label)
         return True
 
     def _begin(self, now: float) -> None:
@@ -323,7 +325,10 @@ class Controller:
         for status, generation in self._roster.serving():
             seen = status.commit_seen
             if seen and seen != generation.nonce and seen not in self._nonces:
-                return f"{status.member.name} received the commit of {seen}; others cannot commit"
+                return (
+                    f"{status.member.name} has received the commit of generation {seen}, which "
+                    "other ranks cannot commit"
+                )
         return self._stalls.reason
 
     def _waits_for_members(self, operation: Operation, need: Need, now: float) -> bool:
@@ -400,7 +405,7 @@ class Controller:
         self._first_ready_at = None
         operation.enter(OperationPhase.PREPARING, now, need.reason)
         logger.info(
-            "%s: preparing generation %d (%s)",
+            "%s: preparing generation %d with members %s",
             operation.label,
             number,
             ", ".join(each.name for each in need.members),
@@ -409,7 +414,7 @@ class Controller:
     # Progress of an operation
 
     def _follow_preparation(self, operation: Operation, now: float) -> None:
-        """Commit the operation's target when all members are prepared.
+        """Commit the operation's target, the next generation, when all members are prepared.
 
         If the preparation fails or the target no longer fits the group, end the operation. The
         previous generation then continues.
@@ -423,7 +428,10 @@ class Controller:
         elif late := unprepared(self._roster, target):
             if now - operation.since > self._config.prepare_timeout_s:
                 names = ", ".join(member.name for member in late)
-                reason = f"{names} did not prepare it within {self._config.prepare_timeout_s:g} s"
+                reason = (
+                    f"{names} did not prepare generation {target.number} within "
+                    f"{self._config.prepare_timeout_s:g} s"
+                )
                 self._fail(operation, now, reason, [member.instance_id for member in late])
         else:
             operation.progress, operation.progress_at = 0, now
@@ -433,10 +441,10 @@ class Controller:
     def _outdated(self, operation: Operation, target: Generation, now: float) -> str:
         """Return why a target in preparation no longer fits the group. Empty: the target fits."""
         if self._released:
-            return "all members leave"
+            return "all members are shutting down"
         if stalled := self._stalls.exclude_stalled(target, operation.since, now):
             self._update_roster(now)
-            return f"{stalled} sends statuses, but its loop is stalled"
+            return f"the engine loop of {stalled} is stalled, although the process sends statuses"
         observation = self._observe(now)
         if (
             self._present is not None
@@ -445,7 +453,7 @@ class Controller:
         ):
             return broken
         if lost := lost_members(self._roster, target):
-            return f"{', '.join(lost)} cannot prepare it"
+            return f"{', '.join(lost)} cannot prepare generation {target.number}"
         if overtaken(self._roster, target):
             return "a rank has committed another generation"
         if not target.urgent and operation.wanted != observation.wanted():
@@ -469,7 +477,9 @@ class Controller:
         if obstacle or (waiting and stuck):
             names = ", ".join(waiting)
             reason = (
-                obstacle or f"{names} did not commit it within {self._config.commit_timeout_s:g} s"
+                obstacle
+                or f"{names} did not commit generation {target.number} within "
+                f"{self._config.commit_timeout_s:g} s"
             )
             if target.urgent and not obstacle:
                 self._retries.exclude(
@@ -534,5 +544,5 @@ class Controller:
             "%s: %s: %s",
             operation.label,
             outcome,
-            one_line(reason, MAX_FAILURE) or "all members serve in it",
+            one_line(reason, MAX_FAILURE) or "all members serve in this generation",
         )

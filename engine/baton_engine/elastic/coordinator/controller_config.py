@@ -16,11 +16,11 @@ class ControllerConfig:
     #: Time without a status after which a rank that other ranks cannot reach is dead.
     suspect_dead_after_s: float = 0.4
     #: Time after which a rank is stalled although it sends statuses. A stalled rank does not vote
-    #: while other ranks wait, or ignores an urgent generation. The time must exceed the time
-    #: between two steps, and the duration of one layer.
+    #: while other ranks wait, or does not react to a generation that replaces a broken one. The
+    #: time must exceed the time between two steps, and the duration of one layer.
     stall_after_s: float = 5.0
-    #: Limit of a step. The coordinator interrupts a longer step to find a stalled rank. The limit
-    #: should exceed the longest step. The group runs an interrupted step again, and the limit
+    #: Time limit of a step. The coordinator interrupts a longer step to find a stalled rank. The
+    #: limit should exceed the longest step. The group runs an interrupted step again, and the limit
     #: doubles, at most to 8 times this value.
     step_stall_after_s: float = 30.0
     #: Time to wait for further ranks after the first rank is ready, if there is no generation.
@@ -42,5 +42,6 @@ class ControllerConfig:
     #: request.
     rebalance_window_s: float = 300.0
     #: Maximum size in bytes of the experts that ranks receive for one automatic rebalance. The
-    #: moves that reduce the imbalance most come first, and others after later windows. 0: no limit.
+    #: moves that reduce the imbalance most come first. Other moves follow after later windows.
+    #: 0: no limit.
     rebalance_max_move_bytes: float = 0.0

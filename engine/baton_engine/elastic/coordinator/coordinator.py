@@ -29,13 +29,16 @@ from baton_protocol.topology import Directive, Status, TopologyRequest, Topology
 
 logger = logging.getLogger(__name__)
 
+#: Maximum time between two turns of the loop, so that deadlines are checked in time.
 TICK_MS = 50
+#: Time without a turn of the loop after which GET /health answers 503.
 UNRESPONSIVE_AFTER_S = 5.0
 #: Maximum number of queued directives for a rank that does not read. Later directives are dropped.
 #: Each status is answered with a new directive.
 HIGH_WATER_MARK = 64
 #: Time in which ranks that are deleted with the coordinator report that they are leaving.
 LINGER_S = 2.0
+#: Maximum size of a status. Larger messages close the connection.
 MAX_MESSAGE_BYTES = 64 * 2**20
 #: Messages to read before the ranks are answered, so that one sender cannot block other senders.
 MAX_MESSAGES_PER_TURN = 1024
@@ -238,7 +241,7 @@ class Coordinator:
             MemoryError,
         ) as error:
             self.metrics.bad_messages.inc()
-            self._bad_messages.warning("dropped a message that is no valid Status: %s", error)
+            self._bad_messages.warning("dropped a message that is not a valid status: %s", error)
             return False
         self.metrics.statuses.inc()
         self._routes[status.member.instance_id] = route
@@ -249,12 +252,12 @@ class Coordinator:
         if count:
             self.metrics.refused.labels("ranks").inc(count)
             why = (
-                "use a service key, and this coordinator has none"
+                "use a service key, but this coordinator has none (--service-key-file)"
                 if self._key is None
                 else "do not have this service's key"
             )
             self._refusals.warning(
-                "refused %s connections: they are not from ranks, or %s", count, why
+                "refused %s connections: the clients are not ranks, or %s", count, why
             )
 
     def _send(self, instance_id: str, directive: Directive) -> None:
@@ -264,4 +267,8 @@ class Coordinator:
                 [self._routes[instance_id], self._encoder.encode(directive)], zmq.NOBLOCK
             )
         except zmq.Again:
-            logger.warning("dropped a directive, because %s does not read them", instance_id)
+            logger.warning(
+                "dropped a directive for the rank with instance id %s, because the rank does not "
+                "read its messages",
+                instance_id,
+            )

@@ -45,7 +45,7 @@ class TopologyAdmin(Protocol):
 
 
 class CoordinatorServer:
-    """The HTTP server and its thread."""
+    """The coordinator's HTTP server, and the thread that runs it."""
 
     def __init__(self, host: str, port: int, admin: TopologyAdmin) -> None:
         """Bind the address. Port 0: any free port.

@@ -9,6 +9,7 @@ from baton_protocol.topology import ACTIVE_PHASES, OperationPhase, RankPhase, To
 
 KINDS = ("form", "scale", "recover", "rebalance")
 OUTCOMES = (OperationPhase.DONE, OperationPhase.FAILED, OperationPhase.SUPERSEDED)
+#: Upper bounds of the buckets of phase durations, in seconds.
 SECONDS = (
     0.01,
     0.025,
@@ -54,7 +55,7 @@ class CoordinatorMetrics:
         )
         self._moved_bytes = Counter(
             "baton:topology_expert_moved_bytes",
-            "Size of the experts that ranks received for committed generations.",
+            "Bytes of the experts that ranks received for committed generations.",
             registry=registry,
         )
         self._imbalance = Gauge(
@@ -88,11 +89,11 @@ class CoordinatorMetrics:
             registry=registry,
         )
         self.statuses = Counter(
-            "baton:topology_statuses", "Messages from ranks.", registry=registry
+            "baton:topology_statuses", "Valid statuses received from ranks.", registry=registry
         )
         self.bad_messages = Counter(
             "baton:topology_bad_messages",
-            "Messages that were dropped because they are invalid.",
+            "Messages that were dropped because they are not valid statuses.",
             registry=registry,
         )
         self.refused = Counter(

@@ -32,6 +32,7 @@ from collections.abc import Sequence
 
 from baton_protocol.topology import Placement
 
+#: Default of the argument `tolerance` of `plan_placement`.
 TOLERANCE = 0.05
 #: Swaps end at this distance to the lower bound, as a fraction of the bound.
 FINE = 0.01
@@ -386,8 +387,11 @@ class _Packing:
 def fill_slots(experts: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
     """Return the experts of one rank in the order of the rank's slots.
 
-    `before` has the previous experts of the slots. An expert in `before` keeps its slot. New
-    experts fill the free slots.
+    An expert that the rank held before keeps its slot. New experts fill the free slots.
+
+    Args:
+        experts: experts of the rank, in any order.
+        before: previous expert of each slot.
     """
     slots: list[int | None] = [None] * len(experts)
     others = list(experts)

@@ -71,7 +71,7 @@ class Observation:
             if generation is None or key_of(generation) != key_of(self.present):
                 return f"{member.name} is not in generation {self.present.number}"
             if status.phase is RankPhase.BROKEN:
-                return f"{member.name} lost its group: {status.failure}"
+                return f"{member.name} reports a broken generation: {status.failure}"
         return ""
 
     def ends(self) -> bool:

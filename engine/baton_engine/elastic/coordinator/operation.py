@@ -43,6 +43,7 @@ class Need:
     members: tuple[Member, ...]
     #: Names of desired members that cannot be members yet.
     missing: tuple[str, ...] = ()
+    #: Whether the present generation is broken, so that members commit the next one without a vote.
     urgent: bool = False
     reason: str = ""
     #: The automatic rebalance that is due, if `kind` is rebalance and it was not requested.
@@ -57,7 +58,7 @@ class Operation:
     #: Id of the request; empty for automatic operations.
     operation_id: str
     wanted: frozenset[str]
-    #: Start of the current phase.
+    #: Time at which the current phase began, in seconds.
     since: float
     phase: OperationPhase = OperationPhase.WAITING
     target: Generation | None = None
@@ -66,11 +67,12 @@ class Operation:
     reason: str = ""
     #: Number of experts that ranks must receive. Each copy counts.
     moves: int = 0
-    #: Size of these experts.
+    #: Size in bytes of the experts that ranks must receive.
     moved_bytes: int = 0
     rebalancing: Rebalancing | None = None
     #: The number of ranks that have not completed the commit, as a negative number.
     progress: int = 0
+    #: Time at which `progress` last changed, in seconds.
     progress_at: float = 0.0
     _seconds: dict[str, float] = field(default_factory=dict)
 
@@ -123,15 +125,15 @@ def resumed(target: Generation, previous: Generation | None, now: float) -> Oper
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """An operation that has ended, for metrics."""
+    """Result of an operation that has ended: outcome, durations and moved experts."""
 
     kind: str
     outcome: OperationPhase
-    #: Duration by phase.
+    #: Duration in seconds by phase.
     seconds: dict[str, float]
-    #: Experts that moved; 0 if the generation was not committed.
+    #: Number of experts that moved. 0 if the generation was not committed.
     moves: int
-    #: Size of these experts.
+    #: Size in bytes of the experts that moved.
     moved_bytes: int = 0
     #: The automatic rebalance that was committed.
     rebalancing: Rebalancing | None = None
@@ -147,7 +149,7 @@ def is_in(status: Status, generation: Generation) -> bool:
 
 
 def overtaken(roster: Roster, target: Generation) -> bool:
-    """Return whether a rank is in a generation that makes the rank refuse the target.
+    """Return whether a rank is in a generation that makes the rank refuse the target generation.
 
     Such a generation is not the target, and its number is at least the target's number.
     """
@@ -158,7 +160,7 @@ def overtaken(roster: Roster, target: Generation) -> bool:
 
 
 def lost_members(roster: Roster, target: Generation) -> list[str]:
-    """Return the names of members that cannot prepare the target."""
+    """Return the names of members that cannot prepare the target generation."""
     return [
         member.name
         for member in target.members
@@ -173,7 +175,7 @@ def _can_prepare(status: Status | None) -> bool:
 
 
 def preparation_failures(roster: Roster, target: Generation) -> dict[str, str]:
-    """Return why members could not prepare the target, by instance id."""
+    """Return why members could not prepare the target generation, by instance id."""
     statuses = (roster.living.get(member.instance_id) for member in target.members)
     return {
         status.member.instance_id: f"{status.member.name}: {status.failure or 'gave no reason'}"
@@ -183,6 +185,7 @@ def preparation_failures(roster: Roster, target: Generation) -> dict[str, str]:
 
 
 def unprepared(roster: Roster, target: Generation) -> list[Member]:
+    """Return the members that have neither prepared nor committed the target generation."""
     members = []
     for member in target.members:
         status = roster.living.get(member.instance_id)
@@ -192,7 +195,7 @@ def unprepared(roster: Roster, target: Generation) -> list[Member]:
 
 
 def not_committed(roster: Roster, target: Generation) -> list[str]:
-    """Return the names of living members that do not report the target as committed."""
+    """Return the names of living members that have not committed the target generation."""
     statuses = (roster.living.get(member.instance_id) for member in target.members)
     return [
         status.member.name
@@ -221,9 +224,9 @@ def commit_obstacle(roster: Roster, operation: Operation, target: Generation) ->
             return f"{member.name} sends no status"
         if is_in(status, target):
             if status.phase is RankPhase.BROKEN:
-                return f"{member.name} lost its group: {status.failure}"
+                return f"{member.name} reports a broken generation: {status.failure}"
         elif status.prepared != target.nonce:
-            return f"{member.name} has lost its preparation"
+            return f"{member.name} is no longer prepared for generation {target.number}"
     if target.urgent or not not_committed(roster, target):
         return ""
     # All ranks of the previous generation have to vote.
@@ -233,9 +236,9 @@ def commit_obstacle(roster: Roster, operation: Operation, target: Generation) ->
             continue
         name = rank.status.member.name
         if rank.status.member.instance_id not in roster.living:
-            return f"{name} sends no status, and its vote is needed"
+            return f"{name} sends no status, but the commit needs its vote"
         if rank.status.phase is RankPhase.BROKEN:
-            return f"{name} lost its group: {rank.status.failure}"
+            return f"{name} reports a broken generation: {rank.status.failure}"
     return ""
 
 

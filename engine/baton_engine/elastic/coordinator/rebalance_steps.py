@@ -68,7 +68,8 @@ class _Step(NamedTuple):
 
     #: Decrease of the sum of squared rank loads, in units of the mean load squared, per move.
     value: float
-    #: Experts that ranks must receive for this step. Negative: it returns experts.
+    #: Number of experts that ranks must receive for this step. Negative: the step returns experts
+    #: to ranks that held these experts before.
     moves: int
     is_swap: bool
     heavy: int
@@ -78,7 +79,7 @@ class _Step(NamedTuple):
 
 
 class _Layer:
-    """The ranks' experts of one layer."""
+    """The experts that each rank holds in one layer, to which steps are applied."""
 
     def __init__(self, slots: Sequence[Sequence[int]], load: Sequence[int]) -> None:
         self.ranks = [set(experts) for experts in slots]
@@ -121,7 +122,7 @@ class _Layer:
         self.is_changed = True
 
     def _steps(self, heavy: int, light: int) -> Iterator[_Step]:
-        """Yield for each expert of `heavy` the best swap and the best copy that help."""
+        """Yield, for each expert of `heavy`, the two best swaps and the best copy, if they help."""
         only_heavy = sorted(self.ranks[heavy] - self.ranks[light])
         by_weight = sorted(
             self.ranks[light] - self.ranks[heavy], key=lambda each: (self._weight(each), each)

@@ -45,19 +45,19 @@ def serves_in(status: Status) -> Generation | None:
 
 @dataclass(slots=True)
 class Rank:
-    """The state of one registered instance."""
+    """The state of one registered instance, which is the process of a rank."""
 
     status: Status
     #: Position in the order of registrations.
     order: int
-    #: Time of the last status.
+    #: Time of the last status, in seconds.
     seen: float
-    #: Time of the last status that showed progress of the engine loop.
+    #: Time of the last status that showed progress of the engine loop, in seconds.
     moved: float
 
 
 class Roster:
-    """All registered instances. `update` decides which instances are living."""
+    """All registered instances (processes of ranks). `update` decides which are living."""
 
     def __init__(self, dead_after_s: float, suspect_dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
@@ -75,6 +75,7 @@ class Roster:
         self.highest_number = 0
 
     def on_status(self, status: Status, now: float) -> None:
+        """Record the status of an instance. The first status registers the instance."""
         rank = self.ranks.get(status.member.instance_id)
         if rank is None:
             self._registrations += 1

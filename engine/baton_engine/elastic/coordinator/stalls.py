@@ -49,16 +49,19 @@ class Stalls:
             if len(others) == 1:
                 self._mark_stalled([others[0].status.member])
             else:
-                self.reason = f"ranks wait for each other for {self._config.stall_after_s:g} s"
+                self.reason = (
+                    "ranks have waited for each other for more than "
+                    f"{self._config.stall_after_s:g} s"
+                )
         elif any(
             now - rank.moved > step_limit_s
             for rank in others
             if rank.status.activity is Activity.RUNS
         ):
-            self.reason = f"a step has not ended for {step_limit_s:g} s"
+            self.reason = f"a step has run for more than {step_limit_s:g} s"
 
     def on_target(self) -> None:
-        """Double the limit of a step if the new target is a probe."""
+        """Double the time limit of a step if the new generation probes the ranks for a stall."""
         if self.reason:
             self._limit_factor = min(2 * self._limit_factor, MAX_LIMIT_FACTOR)
 
@@ -66,7 +69,7 @@ class Stalls:
         """Mark members as stalled if they do not react to an urgent target.
 
         Args:
-            target: the target in preparation.
+            target: the generation in preparation. It is urgent if the present generation is broken.
             since: start of the preparation.
             now: the time.
 

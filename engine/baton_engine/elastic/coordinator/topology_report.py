@@ -36,9 +36,11 @@ def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:
         if instance_id in roster.replaced:
             reason = "another process of this name has registered"
         elif instance_id in roster.stalled:
-            reason = f"sends statuses, but its loop is stalled for {now - rank.moved:.1f} s"
+            reason = (
+                f"sends statuses, but its loop is stalled: no progress for {now - rank.moved:.1f} s"
+            )
         elif instance_id not in roster.living:
-            reason = f"sent no status for {now - rank.seen:.1f} s"
+            reason = f"has sent no status for {now - rank.seen:.1f} s"
         elif instance_id not in ranks:
             reason = observation.unfit(status) or reason
         members.append(

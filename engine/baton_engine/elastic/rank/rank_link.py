@@ -39,13 +39,15 @@ logger = logging.getLogger(__name__)
 
 #: Interval between two StartWaves of one wave.
 REPEAT_INTERVAL_S = 0.2
+#: Timeout of a connection in `unreachable`. A living rank accepts one within milliseconds.
 PROBE_TIMEOUT_S = 0.5
-#: Large enough for a placement of many layers on many ranks.
+#: Maximum size of a message: enough for a placement of many layers on many ranks.
 MAX_MESSAGE_BYTES = 64 * 2**20
 #: Messages to read from one socket before this rank's own messages are sent.
 MAX_MESSAGES_PER_TURN = 256
 #: First and maximum delay of a reconnection.
 RECONNECT_MS = (50, 1000)
+#: Interval of ZeroMQ heartbeats. A connection closes after three intervals without an answer.
 HEARTBEAT_MS = 1000
 
 
@@ -220,7 +222,10 @@ class RankLink:
             try:
                 message = decoder.decode(payload)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
-                self._log.warning("dropped a message that cannot be decoded: %s", error)
+                self._log.warning(
+                    "dropped a message of the coordinator or a rank that cannot be decoded: %s",
+                    error,
+                )
                 continue
             self._deliver(message)
 

@@ -26,7 +26,7 @@ from baton_protocol.topology import StartWave
 
 
 class StepVote(NamedTuple):
-    """The values that a rank sends before a step. All are integers, so one tensor holds them."""
+    """The integers that a rank sends to all ranks before a step, as one tensor."""
 
     #: Tokens of this rank in the step.
     num_tokens: int
@@ -38,7 +38,7 @@ class StepVote(NamedTuple):
 
 
 class StepDecision(NamedTuple):
-    """The decision that follows from the votes of a step. It is equal on all ranks."""
+    """The decision that follows from the votes of a step, equal on all ranks."""
 
     #: Number of tokens in the step, by rank.
     num_tokens: tuple[int, ...]
@@ -52,7 +52,10 @@ def vote_for(nonce: str) -> int:
 
 
 class Waves:
-    """State machine of the waves of one generation on one rank."""
+    """State machine of the waves of one generation on one rank.
+
+    A wave is a period in which all ranks step together.
+    """
 
     def __init__(self, generation: int, nonce: str) -> None:
         self.generation = generation

@@ -195,7 +195,7 @@ class TestScaling:
         group.ask("more", "a", "b")
         took = group.until(lambda: operation(group).phase is OperationPhase.FAILED)
         assert took > CONFIG.prepare_timeout_s
-        assert operation(group).reason == "b did not prepare it within 3 s"
+        assert operation(group).reason == "b did not prepare generation 2 within 3 s"
 
     def test_a_new_rank_that_dies_during_preparation_is_waited_for_again(
         self, group: SimulatedGroup

@@ -298,7 +298,7 @@ GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HO
 )
 def test_a_status_with_invalid_names_is_refused(wrong: Status) -> None:
     with pytest.raises(
-        ValueError, match=r"generation|invalid port|invalid instance id|a DNS label|suspects"
+        ValueError, match=r"generation|a port is not|address is invalid|a DNS label|suspects"
     ) as refused:
         check_status(wrong)
     assert str(refused.value).isprintable()
