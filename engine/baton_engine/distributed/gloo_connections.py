@@ -30,12 +30,15 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
+#: Attempts of `open_device`. An attempt fails if another thread opens a listener at the same time.
 MAX_ATTEMPTS = 100
+# Constants of Linux that the module `socket` lacks.
 SO_ATTACH_FILTER = 26
 BPF_RET = 0x06
 
 _opening_device = threading.Lock()
 
+#: (numeric host, port).
 Address = tuple[str, int]
 
 
@@ -141,7 +144,8 @@ def _drop_new_connections(listener: socket.socket) -> None:
         listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, bytes(program))
     except OSError as error:  # a sandbox without socket filters
         logger.warning(
-            "gloo at %s still accepts connections, because no filter can be attached: %s",
+            "gloo at %s still accepts connections, because no socket filter can be attached: %s; "
+            "a NetworkPolicy can keep other clients away",
             listener.getsockname(),
             error,
         )

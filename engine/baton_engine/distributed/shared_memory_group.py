@@ -43,7 +43,9 @@ NUMBER_NBYTES = 8
 #: Bytes for each rank's word (its counter): a whole cache line, so that a waiting rank does not
 #: slow down the rank that writes the word.
 WORD_NBYTES = 64
+#: Bytes of the random token at the start of the memory, by which other ranks recognize the memory.
 TOKEN_NBYTES = 64
+#: Seconds of a wait in which a rank only yields the processor. Most exchanges end within this time.
 SPIN_S = 1e-3
 #: Maximum seconds that one round of waiting adds towards the timeout. A longer round means that
 #: this process was stopped.

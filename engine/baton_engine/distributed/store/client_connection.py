@@ -71,7 +71,7 @@ class StoreClient:
         return payload
 
     def send(self, answer: Answer | Challenge) -> None:
-        """Send as much of an answer as the socket accepts. `flush` sends the rest."""
+        """Send as much of an answer as the socket accepts. `flush` sends the remaining bytes."""
         self.outgoing += frame(answer, MAX_MESSAGE_BYTES)
         self.flush()
 

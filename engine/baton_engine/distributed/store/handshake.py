@@ -28,7 +28,7 @@ MAX_PROOF_MESSAGE_BYTES = 256
 
 
 def store_secret(key: ServiceKey | None) -> bytes:
-    """Derive the secret of a service's stores from the service key. Empty without a key."""
+    """Return the secret of a service's rendezvous stores. Empty without a service key."""
     return b"" if key is None else key.secret("store")
 
 
@@ -90,7 +90,7 @@ def authenticate(connection: socket.socket, secret: bytes, deadline: float) -> N
     nonce = secrets.token_bytes(NONCE_BYTES)
     challenge = exchange(connection, frame(Hello(nonce)), Challenge, deadline)
     if not hmac.compare_digest(challenge.proof, _proof(secret, b"store", nonce, challenge.nonce)):
-        raise ConnectionError("the store has another service's key")
+        raise ConnectionError("the rendezvous store has another service's key")
     exchange(
         connection,
         frame(Proof(_proof(secret, b"client", nonce, challenge.nonce))),

@@ -59,7 +59,7 @@ TURN_BYTES = 2**22
 
 
 def open_store(host: str | None = None, *, port: int = 0, secret: bytes = b"") -> StoreServer:
-    """Start a store.
+    """Start a rendezvous store.
 
     Args:
         host: the address to listen on. None: the pod's address.
@@ -73,7 +73,7 @@ def open_store(host: str | None = None, *, port: int = 0, secret: bytes = b"") -
 
 
 class StoreServer:
-    """A running store. After `close`, all keys are lost and pending calls of clients fail."""
+    """A running rendezvous store. After `close`, all keys are lost and pending calls fail."""
 
     def __init__(self, host: str, port: int, secret: bytes) -> None:
         self._secret = secret
@@ -170,13 +170,18 @@ class StoreServer:
         except (BlockingIOError, ConnectionError):
             return  # the client has disconnected
         except OSError as error:
-            self._log.warning("the store cannot accept a connection: %s", error)
+            self._log.warning(
+                "the rendezvous store cannot accept a connection and tries again in %s s: %s",
+                ACCEPT_PAUSE_S,
+                error,
+            )
             self._selector.unregister(self._listener)  # it would stay ready
             self._accept_again_at = time.monotonic() + ACCEPT_PAUSE_S
             return
         if len(self._clients) >= self._max_clients:
             self._log.warning(
-                "the store refused a client: the limit of %s clients is reached", self._max_clients
+                "the rendezvous store refused a client: the limit of %s clients is reached",
+                self._max_clients,
             )
             connection.close()
             return
@@ -203,7 +208,7 @@ class StoreServer:
                 client.flush()
             if events & selectors.EVENT_READ and (payload := client.receive()) is not None:
                 self._take(client, payload)
-        except Exception as error:  # caused by this client's bytes; the others must continue
+        except Exception as error:  # caused by this client's bytes; other clients must continue
             self._drop(client, error)
         else:
             self._update(client)
@@ -233,7 +238,7 @@ class StoreServer:
 
     def _drop(self, client: StoreClient, error: Exception) -> None:
         if not isinstance(error, EOFError | ConnectionError):
-            self._log.warning("the store dropped a client: %s", error)
+            self._log.warning("the rendezvous store dropped a client: %s", error)
         self._num_buffered -= self._clients.pop(client)
         self._unauthenticated.pop(client, None)
         self._forget_waiting(client)

@@ -37,11 +37,12 @@ from baton_engine.distributed.store.wire import (
     numeric,
 )
 
+#: Pause between two attempts to connect.
 RETRY_S = 0.05
 
 
 def connect_store(address: StoreAddress, timeout_s: float, secret: bytes = b"") -> Store:
-    """Return a client of a store. Wait until the store is open.
+    """Return a client of a rendezvous store. Wait until the store is open.
 
     Args:
         address: address of the store.
@@ -119,7 +120,7 @@ class SocketStore(Store):
 
     def _ask(self, request: Request, timeout: timedelta | None = None) -> Answer:
         timeout_s = (self.timeout if timeout is None else timeout).total_seconds()
-        where = f"the store at {self._address.host}:{self._address.port}"
+        where = f"the rendezvous store at {self._address.host}:{self._address.port}"
         message, deadline = frame(request), time.monotonic() + timeout_s
         try:
             with self._connection(deadline) as connection:
@@ -170,8 +171,8 @@ def _connect_first(
         except (OSError, ValueError) as error:
             if time.monotonic() + RETRY_S > deadline:
                 raise TimeoutError(
-                    f"no store responded at {address.host}:{address.port} within {timeout_s:g} s "
-                    f"({error})"
+                    f"no rendezvous store responded at {address.host}:{address.port} "
+                    f"within {timeout_s:g} s ({error})"
                 ) from error
         time.sleep(RETRY_S)
 

@@ -29,7 +29,7 @@ MAX_DIGITS = 30
 
 
 class Values:
-    """Keys and values in memory."""
+    """The keys and values of a rendezvous store, in memory."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -73,7 +73,7 @@ class Values:
             ValueError: too many keys for one request.
         """
         if len(keys) > MAX_KEYS_AT_ONCE:
-            raise ValueError(f"one request may name {MAX_KEYS_AT_ONCE} keys, not {len(keys)}")
+            raise ValueError(f"a request has at most {MAX_KEYS_AT_ONCE} keys, got {len(keys)}")
         return next((key for key in keys if key not in self._values), None)
 
     def get(self, keys: Sequence[str]) -> Answer:
@@ -104,7 +104,7 @@ class Values:
 
     def _put(self, new: dict[str, bytes]) -> None:
         if len(new) > MAX_KEYS_AT_ONCE:
-            raise ValueError(f"one request may name {MAX_KEYS_AT_ONCE} keys, not {len(new)}")
+            raise ValueError(f"a request has at most {MAX_KEYS_AT_ONCE} keys, got {len(new)}")
         values = self._values
         nbytes = self._nbytes
         num_keys = len(values)

@@ -150,7 +150,7 @@ def exchange(connection: socket.socket, message: bytes, answer: type[T], deadlin
         connection.settimeout(left_s(deadline))
         data = connection.recv(RECEIVE_BYTES)
         if not data:
-            raise ConnectionError("the store has closed the connection")
+            raise ConnectionError("the rendezvous store has closed the connection")
         received += data
     return msgspec.msgpack.decode(payload, type=answer)
 

@@ -183,7 +183,8 @@ def test_the_end_of_a_store_fails_the_calls_of_its_clients(
         server.close()
         for answer in answers:
             with pytest.raises(
-                DistNetworkError, match=f"the store at {HOST}:{server.address.port} is gone"
+                DistNetworkError,
+                match=f"the rendezvous store at {HOST}:{server.address.port} is gone",
             ):
                 answer.result(AT_ONCE_S)
     started = time.monotonic()
@@ -191,7 +192,8 @@ def test_the_end_of_a_store_fails_the_calls_of_its_clients(
         store.set("key", "value")
     assert time.monotonic() - started < AT_ONCE_S
     with pytest.raises(
-        TimeoutError, match=f"no store responded at {HOST}:{server.address.port} within 0.2 s"
+        TimeoutError,
+        match=f"no rendezvous store responded at {HOST}:{server.address.port} within 0.2 s",
     ):
         connect_store(server.address, 0.2)
 
@@ -251,7 +253,7 @@ def test_a_client_waits_for_its_store_to_open() -> None:
 
 
 def test_a_store_listens_on_one_address_only(server: StoreServer) -> None:
-    with pytest.raises(TimeoutError, match=r"no store responded at 127\.0\.0\.2"):
+    with pytest.raises(TimeoutError, match=r"no rendezvous store responded at 127\.0\.0\.2"):
         connect_store(StoreAddress("127.0.0.2", server.address.port), 0.2)
 
 
