@@ -55,7 +55,10 @@ class ControlGroup:
 
 
 class WaveCalls(Protocol):
-    """Sends the start of a wave to the other ranks. Implemented by `RankLink`."""
+    """Sends the start of a wave to the other ranks. Implemented by `RankLink`.
+
+    A wave is a period in which all ranks step together.
+    """
 
     def set_peers(self, members: Sequence[Member]) -> None: ...
 

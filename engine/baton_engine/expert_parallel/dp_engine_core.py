@@ -146,7 +146,10 @@ class DPEngineCore(EngineCore):
     # Messages from the coordinator and from other ranks
 
     def on_directive(self, directive: Directive) -> None:
-        """Process a directive of the coordinator. Call this method between steps."""
+        """Prepare, commit, drop or leave a generation, as the coordinator's directive says.
+
+        Call this method between steps.
+        """
         target, standby = directive.target, self._standby
         if directive.dismissed:
             self._drop_standby()
@@ -165,7 +168,7 @@ class DPEngineCore(EngineCore):
         if target.urgent and self.phase is RankPhase.SERVING and self.generation is not None:
             self._break(f"the coordinator replaces generation {self.generation.number}")
             if standby is not None and standby.committed and standby.ready:
-                # Other ranks may have committed this target, so it comes before the urgent one.
+                # Commit the earlier target first, because other ranks may have committed it.
                 self.advance()
                 self.on_directive(directive)
                 return
@@ -175,7 +178,7 @@ class DPEngineCore(EngineCore):
             self._drop_standby()
             self._report.on_target()
             logger.info(
-                "generation %d is the target (operation %s)", target.number, target.operation_id
+                "preparing generation %d (operation %s)", target.number, target.operation_id or "-"
             )
             self._standby = StandbyGeneration(
                 target, rank, self.generation, self.executor, self._join, self._wakeup
@@ -185,7 +188,11 @@ class DPEngineCore(EngineCore):
         self.advance()
 
     def on_start_wave(self, start: StartWave) -> None:
-        """Process the StartWave of another rank that has work. Call this method between steps."""
+        """Join the wave that another rank has started.
+
+        A StartWave of the next generation is kept until this rank has committed the generation.
+        Call this method between steps.
+        """
         if self._waves is not None and self._is_in(start):
             self._waves.on_start(start)
         elif self._standby is not None and start.nonce == self._standby.generation.nonce:
@@ -286,7 +293,8 @@ class DPEngineCore(EngineCore):
         self._broken_at = time.monotonic()
         self._report.on_broken(reason)
         logger.warning(
-            "generation %d is broken (rank %d, operation %s): %s",
+            "generation %d is broken (rank %d, operation %s), and requests wait for the next "
+            "generation: %s",
             generation.number,
             self.rank or 0,
             generation.operation_id,
@@ -340,7 +348,7 @@ class DPEngineCore(EngineCore):
             return refusal_of(
                 request,
                 ErrorCode.DRAINING,
-                "this rank is in no generation; send the request to another",
+                "this rank is in no generation; send the request to another rank",
             )
         return super().add_request(request)
 
@@ -424,8 +432,12 @@ class DPEngineCore(EngineCore):
     ) -> StepDecision:
         """Exchange votes with all ranks before a step, and return their decision.
 
-        If no wave is running, a wave starts before. `voted` is the prepared generation on whose
-        commit this rank votes.
+        If no wave is running, start a wave first.
+
+        Args:
+            step: the scheduled step, which gets the number of tokens of each rank.
+            waves: the waves of the current generation.
+            voted: the prepared generation for whose commit this rank votes. None: no generation.
 
         Raises:
             GroupBrokenError: a rank is gone.

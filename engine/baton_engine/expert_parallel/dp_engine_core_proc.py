@@ -40,7 +40,8 @@ from baton_protocol.topology import Directive, Generation, Member, RankPhase, St
 #: Phases in which requests are accepted. In BROKEN, requests wait for the next
 #: generation.
 _ACCEPTING = (RankPhase.SERVING, RankPhase.BROKEN)
-#: A loop that does not process a dismissal within this time counts as stalled.
+#: A loop counts as stalled if it does not process a dismissal (`Directive.dismissed`) within this
+#: time.
 DISMISSED_PATIENCE_S = 10.0
 
 
@@ -57,8 +58,8 @@ class DPEngineCoreProc(EngineCoreProc):
         name = rank_name(config)
         if not RANK_NAME.fullmatch(name):
             message = (
-                f"parallel.rank_name: {name!r} is no DNS label: "
-                "use at most 63 of a-z, 0-9 and -, with - neither first nor last"
+                f"parallel.rank_name: {name!r} is no DNS label: use at most 63 characters of a-z, "
+                "0-9 and -, and start and end with a letter or digit"
             )
             raise ConfigurationError("InvalidConfig", message)
         super().__init__(config, host)
@@ -138,7 +139,7 @@ class DPEngineCoreProc(EngineCoreProc):
             return ProbeResult(
                 False,
                 "Standby",
-                "in no generation of the group; see the coordinator's GET /topology",
+                "this rank is in no generation of the group; see the coordinator's GET /topology",
             )
         return result
 
@@ -170,8 +171,9 @@ class DPEngineCoreProc(EngineCoreProc):
     def _on_dismissal(self, dismissed: bool) -> None:
         """Record a dismissal. Fail the process if its loop does not process the dismissal in time.
 
-        The coordinator repeats a dismissal, so this method is called again. If the process fails,
-        its clients receive DEAD, and the gateway continues their requests elsewhere.
+        A dismissal means that the group continues without this rank. The coordinator repeats a
+        dismissal, so this method is called again. If the process fails, its clients receive DEAD,
+        and the gateway continues their requests elsewhere.
 
         Args:
             dismissed: `Directive.dismissed` of the received directive.

@@ -26,7 +26,7 @@ Join = Callable[[Generation, int], ControlGroup]
 
 
 class StandbyGeneration:
-    """The preparation of one generation.
+    """The preparation of one generation of the group's topology.
 
     Errors are stored in `failure` and do not stop the engine.
     """
@@ -77,7 +77,7 @@ class StandbyGeneration:
                 "prepare_generation", (generation, current), timeout_s=CALL_TIMEOUT_S
             )
         except Exception as error:
-            self._fail(f"workers cannot prepare it: {error}")
+            self._fail(f"the workers cannot start the preparation: {error}")
             return
         threading.Thread(
             target=self._run,
@@ -146,20 +146,24 @@ class StandbyGeneration:
                 )
             except Exception as error:
                 logger.warning(
-                    "a worker could not drop generation %d: %s", self.generation.number, error
+                    "a worker could not drop the preparation of generation %d: %s",
+                    self.generation.number,
+                    error,
                 )
-        logger.info("generation %d is dropped (operation %s)", *_names(self.generation))
+        logger.info(
+            "the preparation of generation %d is dropped (operation %s)", *_names(self.generation)
+        )
 
     def _poll_workers(self) -> None:
         nonce = self.generation.nonce
         try:
             preparations = self._executor.collective_rpc("preparation", timeout_s=CALL_TIMEOUT_S)
         except Exception as error:
-            self._fail(f"workers do not answer: {error}")
+            self._fail(f"the workers do not answer: {error}")
             return
         for worker, preparation in enumerate(preparations):
             if preparation.nonce != nonce:
-                self._fail(f"worker {worker} has dropped it")
+                self._fail(f"worker {worker} has dropped the preparation")
                 return
             if preparation.state is PreparationState.FAILED:
                 self._fail(f"worker {worker}: {preparation.reason}")
