@@ -8,6 +8,7 @@ import time
 
 #: Maximum characters of an untrusted text in a log line.
 MAX_TEXT = 300
+#: Minimum time between two lines of a SparseLog, so that a peer cannot flood the log.
 LOG_INTERVAL_S = 10.0
 
 

@@ -28,6 +28,7 @@ MAX_CONNECTIONS = 128
 #: Maximum time from the start of a connection, or from its last response, to its next response.
 REQUEST_TIMEOUT_S = 20.0
 MAX_BODY_BYTES = 2**20
+#: Pause after an accept that failed, for example because no file descriptor was free.
 ACCEPT_PAUSE_S = 0.1
 #: Keep reading for this long after an early refusal. Closing at once would reset the connection and
 #: lose the response.
@@ -75,11 +76,16 @@ class BoundedHTTPServer(JSONServer):
                 del self._since[oldest]
             self._since[request] = time.monotonic()
         if oldest is not None:
-            self._log.warning("%s HTTP connections are open; closed the oldest", MAX_CONNECTIONS)
+            self._log.warning(
+                "closed the HTTP connection with the oldest request: the limit of %s connections "
+                "is reached",
+                MAX_CONNECTIONS,
+            )
             _end(oldest)
         super().process_request(request, client_address)
 
     def on_answered(self, request: Any) -> None:
+        """Restart the timeout of the connection `request`, because a response was sent."""
         with self._lock:
             if request in self._since:
                 self._since[request] = time.monotonic()
@@ -160,9 +166,9 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
         logger.debug("http %s: %s", self.client_address[0], one_line(format % args))
 
     def _refuse(self, code: int, message: str) -> None:
-        """Respond with an error and close the connection. The rest of the request is discarded."""
+        """Respond with an error and close the connection. Unread bytes are discarded."""
         self.close_connection = True
-        # An unread request counts as HTTP/0.9, whose responses have no headers.
+        # `http.server` treats an unread request as HTTP/0.9, whose responses have no headers.
         self.request_version = self.protocol_version
         self._send_reason(
             code, http.HTTPStatus(code).phrase.replace(" ", "").replace("-", ""), message

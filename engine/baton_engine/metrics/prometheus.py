@@ -72,8 +72,8 @@ _TOPOLOGY_GAUGES = {
     "generation": "Generation of the expert-parallel group that the rank is in. 0: none.",
     "rank": "The rank of this engine in its generation.",
     "size": "Ranks of the generation.",
-    "wave": "The running wave, or the next one.",
-    "wave_running": "1 while a wave runs: all ranks step together.",
+    "wave": "Number of the running wave, or of the next wave if none runs.",
+    "wave_running": "1 while a wave runs, in which all ranks step together.",
 }
 _TOPOLOGY_COUNTERS = {
     "num_steps": "Steps run together with the other ranks.",
@@ -148,7 +148,7 @@ class EngineCollector(Collector):
         yield self._filled(
             CounterMetricFamily(
                 "baton:kv_transfer_bytes",
-                "Bytes of KV sent and received, by the transport that moved them and its lane.",
+                "Bytes of KV sent and received, by transport and lane (mechanism and device).",
                 labels=["model_name", "transport", "lane"],
             ),
             {tuple(carrier.split(" ", 1)): n for carrier, n in stats.bytes_moved.items()},

@@ -43,7 +43,7 @@ _LATENCY_S = (
 
 
 def _grid(first: float, last: float, *beyond: float) -> tuple[float, ...]:
-    """Return bucket bounds: from `first` to `last` in steps of factor 1.25, then those in `beyond`.
+    """Return bucket bounds: `first` to `last` in steps of factor 1.25, then the bounds in `beyond`.
 
     A quantile that is computed from such buckets has an error of about 10%.
     """
