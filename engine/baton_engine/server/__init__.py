@@ -7,5 +7,4 @@ request_owners    which client each request belongs to
 utility_calls     utility RPC methods and their arguments
 admin_server      health, readiness, drain, metrics and the utility methods over HTTP
 access            refuses clients without the service key, and counts them
-options           command-line flags and the bounds of the configuration
 """

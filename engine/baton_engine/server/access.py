@@ -15,9 +15,10 @@ from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
 logger = logging.getLogger(__name__)
 
+#: Minimum time between two log lines about one port, so that clients cannot flood the log.
 LOG_INTERVAL_S = 60.0
 
-#: The ROUTER port and the HTTP port.
+#: A port of the engine. "engine" is the port of the ROUTER.
 Door = Literal["engine", "http"]
 
 
@@ -72,7 +73,7 @@ class Access:
             self._logged_at[door], count, self._not_logged[door] = now, self._not_logged[door], 0
         logger.warning(
             "%s port: refused %d connections or requests without the service key; "
-            "check the clients' service_key_file",
+            "gateways, ranks and HTTP clients need the key in this engine's --service-key-file",
             door,
             count,
         )

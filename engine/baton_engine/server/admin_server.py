@@ -52,14 +52,16 @@ class ProbeResult:
     ok: bool
     reason: str
     message: str
+    #: Progress of loading the model. None: the model is loaded.
     progress: LoadProgress | None = None
+    #: Values that must be equal on engines that exchange KV blocks. None: no such exchange.
     kv: KVCompatibility | None = None
-    #: Bytes of KV moved, by the configured transport and the transport that moved them.
+    #: Bytes of KV sent and received, by transport and lane (mechanism and device): `ucx tcp/lo`.
     kv_bytes: dict[str, int] = field(default_factory=dict)
 
 
 class DrainStatus(msgspec.Struct):
-    """The response to /drain."""
+    """The response to GET and POST /drain."""
 
     draining: bool
     #: Requests running and waiting, and transfers that a peer still needs.

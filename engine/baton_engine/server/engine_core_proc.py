@@ -56,14 +56,17 @@ from baton_protocol.messages import EngineCoreRequestType as RequestType
 
 logger = logging.getLogger(__name__)
 
+#: Maximum time that an idle loop waits for a message.
 IDLE_INTERVAL_S = 1.0
 #: The loop counts as stalled after the executor's step timeout and this margin.
 STUCK_MARGIN_S = 30.0
 #: The loop counts as stalled after this time in a utility call. wake_up may read weights.
 CALL_STUCK_AFTER_S = 1800.0
+#: Time that an HTTP request waits for the loop.
 ADMIN_TIMEOUT_S = 10.0
+#: Maximum age of the KV connector's statistics while steps run.
 CONNECTOR_STATS_INTERVAL_S = 1.0
-#: `Pong.longest_step_s` forgets a step after one to two windows.
+#: Window of `Pong.longest_step_s`, which includes a step for one to two windows.
 LONGEST_STEP_WINDOW_S = 600.0
 
 
@@ -400,7 +403,10 @@ class EngineCoreProc:
         """
         now = time.monotonic()
         if self._shutdown_deadline is None:
-            logger.info("shutting down: draining for %g s at most", self.config.drain_timeout_s)
+            logger.info(
+                "shutting down: running requests may take %g s to end (--drain-timeout-s)",
+                self.config.drain_timeout_s,
+            )
             self._shutdown_deadline = now + self.config.drain_timeout_s
             core.drain()
         stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S)
@@ -440,16 +446,17 @@ class EngineCoreProc:
             self.io.send_dead(reason)
 
     def _on_executor_failure(self, reason: str) -> None:
-        """Handle the death of a worker. Called in the executor's thread.
+        """Report the death of a worker to the clients and to the loop.
 
-        The loop may wait for a step that never ends, so this thread sends DEAD to the clients.
+        The executor's thread calls this method. The loop may wait for a step that never ends, so
+        this thread sends DEAD to the clients.
         """
         if self.state is State.SERVING:
             self._fail(reason)
         self.io.input_queue.put(Input(RequestType.EXECUTOR_FAILED, payload=reason))
 
     def _take_inputs(self, core: EngineCore, *, wait: bool) -> None:
-        """Process all messages in the input queue.
+        """Apply all messages in the input queue, and send the outputs that result.
 
         Args:
             wait: wait up to `idle_interval_s` for the first message.

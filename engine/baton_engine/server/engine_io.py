@@ -49,13 +49,17 @@ logger = logging.getLogger(__name__)
 #: After this time without any message, including PING, a client is gone and its requests are
 #: aborted.
 CLIENT_TIMEOUT_S = 20.0
+#: After this time without any message, the state of a client is removed.
 CLIENT_FORGOTTEN_S = 600.0
+#: Maximum time between two checks for clients that are gone.
 POLL_INTERVAL_S = 1.0
+#: Time in which queued messages are sent after `close`.
 CLOSE_LINGER_MS = 2000
 #: Limit for one message. ZMQ disconnects a client that exceeds the limit. A prompt of a million
 #: tokens has about 5 MB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 
+#: Maximum length of the frame with the instance id, in bytes.
 _INSTANCE_FRAME_LIMIT = 256
 #: Exceptions of decoding untrusted bytes.
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -90,7 +94,8 @@ class Abort:
 class _Client:
     client_id: str
     wants_kv_events: bool = False
-    last_heard: float = field(default_factory=time.monotonic)
+    #: Time of the last message, by the monotonic clock.
+    last_message_at: float = field(default_factory=time.monotonic)
     gone: bool = False
 
 
@@ -328,7 +333,7 @@ class EngineIO:
                 )
                 return
             if state is None:
-                self._refuse(client, "HELLO must come first", _request_id(kind, payload))
+                self._refuse(client, "the first message must be HELLO", _request_id(kind, payload))
                 return
         try:
             message = decoder.decode(payload)
@@ -340,7 +345,7 @@ class EngineIO:
             )
             return
         if state is not None:
-            state.last_heard = time.monotonic()
+            state.last_message_at = time.monotonic()
             state.gone = False
         self._handle(client, RequestType(kind), message)
 
@@ -380,7 +385,7 @@ class EngineIO:
     def _expire_clients(self) -> None:
         now = time.monotonic()
         for client, state in list(self._clients.items()):
-            silence = now - state.last_heard
+            silence = now - state.last_message_at
             if silence > self._client_timeout_s and not state.gone:
                 self._client_gone(client, state, f"no message for {silence:.0f} s")
             elif silence > CLIENT_FORGOTTEN_S:

@@ -137,7 +137,7 @@ def _signature(method: str) -> tuple[Mapping[str, inspect.Parameter], dict[str, 
     """
     if method not in UTILITIES:
         raise UtilityCallError(
-            f"there is no utility method {method!r}; there are {', '.join(sorted(UTILITIES))}"
+            f"there is no utility method {method!r}; the methods are {', '.join(sorted(UTILITIES))}"
         )
     function = getattr(EngineCore, method)
     parameters = dict(inspect.signature(function).parameters)
