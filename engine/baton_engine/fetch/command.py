@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     sub = commands.add_parser(
-        "fetch", help="a model's files from a hub or an object store into a folder"
+        "fetch", help="download a model's files from a hub or an object store into a folder"
     )
     sub.add_argument(
         "--uri",

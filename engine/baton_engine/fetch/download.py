@@ -18,6 +18,7 @@ from baton_engine.fetch.source import RemoteFile, Source, verify
 
 logger = logging.getLogger(__name__)
 
+#: Number of files that are downloaded at the same time.
 WORKERS = 4
 #: The fetch fails when this many downloads of one file have failed verification.
 CORRUPT_TRIES = 3
@@ -29,6 +30,7 @@ class RetryPolicy:
 
     #: Maximum time without a new byte.
     give_up_after_s: float = 300.0
+    #: Delay before the first retry. The delay doubles with each further retry, up to `max_delay_s`.
     first_delay_s: float = 0.5
     max_delay_s: float = 30.0
 

@@ -18,6 +18,7 @@ from baton_engine.fetch.selection import Only, select
 from baton_engine.fetch.source import Listing, RemoteFile, Source
 from baton_protocol.progress import LoadProgress
 
+#: Interval at which a fetcher tries to take the lock that another fetcher holds.
 POLL_S = 0.5
 
 

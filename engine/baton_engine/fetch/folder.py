@@ -44,7 +44,9 @@ class _State(msgspec.Struct):
 
     uri: str
     revision: str
+    #: Boot id of the machine on which the fetcher runs.
     machine: str
+    #: Downloaded and verified files, by name.
     verified: dict[str, RemoteFile] = {}
 
 
@@ -68,7 +70,7 @@ def read_complete(target: Path, uri: str, only: Only) -> Marker | None:
     except msgspec.DecodeError as error:
         raise _cache_invalid(target, f"has an unreadable marker ({error})") from error
     if (marker.uri, marker.only) != (uri, only):
-        raise _cache_invalid(target, f"holds {marker.only} of {marker.uri}")
+        raise _cache_invalid(target, f"holds other files: {marker.only} of {marker.uri}")
     if all(_is_file(target / name, size) for name, size in marker.files.items()):
         return marker
     discard(target)
@@ -157,6 +159,7 @@ class Partial:
         )
 
     def incomplete(self, file: RemoteFile) -> Path:
+        """Return the path of the file until the file is downloaded and verified."""
         return self.path / f"{file.name}{INCOMPLETE}"
 
     def accept(self, file: RemoteFile) -> None:
@@ -188,8 +191,8 @@ class Partial:
     def commit(self, only: Only, files: list[RemoteFile]) -> Marker:
         """Write the marker and rename this folder to the model's folder.
 
-        If another fetcher has already created the model's folder, keep that folder and remove this
-        one.
+        If another fetcher has already created the model's folder, keep the model's folder and
+        remove the partial folder.
 
         Returns:
             The marker of the model's folder.
@@ -215,7 +218,7 @@ class Partial:
             there = read_complete(self._target, marker.uri, only)
             discard(self.path)
             if there is None:
-                raise TransientError(f"{self._target} was damaged") from error
+                raise TransientError(f"the model's folder {self._target} was damaged") from error
             return there
         finally:
             self.close()

@@ -19,6 +19,7 @@ from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.source import Listing, RemoteFile
 from baton_engine.fetch.uri import HubModel
 
+#: Timeout of the request for the list of files.
 TIMEOUT_S = 20.0
 
 

@@ -1,4 +1,4 @@
-"""A lock between fetchers that share a cache: one fetcher downloads, and the others wait.
+"""A lock between fetchers that share a cache: one fetcher downloads, and other fetchers wait.
 
 The lock only saves bandwidth. Every fetcher writes into its own folder, and the first rename wins.
 On a file system that does not share locks between machines, a model may be downloaded twice.
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+#: Interval between two heartbeats of the lock's holder.
 BEAT_S = 2.0
 #: If the heartbeat of the lock's holder does not change for this time, another fetcher may take the
 #: lock.
@@ -23,10 +24,13 @@ DEAD_AFTER_S = 20.0
 
 
 class _Beat(msgspec.Struct):
+    """A heartbeat: the content of the lock file while a fetcher holds the lock."""
+
     holder: str
     #: Boot id of the holder's kernel. A fetcher on the same kernel that gets the flock ignores the
     #: heartbeat.
     machine: str
+    #: Number of earlier heartbeats of this holder.
     count: int
 
 

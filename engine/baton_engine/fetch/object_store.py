@@ -34,6 +34,7 @@ from baton_engine.fetch.uri import StoredModel
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
 
+#: Size of one read of an object.
 CHUNK_BYTES = 4 * 2**20
 #: Timeout for connecting, and for one read.
 TIMEOUT_S = 20
