@@ -70,6 +70,8 @@ class EngineClient:
         port: port of the engine's ROUTER.
         client_id: name of this client in the engine's log.
         service_key: key of the engine's service; None if the service has no key.
+        heartbeat_interval_s: seconds between two PINGs.
+        heartbeat_timeout_s: seconds without a message after which the engine counts as dead.
         on_kv_events: called with each batch of changes of the engine's prefix cache. None: the
             client does not subscribe. The first batch may have any sequence number. A later gap in
             the sequence numbers means that batches were lost.
@@ -95,6 +97,7 @@ class EngineClient:
         #: Changes each time the engine becomes ready, to a number that is unique in this process.
         #: Requests that the engine refused before the change may be sent again.
         self.readiness = 0
+        #: None while the engine is alive and this client is open.
         self.dead_reason: str | None = None
         self._client_id = client_id
         self._service_key = service_key
@@ -279,6 +282,7 @@ class EngineClient:
         self._has_abandoned = True
 
     def prefill_result(self, result: PrefillResult) -> None:
+        """Send the result of a request's prefill stage to this decode engine."""
         if self.dead_reason is None:
             self._send(EngineCoreRequestType.PREFILL_RESULT, result)
 
@@ -350,7 +354,7 @@ class EngineClient:
             self._take_arrived()
 
     def _take_arrived(self) -> None:
-        """Handle the message that `_receive` has received but not handled yet, if any."""
+        """Pass the message of `_receive` to `_handle`, unless this was done already."""
         if self._arriving is not None and self._arriving.done():
             frames, self._arriving = self._arriving.result(), None
             self._handle(frames)
@@ -386,7 +390,7 @@ class EngineClient:
             self._die(f"{self.address}: cannot connect ({zmq.Event(event['event']).name})")
 
     def _take_rest(self) -> None:
-        """Handle the messages that arrived before the connection ended."""
+        """Pass the messages that arrived before the connection ended to `_handle`."""
         assert self._socket is not None
         self._take_arrived()
         queue: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
@@ -429,7 +433,7 @@ class EngineClient:
         before, did_accept = self.status, self._heartbeat.accepts_requests
         self._heartbeat.record_pong(pong)
         if before is not None and pong.stalled_s < before.stalled_s and self._has_abandoned:
-            did_accept = self._has_abandoned = False  # abandoned requests may come back
+            did_accept = self._has_abandoned = False  # requests may be sent to this engine again
         if self._heartbeat.accepts_requests and not did_accept:
             self._ready_again()
 

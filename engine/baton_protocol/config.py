@@ -53,7 +53,7 @@ class _Config(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=T
 
 class ModelConfig(_Config, frozen=True):
     #: The folder has config.json, safetensors and tokenizer.json. The gateway reads only
-    #: tokenizer.json. The path is the one inside the container.
+    #: tokenizer.json. The path is a path inside the container.
     path: Annotated[str, Option("folder of the checkpoint", flag="--model")]
     served_name: Annotated[
         str, Option("name clients use; default: the folder's name", flag="--served-model-name")
@@ -64,7 +64,8 @@ class ModelConfig(_Config, frozen=True):
     quantization: Annotated[
         str | None,
         Option(
-            "on a CPU: int8, a scale per output; int4, a scale per 32 inputs of an output",
+            "round weights, on a CPU only: int8, a scale per output; int4, a scale per 32 inputs "
+            "of an output",
             Bound(
                 f"be {' or '.join(QUANTIZATIONS)}, or not given",
                 lambda value: value in QUANTIZATIONS,
@@ -72,18 +73,24 @@ class ModelConfig(_Config, frozen=True):
         ),
     ] = None
     #: None is the model's own maximum.
-    max_model_len: Annotated[int | None, Option("prompt plus generated tokens", at_least(1))] = None
+    max_model_len: Annotated[
+        int | None, Option("limit of prompt plus generated tokens of a request", at_least(1))
+    ] = None
 
 
 class CacheConfig(_Config, frozen=True):
     block_size: Annotated[int, Option("tokens per KV block", at_least(1))] = 16
     #: None is as many as memory_bytes or gpu_memory_utilization allows.
-    num_blocks: Annotated[int | None, Option("KV blocks", at_least(1))] = None
+    num_blocks: Annotated[int | None, Option("number of KV blocks", at_least(1))] = None
     #: On a GPU, a value replaces gpu_memory_utilization. None: 256 MiB on a CPU, and on a GPU as
     #: much as gpu_memory_utilization allows.
     memory_bytes: Annotated[
         int | None,
-        Option("KV memory, if --num-blocks is not given", at_least(1), "--kv-cache-memory-bytes"),
+        Option(
+            "bytes of KV memory, if --num-blocks is not given",
+            at_least(1),
+            "--kv-cache-memory-bytes",
+        ),
     ] = None
     #: The limit is for weights, activations and KV together. It does not apply if memory_bytes sets
     #: the size of the cache.
@@ -97,12 +104,12 @@ class CacheConfig(_Config, frozen=True):
     #: A GPU's host memory is pinned at the start. On a CPU, memory becomes resident at its first
     #: use. With 0, the blocks are computed again.
     swap_memory_bytes: Annotated[
-        int, Option("host memory for blocks of preempted groups", at_least(0))
+        int, Option("bytes of host memory for the KV blocks of preempted requests", at_least(0))
     ] = 64 * 2**20
     #: A GPU's host memory is pinned at the start. Blocks in this memory are copied back instead of
     #: computed. 0 disables the offload tier.
     offload_memory_bytes: Annotated[
-        int, Option("host memory for evicted prefix blocks", at_least(0))
+        int, Option("bytes of host memory for evicted prefix blocks", at_least(0))
     ] = 0
     #: The free blocks are kept for the growth of running requests.
     watermark: Annotated[
@@ -118,9 +125,9 @@ class CacheConfig(_Config, frozen=True):
 class SchedulerConfig(_Config, frozen=True):
     #: A longer prompt is computed in chunks.
     max_num_batched_tokens: Annotated[int, Option("token budget of one step", at_least(1))] = 512
-    max_num_seqs: Annotated[int, Option("running requests", at_least(1))] = 64
+    max_num_seqs: Annotated[int, Option("limit of running sequences", at_least(1))] = 64
     #: Further requests are refused as OVERLOADED.
-    max_queue: Annotated[int, Option("waiting requests", at_least(1))] = 4096
+    max_queue: Annotated[int, Option("limit of waiting requests", at_least(1))] = 4096
     #: priority runs lower values first, then earlier arrivals. fcfs orders by arrival only.
     policy: Annotated[str, choice("priority", "fcfs", flag="--scheduling-policy")] = "priority"
     #: If false, a prompt runs in one step, so it must fit the budget.
@@ -128,7 +135,7 @@ class SchedulerConfig(_Config, frozen=True):
     #: 0 sets no limit.
     long_prefill_token_threshold: Annotated[
         int,
-        Option("most tokens of one prompt in a step while shorter ones wait", at_least(0)),
+        Option("most tokens of one prompt in a step while shorter prompts wait", at_least(0)),
     ] = 0
     #: Beside decodes, a step computes only as many prompt tokens as are expected to fit this time.
     #: 0 sets no target.
@@ -138,9 +145,12 @@ class SchedulerConfig(_Config, frozen=True):
             "wanted seconds between two tokens of a sequence; bounds prompt chunks", _NOT_NEGATIVE
         ),
     ] = 0.0
-    #: auto swaps groups with several running sequences, and recomputes other requests.
+    #: auto swaps beam searches and groups of samples with several running sequences, and recomputes
+    #: other requests.
     preemption_mode: Annotated[str, choice("auto", "recompute", "swap")] = "auto"
-    async_scheduling: Annotated[bool, Option("schedule a step while the last one runs")] = False
+    async_scheduling: Annotated[bool, Option("schedule a step while the previous step runs")] = (
+        False
+    )
     #: Class of the scheduler.
     scheduler_class: Annotated[str, Option("qualified name", _QUALIFIED_NAME)] = (
         "baton_engine.scheduling.scheduler.Scheduler"
@@ -176,7 +186,7 @@ class ParallelConfig(_Config, frozen=True):
     ] = 0
     #: The timeout must exceed the time by which ranks drift apart in a step.
     collective_timeout_s: Annotated[
-        float, Option("seconds that a worker waits for another one", _SECONDS)
+        float, Option("seconds that a worker waits for another worker", _SECONDS)
     ] = 120.0
     #: The timeout must exceed the duration of the longest step.
     step_timeout_s: Annotated[
@@ -277,7 +287,11 @@ class KVTransferConfig(_Config, frozen=True):
     #: Used for the KV cache of a GPU, with every transport.
     staging_bytes: Annotated[
         int,
-        Option("pinned host memory for KV transfers of a GPU", at_least(1), "--kv-staging-bytes"),
+        Option(
+            "bytes of pinned host memory for KV transfers of a GPU",
+            at_least(1),
+            "--kv-staging-bytes",
+        ),
     ] = 256 * 2**20
 
 
@@ -338,7 +352,7 @@ class AccessConfig(_Config, frozen=True):
     ] = ""
     #: Changed files are read again. Empty: HTTP.
     tls_dir: Annotated[str, Option("folder with tls.crt and tls.key: serve HTTPS")] = ""
-    #: Responses allow them in the headers of CORS. Empty: no such header.
+    #: Responses name the allowed origins in CORS headers. Empty: responses have no CORS headers.
     allowed_origins: Annotated[
         tuple[str, ...],
         Option(
@@ -361,7 +375,7 @@ class GatewayConfig(_Config, frozen=True):
     model: ModelConfig
     discovery: DiscoveryConfig
     access: AccessConfig = AccessConfig()
-    port: Annotated[int, Option("HTTP port on $POD_IP; 0: any free one", _PORT)] = GATEWAY_PORT
+    port: Annotated[int, Option("HTTP port on $POD_IP; 0: any free port", _PORT)] = GATEWAY_PORT
     #: The 429 has Retry-After.
     max_concurrent_requests: Annotated[
         int, Option("sequences served at once; more get 429", _POSITIVE)
@@ -386,8 +400,8 @@ class GatewayConfig(_Config, frozen=True):
     heartbeat_timeout_s: Annotated[
         float, Option("an engine that sends nothing for this long counts as dead")
     ] = 3.0
-    #: For an engine whose longest step took more than half of this, it is twice that step. Requests
-    #: that a pause freezes make no progress.
+    #: An engine whose longest recent step took more than half of this time gets twice the duration
+    #: of that step instead. Requests that a pause freezes also continue on another engine.
     stall_timeout_s: Annotated[
         float,
         Option(
@@ -422,11 +436,20 @@ class GatewayConfig(_Config, frozen=True):
     ] = 0.0
     #: Requests that wait for a new gateway's first engine also count. The 503 has Retry-After.
     max_held_requests: Annotated[
-        int, Option("requests that wait for it at once; more get 503", _NOT_NEGATIVE)
+        int,
+        Option(
+            "requests that wait at once for a service that is scaled to zero; more get 503",
+            _NOT_NEGATIVE,
+        ),
     ] = 256
     #: 0 sets no limit.
     request_timeout_s: Annotated[
-        float, Option("a request that takes longer fails; held time does not count", _NOT_NEGATIVE)
+        float,
+        Option(
+            "a request that takes longer fails; waits for a service that is scaled to zero do not "
+            "count",
+            _NOT_NEGATIVE,
+        ),
     ] = 0.0
     #: A slow client must not keep a request in memory.
     client_timeout_s: Annotated[

@@ -33,9 +33,9 @@ def problems(config: EngineConfig) -> Iterator[tuple[str, str]]:
     if not scheduler.enable_chunked_prefill and longest is not None and longest > budget:
         yield (
             "scheduler.max_num_batched_tokens",
-            f"is {budget}, but without chunked prefill a "
-            f"prompt runs in one step and model.max_model_len is {longest}: "
-            "raise the first or lower the second",
+            f"is {budget}, but without chunked prefill a prompt runs in one step, and "
+            f"model.max_model_len is {longest}: raise scheduler.max_num_batched_tokens or lower "
+            "model.max_model_len",
         )
     for name in ("capture_sizes", "compile_sizes"):
         sizes = getattr(config.compilation, name)

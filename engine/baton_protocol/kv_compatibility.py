@@ -24,7 +24,9 @@ class KVCompatibility(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     #: Quantization of weights; `none` without quantization.
     quantization: str
+    #: Name of the KV layout: the order of a block's dimensions in memory.
     layout: str
+    #: Tokens per block.
     block_size: int
     num_layers: int
     #: Number of KV heads of the whole model, over all ranks.

@@ -77,7 +77,7 @@ class FinishReason(enum.IntEnum):
     LENGTH = 1
     #: The client aborted the request.
     ABORT = 2
-    #: The engine failed; see `EngineCoreOutput.error`.
+    #: The request failed or was refused; see `EngineCoreOutput.error`.
     ERROR = 3
     #: The output repeats itself, as `SamplingParams.repetition_detection` defines it.
     REPETITION = 4
@@ -183,7 +183,7 @@ class KVTransferParams(_Wire):
     """One engine's part in the KV hand-off of a request. The peer is the other engine."""
 
     side: KVSide
-    #: The same on both sides, unique per attempt.
+    #: Equal on both engines, and unique per attempt.
     transfer_id: str
     #: Instance id of the other engine. Other instances are refused.
     peer_instance_id: str
@@ -212,12 +212,14 @@ class EngineCoreRequest(_Wire):
     priority: int = 0
     #: Requests with different salts share no prefix-cache block.
     cache_salt: str = ""
+    #: None: this engine exchanges no KV blocks for the request.
     kv_transfer: KVTransferParams | None = None
+    #: Rank of the engine that must run the request. None: any rank.
     data_parallel_rank: int | None = None
     #: Samples of one prompt have the same group id. The engine computes the prompt once. Samples
     #: share the prompt's blocks (copy-on-write) and are swapped together. Samples of a group have
-    #: equal prompts and no generated tokens. The first one may have kv_transfer with CONSUME. The
-    #: others then wait for its load, and share the loaded blocks. Empty: no group.
+    #: equal prompts and no generated tokens. The first sample may have kv_transfer with CONSUME.
+    #: The other samples then wait for this load, and share the loaded blocks. Empty: no group.
     group_id: str = ""
 
 

@@ -145,7 +145,7 @@ def why_handshake_failed(event: Mapping[str, Any], ours: ServiceKey | None) -> s
         return "requires a service key, and none is set here: see service_key_file"
     return (
         "does not accept our service key, or has none: "
-        "service_key_file must hold the same one everywhere"
+        "service_key_file must contain the same key in all pods of the service"
     )
 
 

@@ -67,7 +67,7 @@ class Generation(_Wire, frozen=True):
     store_host: str
     store_port: int
     operation_id: str = ""
-    #: The previous generation is broken, so its members commit this generation at once.
+    #: The previous generation is broken, so members commit this generation without a vote.
     urgent: bool = False
 
     @property
@@ -141,7 +141,7 @@ class Status(_Wire, frozen=True):
     committed: Generation | None = None
     #: Number of exchanges of votes that the rank began, in all generations.
     step: int = 0
-    #: Activity in that step. A loop is stalled if neither step nor activity changes.
+    #: Activity of the loop in step `step`. A loop is stalled if neither field changes.
     activity: Activity = Activity.RESTS
     #: Size of one expert of a sparse layer, of all tensor ranks together. 0: not loaded.
     expert_bytes: int = 0
@@ -190,6 +190,7 @@ class OperationPhase(enum.StrEnum):
     DONE = "done"
     #: The coordinator retries the operation later, if it is still requested.
     FAILED = "failed"
+    #: The operation ended before its commit, because the group or the desired members changed.
     SUPERSEDED = "superseded"
 
 
