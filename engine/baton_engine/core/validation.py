@@ -1,8 +1,8 @@
 """Validates a request in the engine that receives it, before the scheduler queues it.
 
-`SamplingParams.validate` checks the sampling parameters alone. The gateway calls
-this method as well, so that an error names the field of the HTTP request. The checks here
-need the rest of the request, or the engine's vocabulary, KV role or rank.
+`SamplingParams.validate` checks the sampling parameters alone. The gateway calls this method as
+well, so that an error names the field of the HTTP request. The checks here need other fields of the
+request, or the engine's vocabulary, KV role or rank.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 engine_stats      gauges and counters of an engine
 topology_stats    gauges and counters of a rank of an expert-parallel group
 request_metrics   histograms of latencies and lengths
-recent_maximum    the largest value of the last minutes
+recent_maximum    the largest value of a recent time window
 load_counter      bytes of weights read while the model loads
 prometheus        exports the statistics and histograms as Prometheus metrics
 """

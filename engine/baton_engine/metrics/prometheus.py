@@ -1,6 +1,6 @@
 """Exports EngineStats and RequestMetrics as Prometheus metrics.
 
-The metrics have vLLM's names with the prefix `baton:`.
+A metric that vLLM also has carries vLLM's name, with the prefix `baton:`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _GAUGES = {
     "num_requests_waiting": "Requests waiting to run, including those waiting for remote KV.",
     "num_requests_swapped": "Preempted requests whose KV blocks are in host memory.",
     "num_requests_waiting_for_remote_kv": "Requests whose prompt is computed by a prefill engine.",
-    "num_transfers_held": "Transfers of ended requests whose blocks are still in use.",
-    "offload_blocks": "Prefix blocks in the offload tier.",
+    "num_transfers_held": "KV transfers of ended requests whose blocks are still in use.",
+    "offload_blocks": "Blocks of the prefix cache in the offload tier (host memory).",
 }
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of requests that started.",
     "prompt_tokens_computed": "Prompt tokens run through the model in this engine.",
     "prompt_tokens_remote": "Prompt tokens whose KV came from a prefill engine.",
     "prompt_tokens_cached": "Prompt tokens found in the prefix cache.",
-    "kv_transfer_recomputed_tokens": "Tokens computed here for lack of a prefill engine's KV.",
+    "kv_transfer_recomputed_tokens": "Tokens computed because their KV did not arrive from a peer.",
     "generation_tokens": "Tokens sampled.",
     "num_preemptions": "Requests preempted for lack of KV blocks.",
     "num_nans_in_logits": "NaN logits of sampled tokens, with --count-nans-in-logits.",
@@ -71,7 +71,7 @@ _TRANSFER_GAUGES = {
 _TOPOLOGY_GAUGES = {
     "generation": "Generation of the expert-parallel group that the rank is in. 0: none.",
     "rank": "The rank of this engine in its generation.",
-    "size": "Ranks of the generation.",
+    "size": "Number of ranks of the generation.",
     "wave": "Number of the running wave, or of the next wave if none runs.",
     "wave_running": "1 while a wave runs, in which all ranks step together.",
 }
@@ -128,7 +128,7 @@ class EngineCollector(Collector):
         yield self._filled(
             GaugeMetricFamily(
                 "baton:engine_sleep_state",
-                "1 for the state the engine is in.",
+                "1 for the sleep state that the engine is in, 0 for other states.",
                 labels=["model_name", "sleep_state"],
             ),
             {(state,): float(stats.sleep_level == level) for level, state in _SLEEP_STATES.items()},
@@ -177,14 +177,14 @@ class EngineCollector(Collector):
         yield self._filled(
             GaugeMetricFamily(
                 "baton:topology_phase",
-                "1 for the phase the rank is in.",
+                "1 for the phase that the rank is in, 0 for other phases.",
                 labels=["model_name", "phase"],
             ),
             {(phase.value,): float(stats.phase is phase) for phase in RankPhase},
         )
         pauses = HistogramMetricFamily(
             "baton:topology_commit_pause_seconds",
-            "Pause between steps while the generation changed.",
+            "Time without steps while the generation changed.",
             labels=["model_name", "kind"],
         )
         for kind, histogram in self._commit_pauses.items():

@@ -1,4 +1,4 @@
-"""The largest value of the last minutes."""
+"""The largest value of a recent time window."""
 
 from __future__ import annotations
 

@@ -112,21 +112,23 @@ class RequestMetrics:
         #: By metric name, without prefix.
         self.histograms = {
             "time_to_first_token_seconds": Histogram(
-                "From arrival to the first token.", _FIRST_TOKEN_S
+                "Time from arrival to the first token.", _FIRST_TOKEN_S
             ),
             "inter_token_latency_seconds": Histogram(
-                "Between a token and the one before, per token.", _TOKEN_S
+                "Time between a token and the previous token.", _TOKEN_S
             ),
-            "e2e_request_latency_seconds": Histogram("From arrival to the end.", _LATENCY_S),
-            "request_queue_time_seconds": Histogram("From arrival to the first step.", _LATENCY_S),
+            "e2e_request_latency_seconds": Histogram("Time from arrival to the end.", _LATENCY_S),
+            "request_queue_time_seconds": Histogram(
+                "Time from arrival to the first step.", _LATENCY_S
+            ),
             "request_prefill_time_seconds": Histogram(
-                "From the first step to the first token.", _LATENCY_S
+                "Time from the first step to the first token.", _LATENCY_S
             ),
             "request_decode_time_seconds": Histogram(
-                "From the first token to the last.", _LATENCY_S
+                "Time from the first token to the last token.", _LATENCY_S
             ),
             "request_inference_time_seconds": Histogram(
-                "From the first step to the last token.", _LATENCY_S
+                "Time from the first step to the last token.", _LATENCY_S
             ),
             "request_prompt_tokens": Histogram("Prompt tokens per ended request.", _LENGTHS),
             "request_generation_tokens": Histogram(

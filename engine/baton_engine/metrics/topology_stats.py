@@ -43,7 +43,7 @@ def commit_pauses() -> dict[str, Histogram]:
     pause starts when the old generation broke.
     """
     return {
-        kind: Histogram("Pause between steps while the generation changed.", _PAUSE_S)
+        kind: Histogram("Time without steps while the generation changed.", _PAUSE_S)
         for kind in KINDS
     }
 

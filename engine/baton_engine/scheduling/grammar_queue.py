@@ -1,4 +1,4 @@
-"""Compilation of the grammars of structured outputs, and requests that wait for a grammar."""
+"""Compiles the grammars of structured outputs, and holds requests that wait for a grammar."""
 
 from __future__ import annotations
 

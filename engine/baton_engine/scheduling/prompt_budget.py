@@ -1,11 +1,11 @@
 """Limits the prompt tokens that a step computes beside decodes, to bound the time between tokens.
 
-A long prompt chunk delays the next token of every running sequence. The times of finished steps
+A long prompt chunk delays the next token of every running sequence. The durations of finished steps
 control the limit, without a model of their cost:
 
 - A step that took longer than the target lowers the limit by the factor target / time. The fewer
   prompt tokens the step had, the less it lowers the limit.
-- A step that took less raises the limit, if it had as many prompt tokens as the limit allows.
+- A step that took less time raises the limit, if it had as many prompt tokens as the limit allows.
 
 The limit falls fast and rises slowly, so that most steps take less than the target.
 """

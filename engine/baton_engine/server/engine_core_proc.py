@@ -4,9 +4,9 @@ I/O thread (engine_io)       puts clients' messages into the input queue, and se
 main thread                  loads the model, then loops: take inputs, run a step, send outputs
 HTTP threads (admin_server)  put calls into the same input queue
 
-The state is LOADING, then SERVING, then STOPPED. The first SIGTERM drains, and the second one ends
-all requests. In both cases, the exit code is 0. If a step fails or a worker dies, the state becomes
-FAILED, all clients receive DEAD, and the exit code is 1.
+The state is LOADING, then SERVING, then STOPPED. The first SIGTERM drains, and the second SIGTERM
+ends all requests. In both cases, the exit code is 0. If a step fails or a worker dies, the state
+becomes FAILED, all clients receive DEAD, and the exit code is 1.
 """
 
 from __future__ import annotations

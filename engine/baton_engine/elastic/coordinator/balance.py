@@ -1,4 +1,4 @@
-"""Computes placements by the experts' reported loads, and decides when to rebalance."""
+"""Computes placements from the reported loads of the experts, and decides when to rebalance."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The controller: decides on the changes of a group's topology.
 
-It computes at most one operation, and a directive for each rank, from desired members and statuses.
+From desired members and statuses, the controller computes at most one operation, and a directive
+for each rank.
 
 The controller is level-triggered. Each decision depends on the reported statuses and not on earlier
 actions, so a restarted controller continues where another controller ended. There is one exception:
