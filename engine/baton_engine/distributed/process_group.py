@@ -127,7 +127,9 @@ def create_group(
             f"group {name} of generation {generation}: rank {rank} waited {join_timeout_s:.0f} s "
             f"for the other {size - 1} members ({error})"
         ) from error
-    logger.info("group %s of generation %d: rank %d of %d joined", name, generation, rank, size)
+    logger.info(
+        "joined process group %s of generation %d as rank %d of %d", name, generation, rank, size
+    )
     return joined
 
 

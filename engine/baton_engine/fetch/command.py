@@ -62,7 +62,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
         request = FetchRequest(args.uri, _output(args.to), args.only, args.max_bytes)
         marker = fetch(request, progress, RetryPolicy(give_up_after_s=args.give_up_after))
         logger.info(
-            "%s holds %d files of %s at %s", args.to, len(marker.files), marker.uri, marker.revision
+            "the folder %s holds %d files of %s at revision %s",
+            args.to,
+            len(marker.files),
+            marker.uri,
+            marker.revision,
         )
         _write_termination_log(marker, args.termination_log)
     except FetchError as error:

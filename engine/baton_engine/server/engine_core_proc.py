@@ -514,7 +514,9 @@ class EngineCoreProc:
 
     def _add_request(self, core: EngineCore, client: bytes, request: EngineCoreRequest) -> None:
         logger.debug(
-            "request %s: %d prompt tokens", request.request_id, len(request.prompt_token_ids)
+            "request %s arrived with %d prompt tokens",
+            request.request_id,
+            len(request.prompt_token_ids),
         )
         refusal = core.add_request(request)
         if refusal is None:

@@ -40,7 +40,7 @@ class Observation:
             )
         shape, expected = _shape(status), self._shape()
         if 0 in shape:
-            return "has no experts"
+            return "serves a model without experts"
         if shape != expected:
             return (
                 f"has {shape[0]} sparse layers of {shape[1]} experts, the group has {expected[0]} "
