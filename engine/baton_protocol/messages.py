@@ -173,6 +173,8 @@ class Dead(_Wire):
 
 
 class KVSide(enum.IntEnum):
+    """The part of an engine in the KV hand-off of a request."""
+
     #: Compute the prompt, and keep the blocks for the peer.
     PRODUCE = 0
     #: Fetch the prompt's blocks from the peer, then decode.
@@ -273,6 +275,8 @@ class BeamOutput(_Wire):
 
 
 class EngineCoreEventType(enum.IntEnum):
+    """Kind of a change of a request's scheduling state."""
+
     QUEUED = 1
     SCHEDULED = 2
     PREEMPTED = 3

@@ -14,7 +14,10 @@ from baton_protocol.topology import ExpertLoads, Generation, Member, RankPhase, 
 
 @dataclass(slots=True)
 class RankReport:
-    """The parts of a rank's Status and topology metrics that are kept between steps."""
+    """The parts of a rank's Status and topology metrics that are kept between steps.
+
+    Fields with the name of a field of `Status` have the meaning of that field.
+    """
 
     member: Member
     info: ModelInfo

@@ -57,10 +57,12 @@ class Operation:
     kind: str
     #: Id of the request; empty for automatic operations.
     operation_id: str
+    #: Names of the desired members.
     wanted: frozenset[str]
     #: Time at which the current phase began, in seconds.
     since: float
     phase: OperationPhase = OperationPhase.WAITING
+    #: Generation to which the operation leads. None until its preparation begins.
     target: Generation | None = None
     #: Generation that the target replaces.
     previous: GenerationKey | None = None
@@ -253,10 +255,7 @@ def latest_commit(roster: Roster, present: Generation | None) -> Generation | No
 
 
 def is_partly_committed(roster: Roster, generation: Generation) -> bool:
-    """Return whether some members have not committed a generation, but all of these can commit it.
-
-    A member can commit a generation that it has prepared.
-    """
+    """Return whether some members have not committed a generation that they all have prepared."""
     statuses = [roster.living.get(member.instance_id) for member in generation.members]
     if not all(
         status is not None and (is_in(status, generation) or status.prepared == generation.nonce)

@@ -64,7 +64,11 @@ def first_moves(placement: Placement, loads: Sequence[Sequence[int]], max_moves:
 
 
 class _Step(NamedTuple):
-    """A swap of `there` on `heavy` with `back` on `light`, or a copy of `there` over `back`."""
+    """One step of a rebalance, which moves load from rank `heavy` to rank `light`.
+
+    A swap exchanges expert `there` of `heavy` and expert `back` of `light`. A copy replaces `back`
+    on `light` by a copy of `there`.
+    """
 
     #: Decrease of the sum of squared rank loads, in units of the mean load squared, per move.
     value: float
