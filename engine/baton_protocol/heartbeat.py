@@ -80,8 +80,8 @@ class Heartbeat:
     def num_requests(self, num_unfinished: int) -> int:
         """Return the estimated number of requests at the engine, including those of other clients.
 
-        The estimate is the number in the last PONG, corrected by the requests that this client has
-        added or ended since the PING that the PONG answers.
+        The estimate is the number in the last PONG, corrected by this client's own requests that
+        began or ended since the PING.
 
         Args:
             num_unfinished: number of this client's requests in flight.

@@ -146,7 +146,7 @@ class DPEngineCore(EngineCore):
     # Messages from the coordinator and from other ranks
 
     def on_directive(self, directive: Directive) -> None:
-        """Prepare, commit, drop or leave a generation, as the coordinator's directive says.
+        """Prepare, commit, drop or leave a generation, as the coordinator's directive requires.
 
         Call this method between steps.
         """
