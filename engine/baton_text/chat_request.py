@@ -26,7 +26,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     messages: list[ChatMessage]
     #: Limit on generated tokens. It takes precedence over `max_tokens`. Bounds: 1 or more.
     max_completion_tokens: int | None = None
-    #: Report the log-probabilities of the generated tokens.
+    #: Report the log-probability of each generated token.
     logprobs: bool | None = None
     #: Also report this many most likely tokens at each position. Needs `logprobs`. Bounds:
     #: 0..MAX_LOGPROBS.

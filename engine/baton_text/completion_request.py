@@ -17,10 +17,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
     #: A text, a list of texts, a list of token ids, or a list of lists of token ids.
     prompt: str | list[str | int | list[int]]
-    #: Report the log-probabilities of the tokens, and of this many most likely tokens. Bounds:
-    #: 0..MAX_LOGPROBS.
+    #: Report the log-probability of each token, and of this many most likely tokens at the same
+    #: position. Bounds: 0..MAX_LOGPROBS.
     logprobs: int | None = None
-    #: Begin the text with the prompt. With `max_tokens` 0, generate nothing.
+    #: Begin the text of the response with the prompt. With `max_tokens` 0, generate nothing.
     echo: bool | None = None
     #: Add special tokens, such as BOS, to prompts that are texts. Unset: true.
     add_special_tokens: bool | None = None

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from baton_text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
-#: Number of tokens above which a window without a clean end is shortened. Otherwise the cost of
-#: decoding would grow with the square of its length. Invalid UTF-8 may have no clean end.
+#: A window with more tokens than this is shortened, even if it ends inside a UTF-8 sequence. Each
+#: token decodes the window again, and invalid UTF-8 may never end at a whole character.
 _LONG_WINDOW = 16
 
 

@@ -8,8 +8,9 @@ class RequestError(ValueError):
 
     Args:
         message: what is invalid, and which values are valid.
-        param: name of the invalid field, such as `messages[0].content`.
-        code: OpenAI's machine-readable error code, if there is one.
+        param: name of the invalid field, such as `messages[0].content`; None if no single field is
+            invalid.
+        code: OpenAI's machine-readable error code; None if OpenAI has none for this error.
     """
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:

@@ -1,6 +1,6 @@
-"""Sampling parameters of requests that leave them out, from a checkpoint's generation_config.json.
+"""Default sampling parameters, read from a checkpoint's generation_config.json.
 
-vLLM applies the same fields.
+They replace fields that a request leaves out. vLLM applies the same fields.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """The checkpoint's values. None: the checkpoint has none, so that Baton's default holds."""
+    """The values that a checkpoint sets. None: it sets no value, and Baton's default applies."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -30,7 +30,9 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_folder(cls, folder: Path) -> GenerationDefaults:
-        """Read the file in a checkpoint's folder. Without the file, there are no defaults.
+        """Read generation_config.json in a checkpoint's folder.
+
+        If the file does not exist, all fields of the result are None.
 
         Raises:
             ValueError: the file is malformed, or a value is out of bounds.
@@ -46,13 +48,19 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
         return defaults
 
     def sampling_fields(self) -> dict[str, Any]:
-        """Return the given values except `max_tokens`, by their names in SamplingParams."""
+        """Return the values that are set, by their names in SamplingParams. Leave out max_tokens.
+
+        The gateway applies `max_tokens` itself, because that limit depends on the prompt's length.
+        """
         return {
             name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
         }
 
     def fill(self, request: GenerationRequest) -> None:
-        """Set the sampling fields that the request leaves out. Beam searches do not sample."""
+        """Set the sampling fields that the request leaves out.
+
+        A beam search is not changed, because it does not sample.
+        """
         if request.use_beam_search:
             return
         for name, value in self.sampling_fields().items():

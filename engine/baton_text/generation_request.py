@@ -1,8 +1,8 @@
 """The fields that chat completions and completions of the OpenAI API share, and their checks.
 
 Unknown fields are ignored, as in other OpenAI-compatible servers, so that clients of all versions
-work. The gateway counts and logs those of the top level. An unsupported field that would change the
-response is refused, and the error names the field.
+work. The gateway counts and logs unknown fields at the top level of a body. A known field that is
+not supported and would change the response is refused. The error names the field.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_LOGPROB_ENTRIES = 2**19
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 #: Matches the name of the field at the start of an engine's error with ErrorCode.INVALID.
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
-#: Request fields with another name in the engine, by the engine's name.
+#: Fields that requests and engines name differently: the engine's name, and the request's name.
 _CLIENT_NAMES = {"bad_words_token_ids": "bad_words", "beam_width": "n"}
 #: Request fields that are copied to the field of `SamplingParams` with the same name. The defaults
 #: are in `SamplingParams`.
@@ -94,7 +94,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     A field that is null or missing in the JSON is None.
     """
 
-    #: Fields that are refused if they are set and not false.
+    #: Names of fields that are refused, unless the value is null, false, 0 or empty.
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
 
     #: Name of the served model. It may be left out.
@@ -152,11 +152,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     data_parallel_rank: int | None = None
     #: Only requests with the same salt share cached blocks of the prefix.
     cache_salt: str | None = None
-    #: Number of samples, of which the n with the highest log-probability per token are returned.
-    #: Bounds: n..MAX_N.
+    #: Number of samples to compute. The n samples with the highest log-probability per token are
+    #: returned. Bounds: n..MAX_N.
     best_of: int | None = None
-    #: Report the log-probabilities of the prompt's tokens, and of this many most likely tokens. Not
-    #: available with `stream`. Bounds: 0..MAX_LOGPROBS.
+    #: Report the log-probability of each prompt token, and of this many most likely tokens at the
+    #: same position. Not available with `stream`. Bounds: 0..MAX_LOGPROBS.
     prompt_logprobs: int | None = None
     #: Words that are never generated.
     bad_words: list[str] | None = None
@@ -217,15 +217,21 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return self.max_tokens
 
     def max_tokens_field(self) -> str | None:
-        """Return the field that sets the limit on generated tokens. None if none is set."""
+        """Return the name of the field that limits the generated tokens. None: no field is set."""
         return None if self.max_tokens is None else "max_tokens"
 
     def requested_logprobs(self) -> int | None:
-        """Return how many alternatives to report per generated token. None means no logprobs."""
+        """Return how many alternatives to report for each generated token.
+
+        0 means only the token itself. None means no logprobs.
+        """
         raise NotImplementedError
 
     def requested_prompt_logprobs(self) -> int | None:
-        """Return how many alternatives to report per prompt token. None means no logprobs."""
+        """Return how many alternatives to report for each prompt token.
+
+        0 means only the token itself. None means no logprobs.
+        """
         return self.prompt_logprobs
 
     def validate(self) -> None:
@@ -301,16 +307,20 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 )
             if self.stream and self.best_of > self.num_samples:
                 raise RequestError(
-                    "best_of over n is not available with stream=true",
+                    "best_of greater than n is not available with stream=true",
                     param="best_of",
                 )
         if self.use_beam_search:
             if self.num_samples > MAX_BEAM_WIDTH:
                 raise RequestError(
-                    f"n is the beam width, {MAX_BEAM_WIDTH} at most, got {self.n}", param="n"
+                    f"n must be at most {MAX_BEAM_WIDTH} with use_beam_search, got {self.n}: n is "
+                    "the width of the search",
+                    param="n",
                 )
             if self.best_of not in (None, self.num_samples):
-                raise RequestError("best_of must be n with use_beam_search", param="best_of")
+                raise RequestError(
+                    "best_of must be unset or equal to n with use_beam_search", param="best_of"
+                )
             structure = self.structured_output_field()
             if structure is not None:
                 raise RequestError(
@@ -327,7 +337,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """Return the engine's sampling parameters for one sequence of the request.
 
         Args:
-            bad_words_token_ids: token sequences of `bad_words`.
+            seed: seed of the sampling noise.
+            max_tokens: limit on generated tokens.
+            bad_words_token_ids: token sequences of `bad_words`, none of which is generated. None:
+                no bad words.
 
         Raises:
             RequestError: a value is outside the bounds of SamplingParams. `param` names the field.
@@ -359,8 +372,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """Convert an engine's error with ErrorCode.INVALID to an error for the client.
 
         Args:
-            message: message of the engine. If the message begins with a field of SamplingParams,
-                the returned error names the corresponding field of the request.
+            message: the engine's error message. If the message begins with a field of
+                SamplingParams, the returned error names the corresponding field of the request.
         """
         match = _ENGINE_FIELD.match(message)
         path, name = (match[0], match[1]) if match else ("", "")
@@ -391,16 +404,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             field = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
             raise RequestError(
                 f"{field}: {num_prompt_tokens} prompt tokens with {num_top + 1} log-probabilities "
-                f"in each of n={self.num_samples} choices make {num_entries} entries, "
-                f"{MAX_LOGPROB_ENTRIES} at most; send a smaller n or {field}",
+                f"in each of n={self.num_samples} choices make {num_entries} entries, and at most "
+                f"{MAX_LOGPROB_ENTRIES} are allowed; send a smaller n or {field}",
                 param=field,
             )
 
     def structured_output_field(self) -> str | None:
-        """Return the name of the field that sets the structure of the text, or None.
+        """Return the name of the field that sets the structure of the text; None if no field does.
 
         Raises:
-            RequestError: more than one such field is set.
+            RequestError: more than one of these fields is set.
         """
         fields = (
             "structured_outputs",

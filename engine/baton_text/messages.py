@@ -12,7 +12,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    #: `text`. Other parts, such as images, are refused.
+    #: Kind of the part. Only `text` is accepted. Other kinds, such as images, are refused.
     type: str
     #: The text. It is required.
     text: str | None = None
@@ -36,7 +36,11 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Check messages and convert them for a chat template. Raise RequestError if one is invalid."""
+    """Check messages and return them in the form that chat templates take.
+
+    Raises:
+        RequestError: a message is invalid. `param` names the field.
+    """
     for index, message in enumerate(messages):
         _check_message(message, f"messages[{index}]")
     return [_template_message(message) for message in messages]

@@ -40,7 +40,7 @@ class TextOutput:
     stop_reason: int | str | None = None
     #: Logprobs of the prompt from position 1 on, if requested. Set with the first token.
     prompt_logprobs: PromptLogprobs | None = None
-    #: NaN logits from which the tokens were sampled, if the engine counts them.
+    #: Number of NaN logits from which the new tokens were sampled. 0 if the engine counts none.
     num_nans_in_logits: int = 0
 
 
@@ -76,18 +76,19 @@ class OutputProcessor:
         self._stop_token_ids = frozenset(stop_token_ids or ())
         #: Number of tokens so far. Tokens after a stop string do not count.
         self.num_tokens = 0
-        #: Sum of the log-probabilities of these tokens, if requested.
+        #: Sum of the log-probabilities of the tokens so far. 0 if the request asks for no logprobs.
         self.cumulative_logprob = 0.0
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability per token. `best_of` ranks sequences by this number."""
+        """Mean log-probability of the tokens so far. `best_of` ranks sequences by this number."""
         return self.cumulative_logprob / max(1, self.num_tokens)
 
     def push(self, output: EngineCoreOutput) -> TextOutput:
         """Add an engine output, and return what the output adds to the text.
 
-        A result with a finish_reason is the last result, even if the engine still generates tokens.
+        A result with a finish_reason is the last result. After a stop string, the engine may still
+        generate tokens, which the caller must not push.
         """
         result = TextOutput(
             prompt_logprobs=output.prompt_logprobs, num_nans_in_logits=output.num_nans_in_logits
@@ -191,7 +192,7 @@ def completion_logprobs(
     if first_token_id is not None:
         add(first_token_id, None, None)
     for item in logprobs:
-        # The token itself is always included. Of tokens with the same text, the likeliest is kept.
+        # The token itself is always included. If tokens have the same text, the likeliest is kept.
         top: dict[str, float] = {}
         for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
             top.setdefault(text(token_id), logprob)
@@ -212,7 +213,10 @@ def prompt_token_logprobs(
 
 
 def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, PromptTokenLogprob]:
-    """Return logprobs of one position by token id: the actual token, then the likeliest ones."""
+    """Return the logprobs of one position, by token id.
+
+    The first entry is the token at the position. The likeliest tokens follow.
+    """
 
     def entry(token_id: int, logprob: float, rank: int) -> PromptTokenLogprob:
         return PromptTokenLogprob(

@@ -11,7 +11,7 @@ from baton_text.errors import RequestError
 
 
 class Checked(Protocol):
-    """Protocol of the requests that `parse_request` parses. They check their own fields."""
+    """A request struct that `parse_request` can parse, and that checks its own fields."""
 
     __struct_fields__: ClassVar[tuple[str, ...]]
 
@@ -42,7 +42,7 @@ def unknown_fields(body: bytes, kind: type[Checked]) -> list[str]:
     """Return the fields of the JSON object `body` that requests of type `kind` do not have.
 
     Raises:
-        RequestError: a name is not valid UTF-8.
+        RequestError: `body` is not a JSON object, or a name in it is not valid UTF-8.
     """
     known = frozenset(kind.__struct_fields__)
     return [name for name in _decode(_FIELDS, body) if name not in known]

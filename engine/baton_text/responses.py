@@ -11,7 +11,7 @@ class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     #: Generated tokens of all choices.
     completion_tokens: int
-    #: Sum of both.
+    #: Sum of `prompt_tokens` and `completion_tokens`.
     total_tokens: int
     #: `cached_tokens`: prompt tokens taken from a prefix cache.
     prompt_tokens_details: dict[str, int] | None = None
@@ -20,7 +20,7 @@ class Usage(msgspec.Struct, kw_only=True):
 class TopLogprob(msgspec.Struct, kw_only=True):
     #: Text of the token.
     token: str
-    #: Natural logarithm of its probability.
+    #: Natural logarithm of the token's probability.
     logprob: float
     #: UTF-8 bytes of the token.
     bytes: list[int]
@@ -29,11 +29,11 @@ class TopLogprob(msgspec.Struct, kw_only=True):
 class TokenLogprob(msgspec.Struct, kw_only=True):
     #: Text of the token.
     token: str
-    #: Natural logarithm of its probability.
+    #: Natural logarithm of the token's probability.
     logprob: float
     #: UTF-8 bytes of the token.
     bytes: list[int]
-    #: The most likely tokens at this position.
+    #: The most likely tokens at the position of the token.
     top_logprobs: list[TopLogprob]
 
 
@@ -47,14 +47,18 @@ class PromptTokenLogprob(msgspec.Struct, kw_only=True):
 
     #: Natural logarithm of the token's probability.
     logprob: float
-    #: 1 for the most likely token.
+    #: Rank of the token by probability: 1 for the most likely token.
     rank: int
     #: Text of the token.
     decoded_token: str
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """Logprobs in the form of OpenAI's completions. A prompt's first token has no logprob."""
+    """Logprobs in the form of OpenAI's completions.
+
+    The first token of an echoed prompt has no logprob: its entries in `token_logprobs` and
+    `top_logprobs` are null.
+    """
 
     #: Text of each token.
     tokens: list[str] = []
@@ -80,7 +84,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     #: The answer.
     message: ChatResponseMessage
-    #: Null unless the request asks for them.
+    #: Log-probabilities of the generated tokens. Null unless the request has `logprobs`.
     logprobs: ChatLogprobs | None
     #: `stop`, `length` or `repetition`.
     finish_reason: str
@@ -110,7 +114,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    #: In the first chunk of a choice.
+    #: Author of the message. Sent only in the first chunk of a choice.
     role: str | UnsetType = UNSET
     #: Text that the chunk adds. It may be empty.
     content: str | UnsetType = UNSET
@@ -121,7 +125,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     #: What the chunk adds to the message.
     delta: ChatDelta
-    #: Null unless the request asks for them.
+    #: Log-probabilities of the chunk's tokens. Null unless the request has `logprobs`.
     logprobs: ChatLogprobs | None = None
     #: `stop`, `length` or `repetition`. Null in chunks before the choice's last one.
     finish_reason: str | None = None
@@ -153,7 +157,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     #: The generated text, or the text that a chunk adds.
     text: str
-    #: Null unless the request asks for them.
+    #: Log-probabilities of the tokens. Null unless the request has `logprobs`.
     logprobs: CompletionLogprobs | None = None
     #: `stop`, `length` or `repetition`. Null in chunks before the choice's last one.
     finish_reason: str | None = None
@@ -176,7 +180,7 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     #: Name of the served model.
     model: str
-    #: The answers. A chunk has one choice, or none with `usage`.
+    #: The answers. A chunk has one choice, or none if it has `usage`.
     choices: list[CompletionChoice]
     #: Numbers of tokens. With `stream`, only in the last chunk, if `include_usage` is set.
     usage: Usage | UnsetType | None = UNSET
@@ -193,7 +197,7 @@ class Model(msgspec.Struct, kw_only=True):
     max_model_len: int | None = None
     #: Owner of the model.
     owned_by: str = "baton"
-    #: Kind of the response.
+    #: Kind of this object.
     object: str = "model"
 
 
@@ -225,13 +229,13 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    #: Description of the error, and its remedy.
+    #: What is wrong, and what to do about it.
     message: str
-    #: Kind of error. It follows from the status.
+    #: Kind of error, which the HTTP status determines.
     type: str
-    #: The wrong field, such as `messages[0].content`, if there is one.
+    #: The invalid field, such as `messages[0].content`. Null if no single field is invalid.
     param: str | None = None
-    #: Machine-readable reason.
+    #: Machine-readable reason. Null if there is none.
     code: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""Ends a text at the first stop string. Token boundaries make no difference."""
+"""Ends a text at the first stop string, which may begin and end inside tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StopScanner:
         self._stops = [stop for stop in stops if stop]
         self._include_stop = include_stop
         self._held = ""
-        #: The stop string that ended the text.
+        #: The stop string that ended the text; None until one matches.
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
@@ -44,6 +44,7 @@ class StopScanner:
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, int] | None:
+        """Return (start, end) of the match that ends the text, as characters of `buffer`."""
         found = ((buffer.find(stop), len(stop)) for stop in self._stops)
         spans = [(start + length, start) for start, length in found if start >= 0]
         if not spans:
@@ -52,7 +53,7 @@ class StopScanner:
         return start, end
 
     def _possible_prefix(self, buffer: str) -> int:
-        """Return the length of the longest suffix of `buffer` that a stop string begins with."""
+        """Return the length of the longest suffix of `buffer` that begins a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(buffer)), 0, -1):
             tail = buffer[-length:]

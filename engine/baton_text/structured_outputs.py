@@ -10,7 +10,8 @@ import msgspec
 from baton_protocol.sampling import MAX_BAD_WORDS, StructuredOutput, StructuredOutputKind
 from baton_text.tokenizer import Tokenizer
 
-#: Limit of bad words. Each may need two token sequences: at the start of a text, and after a space.
+#: Maximum number of bad words. A word may need two token sequences: one at the start of a text, and
+#: one after a space.
 MAX_WORDS = MAX_BAD_WORDS // 2
 MAX_WORD_LENGTH = 1024
 
@@ -30,7 +31,10 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
     json_object: bool | None = None
 
     def given(self) -> list[str]:
-        """Return the names of the fields that are set. False counts as unset, except for `json`."""
+        """Return the names of the fields that are set.
+
+        False counts as unset, except in `json`, where it is a schema.
+        """
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return [
             name
@@ -50,7 +54,7 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
             return None
         if len(given) > 1:
             raise ValueError(
-                f"{given[1]} cannot be combined with {given[0]}: a text has one structure"
+                f"{given[1]} cannot be combined with {given[0]}: a text can have only one structure"
             )
         if self.json is not None:
             return StructuredOutput(StructuredOutputKind.JSON, _schema_text(self.json))
@@ -97,10 +101,12 @@ def check_bad_words(words: list[str]) -> None:
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """Return the token sequences of each bad word: at the start of a text, and after a space.
+    """Return the token sequences that must not be generated.
+
+    Each bad word has a sequence for the start of a text and, if it differs, one for after a space.
 
     Raises:
-        ValueError: `check_bad_words` refuses the words.
+        ValueError: there are too many words, or a word is empty or too long.
     """
     check_bad_words(words)
     sequences: list[list[int]] = []
@@ -109,7 +115,7 @@ def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int
         start = tokenizer.encode(bare, add_special_tokens=False)
         sequences.append(start)
         spaced = tokenizer.encode(" " + bare, add_special_tokens=False)
-        # If the space is a token of its own, the sequence without it matches both places.
+        # If the space is a separate token, the sequence without it also matches after a space.
         if spaced[-len(start) :] != start:
             sequences.append(spaced)
     return sequences

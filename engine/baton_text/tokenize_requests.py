@@ -19,8 +19,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     #: A conversation to render and tokenize, instead of `prompt`.
     messages: list[ChatMessage] | None = None
-    #: Add special tokens, such as BOS. Unset: true for a prompt, and false for messages, because
-    #: templates write the special tokens.
+    #: Add special tokens, such as BOS. If unset: true for a prompt, and false for messages, because
+    #: chat templates already write the special tokens.
     add_special_tokens: bool | None = None
     #: End rendered messages with the start of an assistant's message. Unset: true.
     add_generation_prompt: bool | None = None

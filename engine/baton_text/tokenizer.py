@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as _Backend
 
 from baton_text.chat_template import ChatTemplate
 
-#: Number of tokens above which `decode` calls the library's `decode_batch`, which releases the GIL
-#: and costs a little more.
+#: For more tokens than this, `decode` calls the library's `decode_batch`. That call releases the
+#: GIL, and takes a little longer.
 _LONG_DECODE = 512
-#: Upper bound of the factor by which a normalizer shortens a text.
+#: Assumed upper bound of the factor by which a normalizer shortens a text in bytes.
 _MOST_SHORTENING = 4
 _NAMED_SPECIAL_TOKENS = (
     "bos_token",
@@ -78,7 +78,7 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise FileNotFoundError(
-                f"{path} does not exist: point the model path at a checkpoint with a fast tokenizer"
+                f"{path} does not exist: the model path must be a checkpoint with tokenizer.json"
             )
         try:
             backend = _Backend.from_file(str(path))
@@ -123,7 +123,10 @@ class Tokenizer:
         return list(encoding.ids)
 
     def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of a text, without encoding the text."""
+        """Return a lower bound of the number of tokens of a text.
+
+        The bound follows from the length of the text, which is not encoded.
+        """
         shortening = 1 if self._backend.normalizer is None else _MOST_SHORTENING
         return len(text.encode(errors="replace")) // (self._longest_token_bytes * shortening)
 
@@ -147,13 +150,16 @@ class Tokenizer:
         return text
 
     def has_token(self, token_id: int) -> bool:
-        """Return whether the id is in the vocabulary. Models may have logits for further ids."""
+        """Return whether the id is in the vocabulary.
+
+        A model may have logits for more ids than the vocabulary has tokens.
+        """
         return self._backend.id_to_token(token_id) is not None
 
     def is_byte_fallback(self, token_id: int) -> bool:
         """Return whether the token stands for a single byte, like <0xE4>.
 
-        Consecutive tokens of this kind are decoded together.
+        The tokenizer decodes consecutive tokens of this kind together.
         """
         return token_id in self._byte_fallback_ids
 
