@@ -1,4 +1,7 @@
-"""Admission control: limits the sequences in flight, and waits until no request is left."""
+"""Admission control: limits the sequences in flight, and waits until no request is left.
+
+A sequence is one sample of one prompt. A request has one sequence or more.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,9 @@ class Admission:
     """Counts requests and sequences in flight, and refuses requests above the limits.
 
     Args:
-        limit: maximum number of sequences in flight. A request for n samples counts as n sequences.
+        limit: maximum number of sequences in flight.
         client_limit: maximum number of sequences in flight for each client; None: no limit.
+            Clients are told apart by their API keys.
     """
 
     def __init__(
@@ -53,8 +57,14 @@ class Admission:
     def acquire(self, num_sequences: int, client: str | None = None) -> None:
         """Count `num_sequences` more sequences in flight. The caller must call `release` later.
 
+        Args:
+            num_sequences: sequences of the request.
+            client: name of the client, whose own limit applies too; None: only the limit of the
+                gateway applies.
+
         Raises:
-            APIError: 400 if the request can never fit the limits, 429 if it does not fit now.
+            APIError: 400 if the request has more sequences than a limit, 429 if the sequences in
+                flight leave too little room.
         """
         client_limit = None if client is None else self._client_limit
         limit = self._limit if client_limit is None else min(self._limit, client_limit)
@@ -65,12 +75,16 @@ class Admission:
                 param="n",
             )
         if self._num_sequences + num_sequences > self._limit:
-            raise overloaded(f"{self._num_sequences} sequences are running already; retry later.")
+            raise overloaded(
+                f"{self._num_sequences} of at most {self._limit} sequences are running already; "
+                "retry later."
+            )
         if client is not None:
             running = self._by_client[client]
             if client_limit is not None and running + num_sequences > client_limit:
                 raise overloaded(
-                    f"{running} sequences of this API key are running already; retry later."
+                    f"{running} of at most {client_limit} sequences of this API key are running "
+                    "already; retry later."
                 )
             self._by_client[client] += num_sequences
         self._num_sequences += num_sequences

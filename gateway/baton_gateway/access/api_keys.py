@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 #: Paths for the kubelet and Prometheus, which have no key. Every other path needs one.
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-#: Longer keys would not fit into a header.
+#: Longer keys are invalid. HTTP servers and proxies limit the size of a header.
 MAX_KEY_BYTES = 4096
-#: Name of the client whose key a request carries. Absent where no key is needed.
+#: Name of the client whose key a request carries. A request that needs no key has no entry.
 CLIENT = web.RequestKey("client", str)
 
 _KEY = re.compile(rb"[\x21-\x7e]+")
@@ -56,7 +56,7 @@ class ApiKeys:
         except OSError as error:
             if str(error) != self._failure:  # log each failure once, not at every poll
                 logger.error(
-                    "API keys in %s cannot be read, the known ones stay valid: %s",
+                    "API keys in %s cannot be read, so the keys read before stay valid: %s",
                     self._folder,
                     error,
                 )
@@ -93,12 +93,16 @@ class ApiKeys:
         for client, digest in entries.items():
             if not digest:
                 logger.warning(
-                    "API key %s is ignored: a key is one line of printable ASCII without spaces",
+                    "API key of client %s is ignored: a key must be one line of printable ASCII "
+                    "without spaces, of at most %d bytes",
                     client,
+                    MAX_KEY_BYTES,
                 )
             elif digest in clients:
                 logger.warning(
-                    "API key %s is ignored: client %s has the same key", client, clients[digest]
+                    "API key of client %s is ignored: client %s has the same key",
+                    client,
+                    clients[digest],
                 )
             else:
                 clients[digest] = client
@@ -108,11 +112,14 @@ class ApiKeys:
                 "loaded API keys of %d clients: %s", len(clients), ", ".join(clients.values())
             )
         else:
-            logger.warning("no API key in %s: every request is refused", self._folder)
+            logger.warning(
+                "there is no valid API key in %s: every request is refused until a key is added",
+                self._folder,
+            )
 
 
 def client_name(http: web.Request) -> str:
-    """Return ` of client NAME` for a log line; empty if clients need no API key."""
+    """Return the text ` of client NAME` for a log line; empty if clients need no API key."""
     client = http.get(CLIENT)
     return f" of client {client}" if client is not None else ""
 

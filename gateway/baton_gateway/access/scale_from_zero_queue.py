@@ -19,12 +19,13 @@ from baton_gateway.errors import APIError
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.pool import EnginePool
 
-#: Interval of comments in a stream whose request waits for an engine. Proxies close connections
-#: that are silent for a minute.
+#: Interval between keep-alive comments in the stream of a waiting request. Proxies close
+#: connections that are silent for a minute.
 KEEP_ALIVE_S = 10.0
-#: Retry-After of a refused request in seconds. A model takes at least this long to load.
+#: Retry-After in seconds of a request that was refused. A model takes at least this long to load.
 RETRY_AFTER_S = 10
-#: Retry-After while the service is scaled to zero by hand.
+#: Retry-After in seconds while the service is scaled to zero by hand. No engine starts by itself,
+#: so an early retry would fail too.
 SCALED_TO_ZERO_RETRY_AFTER_S = 60
 
 
@@ -61,8 +62,9 @@ class ScaleFromZeroQueue:
     async def wait(self, keep_alive: Callable[[], Awaitable[None]]) -> None:
         """Wait until a decode engine is available.
 
-        If the queue is not enabled, return at once after the gateway's first decode engine. Without
-        an engine, a request of a service that is scaled to zero by hand is refused.
+        Return immediately if an engine is available. If the queue is not enabled, also return
+        immediately once the gateway has had a decode engine. If the service is scaled to zero by
+        hand, refuse the request, even if the queue is not enabled.
 
         Args:
             keep_alive: called every KEEP_ALIVE_S during the wait.

@@ -7,9 +7,10 @@ Modules:
     completion_endpoint: `/v1/completions`.
     tokenize_endpoints: `/tokenize` and `/detokenize`.
     request_body: reading and parsing of request bodies.
+    cors: access for browser pages of other origins.
     event_stream: the server-sent events of one response.
     slow_clients: responses to clients that do not read.
     request_id: the id of a request, in its response and in log lines.
     listener: the listening socket, and the response to invalid HTTP.
-    tls: the server certificate, which is read again when it changes.
+    tls: the server's certificate, which is read again when its files change.
 """

@@ -89,7 +89,10 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
         If the prompt is echoed, the choice's first output also has the prompt's logprobs.
 
         Args:
-            offset: number of characters that the choice had before this output.
+            request: the request.
+            choice: the choice to which the output belongs.
+            output: new text and tokens of the choice.
+            offset: number of characters of the choice's text before this output.
         """
         if request.logprobs is None:
             return None

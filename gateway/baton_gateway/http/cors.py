@@ -1,7 +1,7 @@
-"""Cross-origin resource sharing (CORS): pages of other origins may call the gateway.
+"""Cross-origin resource sharing (CORS), with which browser pages of other origins may call the API.
 
-Browsers send a preflight without the API key before most requests of a page. They give a response
-to the page only if its headers allow the origin of the page.
+Before most requests of a page, a browser sends a preflight without the API key. The browser gives a
+response to the page only if the response's headers allow the origin of the page.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from baton_gateway.http.request_id import REQUEST_ID_HEADER
 
 #: Seconds for which browsers keep the response to a preflight.
 MAX_AGE_S = 600
-#: Response headers that pages may read, beside those that browsers always give to pages.
+#: Response headers that pages may read, in addition to the headers that browsers always expose.
 EXPOSED_HEADERS = f"{hdrs.RETRY_AFTER}, {REQUEST_ID_HEADER}"
-#: Names of request headers that are allowed by repeating them in the response.
+#: Matches a preflight's list of request headers. Repeating the list in the response allows them.
 _HEADER_NAMES = re.compile(r"[-\w, ]{1,1024}", re.ASCII)
 
 
 class CORS:
-    """Answers preflights and gives responses the headers of CORS.
+    """Answers preflights, and sets the CORS headers of responses.
 
     Args:
         allowed_origins: origins as in a browser's Origin header, such as
@@ -33,7 +33,7 @@ class CORS:
         self._origins = frozenset(allowed_origins)
 
     def headers(self, request: web.BaseRequest) -> dict[str, str]:
-        """Return the headers for a response to `request`."""
+        """Return the CORS headers for a response to `request`. Empty if CORS is off."""
         if not self._origins:
             return {}
         headers: dict[str, str] = {}
@@ -48,7 +48,7 @@ class CORS:
         return headers
 
     async def set_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
-        """Set the headers. This is a handler of aiohttp's on_response_prepare."""
+        """Set the CORS headers of `response`. aiohttp calls this in its on_response_prepare."""
         response.headers.update(self.headers(request))
 
     @web.middleware

@@ -41,17 +41,18 @@ from baton_text.output import TextOutput
 
 logger = logging.getLogger(__name__)
 
-#: nginx's status for a client that disconnected. It is counted, never sent.
+#: nginx's status for a client that disconnected. Metrics count it, but it is never sent.
 CLIENT_CLOSED_REQUEST = 499
 
-#: Header with the same meaning as data_parallel_rank in the body.
+#: Header with the same meaning as the field data_parallel_rank of the body.
 DATA_PARALLEL_RANK = "X-Data-Parallel-Rank"
 _RANK = re.compile("[0-9]{1,9}")
 
-#: Status for the metrics, if a stream that began with 200 has failed.
+#: Status that metrics count for a stream that began with 200 and failed later.
 FINAL_STATUS = web.RequestKey("final_status", int)
 
-#: A response or chunk with more tokens and log-probabilities than this is encoded in a thread.
+#: Limit on the tokens and log-probabilities of a response or chunk that is encoded on the event
+#: loop. A larger one is encoded in a thread.
 INLINE_ENTRIES = 1024
 
 _Request = TypeVar("_Request", ChatCompletionRequest, CompletionRequest)
@@ -65,8 +66,8 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         queue: holds requests while the service has no engine.
         request_timeout_s: longest time from a request's arrival to the end of its response. The
             time in `queue` does not count. 0: no limit.
-        client_timeout_s: longest time in which a client sends a body, or reads a response or an
-            event.
+        client_timeout_s: longest time for a client to send a body, or to read a response or one
+            event of a stream.
     """
 
     kind: type[_Request]
@@ -122,7 +123,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
         check_model(request.model, self.served_name)
         client = http.get(CLIENT)
-        # Acquired first, so that a refused request costs no time for its prompts.
+        # Before the prompts are tokenized, so that refusing a request takes little time.
         self._admission.acquire(request.num_sequences, client)
         stream = EventStream(
             http, is_wanted=bool(request.stream), client_timeout_s=self._client_timeout_s
@@ -174,7 +175,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         stream: EventStream,
     ) -> web.StreamResponse:
         async with self._until(deadline):
-            # A failure up to here is an HTTP status, later it is an event of the stream.
+            # An earlier failure is sent as an HTTP status, and a later failure as an event.
             first = await anext(events)
         response = await stream.open()
         try:
@@ -204,7 +205,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
     async def _fail_stream(
         self, http: web.Request, job: Job, stream: EventStream, error: APIError
     ) -> None:
-        """End the stream with an error."""
+        """Log the error, send it to the client as the last event, and end the stream."""
         logger.warning(
             "request %s%s failed while it was streamed, sending the error to the client: %s",
             job.id,
@@ -273,7 +274,11 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         """Return the chunk that a stream sends for `output`.
 
         Args:
-            offset: number of characters that the choice had before this output.
+            request: the request.
+            job: the request's job.
+            choice: the choice to which the output belongs.
+            output: new text and tokens of the choice.
+            offset: number of characters of the choice's text before this output.
         """
 
     @abc.abstractmethod

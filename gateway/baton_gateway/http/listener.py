@@ -19,7 +19,7 @@ from baton_gateway.http.request_id import REQUEST_ID_HEADER, request_id
 
 logger = logging.getLogger(__name__)
 
-#: Connections that may wait to be accepted.
+#: Number of connections that the kernel queues until the gateway accepts them.
 BACKLOG = 1024
 
 _SLASHES = re.compile("//+")
@@ -78,9 +78,11 @@ async def listen(
     """Listen on `host` and `port`, and serve the application of `runner`.
 
     Args:
-        runner: must be set up.
+        runner: the runner of the application. Its `setup` must have been called.
+        host: address to bind.
+        port: port to bind; 0: any free port.
         context: the TLS context; None: HTTP without TLS.
-        cors: gives its headers to responses to invalid HTTP.
+        cors: sets the CORS headers of responses to invalid HTTP.
 
     Raises:
         OSError: the port is in use.

@@ -25,16 +25,18 @@ from baton_text.parsing import Checked, parse_request, unknown_fields
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 2**20
-#: JSON values in one body, beside a prompt of max_model_len token ids. An entry of an object counts
-#: twice.
+#: Limit on the JSON values of one body. A prompt may add max_model_len token ids to this limit. An
+#: entry of an object counts as two values.
 MAX_VALUES = 2**20
-#: Arrays and objects among these values. They take the longest to parse.
+#: Limit on the arrays and objects of one body, which take the longest to parse.
 MAX_CONTAINERS = 2**17
-#: Shorter bodies are parsed inline and uncounted, which takes a few milliseconds at worst.
+#: Bodies of up to this many bytes are parsed on the event loop, and their values are not counted.
+#: That takes a few milliseconds at worst.
 INLINE_BODY_BYTES = 2**16
-#: Maximum number of unknown names to log. Clients choose the names, so the number is bounded.
+#: Maximum number of names of unknown fields to log. Clients choose the names, so the log must be
+#: bounded.
 MAX_LOGGED_FIELDS = 100
-#: Characters of an unknown field's name in the log.
+#: Number of characters of an unknown field's name to log.
 MAX_LOGGED_NAME_LENGTH = 64
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
@@ -43,7 +45,10 @@ _Request = TypeVar("_Request", bound=Checked)
 
 
 class UnknownFields:
-    """Counts unknown fields of bodies, and logs the first MAX_LOGGED_FIELDS names once each."""
+    """Counts unknown fields of request bodies.
+
+    Each name is logged once, up to MAX_LOGGED_FIELDS names.
+    """
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics = metrics
@@ -111,7 +116,7 @@ def check_values(body: bytes, max_values: int, max_containers: int) -> None:
     values, containers = _count(body, 0, len(body))
     if values <= max_values and containers <= max_containers:
         return
-    # The count includes punctuation inside strings. Count again without strings.
+    # The first count includes punctuation inside strings, so count again without strings.
     values = containers = start = 0
     while values <= max_values and containers <= max_containers:
         quote = body.find(b'"', start)

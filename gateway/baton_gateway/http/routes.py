@@ -38,7 +38,7 @@ class Routes:
     """The HTTP application of one gateway.
 
     Args:
-        keys: authenticates clients; None: every client is accepted.
+        keys: authenticates clients; None: clients need no API key.
     """
 
     def __init__(
@@ -131,12 +131,15 @@ class Routes:
         return web.Response()
 
     async def _get_ready(self, _: web.Request) -> web.Response:
-        """Return 200 once a decode engine has been ready or the service may have none.
+        """Return 200 if the gateway should receive requests.
 
-        It may have none if the scale-from-zero queue is enabled or it is scaled to zero by hand.
-        Otherwise, and during shutdown, return 503. The status stays 200 when all engines are lost,
-        so that the Service keeps this gateway as an endpoint. Clients then wait in the queue or get
-        503 with Retry-After. Without an endpoint, their connections would be refused.
+        That is so once a decode engine has been ready, or if the service may run without engines.
+        A service may run without engines if the scale-from-zero queue is enabled, or if the
+        service is scaled to zero by hand. Otherwise, and during shutdown, return 503.
+
+        The status stays 200 when all engines are lost, so that the Service keeps this gateway as
+        an endpoint. Clients then wait in the queue or get 503 with Retry-After. Without an
+        endpoint, their connections would be refused.
         """
         self._admission.check_open()
         if self._shutdown.has_begun:

@@ -14,9 +14,10 @@ from baton_gateway.access.api_keys import client_name
 
 logger = logging.getLogger(__name__)
 
-#: Outputs per choice that may wait for a client: text for at least a minute, a few megabytes.
+#: Maximum number of outputs of a choice that may wait for a client. They are the text of at least a
+#: minute, and take a few megabytes.
 MAX_UNREAD_OUTPUTS = 4096
-#: Smaller bodies fit into the connection's own buffer.
+#: Bodies of up to this many bytes fit into the buffer of the connection.
 BUFFERED_BYTES = 2**16
 
 
@@ -29,7 +30,8 @@ def abort_connection(http: web.Request, name: str) -> None:
     """Close the connection now, and drop the bytes that are buffered for the client.
 
     Args:
-        name: the request's name for the log.
+        http: the request.
+        name: text that identifies the request in the log, such as `request chatcmpl-1`.
     """
     if http.transport is not None and not http.transport.is_closing():
         logger.warning(
@@ -47,9 +49,10 @@ def abort_if_unread(http: web.Request, name: str, num_choices: int, num_outputs:
     then stays open.
 
     Args:
-        name: the request's name for the log.
-        num_choices: choices of the request.
-        num_outputs: outputs that wait to be sent.
+        http: the request.
+        name: text that identifies the request in the log, such as `request chatcmpl-1`.
+        num_choices: number of choices of the request.
+        num_outputs: number of outputs that wait to be sent.
     """
     if num_outputs > MAX_UNREAD_OUTPUTS * num_choices and has_unread_bytes(http):
         abort_connection(http, name)

@@ -19,6 +19,9 @@ PRIVATE_KEY = "tls.key"
 class ServerCertificate:
     """A TLS context with the newest valid certificate of a folder.
 
+    Args:
+        folder: has the files tls.crt and tls.key in PEM format.
+
     Raises:
         OSError: the folder has no certificate.
         ssl.SSLError: the private key does not belong to the certificate. This is an OSError too.
@@ -41,8 +44,8 @@ class ServerCertificate:
             if found == self._loaded:
                 self._failure = ""
                 return
-            # Tested in another context first: a certificate without its key, loaded into the
-            # context that serves, would fail all handshakes.
+            # Load it into another context first. A certificate with the wrong key would make all
+            # handshakes of the serving context fail.
             self._load(ssl.create_default_context(ssl.Purpose.CLIENT_AUTH))
             self._load(self.context)
             self._loaded, self._failure = found, ""
@@ -50,7 +53,7 @@ class ServerCertificate:
         except OSError as error:
             if str(error) != self._failure:  # log each failure once, not at every poll
                 logger.error(
-                    "the new certificate in %s is not usable, the old one stays: %s",
+                    "the new certificate in %s is not usable, so the old one stays in use: %s",
                     self._folder,
                     error,
                 )

@@ -1,4 +1,7 @@
-"""The endpoints `/tokenize` and `/detokenize` of vLLM. A request counts as one sequence."""
+"""The endpoints `/tokenize` and `/detokenize` of vLLM.
+
+The limits of `admission` count a request as one sequence.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from baton_text.responses import DetokenizeResponse, TokenizeResponse
 from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_text.tokenizer import Tokenizer
 
-#: Stands in for max_model_len, in tokens, before the first decode engine has sent it.
+#: Assumed max_model_len in tokens, until a decode engine has sent the actual one.
 UNKNOWN_MODEL_LEN = 2**15
 
 _Request = TypeVar("_Request", TokenizeRequest, DetokenizeRequest)
@@ -32,7 +35,7 @@ class TokenizeEndpoints:
     """The endpoints `/tokenize` and `/detokenize`.
 
     Args:
-        client_timeout_s: longest time in which a client sends a body or reads the response.
+        client_timeout_s: longest time for a client to send a body or to read the response.
     """
 
     def __init__(

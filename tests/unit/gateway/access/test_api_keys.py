@@ -224,7 +224,7 @@ def test_invalid_key_files_are_ignored(tmp_path: Path, caplog: pytest.LogCapture
             keys.client_of([f"Bearer {offered}"])
     assert "API keys of 1 clients: crlf" in caplog.text
     for name in contents.keys() - {"crlf"}:
-        assert f"API key {name} is ignored" in caplog.text
+        assert f"API key of client {name} is ignored" in caplog.text
     assert "good-key" not in caplog.text, "the log contains the key"
 
 
@@ -363,7 +363,7 @@ def test_a_certificate_without_its_key_is_not_used(
     served.refresh()
     served.refresh()
     assert subject() == "CN=old"
-    assert caplog.text.count("is not usable, the old one stays") == 1
+    assert caplog.text.count("is not usable, so the old one stays in use") == 1
     os.replace(tmp_path / "new/tls.key", tmp_path / "tls/tls.key")
     served.refresh()
     assert subject() == "CN=new"
