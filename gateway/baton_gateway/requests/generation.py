@@ -1,4 +1,4 @@
-"""Runs the sequences of a job concurrently and yields their text."""
+"""Runs the sequences of one HTTP request (a `Job`) concurrently, and yields their text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ logger = logging.getLogger(__name__)
 
 #: Beams with more tokens than this in total are detokenized in a thread.
 INLINE_TOKENS = 64
-#: Tokens of prompts and options encoded for engines before the event loop runs other tasks.
+#: After encoding messages with this many tokens and options for engines, the event loop runs other
+#: tasks.
 STAGGERED_TOKENS = 2**16
-#: Further cost of sending one sequence, in tokens.
+#: Fixed cost of sending one sequence. The unit is the cost of encoding one token.
 SEQUENCE_TOKENS = 2**11
 
-#: The outputs of one job, its failure, and None at the end of each run.
+#: The outputs of one job, the job's failure, and None at the end of each `Run`.
 _EventQueue = asyncio.Queue[tuple[Choice, TextOutput] | Exception | None]
 
 
@@ -61,6 +62,7 @@ class Generator:
         that still run.
 
         Args:
+            job: the request's job.
             on_output: called after every output with the number of outputs not yet yielded.
 
         Raises:
@@ -144,7 +146,7 @@ class Generator:
 
 
 def _num_options(request: GenerationRequest) -> int:
-    """Return the number of entries in logit_bias and allowed_token_ids of the request."""
+    """Return the number of entries of logit_bias and allowed_token_ids together."""
     return len(request.logit_bias or ()) + len(request.allowed_token_ids or ())
 
 

@@ -1,4 +1,4 @@
-"""The data of one HTTP request: prompts, the runs of each prompt, the choices of the response."""
+"""The data of one HTTP request: its prompts, the sequences to run, the choices of the response."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from baton_text.responses import Usage
 class Choice:
     """One generated text that may be part of the response."""
 
+    #: Number of the choice in the response.
     index: int
     processor: OutputProcessor
     prompt_token_ids: list[int]
+    #: Text of the prompt, if the response begins with the prompt; else empty.
     echo: str = ""
 
 
@@ -35,8 +37,9 @@ class PromptJob:
     """One prompt of a request.
 
     Args:
-        runs: one per sample, or one beam search. With best_of, there is one per candidate.
-        logprobs: the prompt's log-probabilities, if requested.
+        token_ids: token ids of the prompt.
+        runs: one run for each sample; with best_of, for each candidate. A beam search is one run.
+        logprobs: log-probabilities of the prompt's tokens; empty if not requested.
         logprobs_known: set when `logprobs` is complete.
     """
 
@@ -68,8 +71,11 @@ class Job:
     """One HTTP request, ready to run.
 
     Args:
-        created: Unix time of the request.
-        started: monotonic time at which the request arrived.
+        id: id of the request in the response, such as `chatcmpl-1`.
+        request: the parsed body.
+        created: Unix time of the request, in seconds.
+        started: monotonic time at which the request arrived, in seconds.
+        prompts: the prompts in the order of the body.
     """
 
     id: str

@@ -1,7 +1,7 @@
 """Builds jobs from OpenAI requests: tokenizes the prompts and checks lengths and options.
 
-A request with several prompts and `n` samples has one sequence per prompt and sample. A beam search
-is one sequence per prompt, with one choice per beam.
+A job is one HTTP request, ready to run. It has one sequence for each prompt and sample. A beam
+search is one sequence for each prompt, with one choice for each beam.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from baton_text.output import OutputProcessor
 from baton_text.structured_outputs import bad_words_token_ids
 from baton_text.tokenizer import Tokenizer
 
-#: Entries of logit_bias or of allowed_token_ids in all sequences of a request. Each sequence sends
-#: its own copy to its engine.
+#: Limit on the entries of logit_bias, and of allowed_token_ids, over all sequences of a request.
+#: Each sequence sends its own copy to its engine.
 MAX_OPTION_ENTRIES = 2**22
 
 
@@ -67,12 +67,14 @@ class JobBuilder:
         """Return the job of `request`. A decode engine must have been available.
 
         Args:
-            started: monotonic time of the request's arrival.
-            size: bytes of the request's body. The job of a large body is built in a thread.
+            request: the parsed body.
+            started: monotonic time of the request's arrival, in seconds.
+            size: size of the body in bytes. The job of a large body is built in a thread.
 
         Raises:
-            RequestError: the messages cannot be rendered, or an option is invalid.
-            APIError: a prompt is too long.
+            RequestError: the messages cannot be rendered, an option is invalid, or a limit of this
+                server is exceeded.
+            APIError: a prompt does not fit the model.
         """
         self._check_rank(request.data_parallel_rank)
         max_model_len = self._pool.max_model_len
@@ -230,8 +232,8 @@ class JobBuilder:
         size = self._pool.data_parallel_size
         if rank is not None and not 0 <= rank < size:
             raise RequestError(
-                f"data_parallel_rank must be in [0, {size - 1}], got {rank}: the decode engines "
-                f"are {size} ranks",
+                f"data_parallel_rank must be in [0, {size - 1}], got {rank}: the decode group has "
+                f"{size} ranks",
                 param="data_parallel_rank",
             )
 
@@ -261,7 +263,7 @@ def _sequence(
 
 
 def _check_options(request: GenerationRequest) -> None:
-    """Raise RequestError if logit_bias or allowed_token_ids is too long.
+    """Raise RequestError if logit_bias or allowed_token_ids has more than MAX_OPTION_ENTRIES.
 
     Every sequence sends its own copy, so the entries of all sequences count.
     """

@@ -12,19 +12,19 @@ from baton_text.errors import RequestError
 from baton_text.messages import ChatMessage, template_messages
 from baton_text.tokenizer import Tokenizer
 
-#: Characters per allowed token. A longer text is first tokenized in pieces, so that a text that
-#: cannot fit is refused early.
+#: A text with more than this many characters per allowed token is first tokenized in pieces. A
+#: text that cannot fit is then refused before all of it was tokenized.
 LONG_TEXT = 8
 #: A text to tokenize may have this many times the tokens of the longest prompt.
 TEXT_FACTOR = 4
-#: Characters per piece. A cut changes only the tokens of the words beside it, so pieces must be
-#: long compared with words.
+#: Minimum number of characters of a piece. A cut changes only the tokens of the words beside it, so
+#: pieces must be long compared with words.
 _MIN_PIECE = 4096
 
 
 @dataclass(frozen=True)
 class PromptBounds:
-    """How many tokens the prompt of a generation request may have.
+    """Limits on the number of tokens of a generation request's prompt.
 
     Args:
         max_model_len: the model's limit on tokens of prompt and answer together. The prompt must
@@ -41,9 +41,10 @@ class PromptBounds:
         return self.max_model_len if limit is None else min(self.max_model_len, limit)
 
     def check(self, at_least: int, field: str) -> None:
-        """Raise an error if a prompt of at least `at_least` tokens is too long.
+        """Raise an error if a prompt is too long.
 
         Args:
+            at_least: lower bound of the prompt's number of tokens.
             field: field of the request, which the error names.
 
         Raises:
@@ -66,10 +67,10 @@ class PromptBounds:
 
 @dataclass(frozen=True)
 class TextBounds:
-    """How many tokens a text to tokenize or detokenize may have.
+    """Limit on the number of tokens of a text to tokenize or detokenize.
 
-    The limit is higher than the limit for a prompt, because clients tokenize texts that are too
-    long for a prompt, and cut them.
+    The limit is higher than that of a prompt. Clients tokenize texts that are too long for a
+    prompt, in order to shorten them.
     """
 
     prompt: PromptBounds
@@ -79,11 +80,11 @@ class TextBounds:
         return TEXT_FACTOR * self.prompt.max_tokens
 
     def check(self, at_least: int, field: str) -> None:
-        """Raise RequestError if a text of at least `at_least` tokens is too long."""
+        """Raise RequestError if a text is too long. `at_least` is a lower bound of its tokens."""
         if at_least > self.max_tokens:
             raise RequestError(
-                f"{field} may have at most {self.max_tokens} tokens, {TEXT_FACTOR} times the limit "
-                f"of a prompt, got {at_least} or more",
+                f"{field} may have at most {self.max_tokens} tokens, which is {TEXT_FACTOR} times "
+                f"the limit of a prompt, got {at_least} or more",
                 param=field,
                 code="prompt_too_long",
             )
@@ -109,7 +110,10 @@ class PromptReader:
         """Return the prompt that the chat template renders from `messages`.
 
         Args:
-            variables: further variables of the template.
+            messages: the conversation.
+            variables: further variables of the template; None: no further variables.
+            bounds: limit on the tokens of the prompt. Each message needs at least one token.
+            add_generation_prompt: end the prompt with the start of an assistant's message.
 
         Raises:
             RequestError: the model has no chat template, or the template refuses the messages.

@@ -35,7 +35,8 @@ class KubernetesDiscovery(Discovery):
     Args:
         namespace: namespace of the LLMService.
         service: name of the LLMService.
-        resync_s: interval at which all objects are listed, in case an event of a watch was lost.
+        resync_s: interval in seconds at which all objects are listed, in case a watch has lost an
+            event.
     """
 
     def __init__(self, namespace: str, service: str, *, resync_s: float) -> None:
@@ -63,7 +64,13 @@ class KubernetesDiscovery(Discovery):
                 yield [endpoint for endpoint in endpoints if endpoint is not None]
 
     def _reflector(self, kube: KubeClient, resource: str, roles: str) -> Reflector:
-        """Return a copy of the service's objects of one kind, restricted by a selector of roles."""
+        """Return a Reflector, which keeps a local copy of the service's objects of one resource.
+
+        Args:
+            kube: the Kubernetes client.
+            resource: name of the resource, such as `pods`.
+            roles: label selector that restricts the objects by their role.
+        """
         return Reflector(
             kube,
             f"/api/v1/namespaces/{self._namespace}/{resource}",
@@ -86,9 +93,8 @@ async def _in_background(work: Coroutine[None, None, None]) -> AsyncIterator[Non
 async def _connect(stack: AsyncExitStack) -> KubeClient:
     """Return a Kubernetes client with the gateway pod's service account.
 
-    Retry until the account is usable.
-
-    In PocketKube, pods are plain processes with their files under $POCKETKUBE_POD_ROOT.
+    Retry until the account's files are usable. `container_path` finds them also in PocketKube
+    (Baton's local cluster), where pods are plain processes.
     """
     while True:
         try:
@@ -97,7 +103,7 @@ async def _connect(stack: AsyncExitStack) -> KubeClient:
             )
         except ConfigException as error:
             logger.warning(
-                "the service account is not usable, retrying in %g s: %s",
+                "the pod's service account is not usable, retrying in %g s: %s",
                 CONNECT_RETRY_S,
                 error,
             )

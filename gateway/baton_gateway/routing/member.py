@@ -8,7 +8,8 @@ from baton_protocol.client import EngineClient
 from baton_protocol.config import EngineEndpoint
 from baton_protocol.messages import Ready
 
-#: New requests go to other engines if an engine's requests have made no progress for this long.
+#: An engine whose requests have made no progress for this long is slow: new requests go to other
+#: engines.
 SLOW_AFTER_S = 2.0
 
 

@@ -33,8 +33,8 @@ LOAD_TIMEOUT_S = 600.0
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
 _POLL_S = 0.1
-#: Without another engine, requests leave an engine after this time without progress. They then wait
-#: for another engine like requests of a lost one.
+#: If no other engine can continue them, requests stay on a stalled engine for this long. Then they
+#: leave it and wait for an engine, as after the loss of their engine.
 MAX_STALL_S = 600.0
 
 _Picked = TypeVar("_Picked")
@@ -44,10 +44,13 @@ class EnginePool:
     """All discovered engines, and a connection to each.
 
     Args:
+        discovery: yields the engines.
+        metrics: the gateway's metrics.
         service_key: encrypts the connections to engines; None: they are not encrypted.
-        heartbeat_interval_s: interval of PING.
-        heartbeat_timeout_s: an engine that sends nothing for this long counts as dead.
-        stall_timeout_s: requests that make no progress for this long move to another engine.
+        heartbeat_interval_s: interval in seconds at which each engine receives a PING.
+        heartbeat_timeout_s: an engine that sends nothing for this many seconds counts as dead.
+        stall_timeout_s: requests that make no progress for this many seconds move to another
+            engine.
     """
 
     def __init__(
@@ -202,8 +205,8 @@ class EnginePool:
                         "engine %s lost, reconnecting: %s", endpoint.name, client.dead_reason
                     )
             except HandshakeFailedError as error:
-                # Counted instead of compared: the text depends on which part of a refusal arrives
-                # first.
+                # Refusals are counted, not compared: their text depends on the part of the refusal
+                # that arrives first.
                 last_failure, num_refusals = "", num_refusals + 1
                 if num_refusals == 1:
                     logger.info("engine %s is not ready, retrying: %s", endpoint.name, error)
@@ -217,7 +220,8 @@ class EnginePool:
                     last_failure = str(error)
                     logger.info("engine %s is not ready, retrying: %s", endpoint.name, error)
             except Exception:
-                # For example no free file descriptor. Without a retry the engine would stay lost.
+                # For example, no file descriptor is free. Without a retry, the engine would stay
+                # lost.
                 logger.exception("connecting to engine %s failed, retrying", endpoint.name)
             finally:
                 member.client = None
@@ -264,7 +268,7 @@ class EnginePool:
             while not dead.done() and not (member.has_left() and client.num_unfinished == 0):
                 await asyncio.wait([dead], timeout=_POLL_S)
                 if clock() - moved_at < self._stall_timeout_s:
-                    continue  # requests that were sent since then have time to make progress
+                    continue  # requests sent after the last move have time to make progress
                 if (reason := self._why_move_requests(member, client)) is not None:
                     moved_at = clock()
                     name, num_requests = member.endpoint.name, client.num_unfinished
@@ -276,9 +280,9 @@ class EnginePool:
     def _why_move_requests(self, member: PoolMember, client: EngineClient) -> str | None:
         """Return why the requests of a live engine should continue on other engines.
 
-        Requests stay for MAX_STALL_S if no other decode engine can continue them. Decode engines
-        also continue the requests of prefill engines. In any case, a step may last twice as long as
-        the engine's longest one.
+        None means that they should stay. They stay for up to MAX_STALL_S if no other decode engine
+        can continue them. Decode engines also continue the requests of prefill engines. A step of
+        the engine may always last twice as long as the engine's longest step.
         """
         status = client.status
         if status is None or not client.num_unfinished or client.dead_reason is not None:
@@ -309,9 +313,10 @@ class EnginePool:
             if theirs != ours:
                 self._metrics.pair_mismatches.inc()
                 logger.warning(
-                    "engines %s and %s differ in compatibility hash or KV transport (%s, %s) and "
-                    "will not be paired: give both the same checkpoint, dtype, quantization and "
-                    "transport; dtype auto depends on the machine, so set it where machines differ",
+                    "engines %s and %s cannot exchange KV blocks, because they differ in "
+                    "compatibility hash or KV transport: %s and %s. Give both the same checkpoint, "
+                    "dtype, quantization and transport. If their machines differ, set dtype, "
+                    "because dtype auto depends on the machine",
                     member.endpoint.name,
                     other.endpoint.name,
                     ours,

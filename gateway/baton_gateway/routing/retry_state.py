@@ -32,7 +32,7 @@ class AttemptError(Exception):
 
     @property
     def ends_group(self) -> bool:
-        """Whether all samples of the group failed on the engine. Otherwise only this one failed."""
+        """Whether all samples of the group failed on the engine, and not only this sample."""
         return self.is_engine_gone or self.code is ErrorCode.KV_LOAD
 
 
@@ -41,14 +41,14 @@ class RetryState:
     """The attempts of one sequence so far: their number, the last failure, the engines used."""
 
     sequence: Sequence
-    rank: int | None  # the only rank that may run it; None: any
+    rank: int | None  # the only data-parallel rank that may run the sequence; None: any
     num_attempts: int = 0
-    #: Failed attempts in a row without a new token. Draining and full engines do not count:
-    #: their refusals do not depend on the sequence.
+    #: Failed attempts in a row without a new token. Refusals by draining and full engines do not
+    #: count, because they do not depend on the sequence.
     num_failures: int = 0
     last_failure: AttemptError | None = None
-    excluded: set[int] = field(default_factory=set)  # readiness of each engine tried
-    compatibility_hash: str | None = None  # of the engines that generated its tokens
+    excluded: set[int] = field(default_factory=set)  # `EngineClient.readiness` of engines tried
+    compatibility_hash: str | None = None  # of the last engine tried
     last_placement: Placement | None = None
     stalled_since: float = 0.0  # monotonic time of the first failure since the last token
 

@@ -20,9 +20,10 @@ class Placement:
 
     def __init__(self, member: PoolMember) -> None:
         self.member = member
+        #: `EngineClient.readiness` of the engine. It changes when the engine is ready again.
         self.readiness = member.ready_client.readiness
-        #: Whether a sample was sent to this engine. The first one computes the prompt there, or
-        #: loads its KV.
+        #: Whether a sample was sent to this engine. The first sample computes the prompt there, or
+        #: loads the prompt's KV.
         self.has_sample = False
         #: Set when a sample has a token from this engine, or has ended. Before that the prefix
         #: cache may not yet hold the prompt's blocks.
@@ -30,6 +31,7 @@ class Placement:
 
     @property
     def is_available(self) -> bool:
+        """Whether the engine accepts requests and was not lost since it was chosen."""
         return self.member.is_available and self.member.ready_client.readiness == self.readiness
 
 
@@ -66,7 +68,7 @@ class Sequence:
     data_parallel_rank: int | None = None  # as requested by the client
     generated_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
-    failure: str = ""  # why the last engine failed; empty if none has
+    failure: str = ""  # why the last failed attempt failed; empty if no attempt has failed
 
     @property
     def has_begun(self) -> bool:
@@ -95,7 +97,7 @@ class Sequence:
 
         Args:
             attempt_id: id of the request at the engine.
-            kv: the engine's side of the KV transfer; None: no transfer.
+            kv: the engine's side of the KV transfer; None: the request has no KV transfer.
             group_id: id of the group with which the request is sent; empty: it is sent alone.
         """
         params = self.sampling_params
