@@ -26,10 +26,11 @@ from baton_protocol.service_key import ServiceKeyError
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.tokenizer import Tokenizer
 
-#: Heartbeats in a row that an engine must miss before it counts as dead.
+#: Lower bound of heartbeat_timeout_s, in heartbeat intervals. With less, one late heartbeat would
+#: disconnect an engine.
 MIN_HEARTBEATS = 3
 
-#: Options with a flag here. Only engines read the excluded options of the model.
+#: Options that the gateway's command line has. Only engines read the excluded options.
 OPTIONS = [
     option
     for option in options(GatewayConfig)
@@ -83,7 +84,8 @@ def load_config(argv: Sequence[str]) -> GatewayConfig:
     if config.access.max_concurrent_per_client is not None and not config.access.api_keys_dir:
         raise ConfigurationError(
             "InvalidConfig",
-            "access.max_concurrent_per_client needs access.api_keys_dir: keys identify clients",
+            "access.max_concurrent_per_client needs access.api_keys_dir: without API keys, clients "
+            "cannot be told apart",
         )
     if not config.heartbeat_timeout_s >= MIN_HEARTBEATS * config.heartbeat_interval_s:
         raise ConfigurationError(
@@ -110,7 +112,8 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
     """Load the model's tokenizer.
 
     Raises:
-        ConfigurationError: reason ModelNotFound or InvalidTokenizer.
+        ConfigurationError: reason ModelNotFound if the folder or its tokenizer.json is missing,
+            InvalidTokenizer if a file cannot be parsed.
     """
     folder: Path = container_path(config.model.path)
     if not folder.is_dir():
@@ -128,10 +131,10 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
 
 
 def load_defaults(config: GatewayConfig) -> GenerationDefaults:
-    """Load the model's sampling parameters for requests that leave them out.
+    """Load the model's default sampling parameters, for fields that requests leave out.
 
     Raises:
-        ConfigurationError: reason ModelInvalid.
+        ConfigurationError: reason ModelInvalid if generation_config.json is malformed.
     """
     if config.generation_config == "none":
         return GenerationDefaults()
@@ -168,7 +171,7 @@ def make_discovery(config: DiscoveryConfig) -> Discovery:
         raise ConfigurationError("InvalidConfig", "discovery: set exactly one of file and service")
     if config.file:
         return FileDiscovery(container_path(config.file))
-    # A slow import that file discovery does not need.
+    # This import is slow, and file discovery does not need it.
     from baton_gateway.routing.kubernetes_discovery import KubernetesDiscovery
 
     return KubernetesDiscovery(

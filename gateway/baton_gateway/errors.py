@@ -15,9 +15,9 @@ class APIError(Exception):
     Args:
         status: HTTP status. If a stream has begun, the client receives only the body.
         message: what happened and what to do about it.
-        param: the request field that is wrong, if one is.
-        code: machine-readable reason.
-        retry_after_s: value of Retry-After, if the same request may succeed later.
+        param: the request field that is invalid; None if no single field is.
+        code: machine-readable reason; None if there is none.
+        retry_after_s: value of Retry-After in seconds; None if a retry cannot succeed.
     """
 
     def __init__(
@@ -57,7 +57,12 @@ def bad_request(error: RequestError) -> APIError:
 
 
 def check_model(model: str | None, served: str) -> None:
-    """Raise APIError if a request names another model than `served`. None stands for `served`."""
+    """Raise APIError (404) if a request names another model than `served`.
+
+    Args:
+        model: model that the request names; None: the request names no model.
+        served: name of the served model.
+    """
     if model not in (None, served):
         message = f"The model {model!r} does not exist; this server serves {served!r}."
         raise APIError(404, message, param="model", code="model_not_found")

@@ -11,7 +11,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-#: `gateway_stream_gap_seconds` records only gaps between two outputs that are longer than this.
+#: Only longer gaps between two outputs are recorded in `gateway_stream_gap_seconds`.
 GAP_S = 1.0
 
 # Upper bounds in seconds.
@@ -36,7 +36,9 @@ class GatewayMetrics:
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
         self.requests = counter(
-            "baton:http_requests", "HTTP requests answered.", ["endpoint", "status"]
+            "baton:http_requests",
+            "HTTP requests that have ended. Status 499: the client disconnected before the end.",
+            ["endpoint", "status"],
         )
         self.client_requests = counter(
             "baton:client_requests",
@@ -53,17 +55,17 @@ class GatewayMetrics:
         )
         self.time_to_first_token = histogram(
             "baton:gateway_time_to_first_token_seconds",
-            "From a request's arrival at the gateway to a sequence's first token.",
+            "Time from a request's arrival at the gateway to the first token of a sequence.",
             buckets=_FIRST_TOKEN_BUCKETS,
         )
         self.inter_token_latency = histogram(
             "baton:gateway_inter_token_latency_seconds",
-            "Between two outputs of one sequence at the gateway, per token.",
+            "Time between two outputs of one sequence at the gateway, per token of the second.",
             buckets=_TOKEN_BUCKETS,
         )
         self.e2e_latency = histogram(
             "baton:gateway_e2e_request_latency_seconds",
-            "From a request's arrival at the gateway to the end of its response.",
+            "Time from a request's arrival at the gateway to the end of its response.",
             buckets=_REQUEST_BUCKETS,
         )
         self.prompt_tokens = counter(
@@ -96,7 +98,7 @@ class GatewayMetrics:
         )
         self.stream_gap = histogram(
             "baton:gateway_stream_gap_seconds",
-            "Silences of more than a second between two outputs of one sequence.",
+            "Time between two outputs of one sequence, if longer than a second.",
             buckets=_GAP_BUCKETS,
         )
         self.offset_errors = counter(
@@ -105,7 +107,8 @@ class GatewayMetrics:
         self.engines_ready = gauge("baton:engines_ready", "Engines that accept requests.", ["role"])
         self.pair_mismatches = counter(
             "baton:engine_pair_mismatches",
-            "Pairs of engines that differ in compatibility hash or KV transport: never paired.",
+            "Pairs of prefill and decode engines that cannot exchange KV blocks, because their "
+            "compatibility hash or KV transport differs.",
         )
 
     def render(self) -> bytes:

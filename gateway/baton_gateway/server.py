@@ -46,7 +46,7 @@ class Gateway:
         config: ports, limits and timeouts.
         tokenizer: the tokenizer of the served checkpoint.
         discovery: yields the engines.
-        defaults: sampling parameters of requests that leave them out.
+        defaults: the model's sampling parameters for fields that requests leave out.
 
     Raises:
         OSError: API keys or a certificate are configured but cannot be read.
@@ -196,7 +196,10 @@ class Gateway:
         idle = asyncio.create_task(self.admission.wait_idle(timeout_s))
         await self._wait_drained(idle)
         if idle.cancelled() or not idle.result():
-            logger.warning("the drain ended before all requests did: failing those that still run")
+            logger.warning(
+                "the graceful shutdown has ended, by drain_timeout_s or a second signal: requests "
+                "that still run fail"
+            )
             self._generator.fail_all()
             self._queue.fail_all()
             await self.admission.wait_idle(timeout_s=2.0)
@@ -210,7 +213,7 @@ class Gateway:
             await self._runner.cleanup()
 
     def end_drain(self) -> None:
-        """End the drain now: requests that still run fail."""
+        """End the graceful shutdown now. Requests that still run fail."""
         self._end_drain.set()
 
     async def _wait_drained(self, work: asyncio.Task[Any]) -> None:
@@ -250,7 +253,7 @@ class Gateway:
         if self._pool_task.done():
             wait.cancel()
             raise RuntimeError("the engine pool ended") from self._pool_task.exception()
-        logger.info("shutting down: running requests have %g s", self.config.drain_timeout_s)
+        logger.info("shutting down: running requests have %g s to end", self.config.drain_timeout_s)
         await shut_down()
 
     async def _refresh_secrets(self) -> None:
@@ -263,8 +266,5 @@ class Gateway:
 
 
 def served_name(config: GatewayConfig) -> str:
-    """Return the model name that clients use.
-
-    The default is the name of the model's folder.
-    """
+    """Return the model name that clients use: the configured one, or the name of the folder."""
     return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]

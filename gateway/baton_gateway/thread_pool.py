@@ -11,9 +11,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-#: Work on a body or text of at most this many bytes runs inline.
+#: Work on a body or text of at most this many bytes runs on the event loop.
 INLINE_BYTES = 8192
-#: Pure Python work shares the interpreter with the event loop. More threads would slow all streams.
+#: Number of threads. Python work holds the GIL, so more threads would slow all streams.
 NUM_THREADS = 4
 
 _Result = TypeVar("_Result")
@@ -24,9 +24,14 @@ _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
 async def run_off_loop(
     work: Callable[[], _Result], size: int, inline: int = INLINE_BYTES
 ) -> _Result:
-    """Run `work` in a thread, or inline if `size` is at most `inline`. Return the result.
+    """Run `work` and return its result, without blocking the event loop for long.
 
     If the call is cancelled before a thread has started `work`, then `work` never runs.
+
+    Args:
+        work: the function to run.
+        size: size of the work, in any unit.
+        inline: work of at most this size runs on the event loop, and larger work in a thread.
     """
     if size <= inline:
         return work()
