@@ -54,7 +54,7 @@ class DlistHandle:
             agent: name of the peer; empty for the local side.
             descs: the checked descriptors.
             known_peer: an object that stands for one version of the peer's metadata. New metadata
-                gets another object.
+                gets another object. None for the local side.
         """
         self.agent, self.descs, self.known_peer = agent, descs, known_peer
         self.released = False
@@ -84,7 +84,7 @@ class XferHandle:
 
     @property
     def error(self) -> str:
-        """Why the last post ended in ERR; empty if it did not."""
+        """Why the last post ended in ERR; empty if it has not ended in ERR."""
         return self.post.error if self.post else ""
 
 
@@ -103,9 +103,9 @@ class Agent(abc.ABC):
 
     @property
     def num_refused(self) -> int:
-        """Number of descriptors in peers' requests that were outside registered memory.
+        """Number of descriptors in requests of peers that were outside registered memory.
 
-        Such requests are refused. Always 0 with NIXL, which does not report such requests.
+        Requests with such descriptors are refused. Always 0 with NIXL, which does not report them.
         """
         return 0
 
@@ -113,7 +113,7 @@ class Agent(abc.ABC):
     def failure(self) -> str:
         """Why peers cannot connect to this agent any more, and the remedy; empty if they can.
 
-        Always empty with NIXL, which does not report such failures.
+        Always empty with NIXL, which does not report this.
         """
         return ""
 
@@ -127,10 +127,10 @@ class Agent(abc.ABC):
         return None
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Set the function that is called after a transfer ended or a notification arrived.
+        """Set the function that the agent calls after a transfer ended or a notification arrived.
 
-        Any thread may call the function. The function is not called for events that the exit of
-        `waiting` handles. NIXL's own interface has no wakeup function.
+        The call may come from any thread. There is no call for events that the exit of `waiting`
+        handles. NIXL's own interface has no wakeup function.
         """
         self._wakeup = wakeup
 
@@ -301,10 +301,10 @@ class Agent(abc.ABC):
         """
 
     def release_xfer_handle(self, handle: XferHandle) -> None:
-        """Release a transfer that is not active.
+        """Release a transfer whose last post has ended.
 
         Raises:
-            TransportError: the transfer is active. `remove_remote_agent` aborts it.
+            TransportError: the last post has not ended. `remove_remote_agent` aborts the transfer.
         """
         if handle.state is XferState.PROC:
             raise TransportError(
@@ -338,7 +338,7 @@ def check_post(handle: XferHandle) -> None:
     """Check that the handle may be posted now.
 
     Raises:
-        ValueError: the handle was released, or its last post is active.
+        ValueError: the handle was released, or its last post has not ended.
     """
     if handle.released:
         raise ValueError("the transfer was released: make it again")
@@ -356,7 +356,8 @@ def pair(
     """Return the rows with the indices `ours` in `local` and `theirs` in `remote`, [n, 3] each.
 
     Raises:
-        ValueError: as in make_prepped_xfer.
+        ValueError: rows do not exist or cannot be paired, or a list was released or is of the
+            wrong side.
     """
     if local.released or remote.released:
         raise ValueError("a descriptor list of this transfer was released: prepare it again")

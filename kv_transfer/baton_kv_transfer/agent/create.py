@@ -1,4 +1,4 @@
-"""Creation of agents."""
+"""Creates the agent of a transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pure functions that check and merge lists of descriptors."""
+"""Pure functions that check and merge lists of descriptors.
+
+A descriptor is a range of memory: a row (address, length in bytes, device id).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from baton_kv_transfer.transports.transfer import MEM_TYPES, Descriptors, Region
 
 @dataclass(frozen=True, slots=True)
 class XferDescs:
-    """Descriptors of one memory type, checked by get_xfer_descs."""
+    """Descriptors of one memory type, whose shape and lengths `check_rows` has checked."""
 
     rows: Descriptors
     mem_type: str
@@ -29,7 +32,11 @@ def check_mem_type(mem_type: str) -> None:
 
 
 def check_regions(regions: Sequence[tuple[int, int, object, object]], owner: str) -> None:
-    """Check that each region, (address, length, ...), is a valid and non-empty range of addresses.
+    """Check that each region is a valid and non-empty range of addresses.
+
+    Args:
+        regions: (address, length in bytes, ...) of each region.
+        owner: name of the agent that has the memory, for the error.
 
     Raises:
         ValueError: a region is invalid or empty.
@@ -74,7 +81,7 @@ def check_pairs(operation: str, local: Descriptors, remote: Descriptors) -> None
 
 
 def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
-    """Return the rows with these indices: [n, 3].
+    """Return the rows of `descs` with the given indices: [n, 3].
 
     Raises:
         ValueError: an index is negative or too large, or the indices are not a flat list.
@@ -90,6 +97,11 @@ def select(descs: Descriptors, indices: NDArray[np.int64]) -> Descriptors:
 def locate(descs: XferDescs, regions: Sequence[Region], owner: str) -> NDArray[np.int64]:
     """Return the index of the region that contains each descriptor: [n].
 
+    Args:
+        descs: n descriptors.
+        regions: registered memory of one agent.
+        owner: name of that agent, for the error.
+
     Raises:
         ValueError: a descriptor is in no region.
     """
@@ -98,7 +110,8 @@ def locate(descs: XferDescs, regions: Sequence[Region], owner: str) -> NDArray[n
     for index, region in enumerate(regions):
         if region.mem_type != descs.mem_type:
             continue
-        # Compares offset and remaining length: a sum could overflow for an untrusted length.
+        # Compare offset and remaining length. The sum of address and an untrusted length could
+        # overflow.
         offset = rows[:, 0] - region.address
         inside = (offset >= 0) & (offset <= region.length) & (rows[:, 1] <= region.length - offset)
         found[inside & (rows[:, 2] == region.device_id)] = index
@@ -120,8 +133,8 @@ def run_starts(
 ) -> NDArray[np.int64]:
     """Return the index of the first row of each run: [runs].
 
-    A run is a sequence of rows that are adjacent on both sides. If a side's region indices are
-    given, all rows of a run are in the same region of that side.
+    A run is a sequence of rows that are adjacent on both sides. If the region indices of a side are
+    given ([n], see `locate`), all rows of a run are in the same region of that side.
     """
     lengths = local[:, 1]
     joins = (local[1:, 0] == local[:-1, 0] + lengths[:-1]) & (
@@ -137,7 +150,8 @@ def run_starts(
 def may_merge(local: Descriptors, remote: Descriptors) -> bool:
     """Return whether `merge` may find adjacent rows to join.
 
-    Up to FEW_RUNS rows are compared. For longer lists the result is True without a comparison.
+    Lists of up to FEW_RUNS rows are compared. For longer lists, the result is True without a
+    comparison.
     """
     if len(local) > FEW_RUNS:
         return True

@@ -8,10 +8,10 @@ What Baton adds around the library:
   that thread never pauses. Pauses last up to POLL_BUSY_S while transfers are in flight, and
   otherwise up to POLL_IDLE_S. The thread does not poll before a peer is added or this agent's
   metadata is requested.
-- NIXL 1.5.1 reports ERR at once for transfers with a removed peer, although bytes still arrive. So
-  NIXL removes a peer only after the peer's transfers have ended. If these last longer than
-  REMOVE_GRACE_S, NIXL's agent is destroyed and created again, which ends all transfers in flight.
-  Handles, lists and other peers stay usable.
+- NIXL 1.5.1 reports ERR at once for transfers with a removed peer, although bytes still arrive.
+  So a peer is removed from NIXL only after the peer's transfers have ended. If the transfers last
+  longer than REMOVE_GRACE_S, NIXL's agent is destroyed and created again. That ends all transfers
+  in flight. Handles, lists and other peers stay usable.
 - `fence` also destroys NIXL's agent, creates it again, and removes all peers. Then a late write of
   a peer fails, because the connection is closed. A peer that writes through UCX's shared memory
   (CMA) needs no connection. So UCX's shared memory is off, unless UCX_TLS turns it on. `fence` does
@@ -121,11 +121,11 @@ class _Xfer(XferHandle):
         super().__init__(peer, known_peer, num_descs, notif)
         self.native = native
         self.posted_notif = b""
-        #: Set when the peer is removed during a post: the error with which that post ends.
+        #: Error with which the current post will end, because its peer was removed; else empty.
         self.doomed = ""
 
     def end(self, error: str = "") -> None:
-        assert self.post is not None, "it was begun"
+        assert self.post is not None, "only a posted transfer ends"
         self.post.end(error or self.doomed)
 
 
@@ -140,7 +140,7 @@ class NixlAgent(Agent):
         """
         super().__init__(name)
         self._api, self._errors = nixl_library.load()
-        #: Guards the library and the attributes below.
+        #: Held during calls of the library, and while the attributes below change.
         self._lock = threading.Condition(threading.RLock())
         self._natives: weakref.WeakSet[_Native] = weakref.WeakSet()
         self._registered: list[_RegDescs] = []
@@ -149,7 +149,7 @@ class NixlAgent(Agent):
         #: Peers that were removed with transfers in flight, and the deadline of these transfers.
         self._leaving: dict[str, float] = {}
         self._in_flight: list[_Xfer] = []
-        self._known_outside = False  # this agent's metadata was requested
+        self._known_outside = False  # whether this agent's metadata was requested
         self._pause_s = POLL_MIN_S
         self._nixl: Any = nixl_library.create(self._api, self.name)
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
@@ -306,7 +306,7 @@ class NixlAgent(Agent):
             nixl = self._open()
             notif = notif_msg or handle.notif
             if handle.posted_notif and not notif:
-                handle.native.drop()  # the library would repeat the last one
+                handle.native.drop()  # else the library would send the last post's notification
             handle.posted_notif = notif
             handle.post, handle.doomed = Post(), ""
             known = self._self if handle.peer == self.name else self._peers.get(handle.peer)
@@ -393,7 +393,10 @@ class NixlAgent(Agent):
         self._leaving.clear()
 
     def _restart(self, reason: str) -> None:
-        """Replace NIXL's agent with a new one that has the same memory and peers."""
+        """Replace NIXL's agent with a new one that has the same memory and peers.
+
+        Transfers in flight end in ERR for this reason.
+        """
         self._destroy(reason)
         self._nixl = nixl = nixl_library.create(self._api, self.name)
         for registered in self._registered:
@@ -401,7 +404,7 @@ class NixlAgent(Agent):
         for name, peer in list(self._peers.items()):
             try:
                 nixl.add_remote_agent(peer.metadata)
-            except self._errors as error:  # NIXL connects right here: the peer may be gone
+            except self._errors as error:  # NIXL connects in this call, and the peer may be gone
                 logger.warning(
                     "agent %s was removed: NIXL cannot connect to it again: %s", name, error
                 )
@@ -458,7 +461,8 @@ class NixlAgent(Agent):
                         moved = self._poll()
                     except Exception:
                         logger.exception(
-                            "the NIXL polling thread failed; all transfers of this agent end"
+                            "the thread that polls NIXL failed: all KV transfers of this engine "
+                            "fail, and so do later ones; restart the engine"
                         )
                         self._destroy("the polling thread failed")
                         moved = True
@@ -485,8 +489,10 @@ class NixlAgent(Agent):
                 self._nixl.remove_remote_agent(name)
             elif time.monotonic() >= deadline:
                 logger.warning(
-                    "transfers with %s did not end after its removal: restarting NIXL's agent",
+                    "transfers with the removed agent %s did not end within %g s: restarting "
+                    "NIXL's agent, which ends all transfers in flight",
                     name,
+                    REMOVE_GRACE_S,
                 )
                 self._restart("NIXL's agent was restarted")
                 return True

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-#: UCX's settings, unless the environment has others. NIXL accepts no list as a value.
+#: UCX's settings. Environment variables override them. NIXL accepts no list as a value.
 BACKEND_CONFIG = "TLS=^sm,KEEPALIVE_INTERVAL=2s"
 _NAME_TAG = b"nixlSerDes|Agent"
 #: Every entry of NIXL's metadata ends with this byte.
@@ -81,9 +81,9 @@ def seal(packed: bytes) -> bytes:
 
 
 def unseal(metadata: bytes) -> tuple[bytes, str]:
-    """Return NIXL's metadata without the digest, and the agent's name.
+    """Check metadata, and return it without the digest, with the agent's name.
 
-    The digest is checked. Metadata without a digest is accepted: other NIXL programs add none.
+    Metadata without a digest is accepted, because other NIXL programs add none.
 
     Raises:
         ValueError: the metadata is damaged, or not from NIXL.

@@ -1,7 +1,7 @@
 """An agent over Baton's transports.
 
-The agent keeps names, regions and handles. Each transfer uses the first transport that can move
-the bytes.
+The agent keeps the names of peers, the regions and the handles. Each transfer uses the first
+transport that reaches the peer and moves memory of the transfer's type.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Dlist(DlistHandle):
         self, agent: str, descs: XferDescs, regions: NDArray[np.int64], peer: _Peer | None
     ) -> None:
         super().__init__(agent, descs, peer)
-        self.regions = regions  # [n], index of the region that holds each row
+        self.regions = regions  # [n]: index of the region that contains each row
 
 
 class _Xfer(XferHandle):
@@ -121,7 +121,7 @@ class TransportAgent(Agent):
             self._thread.close()
             raise
         self._thread.start(lambda: [each.end() for each in self._transports.values()])
-        #: Guards the regions, the peers and the own address.
+        #: Guards the regions, the peers and the address of this agent.
         self._lock = threading.RLock()
         self._regions: list[Region] = []
         self._peers: dict[str, _Peer] = {}
@@ -176,7 +176,8 @@ class TransportAgent(Agent):
         with self._lock:
             for region in dereg_list.regions:
                 self._regions.remove(region)
-            self._peers.pop(self.name, None)  # its prepared lists hold old indices of regions
+            # Lists that were prepared for this agent have indices of the old list of regions.
+            self._peers.pop(self.name, None)
         self._thread.mailbox.call(lambda: self._forget_regions(dereg_list.regions))
 
     def get_agent_metadata(self) -> bytes:
@@ -393,9 +394,9 @@ class TransportAgent(Agent):
             for transport in self._transports.values()
         ):
             transfer.end(
-                f"{transfer.op} of {transfer.peer}'s memory ({mem_type}): none of "
-                f"{', '.join(self._transports)} reaches it from {self.name}: both sides need one "
-                "in common"
+                f"{transfer.op} of {transfer.peer}'s memory ({mem_type}): no transport of "
+                f"{', '.join(self._transports)} reaches it from {self.name}: both sides need a "
+                "common transport"
             )
             self._wake()
 
