@@ -1,4 +1,4 @@
-"""Reads published blocks into this engine's memory and verifies them there.
+"""Reads published blocks into this engine's memory, and verifies their checksums there.
 
 A block that differs from its checksum is read once more. The agent's thread moves bytes while the
 connector's thread verifies blocks.
@@ -17,7 +17,7 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.transports.transfer import TransportError
 
-#: Verification yields to messages and deadlines after this time.
+#: After verifying for this long, `advance` returns, so that messages and deadlines are handled.
 VERIFY_SLICE_S = 0.02
 
 
@@ -47,6 +47,7 @@ class BlockVerifier:
         return any(self._agent.check_xfer_state(handle) == "PROC" for handle in handles)
 
     def read(self, rank_transfer: RankTransfer, positions: list[int]) -> None:
+        """Queue published blocks to be read from the producer's memory, and verified."""
         window = self._windows.get(rank_transfer.peer)
         if window is None:
             window = self._windows[rank_transfer.peer] = ReadWindow(
@@ -76,7 +77,7 @@ class BlockVerifier:
             self._windows[rank_transfer.peer].drop(rank_transfer)
 
     def drop_peer(self, peer: Peer) -> None:
-        """Drop the queued reads from a lost peer. Reads in flight end by themselves."""
+        """Drop the queued reads from a lost peer. Reads in flight end without further calls."""
         self._windows.pop(peer, None)
 
     def advance(self) -> Iterator[tuple[RankTransfer, list[int]]]:
@@ -86,7 +87,8 @@ class BlockVerifier:
 
         Yields:
             The per-rank transfer of each verified batch, and the positions of blocks that differed
-            from their checksums twice. If there are any, fail the load before the next iteration.
+            from their checksums twice. If a block differed twice, fail the load before the next
+            iteration.
         """
         until = self._context.clock() + VERIFY_SLICE_S
         self._collect()
@@ -104,7 +106,10 @@ class BlockVerifier:
                 return
 
     def discard_all(self) -> None:
-        """Drop all blocks in flight or unverified. Call only when the agent touches no memory."""
+        """Drop all blocks in flight or unverified, and free their slots.
+
+        Call this only after a fence or the end of the agent, when no transfer touches the memory.
+        """
         for batch in self._in_flight:
             self._ended(batch)
             self._discard(batch)
@@ -128,7 +133,7 @@ class BlockVerifier:
                     )
                     self._agent.transfer(handle)
                 except (KeyError, ValueError, TransportError) as error:
-                    # The agent has no such peer any more.
+                    # The agent has removed the peer.
                     self._ended(batch)
                     self._read_failed(batch, str(error))
                 else:
@@ -166,10 +171,13 @@ class BlockVerifier:
         self._discard(batch)
 
     def _verify(self, batch: Batch) -> list[int]:
-        """Commit the blocks whose checksums match. Return the positions that differ twice.
+        """Copy the blocks whose checksums match into the KV cache (`SlotMemory.commit`).
 
         Blocks that differ from their checksums are read again, unless a block of the batch differs
         for the second time.
+
+        Returns:
+            The positions of blocks that differ from their checksums for the second time.
         """
         rank_transfer, load = batch.rank_transfer, batch.rank_transfer.load
         word_sums = self._memory.block_sums(batch.slots, rank_transfer.shared.heads).tolist()

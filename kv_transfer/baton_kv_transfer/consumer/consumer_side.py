@@ -1,9 +1,10 @@
 """The consumer side of the connector, which the connector's thread runs.
 
-`advance` receives messages, reads and verifies blocks, and moves each load through its states.
-These rules hold:
+`advance` receives messages, reads and verifies blocks, and moves each load through its states. A
+per-rank transfer is the part of a load that comes from one worker of the producer. These rules
+hold:
 
-- Each load has exactly one LoadResult. Each wait and each per-rank transfer has a deadline.
+- Each load has exactly one LoadResult. Each handshake and each per-rank transfer has a deadline.
 - A block is valid after every per-rank transfer has verified its part of the block in this engine's
   memory.
 - After the LoadResult nothing writes to the load's blocks. All reads of the load have ended. With
@@ -69,7 +70,7 @@ class ConsumerSide:
     def expect(self, transfer_id: str, wait: LoadWait) -> None:
         """Send heartbeats for a load that waits for memory, so that the producer keeps its blocks.
 
-        The heartbeats end when the load begins or the producer is lost.
+        The heartbeats end when the producer is lost. A load that has begun sends heartbeats itself.
         """
         try:
             first = self._peers.connect(
@@ -188,11 +189,10 @@ class ConsumerSide:
         draining = [load for load in self._loads if load.state is LoadState.DRAINING]
         for load in draining:
             if now >= load.drain_deadline:
-                return (
-                    f"transfer {load.transfer_id} did not drain: {load.error or 'no confirmation'}"
-                )
-        # A lost peer cannot confirm its last write, so only a fence ends its loads. The fence would
-        # fail loads from other peers, so it waits until none of them is running.
+                reason = load.error or "the producer did not confirm the end of its writes"
+                return f"transfer {load.transfer_id} did not end in time: {reason}"
+        # A lost peer cannot confirm its last write, so only a fence ends the loads from this peer.
+        # The fence would also fail other loads, so it waits until all loads are DRAINING.
         if len(draining) == len(self._loads):
             for load in draining:
                 for rank_transfer in load.rank_transfers:
@@ -202,7 +202,11 @@ class ConsumerSide:
 
     def _fence(self, why: str, now: float) -> None:
         """Cut all peers off from this engine's memory, end all loads and disconnect all peers."""
-        logger.warning("cutting all peers off from the KV memory: %s", why)
+        logger.warning(
+            "cutting all peers off from the KV memory, which fails all running loads; later loads "
+            "connect again: %s",
+            why,
+        )
         self._context.stats.memory_fences += 1
         self._agent.fence()
         if self._blocks.is_reading:

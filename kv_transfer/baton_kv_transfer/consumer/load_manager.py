@@ -23,8 +23,8 @@ from baton_kv_transfer.consumer.peer_registry import PeerRegistry
 from baton_kv_transfer.context import ConnectorContext
 from baton_protocol.config import KVRole
 
-#: A draining load waits this long for its reads, then disconnects the peer. After the same time
-#: again, a fence cuts all peers off.
+#: A load in the state DRAINING waits this long for its reads. Then it disconnects the peer. After
+#: the same time again, a fence cuts all peers off.
 DRAIN_TIMEOUT_S = 5.0
 #: Longest interval between heartbeats. The interval is a third of the peer's lease or of this
 #: side's timeout, whichever is shorter.
@@ -66,7 +66,8 @@ class LoadManager:
         self._loads: dict[str, Load] = {}
         #: Loads with push that wait for slots, the oldest first.
         self._want_slots: dict[str, Load] = {}
-        #: RELEASE messages, sent after the LoadResults, because the engine waits for the results.
+        #: RELEASE messages to send. They are sent after the LoadResults, because the engine waits
+        #: for the results.
         self._releases: list[tuple[Peer, side_channel.Release]] = []
 
     def __len__(self) -> int:
@@ -87,7 +88,7 @@ class LoadManager:
             generation=1 + secrets.randbelow(2**63 - 1),
             first_worker=first_worker,
             started=now,
-            # Blocks that never fit at once are read in parts.
+            # More blocks than slots are read in parts, because a push needs a slot for each block.
             push=self._context.config.mode == "push" and has_fitting_blocks,
             missing=np.zeros(num_blocks, dtype=np.int32),
         )
@@ -166,7 +167,7 @@ class LoadManager:
                 ):
                     self._subscribe(rank_transfer, now)
                 if rank_transfer.is_complete and not rank_transfer.may_write:
-                    self.release(rank_transfer)  # also while other ranks go on
+                    self.release(rank_transfer)  # even if other per-rank transfers go on
             if all(rank_transfer.is_complete for rank_transfer in load.rank_transfers):
                 load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
         if load.state is LoadState.DRAINING:
@@ -342,7 +343,7 @@ class LoadManager:
         rank_transfers = load.rank_transfers if load is not None else []
         rank_transfer = next((one for one in rank_transfers if one.peer is peer), None)
         if load is None or rank_transfer is None:
-            return  # the load has ended, or needs nothing of this peer
+            return  # the load has ended, or has no per-rank transfer from this peer
         to_all = isinstance(message, side_channel.Cancelled) and message.generation == 0
         if message.generation != load.generation and not to_all:
             return  # an earlier load of this transfer
@@ -379,7 +380,10 @@ class LoadManager:
             if not 0 <= position < load.num_blocks or rank_transfer.slots_there[position] >= 0:
                 continue  # in the prefix cache, not requested, or published before
             if block.chain_hash != request.block_hashes[position]:
-                why = f"block {block.index} holds other tokens at {rank_transfer.peer.name}"
+                why = (
+                    f"block {block.index} of {rank_transfer.peer.name} has other tokens than this "
+                    "engine's request: the engines received different prompts"
+                )
                 self.fail(load, FailureReason.OTHER_PROMPT, why, now)
                 return
             rank_transfer.slots_there[position] = block.slot
@@ -413,12 +417,12 @@ class LoadManager:
         if wrong:
             load = rank_transfer.load
             index = load.request.first_block_index + wrong[0]
-            why = f"block {index} of {rank_transfer.peer.name} differs from its checksum, twice"
+            why = f"block {index} of {rank_transfer.peer.name} differed from its checksum twice"
             self.fail(load, FailureReason.CHECKSUM, why, now)
 
     def _extend_deadlines(self, peer: Peer, transfer_ids: list[str], now: float) -> None:
-        # Two engines that both produce and consume could wait for each other's memory without end.
-        # With that role, PENDING does not extend the deadline and only blocks do.
+        # Two engines with the role `both` could wait for each other's memory without end. With this
+        # role, only blocks extend the deadline, and PENDING does not.
         if self._context.config.role is not KVRole.CONSUMER:
             return
         for transfer_id in transfer_ids:

@@ -60,7 +60,10 @@ class RankTransferState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SharedHeads:
-    """Heads that a worker of the producer shares with this worker. See side_channel.Subscribe."""
+    """Heads that a worker of the producer shares with this worker.
+
+    `side_channel.Subscribe` describes `subscriber` and `num_subscribers`.
+    """
 
     heads: HeadRange
     subscriber: int
@@ -93,17 +96,17 @@ class RankTransfer:
     #: Rank of the producer's worker.
     rank: int
     shared: SharedHeads
-    #: Bytes of the shared heads in a block.
+    #: Size of the shared heads in a block, in bytes.
     block_nbytes: int
     #: Time at which blocks were last published or verified.
     last_block: float
     #: Time at which the load fails. Each block and each PENDING postpones this time.
     deadline: float
-    #: [num_blocks]: slot of the producer's memory; -1: not published.
+    #: [num_blocks]: slot of the producer's memory that has the block; -1: not published.
     slots_there: NDArray[np.int64]
-    #: [num_blocks]: as published.
+    #: [num_blocks]: checksum that the producer published for the block.
     checksums: list[int]
-    #: [num_blocks]: whether the verification failed once.
+    #: [num_blocks]: whether the block differed from its checksum once and is read again.
     reread: NDArray[np.bool_]
     state: RankTransferState = RankTransferState.HANDSHAKE
     #: Positions to read, not posted yet.
@@ -123,7 +126,7 @@ class RankTransfer:
 
     @property
     def is_released(self) -> bool:
-        """Whether RELEASE was sent, or the producer's worker is lost."""
+        """Whether RELEASE was queued. A worker that is lost does not receive it."""
         return self.state in (RankTransferState.QUARANTINE, RankTransferState.ENDED)
 
     @property
@@ -160,10 +163,12 @@ class Load:
     """A running LoadRequest."""
 
     request: LoadRequest
+    #: Random number that the messages about this load carry, see `side_channel`.
     generation: int
+    #: The first worker (rank 0) of the producer.
     first_worker: Peer
     started: float
-    #: The producer writes the blocks to `slots`. False: they are read.
+    #: True: the producer writes the blocks to `slots`. False: this engine reads the blocks.
     push: bool
     #: [num_blocks]: number of per-rank transfers that have not verified the block. Valid once the
     #: load has per-rank transfers.
@@ -172,8 +177,9 @@ class Load:
     rank_transfers: list[RankTransfer] = field(default_factory=list)
     #: With push: a slot per block, from the first SUBSCRIBE to the end of the load.
     slots: list[int] | None = None
+    #: DRAINING: time after which peers are disconnected or cut off.
     drain_deadline: float = 0.0
-    #: None: no failure so far.
+    #: Why the load failed; None: it has not failed.
     reason: FailureReason | None = None
     error: str = ""
 

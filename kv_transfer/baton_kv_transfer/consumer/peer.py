@@ -37,10 +37,11 @@ from baton_kv_transfer.side_channel import MemoryDescription
 from baton_kv_transfer.transports.transfer import TransportError
 from baton_protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
 
+#: A shorter lease would end before heartbeats can extend it.
 MIN_LEASE_S = 0.05
-#: Longer texts of a peer are cut in errors and logs.
+#: Longer texts from a peer are shortened in errors and logs.
 MAX_REASON_CHARACTERS = 500
-#: Interval of ZeroMQ's own probes. They find hosts that vanished without closing the connection.
+#: Interval of ZeroMQ's own probes, which find hosts that vanished without closing the connection.
 ZMQ_HEARTBEAT_MS = 2_000
 ZMQ_HEARTBEAT_TIMEOUT_MS = 10_000
 
@@ -84,17 +85,17 @@ class Peer:
         """
         self.name = f"{peer_instance_id} at {host}:{port}"
         self.error = ""
-        #: Reason of the error.
+        #: Kind of the error, for metrics.
         self.reason = FailureReason.PEER_LOST
-        #: The shared heads in each slot of the peer's memory; None if there are none, and before
-        #: READY.
+        #: The shared heads in each slot of the peer's memory. None before READY, and if the peer
+        #: has no shared head.
         self.blocks: DlistHandle | None = None
         self.num_slots = 0
         #: Rank of the peer in its engine; -1 before READY.
         self.rank = -1
         #: All workers of the peer's engine, in rank order.
         self.ranks: list[RankAddress] = []
-        #: How long the peer keeps blocks without a message of this engine.
+        #: How long the peer keeps blocks without a message of this engine, in seconds.
         self.lease_s = 0.0
         self.next_heartbeat = now
         self.handshake_deadline = now + side_channel.HANDSHAKE_TIMEOUT_S
@@ -103,7 +104,7 @@ class Peer:
         self._context = context
         self._offered = offered
         self._agent = context.agent
-        #: Empty before READY.
+        #: Name of the peer's transfer agent; empty before READY.
         self.agent_name = ""
         self._token = auth.derive_token(context.service_key)
         self.peer_instance_id = peer_instance_id
@@ -157,7 +158,10 @@ class Peer:
             self.reason, self.error = reason, error[:MAX_REASON_CHARACTERS]
 
     def receive(self, now: float) -> list[TransferMessage]:
-        """Handle the handshake's messages and return the messages about transfers."""
+        """Handle the messages of the handshake, and return the messages about transfers.
+
+        Mark the peer as lost if it refused, disconnected, was silent or sent an invalid message.
+        """
         messages: list[TransferMessage] = []
         for _ in range(side_channel.MAX_MESSAGES_PER_ROUND):
             try:

@@ -15,7 +15,8 @@ class PeerRegistry:
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
         self._known: dict[tuple[str, int, str], Peer] = {}
-        #: Push: this worker's memory, as handshakes describe it. None before `describe_memory`.
+        #: Push: description of this worker's memory for handshakes. None with pull, and before
+        #: `describe_memory`.
         self._offered: MemoryDescription | None = None
 
     def __iter__(self) -> Iterator[Peer]:
@@ -31,7 +32,7 @@ class PeerRegistry:
         )
 
     def connect(self, host: str, port: int, peer_instance_id: str, now: float) -> Peer:
-        """Return the peer at this address. Connect if there is no connection.
+        """Return the peer with this address and instance id. Connect if there is no connection.
 
         Raises:
             zmq.ZMQError: host and port are not an address, or no socket is left.

@@ -1,6 +1,6 @@
 """The reads from one peer, in batches of a few MiB.
 
-The bytes in flight are limited, and the loads take turns.
+The bytes in flight from a peer are limited, and the loads from that peer take turns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_kv_transfer.consumer.load_state import RankTransfer
 from baton_kv_transfer.memory.slot_memory import SlotMemory
 
-#: Bytes of one batch. A batch is verified in one call, while the next batches are read.
+#: Maximum size of a batch, unless one block is larger. A batch is verified in one call, while the
+#: next batches are read.
 BATCH_BYTES = 4 * 2**20
 
 
@@ -22,10 +23,11 @@ class Batch:
     """Blocks that are verified together after one read or write. All belong to `rank_transfer`."""
 
     rank_transfer: RankTransfer
+    #: Indices of the blocks among the load's blocks.
     positions: list[int]
-    #: Slots of this engine's memory.
+    #: Slots of this engine's memory, one for each block.
     slots: list[int]
-    #: The slots are released with the batch. Otherwise they belong to the load (push).
+    #: True: the slots are released with the batch. False: the slots belong to the load (push).
     owns_slots: bool
     #: The window that counts the bytes in flight; None: the producer wrote the blocks (push).
     window: ReadWindow | None = None
@@ -41,9 +43,10 @@ def blocks_per_batch(rank_transfer: RankTransfer, memory: SlotMemory) -> int:
 
 
 def _accept(memory: SlotMemory, block_ids: list[int]) -> list[int]:
-    """Allocate and return slots for all blocks or only the leading ones; empty if none is free.
+    """Allocate and return slots for the blocks, or only for the leading blocks.
 
-    The number of blocks is halved until there are enough free slots.
+    The number of blocks is halved until there are enough free slots. The result is empty if no slot
+    is free.
     """
     while block_ids:
         slots = memory.accept(block_ids)
@@ -82,7 +85,7 @@ class ReadWindow:
         """Return the next batch to read, with its slots; None if no batch can be read now.
 
         A batch must fit into the limit for bytes in flight, and needs free slots. A batch larger
-        than the limit is read alone. From now on the batch counts as in flight.
+        than the limit is read alone. The returned batch counts as in flight until `release`.
         """
         for _ in range(len(self._turns)):
             rank_transfer = self._turns.popleft()
