@@ -1,5 +1,7 @@
 """Push: writes blocks into consumers' memory, on the connector's thread.
 
+A subscriber is one worker of a consumer. A block for a subscriber has these states:
+
     queued      The block is in Subscriber.queue. `stop` drops the block.
     in flight   A write of the block is posted to the agent. The write ends in DONE or ERR. Removing
                 the peer ends the write in ERR.
@@ -23,13 +25,13 @@ from baton_kv_transfer.producer.transfer_state import Block, Subscriber, checksu
 from baton_kv_transfer.side_channel import PublishedBlock
 from baton_kv_transfer.transports.transfer import TransportError
 
-#: Limit of one write. A write has at least one block.
+#: Maximum size of a write, unless one block is larger.
 MAX_WRITE_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True, eq=False)
 class _PeerWindow:
-    """The bytes in flight to one peer's agent, and its subscribers with queued blocks."""
+    """The bytes in flight to one peer, and the subscribers of this peer with queued blocks."""
 
     inflight_bytes: int = 0
     #: Subscribers with queued blocks, the next one first.
@@ -59,9 +61,10 @@ class BlockWriter:
 
         Args:
             context: state that both sides of the connector share.
-            on_written: called when blocks are in the subscriber's memory. Subscriber.num_writes was
-                reduced before the call.
-            on_failed: called with the reason when blocks will not reach the subscriber's memory.
+            on_written: called with the subscriber and the blocks when the blocks are in the
+                subscriber's memory. Subscriber.num_writes no longer counts this write.
+            on_failed: called with the subscriber and the reason when blocks will not reach the
+                subscriber's memory.
         """
         self._context = context
         self._agent, self._stats, self._clock = context.agent, context.stats, context.clock
@@ -81,7 +84,7 @@ class BlockWriter:
         self._stats.queued_bytes += len(blocks) * self._nbytes(subscriber)
 
     def stop(self, subscriber: Subscriber) -> None:
-        """Drop the queued blocks of a subscriber. Writes in flight end by themselves."""
+        """Drop the queued blocks of a subscriber. Writes in flight end without further calls."""
         if subscriber.queue:
             self._stats.queued_bytes -= len(subscriber.queue) * self._nbytes(subscriber)
             subscriber.queue.clear()

@@ -1,6 +1,8 @@
 """Subscriptions that arrive before the scheduler offers the transfer.
 
-Heartbeats renew the lease of a subscription. A subscription is refused when its lease ends.
+A consumer sends SUBSCRIBE as soon as its own engine has scheduled the request, which may be before
+the producer's engine has accepted the request. Heartbeats renew the lease of a subscription. A
+subscription is refused when its lease ends.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.producer.sessions import Send, Session
 
+#: Limit of messages that are held at the same time, for all transfers together.
 MAX_EARLY = 16384
 #: Slots of consumers' memory that all early subscriptions may name together.
 MAX_EARLY_SLOTS = 2**22
@@ -52,9 +55,12 @@ class EarlyMessages:
         return self._num_early
 
     def add(self, session: Session, message: side_channel.Subscribe) -> str:
-        """Hold a subscription until the offer. Return why it is refused; empty if it is held.
+        """Hold a subscription until the transfer is offered.
 
         A repeated subscription is held once.
+
+        Returns:
+            Why the subscription is refused; empty if it is held.
         """
         known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if known is not None:
@@ -74,9 +80,9 @@ class EarlyMessages:
         return ""
 
     def release(self, session: Session, message: side_channel.Release) -> None:
-        """Replace a held SUBSCRIBE by its RELEASE, and hold the RELEASE until the offer.
+        """Hold a RELEASE until the transfer is offered, in place of a held SUBSCRIBE.
 
-        A RELEASE without an earlier SUBSCRIBE is held too.
+        A RELEASE without an earlier SUBSCRIBE is also held.
         """
         known = self._early.get(message.transfer_id, {}).get((session.identity, message.subscriber))
         if known is None:
@@ -156,7 +162,10 @@ class EarlyMessages:
 def refuse_subscription(
     send: Send, session: Session, message: side_channel.Subscribe, reason: str
 ) -> None:
-    """Send CANCELLED and, with push, RELEASED, because nothing was or will be written."""
+    """Refuse a subscription: send CANCELLED and, with push, RELEASED.
+
+    RELEASED tells the consumer that nothing was written and nothing will be written.
+    """
     send(session.identity, side_channel.Cancelled(message.transfer_id, message.generation, reason))
     if message.push_slots is not None:
         send(session.identity, side_channel.Released(message.transfer_id, message.generation))

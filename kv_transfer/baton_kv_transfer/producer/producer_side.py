@@ -26,17 +26,18 @@ logger = logging.getLogger(__name__)
 #: Limit of messages queued for one consumer. A consumer with more is treated as lost.
 MAX_QUEUED_MESSAGES = 16384
 ZMQ_HEARTBEAT_MS = 5_000
-#: ZeroMQ's own probes find hosts that vanished. Leases end earlier; this only ends the session.
+#: ZeroMQ's own probes find hosts that vanished without closing the connection. Leases end before
+#: this timeout, which only ends the session.
 ZMQ_HEARTBEAT_TIMEOUT_MS = 60_000
 #: A connection that has not completed ZeroMQ's handshake within this time is closed.
 ZMQ_HANDSHAKE_MS = 10_000
-#: If this thread paused for this long, messages sent in the meantime may not have reached the
-#: socket yet.
+#: After a pause of this length in this thread, heartbeats that consumers sent during the pause may
+#: not have reached the socket yet.
 STALL_S = 2.0
-#: Leases do not expire for this time after such a pause.
+#: After a pause of STALL_S, no lease expires for this time.
 STALL_GRACE_S = 0.5
-#: After this time leases expire even if the socket was never read empty. ZeroMQ reads consumers in
-#: turn, so messages of every consumer were read.
+#: After this time, leases expire even if the socket still has messages. ZeroMQ reads the consumers'
+#: connections in turn, so messages of every consumer were read.
 MAX_UNREAD_S = 10.0
 
 
@@ -120,11 +121,11 @@ class ProducerSide:
     # From the thread's loop
 
     def advance(self, now: float) -> None:
-        """Handle messages, report ended writes, post new writes, and end expired leases."""
+        """Handle consumers' messages, report ended writes, post writes, and end expired leases."""
         if now - self._last_round > STALL_S:
             self._no_expiry_before = self._last_empty = now + STALL_GRACE_S
         self._last_round = now
-        self._writes.advance()  # blocks of the last step go first
+        self._writes.advance()  # before messages, so that blocks of the last step are not delayed
         drained = self._receive(now)
         if drained:
             self._last_empty = now
@@ -196,7 +197,7 @@ class ProducerSide:
         self.transfers.record_written(subscriber, [])
 
     def _cut_off(self, session: Session, reason: str) -> None:
-        logger.warning("consumer %s: %s", session.instance_id, reason)
+        logger.warning("disconnecting the consumer %s: %s", session.instance_id, reason)
         self._sessions.fail(session, reason)
 
     def _send(self, identity: bytes, message: side_channel.ToConsumer) -> None:

@@ -22,13 +22,13 @@ from baton_kv_transfer.producer.transfer_state import (
 )
 from baton_kv_transfer.side_channel import PublishedBlock
 
-#: Limit of readable blocks in one PUBLISH, in bytes. The consumer reads these blocks while the next
-#: checksums are computed.
+#: Maximum size in bytes of the blocks in one PUBLISH, without push. The consumer reads these blocks
+#: while the checksums of the next blocks are computed.
 PART_BYTES = 16 * 2**20
 
 
 class Publisher:
-    """Sends blocks to subscribers: by messages, and with push by writes."""
+    """Makes blocks available to subscribers: with PUBLISH messages, or with push by writes."""
 
     def __init__(self, context: ConnectorContext, writes: BlockWriter, send: Send) -> None:
         """Create a publisher.
@@ -59,7 +59,9 @@ class Publisher:
     def publish(
         self, subscriber: Subscriber, blocks: list[PublishedBlock], *, more: bool = False
     ) -> None:
-        """Send PUBLISH for blocks, or the last PUBLISH if all blocks were published.
+        """Send PUBLISH for blocks, and mark it as the last one if all blocks were published.
+
+        Do nothing if there are no blocks and it is not the last one.
 
         Args:
             subscriber: the receiver.
@@ -76,7 +78,8 @@ class Publisher:
             return
         if last:
             subscriber.last_sent_at = self._clock()
-            blocks = blocks or subscriber.written  # notifications and messages have no order
+            # Names written blocks again: their notifications may arrive after this message.
+            blocks = blocks or subscriber.written
         transfer_id, generation = subscriber.transfer.transfer_id, subscriber.generation
         publish = side_channel.Publish(
             transfer_id, generation, blocks, last, written=subscriber.push
@@ -96,7 +99,7 @@ class Publisher:
             self._send(subscriber.session.identity, cancelled)
 
     def confirm(self, subscriber: Subscriber) -> None:
-        """Send RELEASED to a subscriber with push, because no write to it is in flight."""
+        """Send RELEASED to a subscriber with push. No write to the subscriber may be in flight."""
         subscriber.confirmed = True
         self._stats.send_seconds += subscriber.last_write - subscriber.first_write
         released = side_channel.Released(subscriber.transfer.transfer_id, subscriber.generation)

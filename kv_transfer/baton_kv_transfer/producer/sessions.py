@@ -30,9 +30,10 @@ from baton_kv_transfer.memory.layout import KVCacheLayout, explain_layout_mismat
 from baton_kv_transfer.memory.slot_memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 
+#: Limit of pending handshakes. Above this limit, the oldest handshake is dropped.
 MAX_HANDSHAKES = 1024
-#: Limit of open sessions. Above this limit, as above MAX_HANDSHAKES, the consumer that has been
-#: silent longest is removed and has to connect again.
+#: Limit of open sessions. Above this limit, the consumer that has been silent longest is removed
+#: and has to connect again.
 MAX_OPEN = 4096
 MAX_ID_LENGTH = 512
 _MAX_ADDRESS = 2**63
@@ -57,10 +58,10 @@ class Session:
     memory: MemoryDescription | None = None
     #: Name of the consumer's agent; empty without memory.
     agent_name: str = ""
-    #: Descriptors of the shared heads in each slot of `memory`. The agent may get newer metadata
-    #: under the same name.
+    #: Prepared descriptors of the shared heads in each slot of `memory`. None without `memory` or
+    #: shared heads.
     slots: DlistHandle | None = None
-    #: Why the session FAILED.
+    #: Why the session FAILED or was removed; empty before.
     error: str = ""
 
 
@@ -108,8 +109,8 @@ class SessionRegistry:
 
         Args:
             identity: the connection.
-            reason: sent to the consumer.
-            succeeded: the consumer expects another engine, which had this address before.
+            reason: why, for the consumer.
+            succeeded: whether the consumer expects another engine, which had this address before.
         """
         self._context.stats.handshakes_refused += 1
         self.forget(identity, reason)
@@ -202,7 +203,7 @@ class SessionRegistry:
         self._fail([session for session in self._open.values() if session.agent_name], reason)
 
     def refuse_failed(self, busy: Callable[[Session], bool]) -> None:
-        """Remove the failed sessions that have no write in flight, and send REFUSED to them.
+        """Remove failed sessions without writes in flight, and send REFUSED to their consumers.
 
         Args:
             busy: returns whether a session has writes in flight.
@@ -216,7 +217,7 @@ class SessionRegistry:
     def probe(self, now: float) -> None:
         """Send an empty PENDING to silent consumers, and drop handshakes that have timed out.
 
-        On a lost connection the message cannot be sent, which ends the session.
+        If a connection is lost, the message cannot be sent. The session then ends.
         """
         if now < self._next_probe:
             return
@@ -259,7 +260,11 @@ class SessionRegistry:
     def _register_memory(
         self, session: Session, layout: KVCacheLayout, memory: MemoryDescription | None
     ) -> str:
-        """Add the consumer's memory to the agent. Return why it is invalid; empty if valid."""
+        """Add the consumer's memory to the agent.
+
+        Returns:
+            Why the description of the memory is invalid; empty if it is valid.
+        """
         if memory is None:
             return ""
         if wrong := _explain_invalid_memory(memory, layout):
@@ -293,7 +298,7 @@ class SessionRegistry:
                 self._agent.remove_remote_agent(name)
             return wrong
         for other in others:
-            # The name now refers to new memory, which sessions of the older memory must not reach.
+            # The name now stands for new memory. Sessions of the older memory must not write to it.
             if other.memory is not None and other.memory.agent_metadata != memory.agent_metadata:
                 other.agent_name = ""
                 self.forget(other.identity, "the consumer registered new memory")

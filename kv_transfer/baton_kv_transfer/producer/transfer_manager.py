@@ -1,9 +1,10 @@
-"""The offered transfers. The connector's thread calls all methods.
+"""The transfers that the scheduler has offered. The connector's thread calls all methods.
 
 A transfer begins with the scheduler's offer and ends exactly once, with the call of `on_finished`.
 The blocks of a transfer stay allocated until its end. `transfer_state` describes its states.
 
-A transfer ends when all subscribers have left and no write to a subscriber is in flight.
+A transfer ends when all subscribers have left and no write to a subscriber is in flight. A
+subscriber is one worker of the consumer.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ from baton_kv_transfer.side_channel import PublishedBlock
 
 logger = logging.getLogger(__name__)
 
-#: Ended transfers that are remembered, to answer late subscriptions at once.
+#: Number of ended transfers that are remembered, so that late subscriptions are refused at once.
 MAX_ENDED = 4096
-#: Heartbeats keep blocks at most for this time after the last block was published.
+#: Heartbeats keep blocks at most for this time after the last block was published. A consumer that
+#: never sends RELEASE must not keep the blocks without end.
 MAX_HOLD_S = 600.0
 #: Heartbeats of a load that waits for memory keep blocks at most for this time after the first
 #: block. Two engines may wait for each other's memory without end, so one side must give up.
 MAX_WAIT_S = 120.0
 #: Writes to a subscriber that has left must end within this time, or its session is cut off.
 DRAIN_TIMEOUT_S = 5.0
+#: Interval at which transfers that wait for slots try again.
 SLOT_RETRY_S = 0.02
 
 
@@ -101,7 +104,7 @@ class TransferManager:
                 self.release(session, message)
 
     def save(self, save: BlockSave) -> None:
-        """Publish the blocks of a step as soon as slots are free.
+        """Publish the blocks that a step has completed, as soon as slots are free.
 
         Do nothing if the transfer has ended or is CLOSED.
         """
@@ -189,11 +192,12 @@ class TransferManager:
         self._confirm_and_end(transfer)
 
     def heartbeat(self, session: Session, transfer_ids: list[str]) -> None:
-        """Renew the leases of these transfers. Send PENDING for those with blocks to publish.
+        """Renew the leases of these transfers, and send PENDING.
 
-        If a transfer has no subscriber, its load waits for memory at the consumer. Such a transfer
-        is PENDING only while it has no blocks. Otherwise two engines that wait for each other's
-        memory would deadlock.
+        PENDING names the transfers of which more blocks will be published. If a transfer has no
+        subscriber yet, its load waits for memory at the consumer. PENDING then names the transfer
+        only while it has no blocks. Otherwise two engines that wait for each other's memory would
+        wait without end.
         """
         now = self._clock()
         pending = []
@@ -257,7 +261,7 @@ class TransferManager:
             if transfer.transfer_id in self._waiting_for_slots:
                 self._expose(transfer)
             if transfer.transfer_id in self._waiting_for_slots and not transfer.blocks:
-                return  # otherwise small transfers would always overtake it
+                return  # otherwise small transfers would always overtake a large one
 
     def expire(self, now: float) -> None:
         """End subscriptions and transfers whose lease has expired.
@@ -355,6 +359,7 @@ class TransferManager:
         return subscriber
 
     def _leave(self, subscriber: Subscriber) -> None:
+        """Mark a subscriber as LEFT, and drop the blocks that are queued for it."""
         if subscriber.state is not SubscriberState.LEFT:
             subscriber.state = SubscriberState.LEFT
             subscriber.deadline = self._deadline_in(DRAIN_TIMEOUT_S)
@@ -391,8 +396,8 @@ class TransferManager:
     def _close(self, transfer: Transfer, reason: str) -> None:
         """Close a transfer, so that no further subscriber is admitted.
 
-        Each ACTIVE subscriber receives CANCELLED, and its lease is renewed once. The subscriber
-        should send RELEASE before the lease ends.
+        Each ACTIVE subscriber receives CANCELLED. Its lease is renewed a last time, so that it can
+        send RELEASE.
         """
         transfer.closed = reason
         transfer.waiting.clear()
@@ -441,10 +446,16 @@ class TransferManager:
             self._ended.popitem(last=False)
 
     def _expired(self, transfer: Transfer, limit_s: float | None) -> None:
-        """Count and log a lease that ended at its limit; None: for lack of heartbeats."""
+        """Count and log the end of a lease.
+
+        Args:
+            transfer: the transfer of the lease.
+            limit_s: the time in seconds for which heartbeats may renew the lease, if that time has
+                passed; None: no heartbeat renewed the lease.
+        """
         self._stats.leases_expired += 1
         logger.warning(
-            "transfer %s: its consumer's lease has ended (%s); its blocks are freed once no write "
+            "transfer %s: the consumer's lease has ended (%s); the blocks are freed once no write "
             "of them is in flight",
             transfer.transfer_id,
             f"no renewal for {self._lease_s:.1f} s"

@@ -1,6 +1,7 @@
 """The data of transfers and of their subscribers, and the checks of subscribers' requests.
 
-A transfer has these states:
+A lease is the time for which blocks stay allocated without a message of the consumer. A transfer
+has these states:
 
     OFFERED   There are no blocks yet. There is also no lease, because the request may wait in a
               busy engine.
@@ -60,6 +61,7 @@ class Subscriber:
     first_block_index: int
     #: Push: slots of the consumer's memory for the blocks from first_block_index on.
     slots: NDArray[np.int64]
+    #: True: this producer writes the blocks to `slots`. False: the consumer reads the blocks.
     push: bool
     #: End of the lease. In the state LEFT: the deadline for writes in flight.
     deadline: float
@@ -68,17 +70,19 @@ class Subscriber:
     last_sent_at: float = 0.0
     #: RELEASED was sent.
     confirmed: bool = False
-    #: Push: blocks to be written.
+    #: Push: blocks whose writes are not posted yet.
     queue: deque[Block] = field(default_factory=deque)
     #: Number of writes in flight.
     num_writes: int = 0
     #: A posted write ended in ERR. Its bytes may still arrive, so RELEASED is never sent.
     has_failed_write: bool = False
-    #: Push: blocks in the consumer's memory.
+    #: Push: blocks that were written to the consumer's memory.
     written: list[PublishedBlock] = field(default_factory=list)
+    #: Time at which the first write was posted; 0: no write was posted.
     first_write: float = 0.0
+    #: Time at which the last write ended; 0: no write has ended.
     last_write: float = 0.0
-    #: While writes are in flight: time at which the first was posted, or a write last ended.
+    #: While writes are in flight: time at which the first one was posted, or the last one ended.
     writing_since: float = 0.0
 
     @property
@@ -90,8 +94,11 @@ class Subscriber:
 class Block:
     """A published block."""
 
+    #: Index of the block in the sequence.
     index: int
+    #: Slot of this worker's memory that holds the block.
     slot: int
+    #: Hash of the tokens of the block and of all blocks before it.
     chain_hash: BlockHash
     #: Word sums by range of heads. A sum is computed when a subscriber needs it.
     sums: dict[HeadRange, int] = field(default_factory=dict)
@@ -102,13 +109,13 @@ class Transfer:
     """An offered transfer."""
 
     transfer_id: str
-    #: Instance whose workers may subscribe.
+    #: Id of the engine instance whose workers may subscribe.
     peer_instance_id: str
     #: HOLDING: end of the lease of the workers that have not subscribed yet.
     deadline: float
     #: Time at which the first blocks were saved; 0: not yet.
     held_since: float = 0.0
-    #: Number of the consumer's workers that are expected to subscribe; 0 before one has subscribed.
+    #: Number of the consumer's workers that will subscribe; 0 before the first has subscribed.
     num_subscribers: int = 0
     #: Key: `Subscribe.subscriber`.
     subscribers: dict[int, Subscriber] = field(default_factory=dict)
@@ -116,11 +123,11 @@ class Transfer:
     blocks: list[Block] = field(default_factory=list)
     #: Saves that wait for free slots. The transfer also holds the blocks of these saves.
     waiting: deque[BlockSave] = field(default_factory=deque)
-    #: Deadline of the first waiting save.
+    #: Time until which the first waiting save must get its slots; 0: no save waits.
     slots_deadline: float = 0.0
-    #: No more blocks will be published.
+    #: Whether the last blocks of the prompt were published.
     last: bool = False
-    #: CLOSED: the reason.
+    #: Why the transfer is CLOSED; empty otherwise.
     closed: str = ""
 
     @property
@@ -201,9 +208,9 @@ def explain_invalid(
 def explain_refusal(
     transfer: Transfer, session: Session, message: side_channel.Subscribe | side_channel.Release
 ) -> str:
-    """Return why a transfer refuses a worker of a consumer; empty if the worker is admitted.
+    """Return why a transfer refuses the request of a consumer's worker; empty if it accepts it.
 
-    Each worker of the instance to which the transfer is offered is admitted once.
+    Each worker of the instance to which the transfer is offered is accepted once.
     """
     if session.instance_id != transfer.peer_instance_id:
         return (
