@@ -38,22 +38,23 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     num_blocks: int
-    #: Heads of this worker.
+    #: Number of KV heads of this worker.
     num_kv_heads: int
     num_layers: int
     block_size: int
     head_dim: int
-    #: torch's name without prefix: float32, bfloat16, float16.
+    #: torch's name of the dtype, without `torch.`: float32, bfloat16 or float16.
     dtype: str
+    #: Order of the dimensions: N blocks, H heads, L layers, 2 (key, value), B tokens, D head_dim.
     name: str = "NHL2BD"
     #: Index of this worker's first head in the model.
     first_kv_head: int = 0
-    #: Heads of the whole model; 0: the model has num_kv_heads.
+    #: Number of KV heads of the whole model; 0: this worker has all heads of the model.
     total_kv_heads: int = 0
 
     @property
     def head_nbytes(self) -> int:
-        """Bytes of one head in one block."""
+        """Size of one head in one block, in bytes: keys and values of all layers."""
         itemsize = {"float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
         return self.num_layers * 2 * self.block_size * self.head_dim * itemsize
 
@@ -73,7 +74,7 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 def explain_layout_mismatch(ours: KVCacheLayout, theirs: KVCacheLayout) -> str:
     """Return why workers with these layouts cannot exchange blocks; empty if they can.
 
-    The number of blocks and the heads per worker may differ.
+    The number of blocks and the heads of the workers may differ.
     """
     for field in ("name", "dtype", "num_layers", "num_model_heads", "block_size", "head_dim"):
         mine, other = getattr(ours, field), getattr(theirs, field)

@@ -31,17 +31,23 @@ class SlotMemory(abc.ABC):
     #: Address of slot 0.
     base_address: int
     num_slots: int
-    #: Type of the slots: DRAM or VRAM.
+    #: Type of the memory of the slots: DRAM or VRAM.
     mem_type: str = "DRAM"
     device_id: int = 0
 
     @abc.abstractmethod
     def expose(self, block_ids: Sequence[int]) -> list[int] | None:
-        """Return slots that hold the content of these blocks; None if too few slots are free."""
+        """Return slots that hold the content of these blocks, in order.
+
+        Return None if too few slots are free. Peers may read the slots until `release`.
+        """
 
     @abc.abstractmethod
     def accept(self, block_ids: Sequence[int]) -> list[int] | None:
-        """Return slots to receive new content for these blocks; None if too few slots are free."""
+        """Return slots to receive new content for these blocks, in order.
+
+        Return None if too few slots are free. Transfers may fill the slots until `release`.
+        """
 
     @abc.abstractmethod
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
@@ -115,7 +121,7 @@ class HostMemory(SlotMemory):
 def slot_rows(
     base_address: int, num_slots: int, layout: KVCacheLayout, heads: HeadRange, *, device_id: int
 ) -> NDArray[np.int64]:
-    """Return the memory range of these heads in each slot of a worker's memory.
+    """Return the memory range of `heads` in each slot of a worker's memory.
 
     Returns:
         [num_slots, 3] of (address, length, device id); [0, 3] if `heads` is empty.

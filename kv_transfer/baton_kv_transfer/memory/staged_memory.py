@@ -65,7 +65,8 @@ class StagedMemory(SlotMemory):
         self.num_slots = num_slots
         self._copy_out = copy_out
         self._copy_in = copy_in
-        #: A heap. The lowest slots are taken first, because adjacent slots share a descriptor.
+        #: Heap of free slots. The lowest slots are taken first: the more slots are adjacent, the
+        #: fewer memory ranges a transfer has.
         self._free = list(range(num_slots))
         #: By slot in use: the block for which the slot was accepted; None: the slot is exposed.
         self._used: dict[int, int | None] = {}
@@ -93,7 +94,7 @@ class StagedMemory(SlotMemory):
         return slots
 
     def commit(self, slots: Sequence[int], block_ids: Sequence[int], heads: HeadRange) -> None:
-        """Copy the heads into the blocks. See SlotMemory.
+        """Copy the verified heads of each slot into its block. See SlotMemory.
 
         Raises:
             ValueError: a slot is not the slot that `accept` returned for the block.
@@ -127,9 +128,10 @@ class StagedMemory(SlotMemory):
         return self._staging.block_sums(slots, heads)
 
     def _take(self, count: int) -> list[int] | None:
-        """Take and return `count` free slots; None if fewer are free.
+        """Take and return `count` free slots; None if fewer slots are free.
 
-        Log a warning, once, if the memory has fewer slots in total, because no retry can succeed.
+        If the memory has fewer slots in total, no retry can succeed. The first such call logs a
+        warning.
         """
         if count > self.num_slots and not self._warned:
             self._warned = True
