@@ -4,7 +4,7 @@ choose             chooses transports by name
 transport          the interface of a transport
 transport_thread   the thread that all transports of an agent share
 work_loan          lets a thread that waits for the agent do the work of the transports' thread
-mailbox            queues commands for the transports' thread
+mailbox            queues calls for the transports' thread
 alarm              a timer with a file descriptor, for work_loan
 transfer           memory regions, transfers and errors
 iovec              packed lists of memory runs

@@ -15,7 +15,7 @@ _libc = c.PyDLL(None, use_errno=True)
 
 
 class Alarm:
-    """A timer that stays expired until it is set again. Only one thread may wait for it."""
+    """A timer that stays expired until it is set again. Only one thread may call `wait`."""
 
     def __init__(self) -> None:
         """Create an alarm that is off.
@@ -30,7 +30,7 @@ class Alarm:
         self._poller.register(self._fd, select.POLLIN)
 
     def set(self, delay_ns: int) -> None:
-        """Make the alarm expire after `delay_ns`; 0 turns it off."""
+        """Make the alarm expire after `delay_ns`; 0 turns the alarm off."""
         spec = _SPEC.pack(0, 0, *divmod(delay_ns, 10**9))
         _libc.timerfd_settime(self._fd, 0, spec, None)
 

@@ -1,4 +1,4 @@
-"""Chooses transports by name."""
+"""Chooses the transports that a value of kv_transfer.transport stands for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def _load_ucx() -> type[Transport]:
     return UCXTransport
 
 
-#: Functions that return each transport's class. UCX is imported on first use. Tests add entries.
+#: By name of a transport: a function that returns the transport's class. UCX is imported on first
+#: use. Tests add entries.
 LOADERS: dict[str, Callable[[], type[Transport]]] = {
     "shm": lambda: SHMTransport,
     "tcp": lambda: TCPTransport,
@@ -25,7 +26,10 @@ LOADERS: dict[str, Callable[[], type[Transport]]] = {
 
 
 def choose_transports(kind: str) -> dict[str, type[Transport]]:
-    """Return name and class of each transport that `kind` selects, in order of preference.
+    """Return the name and class of each transport that `kind` selects, in order of preference.
+
+    Args:
+        kind: name of a transport, or `auto` for all transports that this machine may have.
 
     Raises:
         ValueError: the kind is unknown.

@@ -1,7 +1,7 @@
 """Pure functions on runs of memory, packed as an array of struct iovec (address, length).
 
-Requests carry runs in this form, and readv, writev and process_vm_readv accept this form. Up to
-FEW_RUNS runs are handled as Python integers, because numpy arrays are slower for few runs.
+A run is a contiguous range of memory. Requests carry runs in this form, and readv, writev and
+process_vm_readv accept this form.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from baton_kv_transfer.transports.transfer import Descriptors, Region
 
 _RUN = struct.Struct("<qq")
 RUN_BYTES = _RUN.size
+#: Up to this number of runs, Python integers are faster than numpy arrays.
 FEW_RUNS = 16
+#: Limit of a transfer. Sums of lengths up to this limit are exact in float64.
 MAX_TRANSFER_BYTES = 2**40
 
 
@@ -65,7 +67,7 @@ def total_bytes(iovec: bytes | bytearray) -> int:
 
 
 def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
-    """Return for each run the sum of the lengths of this run and all earlier runs, in bytes."""
+    """Return, for each run, the sum of the lengths of this run and all earlier runs in bytes."""
     if _are_few(iovec):
         return list(accumulate(lengths_of(iovec)))
     ends: Sequence[int] = np.cumsum(_as_array(iovec)[:, 1])  # type: ignore[assignment]
@@ -73,7 +75,10 @@ def ends_of(iovec: bytes | bytearray) -> Sequence[int]:
 
 
 def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
-    """Return how many runs no region contains completely. Runs of length 0 or less also count."""
+    """Return the number of runs that are not completely inside one region.
+
+    Runs of length 0 or less count as outside.
+    """
     if _are_few(iovec):
         outside = 0
         for address, length in _RUN.iter_unpack(iovec):
@@ -83,7 +88,7 @@ def count_outside(iovec: bytes | bytearray, regions: Sequence[Region]) -> int:
             else:
                 outside += 1
         return outside
-    # Negative numbers and offsets become huge.
+    # As unsigned numbers, negative lengths and offsets are huge, so they fail the checks.
     unsigned = _as_array(iovec).view(np.uint64)
     addresses, lengths = unsigned[:, 0], unsigned[:, 1]
     inside = np.zeros(len(unsigned), dtype=bool)

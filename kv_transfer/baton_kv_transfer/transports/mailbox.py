@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from baton_kv_transfer.transports.transfer import TransportError
 
+#: How long `call` waits for a result. The thread may be inside a slow call of a network library.
 CALL_TIMEOUT_S = 30.0
 
 _T = TypeVar("_T")
@@ -60,7 +61,7 @@ class Mailbox:
             return future.result(CALL_TIMEOUT_S)
         except TimeoutError:
             raise TransportError(
-                f"the progress thread does not answer within {CALL_TIMEOUT_S:g} s"
+                f"the thread of the KV transports does not answer within {CALL_TIMEOUT_S:g} s"
             ) from None
 
     def run(self) -> None:
@@ -69,7 +70,10 @@ class Mailbox:
             self._commands.popleft()()
 
     def close(self) -> bool:
-        """Refuse further commands and wake the mailbox's thread; return False if already closed."""
+        """Refuse further commands, and wake the mailbox's thread.
+
+        Return False, and do nothing, if the mailbox is closed already.
+        """
         with self._lock:
             if self.closed:
                 return False
@@ -78,10 +82,10 @@ class Mailbox:
             return True
 
     def finish(self) -> None:
-        """Refuse further commands and run the queued ones. Only the mailbox's thread calls this.
+        """Refuse further commands, and run the queued commands.
 
-        After the return, `signal` is not called any more.
+        Only the mailbox's thread calls this. After the return, `signal` is not called any more.
         """
-        with self._lock:  # `close` has signalled
+        with self._lock:  # a call of `signal` by `close` has returned
             self.closed = True
         self.run()

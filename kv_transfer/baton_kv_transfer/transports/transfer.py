@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-#: [n, 3]: address, length in bytes, device id (0: host).
+#: [n, 3]: address, length in bytes, and device id (index of the GPU; 0 for host memory).
 Descriptors = NDArray[np.int64]
 
 #: NIXL's names for host memory and GPU memory.
@@ -54,7 +54,7 @@ class Post:
     def end(self, error: str = "") -> None:
         """Set the final state: ERR if there is an error, else DONE. Only the first call counts.
 
-        After the call, the transport must not touch the local memory for this post any more.
+        Before the call, the transport must have stopped using the local memory for this post.
         """
         if self.state is XferState.PROC:
             self.error = error

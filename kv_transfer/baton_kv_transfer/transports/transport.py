@@ -15,7 +15,7 @@ from baton_kv_transfer.transports.transport_thread import TransportThread
 
 
 class TransportContext:
-    """What one transport gets from its agent: thread, registered memory, callbacks and counters."""
+    """The agent's state that one transport uses: thread, memory, callbacks and counters."""
 
     def __init__(
         self,
@@ -36,7 +36,9 @@ class TransportContext:
         """
         self.thread, self.name, self.host = thread, name, host
         self.deliver, self.wakeup = deliver, wakeup
+        #: Registered memory of the agent that this transport moves.
         self.regions: list[Region] = []
+        #: Number of descriptors in peers' requests that were outside `regions`.
         self.num_refused = 0
         #: See Agent.failure.
         self.failure = ""
@@ -59,7 +61,7 @@ class TransportContext:
 
 
 class Transport(abc.ABC):
-    """One way to move bytes to and from peers.
+    """A mechanism that moves bytes to and from peers.
 
     Only the agent's thread calls `forget_region`, `fence` and `end`. Any thread may call the other
     methods.
@@ -76,7 +78,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def forget_region(self, region: Region) -> None:
-        """End the peers' operations on a deregistered region.
+        """End the operations of peers on a deregistered region.
 
         After the return, no operation of a peer reaches the region.
         """
@@ -95,14 +97,14 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, transfer: Transfer) -> bool:
-        """Begin a transfer; return False if the peer cannot be reached.
+        """Begin a transfer; return False if this transport cannot reach the peer.
 
         If the result is False, the transfer is unchanged.
         """
 
     @abc.abstractmethod
     def send_notif(self, name: str, message: bytes) -> bool:
-        """Send a notification; return False if the peer cannot be reached."""
+        """Send a notification; return False if this transport cannot reach the peer."""
 
     @abc.abstractmethod
     def fence(self) -> None:

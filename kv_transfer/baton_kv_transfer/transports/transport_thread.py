@@ -1,7 +1,7 @@
 """The thread that does the work of an agent's transports: sockets, commands, timers and copies.
 
 Several copies take turns, one batch at a time. A *user* is another thread that waits for the agent
-in `waiting`. The user does the work itself, instead of the transports' thread (see `work_loan`).
+in `waiting`. The user may do the work itself, instead of the transports' thread (see `work_loan`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from baton_kv_transfer.transports.work_loan import WorkLoan
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-#: When a user thread leaves `waiting`, it runs the transport's work for at most this time. An
-#: event ends it earlier.
+#: A user that leaves `waiting` does the transports' work for at most this time. It stops earlier
+#: when a transfer has ended or a notification has arrived.
 HELP_S = 0.005
-#: How late a timer may be while a user waits.
+#: How late a timer may be called while a user waits, in seconds.
 MAX_PARKED_S = 1.0
 
 
@@ -56,7 +56,7 @@ class Job:
 
         Args:
             copy: the copy.
-            finish: called at the end, with the error or "".
+            finish: called at the end with the error; "" if there is none.
             owner: the link or client that requested the copy.
         """
         self.copy = copy
@@ -101,7 +101,7 @@ class TransportThread:
             name: name of the thread.
         """
         self.jobs: deque[Job] = deque()
-        #: By descriptor: the events to wait for, and the handler.
+        #: By file descriptor: the epoll events to wait for, and the handler.
         self._handlers: dict[int, tuple[int, Callable[[], None]]] = {}
         self._progress: Callable[[], bool] = lambda: False
         self._later: list[tuple[float, int, Callable[[], None]]] = []
@@ -152,7 +152,9 @@ class TransportThread:
                 )
 
     def on_event(self) -> bool:
-        """Record an event for the users, so that a user that does the work leaves `waiting`.
+        """Record that a transfer has ended or a notification has arrived.
+
+        A user that does the work then leaves `waiting`.
 
         Returns:
             Whether to wake the users. False: the calling thread is the only user.
@@ -215,7 +217,7 @@ class TransportThread:
                     self._has_event or self.mailbox.closed or time.monotonic() > until
                 ):
                     more = self._turn()
-        except Exception as error:  # reported by the thread: the user did not cause it
+        except Exception as error:  # the thread reports the error, which is not the user's fault
             self._failure = error
         return more
 
@@ -232,11 +234,15 @@ class TransportThread:
                 with self._work:
                     more = self._turn()
         except Exception as error:
-            logger.exception("the thread %s failed; its transfers end", self._thread.name)
-            self.failure = f"the thread {self._thread.name} failed: {error!r}"
+            logger.exception(
+                "the thread %s of the KV transports failed: all KV transfers of this engine fail, "
+                "and so do later ones; restart the engine",
+                self._thread.name,
+            )
+            self.failure = f"the thread {self._thread.name} failed: {error!r}; restart the engine"
         with self._work:
-            self._loan.close()  # a user would poll descriptors that are about to be closed
-            self.mailbox.finish()  # callers that wait for an answer get it
+            self._loan.close()  # no user may begin to poll descriptors that are about to be closed
+            self.mailbox.finish()  # so that no caller waits for an answer without end
             self._at_end()
         self._close()
 
@@ -256,7 +262,7 @@ class TransportThread:
             if not rang and not self._time_left_s(MAX_PARKED_S):
                 with self._work:
                     self._turn()
-                os.eventfd_write(self._event_fd, 1)  # the user does the rest
+                os.eventfd_write(self._event_fd, 1)  # the user does the work that is left
 
     def _close(self) -> None:
         # The last turn may have consumed the event that woke a user.
@@ -280,7 +286,7 @@ class TransportThread:
             for fd, _ in self._epoll.poll(0):
                 if fd == self._event_fd:
                     os.eventfd_read(fd)
-                elif handler := self._handlers.get(fd):  # an earlier handler may have closed it
+                elif handler := self._handlers.get(fd):  # None: an earlier handler unwatched it
                     handler[1]()
             self._copy_batch()
             self._run_due()
@@ -295,7 +301,7 @@ class TransportThread:
             os.eventfd_write(self._event_fd, 1)
 
     def _time_left_s(self, at_most_s: float) -> float:
-        first = self._later[:1]  # a user that does the work may run the timer at the same time
+        first = self._later[:1]  # no index: another thread may run the only timer at the same time
         return min(at_most_s, max(0.0, first[0][0] - time.monotonic())) if first else at_most_s
 
     def _run_due(self) -> None:

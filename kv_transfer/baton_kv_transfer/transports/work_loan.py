@@ -37,7 +37,7 @@ class Holder(enum.Enum):
 
 
 class WorkLoan:
-    """Records the holder of the transports' work. The first holder is the transports' thread."""
+    """Records which thread does the transports' work. At first, the transports' thread does it."""
 
     def __init__(self) -> None:
         self.holder = Holder.THREAD
@@ -53,7 +53,7 @@ class WorkLoan:
         self._closed = False
 
     def borrow(self) -> bool:
-        """Count the caller as a waiting user. Return whether the caller holds the work now."""
+        """Count the caller as a waiting user. Return whether the caller must do the work now."""
         with self._lock:
             self.num_users += 1
             if self.holder is not Holder.NOBODY or self._closed:
@@ -77,7 +77,7 @@ class WorkLoan:
     def leave(self) -> None:
         """Stop counting the caller as a waiting user.
 
-        If the thread's work is lent to the caller, the caller must call `give_back` before.
+        A caller to which `borrow` has lent the work must call `give_back` first.
         """
         with self._lock:
             self.num_users -= 1
@@ -95,7 +95,7 @@ class WorkLoan:
 
         Returns:
             Whether the thread may work now. If False, wait for the alarm and call again. After
-            `close` the result is always True, even if a user still holds the work.
+            `close`, the result is always True, even if a user still does the work.
         """
         with self._lock:
             self._thread_polls = False
@@ -112,7 +112,7 @@ class WorkLoan:
             self._closed = True
 
     def await_user(self, timeout_s: float) -> bool:
-        """Wait until no user holds the work; return False after the timeout. Call `close` first."""
+        """Wait until no user does the work; return False after the timeout. Call `close` first."""
         with self._lock:
             lent = self.holder is Holder.USER
         return not lent or self.alarm.wait(timeout_s)

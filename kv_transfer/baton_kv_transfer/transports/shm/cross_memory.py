@@ -1,4 +1,4 @@
-"""Read the memory of another process with process_vm_readv. Each call verifies the process.
+"""Reads the memory of another process with process_vm_readv. Each call verifies the process.
 
 A process id alone is no proof of identity, because the kernel reuses ids. So each process has a
 `Cell`: random bytes whose address and content the process sends to its peers. Each batch reads the
@@ -24,14 +24,14 @@ from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, pack_run, spl
 from baton_kv_transfer.transports.transfer import CopyError
 
 CELL_BYTES = 16
-#: Limit of runs in a batch. IOV_MAX is 1024, and one run is the cell.
+#: Maximum number of runs in a batch. IOV_MAX is 1024, and one run is the cell.
 MAX_RUNS = 1023
-#: Limit of a batch in bytes. A batch takes about a millisecond, then the thread does other work.
+#: Maximum size of a batch. A batch takes about a millisecond. Then the thread does other work.
 BATCH_BYTES = 4 * 2**20
 
 
 class Cell:
-    """Random bytes at a fixed address. Peers identify this process by these bytes until `clear`."""
+    """Random bytes at a fixed address, by which peers identify this process until `clear`."""
 
     def __init__(self) -> None:
         self.value = os.urandom(CELL_BYTES)
@@ -88,7 +88,7 @@ class Process:
         """
         with self._lock:
             if self.pidfd < 0:
-                raise CopyError(f"process {self.pid} was given up")
+                raise CopyError(f"process {self.pid} was disconnected")
             count = len(local) // RUN_BYTES + 1
             copied = self._readv(
                 self.pid, local + self._landing_run, count, remote + self._cell_run, count, 0
@@ -117,7 +117,7 @@ class Process:
         return not self._poller.poll(0)
 
     def close(self) -> None:
-        """Stop reading the process: wait for a read in progress, and let later reads fail."""
+        """Stop reading the process. Wait for a read in progress, and make later reads fail."""
         with self._lock:
             if self.pidfd >= 0:
                 os.close(self.pidfd)
@@ -136,7 +136,7 @@ class BatchedCopy:
             remote: iovec of the process's runs, of the same lengths.
         """
         self._process = process
-        #: The local runs, not split.
+        #: The local runs as the caller gave them. Long runs are split in `_local`.
         self.target = local
         self.nbytes = total_bytes(local)
         if self.nbytes > BATCH_BYTES:

@@ -28,8 +28,11 @@ class HostAddress(msgspec.Struct, array_like=True, frozen=True):
     pid_namespace: int
     network_namespace: int
     pid: int
+    #: Address of this process's `Cell`.
     cell_address: int
+    #: Content of this process's `Cell`.
     cell: bytes
+    #: Name of the abstract unix socket on which this process listens.
     socket_name: bytes
 
 
@@ -98,7 +101,7 @@ class SHMServer(PeerServer[_Client]):
 
     def forget_region(self, region: Region) -> None:
         for job in [job for job in self._thread.jobs if isinstance(job.owner, _Client)]:
-            # Finishing a job may have ended its client and with it other jobs.
+            # Finishing a job may disconnect the client, which removes the client's other jobs.
             if job in self._thread.jobs and count_outside(job.copy.target, self._context.regions):
                 self._thread.jobs.remove(job)
                 job.finish("the memory was deregistered")
@@ -128,7 +131,7 @@ class SHMServer(PeerServer[_Client]):
     def _accept(self) -> None:
         try:
             end, _ = self._server.accept()
-        except OSError:  # the client is gone, or no file can be opened
+        except OSError:  # the client has disconnected, or no file descriptor is free
             return
         pid, uid, _ = _PEER_CREDENTIALS.unpack(
             end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)

@@ -9,7 +9,7 @@ Each side writes only to its own memory, and reads the memory of the other side 
 Requests, answers and notifications travel over a unix socket of the peer. The side that connects
 sends the peer's cell, which is in the peer's metadata. The kernel reports the process id of the
 side that connects (SO_PEERCRED). Both sides must have the same boot id, pid namespace and network
-namespace. The thread that starts a READ of up to INLINE_BYTES makes the copy itself.
+namespace.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from baton_kv_transfer.transports.transport_thread import Job
 
 logger = logging.getLogger(__name__)
 
-#: The caller itself copies reads up to this size, in some milliseconds. No thread has to wake up.
+#: The thread that starts a READ of up to this size copies the bytes itself, in some milliseconds.
+#: No other thread has to wake up.
 INLINE_BYTES = 16 * 2**20
 
 
@@ -58,7 +59,8 @@ class _SHMLink(PeerLink):
         super().__init__(context, peer)
         self.process = Process(address.pid, address.cell_address, address.cell)
         self._address = address
-        #: Sent to the peer. After the cell is cleared, the peer cannot carry out requests.
+        #: Cell of this process for this peer. After the cell is cleared, the peer can no longer
+        #: read this process's memory.
         self._cell = Cell()
 
     def connect(self) -> FramedSocket:

@@ -23,12 +23,12 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 #: Header of a frame: size of the payload in bytes, kind, number of the transfer.
 _HEADER = struct.Struct("<IIQ")
 _SEND_BYTES = 2**18
-#: Limit of the data moved in one call, which takes about 1 ms. Then other sockets have their turn.
+#: Limit of the data moved in one call, which takes about 1 ms. Then other sockets are served.
 _TURN_BYTES = 4 * 2**20
 #: Size of the buffer for messages. One read usually empties the socket.
 _BUFFER_BYTES = 4096
 _ZEROS = c.create_string_buffer(FRAME_BYTES)
-#: Replaces the number of a stopped transfer while its frame is completed with zeros.
+#: Replaces the number of a stopped transfer while the rest of its frame is sent as zeros.
 _STOPPED = -1
 
 
@@ -52,9 +52,10 @@ class FramedSocket:
         Args:
             end: the socket.
             max_payload_bytes: largest payload that the other side may send in a message.
-            takes_data: the other side may send data. Data of transfers that were not passed to
-                `expect` are discarded.
-            moved: counter whose entry "sockets" grows by the data bytes sent and received.
+            takes_data: whether the other side may send data. Data of transfers that were not passed
+                to `expect` are discarded.
+            moved: counter to whose entry "sockets" the data bytes sent and received are added;
+                None: nothing is counted.
         """
         end.setblocking(False)
         self._end = end
@@ -70,10 +71,10 @@ class FramedSocket:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._base = c.addressof(c.c_char.from_buffer(self._buffer))
-        self._read, self._filled = 0, 0  # between them the buffer has unread bytes
-        self._frame: tuple[int, int] | None = None  # kind and number of the frame arriving
+        self._read, self._filled = 0, 0  # buffer[_read:_filled] has the unread bytes
+        self._frame: tuple[int, int] | None = None  # kind and number of the frame that arrives
         self._payload = bytearray()
-        self._missing = 0  # bytes of the payload, or of the frame's data
+        self._missing = 0  # bytes of this frame that have not arrived yet
         self._target: Rows | None = None
 
     def fileno(self) -> int:
@@ -126,6 +127,7 @@ class FramedSocket:
         self.flush()
 
     def send_rows(self, number: int, rows: Rows) -> None:
+        """Send the data in `rows` for a transfer, without a message."""
         self._waiting[number] = rows
         self.flush()
 
@@ -139,9 +141,9 @@ class FramedSocket:
     def stop(self, number: int) -> bool:
         """Stop using the rows of a transfer; return False if no rows were in use.
 
-        Only the thread that runs `receive` may call this. A frame that was sent in part is
-        completed with zeros. In the last frame (see `is_sending_last_frame`) the other side would
-        mistake the zeros for data, so close the connection instead of calling `stop`.
+        Only the thread that runs `receive` may call this. If a part of a frame was sent, the rest
+        of the frame is sent as zeros. In the last frame (see `is_sending_last_frame`), the other
+        side would mistake the zeros for data. Then close the connection instead of calling `stop`.
         """
         rows = self._expected.pop(number, None)
         if rows is not None and rows is self._target:
@@ -155,6 +157,7 @@ class FramedSocket:
         return True
 
     def flush(self) -> None:
+        """Send waiting bytes until the socket accepts no more, up to the limit of one call."""
         turn = 0
         try:
             while self.has_outgoing and turn < _TURN_BYTES:
@@ -170,8 +173,8 @@ class FramedSocket:
     def receive(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield (kind, number, payload) of each message that has arrived.
 
-        The kind DATA means that all rows of a transfer are filled. The iteration may end before the
-        socket is empty. Then the socket stays readable.
+        The kind DATA means that all rows of a transfer are filled; the payload is empty then. The
+        iteration may end before the socket is empty. Then the socket stays readable.
 
         Raises:
             ConnectionError: the other side closed the connection, or sent something invalid.
@@ -179,7 +182,7 @@ class FramedSocket:
         turn, more = 0, True
         while True:
             while (message := self._next_message()) is not None:
-                more = more and message[0] != DATA  # report it before reading the socket again
+                more = more and message[0] != DATA  # report ended transfers before reading again
                 yield message
             if not more or turn >= _TURN_BYTES:
                 return
@@ -236,7 +239,7 @@ class FramedSocket:
                 received = self._end.recv_into(rest)
             self._missing -= received
             return received, True
-        unread = self._filled - self._read  # a part of a header at most
+        unread = self._filled - self._read  # less than one header
         self._buffer[:unread] = self._buffer[self._read : self._filled]
         self._read, self._filled = 0, unread
         received = self._end.recv_into(self._view[unread:])

@@ -14,7 +14,7 @@ from baton_kv_transfer.transports.sockets.rows import Rows
 from baton_kv_transfer.transports.transfer import Transfer, TransportError
 from baton_kv_transfer.transports.transport import TransportContext
 
-#: Kinds of messages. A frame's number is that of the transfer that the frame belongs to.
+#: Kinds of messages. Each frame has the number of the transfer to which the frame belongs.
 HELLO, READ, WRITE, NOTIF, ANSWER = range(DATA + 1, DATA + 6)
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class PeerLink(abc.ABC):
         self._context = context
         self._thread = context.thread
         self.peer = peer
-        #: Why the link was given up.
+        #: Why the link was given up; empty before.
         self.error = ""
         self._lock = threading.RLock()
         self._socket: FramedSocket | None = None
@@ -49,7 +49,7 @@ class PeerLink(abc.ABC):
         """Revoke the peer's access to this process's memory. Call `give_up` afterwards."""
 
     def on_lost(self, reason: str) -> None:  # noqa: B027
-        """Handle the loss of the connection."""
+        """React to the loss of the connection. By default, do nothing."""
 
     def post(
         self,
@@ -62,14 +62,16 @@ class PeerLink(abc.ABC):
     ) -> None:
         """Send a message, then the bytes of the rows `outgoing`.
 
-        Bytes that the socket does not accept now are sent later.
+        Bytes that the socket does not accept now are sent later. If the message cannot be sent,
+        `transfer` ends in ERR. A lost message without a transfer is logged.
 
         Args:
             kind: kind of the message.
             payload: payload of the message.
-            transfer: transfer that ends when the peer answers, or when `incoming` is filled.
-            outgoing: rows whose bytes follow the message.
-            incoming: rows to fill with the bytes that the peer sends.
+            transfer: transfer that ends when the peer answers, or when `incoming` is filled. None:
+                the message needs no answer.
+            outgoing: rows whose bytes follow the message; None: no bytes follow.
+            incoming: rows to fill with the bytes that the peer sends; None: the peer sends none.
         """
         error = self._post(kind, payload, transfer, outgoing, incoming)
         if error and transfer is not None:
@@ -128,7 +130,7 @@ class PeerLink(abc.ABC):
         return connection
 
     def _submit(self, command: Callable[[], None]) -> None:
-        # A closed mailbox accepts no command. Its thread gives up all links at its end.
+        # A closed mailbox accepts no command. The transports' thread gives up all links at its end.
         with contextlib.suppress(TransportError):
             self._thread.mailbox.submit(command)
 
@@ -161,7 +163,7 @@ class PeerLink(abc.ABC):
             stopped = connection.stop(number)
         if stopped and not error:
             error = "the peer answered before all bytes were moved"
-        if kind == DATA and transfer.notif:  # a write has it in its request
+        if kind == DATA and transfer.notif:  # a READ. The request of a WRITE has the notification
             self.post(NOTIF, transfer.notif)
         transfer.end(error and f"{transfer.op} of {self.peer}'s memory: {error}")
         self._context.wakeup()

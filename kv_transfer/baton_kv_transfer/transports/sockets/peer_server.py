@@ -18,9 +18,15 @@ logger = logging.getLogger(__name__)
 
 
 class Client:
-    """A peer that connected. Its name is empty until its HELLO was accepted."""
+    """A peer that connected. `name` is empty until the peer's HELLO was accepted."""
 
     def __init__(self, link: FramedSocket, where: str) -> None:
+        """Take over a new connection.
+
+        Args:
+            link: the connection.
+            where: address or process of the peer, for the log.
+        """
         self.link = link
         self.where = where
         self.name = ""
@@ -111,7 +117,7 @@ class PeerServer(abc.ABC, Generic[_Client]):
         if client not in self._clients:
             return
         agent = client.name or "an unknown agent"
-        logger.info("KV transfer connection of %s at %s ended: %s", agent, client.where, reason)
+        logger.info("the KV transfer connection of %s at %s ended: %s", agent, client.where, reason)
         self._clients.remove(client)
         self._thread.unwatch(client.link.fileno())
         client.close()

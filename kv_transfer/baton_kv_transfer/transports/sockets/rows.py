@@ -15,7 +15,8 @@ from typing import Any
 
 from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, split, total_bytes
 
-#: Limit of a frame. A frame takes some tenths of a millisecond, then other transfers have a turn.
+#: Maximum size of a frame. A frame takes some tenths of a millisecond. Then another transfer is
+#: served.
 FRAME_BYTES = 2**20
 _MAX_ROWS = 1024  # IOV_MAX
 
@@ -33,15 +34,16 @@ class Rows:
         self._nbytes = total_bytes(iovec)
         self._rows = iovec if self._nbytes <= FRAME_BYTES else split(iovec, FRAME_BYTES)
         #: An iovec: one free entry, then the rows. After a part of a row has moved, the entry of
-        #: the row describes the rest. `send` puts the header into the entry before the next row.
+        #: the row describes the rest of the row. `send` puts the address of the frame's header into
+        #: the entry before the next row.
         self._left = bytearray(RUN_BYTES) + self._rows
         self._numbers = memoryview(self._left).cast("q")
         self._base = c.addressof(c.c_char.from_buffer(self._left))
         self._count = len(self._rows) // RUN_BYTES
-        self._next = 0  # the row that moves next
-        self._moved = 0
-        self._frame_end = 0  # rows and bytes up to there
-        self._frame_bytes_end = 0
+        self._next = 0  # index of the row that moves next
+        self._moved = 0  # bytes that have moved
+        self._frame_end = 0  # index of the row after the current frame
+        self._frame_bytes_end = 0  # bytes of all rows before that row
 
     @functools.cached_property
     def _ends(self) -> Sequence[int]:
@@ -63,7 +65,7 @@ class Rows:
         return self._frame_bytes_end - self._moved
 
     def begin_frame(self) -> int:
-        """Begin the next frame to send, with as many rows as fit; return the bytes of the frame."""
+        """Begin the next frame to send, with as many rows as fit. Return its size in bytes."""
         if self._nbytes - self._moved <= FRAME_BYTES:
             self._frame_end, self._frame_bytes_end = self._count, self._nbytes
         else:
@@ -72,7 +74,10 @@ class Rows:
         return self.frame_missing
 
     def take_frame(self, nbytes: int) -> None:
-        """Begin the next frame to receive, with the size that the other side announced.
+        """Begin the next frame to receive.
+
+        Args:
+            nbytes: size of the frame, which the other side has announced.
 
         Raises:
             ValueError: the frame does not end at the end of a row.
@@ -103,10 +108,14 @@ class Rows:
         return moved
 
     def send(self, fd: int, head: bytearray) -> tuple[int, int]:
-        """Send `head` (messages and the frame's header), then rows of the current frame.
+        """Send `head`, then rows of the current frame.
+
+        Args:
+            fd: file descriptor of the socket.
+            head: bytes to send first: messages and the frame's header. May be empty.
 
         Returns:
-            The number of bytes sent of the head, and of the rows.
+            The number of bytes sent of `head`, and the number of bytes sent of the rows.
 
         Raises:
             OSError: the call failed; BlockingIOError if the socket accepts no byte now.

@@ -1,4 +1,4 @@
-"""The base class of the transports over sockets."""
+"""The base class of the transports over sockets, `tcp` and `shm`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SocketTransport(Transport, Generic[_Link]):
         link = self._links.get(name)
         if link is not None:
             link.withdraw()
-            with contextlib.suppress(TransportError):  # closed: all links are given up
+            with contextlib.suppress(TransportError):  # if closed, all links are given up anyway
                 self._thread.mailbox.submit(lambda: link.give_up(f"agent {name} was removed"))
                 del self._links[name]
 
@@ -44,6 +44,7 @@ class SocketTransport(Transport, Generic[_Link]):
         return link is not None
 
     def give_up_all(self, reason: str) -> None:
+        """Remove all peers, and end their transfers in ERR for this reason."""
         for name in list(self._links):
             link = self._links.pop(name, None)
             if link is not None:

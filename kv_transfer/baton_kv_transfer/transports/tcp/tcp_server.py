@@ -35,12 +35,12 @@ class Hello(msgspec.Struct, array_like=True):
 
 
 HELLO_TIMEOUT_S = 5.0
-#: Limit of connections without HELLO. With more, the oldest is closed.
+#: Limit of connections that have not sent HELLO. Above this limit, the oldest one is closed.
 MAX_UNAUTHENTICATED = 128
-#: A connection is lost if the peer's host acknowledges nothing for this time.
+#: A connection is lost if the peer's host acknowledges nothing for this time, in seconds.
 SILENT_S = 10
 _PROBE_S = 2
-#: Pause in accepting connections when the process has no free descriptor.
+#: Pause before the next accept, after the process had no free file descriptor.
 _RETRY_S = 1.0
 _SECRET_BYTES = 16
 
@@ -48,7 +48,7 @@ _SECRET_BYTES = 16
 def set_options(end: socket.socket) -> None:
     """Set the TCP options that both ends of a connection use."""
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)  # gives up after 3 s
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_SYNCNT, 1)  # connecting fails after 3 s
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_S * 1000)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
@@ -59,7 +59,7 @@ def set_options(end: socket.socket) -> None:
 class _Client(Client):
     def __init__(self, link: FramedSocket, where: str) -> None:
         super().__init__(link, where)
-        #: Notifications of writes under way, by number.
+        #: Notifications of WRITE transfers whose data is still arriving, by transfer number.
         self.notifs: dict[int, bytes] = {}
 
 
@@ -123,7 +123,7 @@ class TCPServer(PeerServer[_Client]):
     def _accept(self) -> None:
         try:
             end, where = self._server.accept()
-        except OSError as error:  # the client is gone, or no file can be opened
+        except OSError as error:  # the client has disconnected, or no file descriptor is free
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 self._thread.unwatch(self._server.fileno())
                 self._thread.call_later(_RETRY_S, self._listen)

@@ -75,7 +75,7 @@ class TCPTransport(SocketTransport[_TCPLink]):
     def add_peer(self, name: str, address: bytes) -> None:
         self.remove_peer(name)
         where = msgspec.msgpack.decode(address, type=Address)
-        ipaddress.ip_address(where.host)  # not a name: looking it up takes time
+        ipaddress.ip_address(where.host)  # refuses names, whose lookup would take time
         if not 0 < where.port < 2**16:
             raise ValueError(f"agent {name} names the invalid port {where.port}")
         self._links[name] = _TCPLink(self._context, name, where)

@@ -20,8 +20,8 @@ class _ComponentAttr(c.Structure):
 def find_components() -> list[str]:
     """Return the names of UCX's components, such as `tcp`, `ib` and `cuda_cpy`.
 
-    A listed component may have no device on this machine. `ib` is listed only with libibverbs, and
-    the components for CUDA are listed only with an NVIDIA driver.
+    A listed component may have no device on this machine. `ib` is listed only if libibverbs is
+    installed. The components for CUDA are listed only if an NVIDIA driver is installed.
 
     Raises:
         UCXError: UCX is missing.
@@ -46,7 +46,7 @@ def find_components() -> list[str]:
 def find_libraries() -> list[str]:
     """Return the paths of the libucp files that this process has mapped.
 
-    More than one path means that the process uses another UCX beside ucxx's.
+    More than one path means that the process uses another UCX in addition to that of ucxx.
     """
     paths = {
         line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines()

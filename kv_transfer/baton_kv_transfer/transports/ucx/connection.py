@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # streams imports this module
 class Outgoing:
     """A transfer that this side started.
 
-    If `is_answered` is True, the transfer waits for no reply, only for the end of its data.
+    `is_answered` is True when the transfer waits only for the end of its data. A READ has no reply.
     """
 
     def __init__(self, transfer: Transfer, stream: Stream) -> None:
@@ -56,6 +56,7 @@ class Connection:
         self.peer_name = ""
         self.is_hello_sent = False
         self.error = ""
+        #: Number of the transport's ticks since something arrived, while the connection is in use.
         self.silent_ticks = 0
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Stream] = {}
@@ -86,7 +87,7 @@ class Connection:
             stream.stop(self.error)
 
     def drop(self) -> None:
-        """Drop the reference to the endpoint. Call this before destroying the endpoint's worker."""
+        """Drop the reference to the endpoint. Call this before the UCX worker is destroyed."""
         self._endpoint = None
 
     def send_message(self, message: Message, then: Callable[[], None] = lambda: None) -> None:

@@ -28,7 +28,7 @@ EP_ATTR_TRANSPORTS = 1 << 3
 CONTEXT_ATTR_MEMORY_TYPES = 1 << 2
 MEMORY_TYPE_CUDA = 1
 
-#: (request, status, user data).
+#: Type of a function (request, status, user data).
 SendCallback = c.CFUNCTYPE(None, c.c_void_p, c.c_int8, c.c_void_p)
 
 
@@ -36,7 +36,7 @@ class TagInfo(c.Structure):
     _fields_ = [("tag", c.c_uint64), ("length", c.c_size_t)]
 
 
-#: (request, status, information about the message, user data).
+#: Type of a function (request, status, information about the message, user data).
 ReceiveCallback = c.CFUNCTYPE(None, c.c_void_p, c.c_int8, c.POINTER(TagInfo), c.c_void_p)
 
 
@@ -138,7 +138,8 @@ def load_ucxx() -> Any:
     except ImportError as error:
         raise UCXError(f"UCX is not installed ({error}): pip install ucxx-cu12") from error
     finally:
-        # ucxx sets variables for all UCX users of the process. Some cause warnings of UCX.
+        # ucxx sets environment variables, which all UCX users of the process read. Some make UCX
+        # log warnings.
         for key in [key for key in os.environ if key.startswith("UCX_") and key not in before]:
             del os.environ[key]
     return ucxx._lib.libucxx

@@ -5,9 +5,9 @@
             writer: WRITE that awaits GO         owner: GO          (or REFUSED)
             writer: the data                     owner: DONE
 
-A WRITE message whose rows and notification have up to `UCXContext.max_eager_bytes` bytes always
-arrives before the data sent after it, so the owner posts receives in time. After a larger WRITE
-message, the writer waits for GO before it sends the data.
+If the rows and the notification of a WRITE message have up to `UCXContext.max_eager_bytes` bytes,
+the message always arrives before data that is sent after it. So the owner posts receives in time.
+After a larger WRITE message, the writer waits for GO before it sends the data.
 
 A side sends HELLO before its first request over a new endpoint. The secret in HELLO proves that the
 sender has the receiver's metadata. HELLO also has a random session id. Every later message about
@@ -28,10 +28,10 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class Hello(msgspec.Struct, array_like=True, tag=1):
-    secret: bytes  # of the receiver's metadata
-    session: int
-    name: str
-    address: bytes  # of the sender's UCX worker
+    secret: bytes  # the secret in the receiver's metadata
+    session: int  # session id that the sender draws
+    name: str  # name of the sender's agent
+    address: bytes  # address of the sender's UCX worker
 
 
 class Read(msgspec.Struct, array_like=True, tag=2):

@@ -15,10 +15,11 @@ from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.connection import Connection
 from baton_kv_transfer.transports.ucx.worker import Buffer, Request
 
-#: A piece fits into a receive segment. UCX copies larger messages before sending them.
+#: Maximum size of a piece. A piece fits into UCX's receive segment (TCP_RX_SEG_SIZE). UCX copies
+#: larger messages before sending them.
 PIECE_BYTES = 2**19
 _PIECE_ROWS = 1024
-#: Pieces of one transfer that are sent at a time, so that other transfers have their turn.
+#: Number of pieces of one transfer that are sent at the same time, so that transfers take turns.
 WINDOW = 8
 
 
@@ -94,7 +95,7 @@ class Stream:
     def stop(self, error: str) -> None:
         """Post no more pieces, and cancel the receives that no message has matched.
 
-        If UCX still holds requests, the stream ends when UCX has completed them.
+        If UCX still has requests of the stream, the stream ends when UCX has completed them.
         """
         self.error = self.error or error
         if self.ended:

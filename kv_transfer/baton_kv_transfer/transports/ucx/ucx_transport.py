@@ -40,9 +40,10 @@ from baton_kv_transfer.transports.ucx.worker import SETTINGS, Buffer, UCXContext
 
 logger = logging.getLogger(__name__)
 
-#: A connection in use is cut when nothing arrives during this many ticks (_TICK_S).
+#: A connection in use is cut when nothing arrives during this many ticks of _TICK_S seconds.
 SILENT_TICKS = 10
-#: How long UCX may take to end the requests of a cut connection. Then UCX's worker is replaced.
+#: How long UCX may take to end the requests of a cut connection. After this time, the UCX worker is
+#: replaced.
 RETURN_TIMEOUT_S = 0.5
 #: How long a fence waits for a network on which a new worker can be created.
 NETWORK_TIMEOUT_S = 20.0
@@ -53,7 +54,7 @@ NOT_LISTENING = (
     "again, raise the limit of open files, and let only the service's pods reach this port"
 )
 _TICK_S = 1.0
-#: Rounds of UCX's progress in a turn of the thread.
+#: Maximum number of calls of UCX's progress function in one turn of the thread.
 _ROUNDS = 4
 _SECRET_BYTES = 16
 
@@ -104,7 +105,7 @@ class UCXTransport(Transport):
     def remove_peer(self, name: str) -> None:
         peer = self._peers.pop(name, None)
         if peer is not None:
-            with contextlib.suppress(TransportError):  # closed: all peers are disconnected
+            with contextlib.suppress(TransportError):  # if closed, all peers are disconnected
                 self._thread.mailbox.submit(
                     lambda: self._disconnect(peer, f"agent {name} was removed")
                 )
@@ -161,7 +162,7 @@ class UCXTransport(Transport):
             logger.warning("notification to %s was lost: %s", name, error)
 
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
-        """Cut the connection to a removed peer, unless only the peer's requests use it."""
+        """Cut the connection to a removed peer, unless only requests of the peer use it."""
         connection = self._by_address.get(peer.worker)
         if connection is not None and (connection.outgoing or connection.peer_session is None):
             connection.fail(reason)
@@ -199,10 +200,10 @@ class UCXTransport(Transport):
         for _ in range(_ROUNDS):
             worker.progress()
             self._take_messages(worker)
-            # Data of a transfer that was given up, or of an untrusted client.
+            # Discards data of a transfer that was given up, or of an untrusted client.
             worker.discard(DATA_BIT, DATA_BIT)
             if self._cut_failed():
-                continue  # closing an endpoint may let messages in
+                continue  # messages may arrive while an endpoint is closed
             if worker.arm():
                 return False
         return True
@@ -233,14 +234,18 @@ class UCXTransport(Transport):
         try:
             message = messages.decode(content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            logger.info("ignoring a malformed message of %d bytes: %s", len(content), error)
+            logger.info(
+                "ignoring a malformed message of %d bytes that arrived over UCX: %s",
+                len(content),
+                error,
+            )
             return
         if isinstance(message, Hello):
             self._handle_hello(message)
             return
         connection = self._by_session.get(message.session)
         if connection is None or connection.error:
-            return  # of a cut connection, or of an untrusted client
+            return  # the message is from a cut connection, or from an untrusted client
         connection.silent_ticks = 0
         if message.session == connection.peer_session and isinstance(message, Read | Write):
             self._serve(connection, message)
@@ -251,7 +256,7 @@ class UCXTransport(Transport):
 
     def _handle_hello(self, hello: Hello) -> None:
         if not hmac.compare_digest(hello.secret, self._secret):
-            logger.info("ignoring HELLO without this agent's secret")
+            logger.info("ignoring a connection over UCX from a client without this agent's secret")
             return
         connection = self._by_address.get(hello.address)
         if connection is not None and connection.peer_session not in (None, hello.session):
@@ -307,7 +312,8 @@ class UCXTransport(Transport):
             self._end_outgoing(connection, answer.transfer)
         else:
             outgoing.stream.stop(answer.reason)
-            self._end_outgoing(connection, answer.transfer)  # a short WRITE's stream had ended
+            # The stream of a short WRITE has ended before the answer.
+            self._end_outgoing(connection, answer.transfer)
 
     def _end_outgoing(self, connection: Connection, number: int) -> None:
         """End a transfer that has failed or was answered, if UCX has completed its requests.
@@ -366,7 +372,7 @@ class UCXTransport(Transport):
             self._cut.append(connection)
             connection.cut()
             for number in list(connection.outgoing):
-                self._end_outgoing(connection, number)  # those that waited for DONE only
+                self._end_outgoing(connection, number)  # ends transfers that waited only for DONE
         return bool(failed)
 
     def _cut_all(self, reason: str) -> None:
@@ -407,7 +413,9 @@ class UCXTransport(Transport):
                 )
         if not self._wait_for_memory():
             logger.error(
-                "UCX did not give back the memory of a cut connection: replacing its worker"
+                "UCX did not end the requests of a closed connection within %g s: replacing UCX's "
+                "worker, which ends all KV transfers in flight",
+                RETURN_TIMEOUT_S,
             )
             self._replace_worker("UCX's worker was replaced")
         self._cut = [connection for connection in self._cut if connection.is_busy]

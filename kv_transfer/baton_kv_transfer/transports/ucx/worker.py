@@ -19,10 +19,10 @@ from baton_kv_transfer.transports.iovec import RUN_BYTES, pack_run
 from baton_kv_transfer.transports.ucx import library
 from baton_kv_transfer.transports.ucx.library import UCXError
 
-#: Shorter messages are sent without waiting for the receiver. The receiver fetches longer ones, so
-#: their completion proves that the receiver is alive.
+#: Shorter messages are sent without waiting for the receiver. The receiver fetches longer messages,
+#: so the completion of a longer message proves that the receiver is alive.
 RENDEZVOUS_BYTES = 2**16
-#: UCX's settings, unless the environment has others.
+#: UCX's settings. Environment variables UCX_* override them.
 SETTINGS = {
     "TLS": "^sm",  # UCX's shared memory aborts a process whose peer dies
     "TCP_TX_SEG_SIZE": "256K",  # two to three times the throughput of the defaults (8K, 64K)
@@ -178,7 +178,7 @@ class Request:
     __slots__ = ("_buffer", "nbytes", "on_end", "pointer")
 
     def __init__(self, buffer: Buffer | None, on_end: Callable[[str], None]) -> None:
-        self._buffer = buffer  # kept: UCX reads its list of runs
+        self._buffer = buffer  # kept allocated, because UCX reads its list of runs
         self.nbytes = buffer.nbytes if buffer else 0
         self.on_end = on_end
         self.pointer: int | None = None
@@ -227,7 +227,10 @@ class UCXWorker:
 
     @property
     def is_listening(self) -> bool:
-        """Whether UCX accepts TCP connections. UCX closes its listening socket if accept fails."""
+        """Whether UCX still accepts TCP connections.
+
+        UCX closes its listening socket if a call of accept fails.
+        """
         return all(_name_socket(fd) == name for fd, name in self._listeners.items())
 
     def connect(self, address: bytes, on_close: Callable[[int], None], number: int) -> Any:
@@ -252,7 +255,7 @@ class UCXWorker:
     def disconnect(self, endpoint: Any, on_end: Callable[[str], None]) -> None:
         """Close an endpoint by force. Its requests end, and no more messages arrive over it.
 
-        A later `progress` calls `on_end(error)`.
+        A later `progress` calls `on_end(error)` when the endpoint is closed.
         """
         request, key = self._new_request(None, on_end)
         if endpoint.alive:
@@ -377,7 +380,7 @@ class UCXWorker:
         deadline = time.monotonic() + DRAIN_TIMEOUT_S
         while self._requests and time.monotonic() < deadline:
             self.progress()
-        self.discard(0, 0)  # ucxx would wait for their bytes, which a dead peer never sends
+        self.discard(0, 0)  # ucxx would wait for the rest of messages that a dead peer began
         self._worker = None
         self._ended.clear()
         requests, self._requests = self._requests, {}
