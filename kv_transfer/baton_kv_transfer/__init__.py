@@ -1,8 +1,11 @@
 """Transfer of KV blocks between engines. This package does not import the engine.
 
+A producer is an engine that computes prompts (prefill). A consumer is an engine that loads the
+blocks of a prompt (decode).
+
 connector            the interface between the engine and this package, and its data
-transfer_connector   its implementation: one thread runs the consumer side and the producer side
-context              the state that both sides share
+transfer_connector   the implementation: one thread runs the consumer side and the producer side
+context              the state that the consumer side and the producer side share
 side_channel         the messages between a consumer and a producer
 auth                 the proof of the service's token in the handshake
 consumer/            loads blocks from producers and verifies them

@@ -1,4 +1,4 @@
-"""Compute and verify the handshake's proof that a peer has the service's token.
+"""Computes and verifies the proof that a peer has the service's token, for the handshake.
 
     token = ServiceKey.secret("kv"), or empty without a service key
     proof = HMAC-SHA256(token, role, both nonces, both instance ids)
@@ -22,7 +22,7 @@ NONCE_BYTES = 32
 
 
 def derive_token(service_key: ServiceKey | None) -> bytes:
-    """Return the token that all engines of a service share; empty without a key."""
+    """Return the token that all engines of a service share; empty without a service key."""
     return service_key.secret("kv") if service_key is not None else b""
 
 

@@ -31,11 +31,9 @@ from baton_protocol.block_hash import BlockHash
 
 @dataclass(slots=True)
 class BlockSave:
-    """Producer: the blocks that a step completes.
+    """Producer: the blocks of one transfer that a step completes."""
 
-    With `last`, the blocks include the partial block at the end of the prompt.
-    """
-
+    #: Id of the transfer, which the gateway draws for each attempt of a request.
     transfer_id: str
     #: Index of block_ids[0] in the sequence.
     first_block_index: int
@@ -43,8 +41,9 @@ class BlockSave:
     #: Chained hash of the tokens of each block. A partial block has the hash of the tokens that it
     #: holds.
     block_hashes: list[BlockHash]
-    #: Tokens from the start of the sequence to the end of these blocks.
+    #: Number of tokens from the start of the sequence to the end of these blocks.
     num_tokens: int
+    #: No more blocks follow. The blocks include the partial block at the end of the prompt.
     last: bool
 
 
@@ -68,8 +67,8 @@ class LoadRequest:
 class LoadWait:
     """Consumer: a load that starts later, after the scheduler has allocated the request's blocks.
 
-    The worker asks the producer to keep the producer's blocks until the LoadRequest follows. That
-    LoadRequest may have no blocks.
+    Until the LoadRequest follows, the worker asks the producer to keep its blocks. The LoadRequest
+    may have no blocks.
     """
 
     remote_host: str
@@ -84,10 +83,10 @@ class ConnectorMetadata:
 
     saves: list[BlockSave] = field(default_factory=list)
     loads: list[LoadRequest] = field(default_factory=list)
-    #: Producer: transfer id to the instance id of the only consumer that may fetch it. Sent when
-    #: the engine accepts the request.
+    #: Producer: transfer id to the instance id of the only consumer that may fetch the blocks. An
+    #: offer is sent when the engine accepts the request.
     offers: dict[str, str] = field(default_factory=dict)
-    #: Transfer ids that the scheduler cancelled. Each still ends in finished_sending or
+    #: Ids of transfers that the scheduler cancelled. Each id still appears in finished_sending or
     #: load_results.
     cancels: list[str] = field(default_factory=list)
     #: Consumer: waiting loads by transfer id. Each is followed by a LoadRequest.
@@ -104,7 +103,7 @@ class LoadResult:
     #: Number of leading blocks that arrived and were verified. The content of the other blocks is
     #: undefined. Nothing writes to the load's blocks any more.
     num_valid_blocks: int
-    #: Why blocks are missing; empty if none is.
+    #: Why blocks are missing; empty if no block is missing.
     error: str = ""
 
 
@@ -115,7 +114,7 @@ class ConnectorOutput:
     #: Transfer ids whose blocks no consumer reads any more, because they were fetched or cancelled,
     #: or the lease expired.
     finished_sending: set[str] = field(default_factory=set)
-    #: By transfer id. Each LoadRequest has exactly one result.
+    #: Results of loads, by transfer id. Each LoadRequest has exactly one result.
     load_results: dict[str, LoadResult] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
@@ -137,7 +136,9 @@ class FailureReason(enum.StrEnum):
     REFUSED = "refused"
     #: The connection or a transfer broke, or another instance answers at the producer's address.
     PEER_LOST = "peer_lost"
+    #: No block arrived before the load's deadline, or the handshake took too long.
     TIMEOUT = "timeout"
+    #: A block differed from its checksum twice.
     CHECKSUM = "checksum"
     #: The producer computed other tokens, or fewer tokens, than this engine's request has. The two
     #: engines received different requests.
@@ -159,24 +160,24 @@ class ConnectorStats(msgspec.Struct):
     blocks_received: int = 0
     #: Bytes written by push.
     bytes_sent: int = 0
-    #: Verified bytes, read or written by push.
+    #: Bytes that arrived and were verified.
     bytes_received: int = 0
-    #: Descriptors after merging.
+    #: Memory ranges in posted transfers, after adjacent ranges were merged.
     descriptors_posted: int = 0
     transfers_completed: int = 0
     #: Failed transfers by FailureReason.
     failures: dict[str, int] = {}
     checksum_failures: int = 0
     leases_expired: int = 0
-    #: Descriptors in requests of peers that were outside the memory which the peers may use.
+    #: Memory ranges in requests of peers that were outside the memory which the peers may use.
     descriptors_refused: int = 0
     handshakes_refused: int = 0
-    #: Number of fences, which cut all peers off. A fence is needed when a producer does not confirm
-    #: the end of its writes, or when reads do not end.
+    #: Number of fences. A fence cuts all peers off from the KV memory. It is needed when a producer
+    #: does not confirm the end of its writes, or when reads do not end.
     memory_fences: int = 0
-    #: Sum over loads of the time between start and end.
+    #: Sum over loads of the time from the start to the end of the load.
     receive_seconds: float = 0.0
-    #: Sum over pushes of the time between the first write and the last.
+    #: Sum over pushes to a worker of the time from the first write to the end of the last write.
     send_seconds: float = 0.0
     #: Gauge: bytes requested but not posted yet, because the peer's window is full.
     queued_bytes: int = 0
@@ -195,7 +196,7 @@ class ConnectorStats(msgspec.Struct):
     def total(parts: Sequence[ConnectorStats]) -> ConnectorStats:
         """Return the sum of the counts of several workers.
 
-        A transfer in which several workers take part counts once for each of them.
+        A transfer of several workers counts once for each worker. The failure is the first one.
         """
         total = ConnectorStats()
         for part in parts:
@@ -235,14 +236,14 @@ class KVConnectorWorker(abc.ABC):
 
     @abc.abstractmethod
     def start(self, metadata: ConnectorMetadata) -> None:
-        """Begin to process the step's offers, waits, loads and cancels.
+        """Queue the step's offers, waits, loads and cancels for the connector's thread.
 
         The engine calls this before the forward pass, and in steps without a forward pass.
         """
 
     @abc.abstractmethod
     def save(self, metadata: ConnectorMetadata) -> None:
-        """Publish the blocks that the step completed (`metadata.saves`).
+        """Queue the blocks that the step completed (`metadata.saves`) to be published.
 
         The engine calls this after the forward pass.
         """

@@ -22,10 +22,10 @@ class ConnectorContext:
     config: KVTransferConfig
     instance_id: str
     compatibility_hash: str
-    #: Key that peers must have; None: peers must have none.
+    #: Key that peers must have; None: peers must have no key.
     service_key: ServiceKey | None
     agent: Agent
-    #: Registered with the agent.
+    #: KV memory of this worker, which is registered with the agent.
     memory: SlotMemory
     #: All workers of this engine, in rank order.
     ranks: list[RankAddress]
@@ -34,7 +34,7 @@ class ConnectorContext:
     _local: dict[HeadRange, DlistHandle] = field(default_factory=dict)
 
     def local_slots(self, heads: HeadRange) -> DlistHandle:
-        """Return the prepared descriptors of these heads: one for each slot of the memory."""
+        """Return prepared descriptors of a range of heads: one for each slot of the memory."""
         if heads not in self._local:
             memory = self.memory
             rows = slot_rows(
@@ -48,7 +48,7 @@ class ConnectorContext:
         return self._local[heads]
 
     def renew(self) -> None:
-        """Drop the prepared descriptor lists, which a fence made invalid."""
+        """Drop the descriptor lists of `local_slots`, which a fence made invalid."""
         self._local.clear()
 
     def describe_memory(self) -> MemoryDescription:

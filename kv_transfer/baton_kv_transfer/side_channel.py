@@ -16,13 +16,15 @@ Each message is one msgpack frame.
                                          <- RELEASED     push: all writes have ended, none follows
                                          <- CANCELLED    the producer ended the transfer
 
-With push, DESCRIBE describes the consumer's memory. Each write carries a PUBLISH of its blocks as a
-notification. The last PUBLISH is sent as a message and names all written blocks again. RELEASE
-means that all blocks were verified, that the load failed, or that a CANCELLED was received.
+A transfer is offered when the producer's scheduler has accepted the request. With push, DESCRIBE
+describes the consumer's memory. Each write carries a PUBLISH of its blocks as a notification. The
+last PUBLISH is sent as a message and names all written blocks again. RELEASE means that all blocks
+were verified, that the load failed, or that a CANCELLED was received.
 
 A worker of the consumer and a worker of the producer connect if they share KV heads. The scheduler
-gives the address of the producer's first worker, whose DESCRIPTION lists the others. A side
-describes its memory only after hash and token matched. No message carries a point in time.
+gives the address of the producer's first worker, whose DESCRIPTION lists all workers. A side
+describes its memory only after the compatibility hash and the token matched. No message carries a
+point in time, because the clocks of two hosts differ.
 
 SUBSCRIBE, PUBLISH, RELEASE, RELEASED and CANCELLED carry the generation of the load: a random
 number that the consumer draws. Messages of another generation are ignored. A CANCELLED with
@@ -40,7 +42,7 @@ from baton_protocol.block_hash import BlockHash
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20
-#: Limit for messages before the proof of the token, because decoding takes memory.
+#: Limit for messages before the sender has proved the token, because decoding takes memory.
 MAX_HANDSHAKE_BYTES = 2**18
 #: A side reads at most this many messages of one socket before it does something else.
 MAX_MESSAGES_PER_ROUND = 1024
@@ -91,9 +93,10 @@ class Subscribe(_Message):
     transfer_id: str
     generation: int
     heads: HeadRange
-    #: Index of this worker among the consumer's workers that need heads of this producer's worker.
+    #: Index of the sender among the consumer's workers that need heads of the receiver.
     subscriber: int
-    #: Number of those workers. The transfer ends when all of them have released it.
+    #: Number of the consumer's workers that need heads of the receiver. The transfer ends when all
+    #: of them have sent RELEASE.
     num_subscribers: int
     #: Index of the first requested block in the sequence.
     first_block_index: int
@@ -108,7 +111,7 @@ class Release(_Message):
     subscriber: int
     #: As in SUBSCRIBE. A load without blocks sends RELEASE without SUBSCRIBE.
     num_subscribers: int
-    #: All requested blocks arrived and were verified.
+    #: Whether all requested blocks arrived and were verified.
     completed: bool
 
 
@@ -127,19 +130,20 @@ class Welcome(_Message):
 class Description(_Message):
     layout: KVCacheLayout
     memory: MemoryDescription
-    #: How long the producer keeps blocks after the last message of this consumer.
+    #: How long the producer keeps blocks after the last message of this consumer, in seconds.
     lease_s: float
     #: All workers of the producer's engine, in rank order.
     ranks: list[RankAddress]
 
 
 class PublishedBlock(msgspec.Struct, array_like=True, gc=False):
-    #: Index in the sequence.
+    #: Index of the block in the sequence.
     index: int
-    #: Slot of the producer's memory.
+    #: Slot of the producer's memory that holds the block.
     slot: int
+    #: Hash of the tokens of the block and of all blocks before it.
     chain_hash: BlockHash
-    #: Checksum of the subscribed heads.
+    #: Checksum of the heads that the consumer requested (`memory.checksum.bind`).
     checksum: int
 
 
@@ -147,8 +151,9 @@ class Publish(_Message):
     transfer_id: str
     generation: int
     blocks: list[PublishedBlock]
+    #: Whether no more blocks follow.
     last: bool
-    #: Push: the blocks are in the consumer's memory.
+    #: Push: whether the blocks are in the consumer's memory already.
     written: bool
 
 
@@ -165,7 +170,7 @@ class Released(_Message):
 
 class Cancelled(_Message):
     transfer_id: str
-    #: 0: every load of this transfer.
+    #: Generation of the load that ends; 0: every load of this transfer ends.
     generation: int
     reason: str
 
@@ -174,7 +179,7 @@ class Refused(_Message):
     """The producer's refusal of a handshake or message. The consumer must connect again."""
 
     reason: str
-    #: Another instance has the address of the engine that the consumer expects.
+    #: Whether another instance now has the address of the engine that the consumer expects.
     succeeded: bool = False
 
 

@@ -128,7 +128,7 @@ class TransferConnector(KVConnectorWorker):
         if ranks and num_heads != layout.num_model_heads:
             raise ValueError(
                 f"the {len(ranks)} workers of this engine have {num_heads} KV heads, the model has "
-                f"{layout.num_model_heads}: workers that share a head cannot hand KV over"
+                f"{layout.num_model_heads}: workers that share a head cannot transfer KV blocks"
             )
         region = (
             memory.base_address,
@@ -198,9 +198,10 @@ class TransferConnector(KVConnectorWorker):
         )
 
     def _count_bytes(self) -> dict[str, int]:
-        """Return the bytes moved, by transport and lane.
+        """Return the bytes moved, by transport and lane, such as `ucx tcp/lo`.
 
-        NIXL does not report bytes, so with NIXL the bytes of verified and written blocks count.
+        NIXL does not report bytes. With NIXL, the result counts the bytes of verified and of
+        written blocks under `nixl unknown`.
         """
         moved = self._agent.bytes_moved
         total = self._stats.bytes_sent + self._stats.bytes_received
@@ -280,8 +281,8 @@ class TransferConnector(KVConnectorWorker):
             self._loop()
         except Exception as error:
             logger.exception(
-                "the KV connector failed. All its transfers fail, and so do later ones: "
-                "restart the engine"
+                "the KV connector failed: all KV transfers of this engine fail, and so do later "
+                "ones; restart the engine"
             )
             self._stats.failure = f"the KV connector failed: {error!r}"
             self._fail_from_now_on(self._stats.failure)
@@ -293,7 +294,8 @@ class TransferConnector(KVConnectorWorker):
             while self._commands:
                 command, metadata = self._commands[0]
                 command(metadata)
-                # Removed after success, so that _fail_from_now_on also answers a failed command.
+                # Remove the command after its success. _fail_from_now_on also answers commands that
+                # failed.
                 self._commands.popleft()
             if self._producer is not None:
                 self._producer.advance(time.monotonic())
@@ -365,7 +367,7 @@ class TransferConnector(KVConnectorWorker):
 
     def _close(self) -> None:
         for lane, nbytes in self._count_bytes().items():
-            logger.info("%s moved %.2f MiB of KV", lane, nbytes / 2**20)
+            logger.info("%s moved %.2f MiB of KV blocks", lane, nbytes / 2**20)
         if self._consumer is not None:
             self._consumer.close()
         if self._producer is not None:
