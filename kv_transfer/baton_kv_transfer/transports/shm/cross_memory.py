@@ -88,7 +88,7 @@ class Process:
         """
         with self._lock:
             if self.pidfd < 0:
-                raise CopyError(f"process {self.pid} was disconnected")
+                raise CopyError(f"process {self.pid} was given up")
             count = len(local) // RUN_BYTES + 1
             copied = self._readv(
                 self.pid, local + self._landing_run, count, remote + self._cell_run, count, 0
