@@ -1,7 +1,7 @@
 """Paged attention: queries of many sequences over keys and values in fixed-size blocks.
 
-For the query at position p of a sequence, and its query head h in the group of KV head
-g = h // (num_heads / num_kv_heads):
+The query heads are divided among the KV heads. Query head h uses KV head
+g = h // (num_heads / num_kv_heads). For the query at position p of a sequence:
 
     out[h] = sum over t <= p of softmax_t(scale * q[h] . K[g, t]) * V[g, t]
 
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 #: triton: on a GPU, and in tests in Triton's interpreter.
 #: cpp: on a CPU with compiled operations.
-#: torch: on a CPU without compiled operations, and without soft cap and fp8 caches.
-#: reference: on a CPU, for options that the other implementations do not support.
+#: torch: on a CPU without compiled operations. It supports no soft cap and no fp8 caches.
+#: reference: on a CPU, for options that neither cpp nor torch supports there.
 Implementation = Literal["triton", "cpp", "torch", "reference"]
 
 
@@ -90,8 +90,8 @@ def plan_attention(
         query: the query of any layer. All layers have the same shape and dtype.
         key_cache: the cache of any layer. All layers have the same shape, strides and dtype.
         window: size of the sliding window in tokens, at least 1. None: no window.
-        max_seqlen_q: upper bound of a sequence's queries. None: unknown. With few queries per
-            sequence (decode), a GPU splits long sequences.
+        max_seqlen_q: upper bound of the number of queries of a sequence. None: unknown. If it is
+            small (decode), a GPU divides long sequences among programs (`split_kv`).
         soft_cap: positive bound of the scores. None: no bound.
         implementation: implementation to use, for tests. None: this function chooses by device,
             dtype and options.

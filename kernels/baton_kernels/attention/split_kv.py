@@ -14,21 +14,21 @@ does not read lengths from the device.
 
 from __future__ import annotations
 
-#: Rows (query heads of a KV head * queries of a sequence) that always fit into one query block.
+#: Number of rows that always fit into one query block. A row is one query head of one query.
 #: Sequences are split only if the queries of each sequence fit into one query block.
 FEW_ROWS = 64
-#: Sequences are not split if (sequences * KV heads) per SM reach this number: the GPU is busy.
+#: With this number of (sequence, KV head) pairs per SM, the GPU is busy, and no sequence is split.
 ENOUGH_PROGRAMS_PER_SM = 4
-MIN_TILES = 4  #: Lower bound of a segment's KV tiles, unless the sequence has fewer.
-SCAN = 128  #: Sequences that a program reads at once to find its segment.
+MIN_TILES = 4  #: Minimum number of KV tiles of a segment, unless the sequence has fewer.
+SCAN = 128  #: Number of sequences that a program reads at once to find its segment.
 
 
 def fits_one_block(max_seqlen_q: int | None, group: int) -> bool:
     """Return whether the queries of each sequence fit into one query block.
 
     Args:
-        max_seqlen_q: upper bound of a sequence's queries; None: unknown.
-        group: query heads per KV head.
+        max_seqlen_q: upper bound of the number of queries of a sequence; None: unknown.
+        group: number of query heads per KV head.
     """
     one_query = 1 << (group - 1).bit_length()  # rows of a block with one query
     return max_seqlen_q is not None and max_seqlen_q * group <= max(FEW_ROWS, one_query)
@@ -40,11 +40,11 @@ def target_segments(
     """Return the target number of segments of a batch, or 0 for a batch without splits.
 
     Args:
-        num_seqs: sequences of the batch. The queries of each sequence fit into one query block.
-        num_kv_heads: KV heads, each of which has its own programs.
-        max_tiles: KV tiles of the longest sequence that the block tables can hold.
-        num_sms: streaming multiprocessors of the GPU.
-        programs_per_sm: programs that each multiprocessor should run.
+        num_seqs: number of sequences. The queries of each sequence fit into one query block.
+        num_kv_heads: number of KV heads, each of which has its own programs.
+        max_tiles: number of KV tiles of the longest sequence that the block tables can hold.
+        num_sms: number of streaming multiprocessors (SMs) of the GPU.
+        programs_per_sm: number of programs that each SM should run.
     """
     is_busy = num_seqs * num_kv_heads >= ENOUGH_PROGRAMS_PER_SM * num_sms
     is_short = 2 * max_tiles < 3 * MIN_TILES  # even the longest sequence would be one segment

@@ -23,16 +23,16 @@ class Batch(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Results of segments, which `join_segments_kernel` joins.
+    """Partial results of segments, which `join_segments_kernel` joins.
 
-    An item is one segment of the batch. For a sequence with one segment, only `segments_ptr` is
-    written, because the attention kernel writes the final result.
+    An item is one segment of the batch. If a sequence has one segment, the attention kernel writes
+    the final result of the sequence, and of these tensors only `segments_ptr`.
     """
 
     #: float32 [items, num_kv_heads, BLOCK_M, head_dim], not yet divided by the sum.
     out_ptr: Tensor
     sum_ptr: Tensor  #: float32 [items, num_kv_heads, BLOCK_M].
-    max_ptr: Tensor  #: float32, like the sums: base-2 logarithm of the weights' divisor.
+    max_ptr: Tensor  #: float32, like the sums: the largest score in base 2, subtracted before exp2.
     segments_ptr: Tensor  #: int32 [num_seqs, 2]: first item and number of items of each sequence.
 
 
@@ -43,7 +43,10 @@ def _segments_of(tiles, tiles_per_segment):
 
 @triton.jit
 def _count_tiles(seqs, in_batch, batch: Batch, KV_TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Count the key tiles that each sequence's queries attend to; 0 outside of the batch."""
+    """Return the number of key tiles that each sequence's queries attend to.
+
+    The number is 0 for sequences outside of the batch.
+    """
     seq_len = tl.load(batch.seq_lens_ptr + seqs, mask=in_batch, other=0)
     tiles = (seq_len + KV_TILE - 1) // KV_TILE
     if WINDOW > 0:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-#: Maximum size of the keys that a group of decode sequences gathers, so that the keys stay in the
-#: CPU's cache. A single sequence may exceed this limit.
+#: Maximum size in bytes of the keys that a group of decode sequences gathers, so that the keys stay
+#: in the CPU's cache. A single sequence may exceed this limit.
 GROUP_BYTES = 1 << 20
 
 
@@ -85,7 +85,10 @@ def _attend(
 
 @dataclass(slots=True)
 class _Group:
-    """The queries of one SDPA call: a prefill chunk, or decodes with equal numbers of blocks."""
+    """The queries of one SDPA call: a prefill chunk, or sequences with one query each (decodes).
+
+    All decodes of a group have the same number of blocks.
+    """
 
     queries: slice | Tensor | None  #: Indices into the batch's queries; None for all.
     num_seqs: int
@@ -95,8 +98,8 @@ class _Group:
     #: int64: gathered slots that their sequence does not attend to, as indices into [num_seqs *
     #: num_kv_heads * slots].
     invisible: Tensor | None = None
-    #: Mask added to the scores. None: each decode attends to all `slots`, or a chunk is causal from
-    #: the first of its `slots`.
+    #: Mask added to the scores. None for decodes: each attends to all `slots`. None for a chunk:
+    #: the chunk is causal from its first slot on.
     mask: Tensor | None = None
 
 

@@ -81,6 +81,8 @@ def shape_class(decode: bool, rows: int, head_dim: int, kv_dtype: torch.dtype) -
         decode: whether each sequence's queries fit into one query block, or the average number of
             queries per sequence is at most 4.
         rows: minimum number of rows of a query block. Rows and key tiles compete for shared memory.
+        head_dim: dimension of a head.
+        kv_dtype: dtype of the KV cache.
     """
     kind = f"decode/rows={rows}" if decode else "prefill"
     return f"{kind}/head_dim={head_dim}/{str(kv_dtype).removeprefix('torch.')}"
@@ -101,7 +103,7 @@ def default_configuration(decode: bool, head_dim: int, kv_dtype: torch.dtype) ->
             "num_warps": 4,
             "num_stages": stages,
         }
-    if kv_dtype.itemsize == 4:  # without tensor cores, products are in registers
+    if kv_dtype.itemsize == 4:  # float32 uses no tensor cores: products are computed in registers
         return {
             "BLOCK_M": 64,
             "KV_TILE": min(tile, 32),
@@ -315,7 +317,7 @@ class Launch(NamedTuple):
 
     items: int  #: Programs per KV head: query blocks, sequences or segments.
     target_segments: int  #: 0: no sequence is split.
-    max_queries: int  #: Upper bound of a sequence's queries if one block has all of them, else 1.
+    max_queries: int  #: Upper bound of a sequence's queries, if they are one query block; else 1.
     shared: dict[str, int]  #: Constants of both kernels.
     constants: dict[str, int]  #: Other constants of the attention kernel.
     partials: Partials | None  #: Workspace that the layers use in turn. None: nothing is split.
@@ -338,8 +340,8 @@ def plan_launch(
     num_kv_heads, block_size = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
     one_block = split_kv.fits_one_block(max_seqlen_q, group)
-    # The longest query may be unknown. If queries are short on average, long blocks would be mostly
-    # empty.
+    # The number of queries per sequence may be unknown. If it is small on average, large query
+    # blocks would be mostly empty.
     decode = one_block or num_tokens <= 4 * num_seqs
     max_queries = (max_seqlen_q or 1) if one_block else 1
     rows = max(16, triton.next_power_of_2(max_queries * group))
