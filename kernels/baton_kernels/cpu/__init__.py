@@ -1,9 +1,9 @@
 """C++ operations for CPUs (`source/`), loaded as torch.ops.baton_cpu.*.
 
 `make install` compiles the operations with `python -m baton_kernels.cpu.build`. OPS is None if they
-were not compiled, or if the processor lacks the instructions. The torch versions run then.
-BATON_CPU_KERNELS=torch always selects the torch versions. BATON_CPU_KERNELS=avx2 selects the
-operations for processors without AVX-512.
+were not compiled, or if the processor lacks the instructions. Then the torch versions of the
+operations run. The environment variable BATON_CPU_KERNELS=torch always selects the torch versions.
+BATON_CPU_KERNELS=avx2 selects the operations for processors without AVX-512.
 
     libraries   the compiled files, one per instruction set, and which one this processor loads
     build       compiles the operations
@@ -130,7 +130,7 @@ OPS, DESCRIPTION = _load()
 
 
 def ops_for(x: Tensor) -> Ops | None:
-    """Return the compiled operations if they support x, else None.
+    """Return the compiled operations if they support the device and dtype of x, else None.
 
     The result is None under torch.compile, which fuses the torch versions with other operations.
     """

@@ -2,8 +2,8 @@
 
 Run this command in the Python environment that will use the operations. The command needs GCC with
 C++20 (`$CXX`, else `c++` or `g++`) and torch's headers. It writes one file per instruction set to
-`built/`. The file for the processor is chosen at load time. File names contain the torch version
-and a hash of the sources. Run the command again after a change of torch or the sources.
+`built/`. Each process loads the file for its processor. File names contain the torch version and a
+hash of the sources. Run the command again after a change of torch or the sources.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def _run(command: list[str]) -> None:
 
 
 def main() -> int:
-    """Compile for all instruction sets, and return exit code 0, even if a compilation fails.
+    """Compile the operations for all instruction sets. Return the exit code, which is always 0.
 
-    The torch versions replace operations that are not compiled.
+    A compilation that fails is no error, because torch versions replace missing operations.
     """
     wanted = instruction_sets()
     command = compiler()

@@ -32,7 +32,10 @@ _V4_BF16 = _V4 | {"avx512_bf16", "avx512_vnni"}
 
 
 def instruction_sets(machine: str = platform.machine()) -> tuple[InstructionSet, ...]:
-    """Return the instruction sets to compile for a machine type, best first. May be empty."""
+    """Return the instruction sets to compile for a machine type, the best one first.
+
+    The result is empty if there are no C++ operations for the machine type.
+    """
     if machine in ("x86_64", "AMD64"):
         v4_bf16 = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
         return (

@@ -7,7 +7,8 @@
 // during the computation, and a pass of plain reads loads the rest.
 //
 // Each sequence is divided into tasks (KV head, ROWS rows, SPLIT tokens) independently of the
-// batch. Neither the number of threads nor the rest of the batch changes a bit of a result.
+// batch. So the bits of a result depend neither on the number of threads nor on the other
+// sequences of the batch.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -26,10 +27,11 @@
 
 namespace baton {
 
-constexpr int64_t ROWS = 64;  // rows of a task
-// Tokens of a task, if one task has all rows of a sequence and KV head.
+constexpr int64_t ROWS = 64;  // maximum number of rows of a task
+// Maximum number of tokens of a task, if one task has all rows of a sequence and KV head.
 constexpr int64_t SPLIT = 512;
-constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;  // key elements below which one thread does all work
+// With fewer key elements to read, one thread does all work.
+constexpr int64_t PARALLEL_ELEMENTS = 1 << 15;
 // Score of a token that a row does not attend to.
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
@@ -46,14 +48,16 @@ struct Problem {
     int64_t padded_dim() const { return (head_dim + LANES - 1) / LANES * LANES; }
 };
 
-// Rows [first_row, first_row + num_rows) of a sequence's (query, head of the group) pairs, over the
-// key positions [begin, end).
+// A unit of work of one thread: some rows of a sequence over the key positions [begin, end). A row
+// is a pair of a query and a head of the KV head's group.
 struct Task {
     int64_t seq, kv_head, first_row, num_rows, begin, end;
-    int64_t partial;  // first row of the task in the partial results; -1: the result is complete
+    // Row at which the task's results begin in the partial results. -1: the task has all keys of
+    // its rows, so its result is final.
+    int64_t partial;
 };
 
-// The partial results to merge into one result, in the order of the tokens.
+// Partial results of the same rows, in the order of the tokens. They are merged into one result.
 struct Merge {
     Task task;
     int64_t num_parts;
@@ -75,8 +79,8 @@ inline int64_t first_visible(const Problem& p, int64_t position) {
 struct Work {
     std::vector<Task> tasks;
     std::vector<Merge> merges;
-    int64_t num_partials = 0;  // rows
-    int64_t elements = 0;  // key elements to read
+    int64_t num_partials = 0;  // number of rows of partial results
+    int64_t elements = 0;  // number of key elements to read
 };
 
 inline Work divide(const Problem& p) {
@@ -119,7 +123,7 @@ inline Work divide(const Problem& p) {
     return work;
 }
 
-// Scratch memory of one thread. Rows are padded_dim() apart.
+// Scratch memory of one thread. Rows are padded_dim() elements apart, and rows of scores TILE.
 struct Scratch {
     explicit Scratch(const Problem& p)
         : memory(static_cast<float*>(::operator new[](elements(p) * sizeof(float), std::align_val_t(64)))) {
@@ -252,8 +256,8 @@ void attend(
     const int64_t all_visible_end = position_of(p, task, 0) + 1;
     float corrections[ROWS];
 
-    // Reading bfloat16 and float16 in place converts them once per four rows of queries. For more
-    // rows, the tile is converted once into a copy.
+    // If bfloat16 and float16 are read in place, they are converted once per four rows of queries.
+    // For more than four rows, the tile is converted once into a copy.
     const bool in_place = p.head_dim == dim && (std::is_same_v<T, float> || task.num_rows <= 4);
     const auto rows_of = [](const T* cache, const Tile& tile) { return Rows<T>{cache, tile.offsets, tile.count}; };
     using NextInPlace = std::conditional_t<READ_ONCE, Next<T, 0>, NoNext<T>>;  // bypasses L2
@@ -310,7 +314,7 @@ void attend(
                 continue;
             }
         }
-        // The computation prefetches a whole tile's rows.
+        // The computation prefetches the rows of a whole tile, so `next` must be a whole tile.
         const Tile& same_or_whole = next.count == TILE ? next : tile;
         with_rows(value_rows, rows_of(keys, same_or_whole), [&](const auto& rows, const auto& to_prefetch) {
             to_prefetch.prefetch_four(0);

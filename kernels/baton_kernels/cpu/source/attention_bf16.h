@@ -36,7 +36,7 @@ template <int32_t S = LANES / 2>
     if constexpr (S > 1) transpose<S / 2>(v);
 }
 
-// Rounds as store() does, but subnormal numbers to zero.
+// Rounds as store() does, except that AVX512_BF16 rounds subnormal numbers to zero.
 inline void round_to(BFloat16* to, Floats values) {
 #if defined(__AVX512BF16__)
     const __m256bh rounded = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(values));

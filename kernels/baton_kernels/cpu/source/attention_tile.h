@@ -13,8 +13,8 @@ constexpr int64_t TILE = STRIP * STRIPS;  // maximum number of tokens
 // strips, one token of each strip in turn, because hardware prefetchers follow several streams
 // best.
 struct Tile {
-    int64_t begin, end, count;  // positions
-    int64_t offsets[TILE];      // of the tokens' rows in the cache, in reading order
+    int64_t begin, end, count;  // the tile has the `count` positions [begin, end)
+    int64_t offsets[TILE];      // offsets of the tokens' rows in the cache, in reading order
 
     // Sets the tile to the tokens from a position to the next multiple of TILE, or to `limit`.
     // `offset_of(i)` is the offset of the first row of the sequence's block i. The other rows of
@@ -57,7 +57,8 @@ struct Rows {
     int64_t count;
 };
 
-// Reads rows (except a remainder) into the CPU's cache, so that the computation does not stall.
+// Reads rows into the CPU's cache, so that the computation does not stall. Rows and elements at the
+// end are left out if they do not fill a step.
 template <typename Stored>
 inline void touch(const Rows<Stored>& rows, int64_t dim) {
     Ints seen[2] = {};
@@ -83,12 +84,12 @@ inline void copy(float* to, const Rows<Stored>& rows, int64_t head_dim, int64_t 
     }
 }
 
-// The next rows, to be prefetched. LOCALITY as in __builtin_prefetch().
+// The rows that are used next, to be prefetched. LOCALITY as in __builtin_prefetch().
 //
-// While sixteen rows are computed for R query rows, SHARE of the next rows are prefetched. This is
-// one byte per two products, about the rate of memory. For floats and four query rows, SHARE is
-// half of the sixteen rows. More prefetches would stall the computation. Each group of four query
-// rows prefetches the same rows, so only the first group has an effect.
+// While sixteen rows are computed for R query rows, SHARE<R> of the next rows are prefetched. That
+// is one byte for two products, about the rate of memory. For floats and four query rows, SHARE<R>
+// is 8, half of the sixteen rows. More prefetches would stall the computation. Each group of four
+// query rows prefetches the same rows, so only the first group has an effect.
 //
 // Functions that only prefetch are inlined, because the compiler would remove calls to them.
 template <typename Stored, int LOCALITY>
@@ -129,8 +130,9 @@ public:
     template <int64_t R>
     Cursor after(int64_t num_rows) const { return Cursor(*this, num_rows * SHARE<R> / 16); }
 
-    // Prefetches the first (0) or second (1) four rows outside of the share of four query rows, to
-    // keep memory busy between reading and computing. Two-byte types have no such rows.
+    // Prefetches four rows outside of the share of four query rows: the first four (which = 0) or
+    // the second four (which = 1). So memory is busy between reading and computing. For two-byte
+    // types, the share has all rows, and nothing is left to prefetch.
     [[gnu::always_inline]] void prefetch_four(int64_t which) const {
         const int64_t first = TILE * SHARE<4> / 16 + which * 4;
         for (int64_t row = first; row < std::min(first + 4, rows.count); ++row) {

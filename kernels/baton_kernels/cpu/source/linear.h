@@ -16,8 +16,8 @@
 
 namespace baton {
 
-// Vectors of a panel, and rows of a tile. A tile has PANEL_VECTORS * TILE_ROWS vectors of sums,
-// which must fit into the registers.
+// Number of vectors of a panel, and of rows of a tile. A tile has PANEL_VECTORS * TILE_ROWS vectors
+// of sums, which must fit into the registers.
 constexpr int64_t PANEL_VECTORS = LANES == 16 ? 4 : 2;
 constexpr int64_t TILE_ROWS = 6;
 constexpr int64_t PANEL = PANEL_VECTORS * LANES;
@@ -29,16 +29,16 @@ constexpr int64_t PREFETCH_BYTES = 4096;
 constexpr int64_t CACHE_LINE = 64;
 constexpr int64_t WEIGHTS_PER_THREAD = 1 << 16;  // minimum work of a thread
 
-// Inputs of an output that are adjacent in a packed weight. Processors multiply pairs of 16-bit
-// numbers.
+// Number of inputs of an output that are adjacent in a packed weight: one float, or two 16-bit
+// numbers, because processors multiply pairs of 16-bit numbers.
 template <typename T>
 constexpr int64_t STEP_INPUTS = 4 / sizeof(T);
 
 // Cache lines of one step of a panel.
 constexpr int64_t STEP_LINES = std::max<int64_t>(1, 4 * PANEL / CACHE_LINE);
 
-// Inputs of a block of weights. A block has 192 KiB, so that two blocks fit into the L2 cache of a
-// core.
+// Number of inputs of a block of a panel's weights. A block has 192 KiB, so that two blocks fit
+// into the L2 cache of a core.
 template <typename T>
 constexpr int64_t BLOCK_INPUTS = (192 << 10) / (PANEL * sizeof(T));
 

@@ -10,8 +10,8 @@
 
 namespace baton {
 
-// Chooses the top_k experts of one token, and of equal ones the lowest. A NaN or an infinite logit
-// makes all weights NaN.
+// Chooses the top_k experts of one token. Among experts with equal logits, lower ids are chosen
+// first. A NaN or an infinite logit makes all weights NaN.
 template <typename T>
 void route_token(
     T* weights, int64_t* ids, const T* logits, int64_t num_experts, int64_t top_k, bool renormalize
@@ -58,9 +58,9 @@ struct SortedPairs {
         int64_t number, first, count;  // the expert's pairs are [first, first + count)
     };
 
-    std::vector<Expert> experts;    // those with pairs
-    std::vector<int64_t> tokens;    // of each pair
-    std::vector<int64_t> position;  // of a token's choice among the pairs; -1 for an absent expert
+    std::vector<Expert> experts;    // the experts that have pairs
+    std::vector<int64_t> tokens;    // token of each pair
+    std::vector<int64_t> position;  // index of each choice's pair; -1 if the expert is absent
 
     SortedPairs(const int64_t* ids, int64_t num_tokens, int64_t top_k, int64_t num_experts)
         : position(num_tokens * top_k, -1) {
@@ -112,7 +112,7 @@ void run_experts(
 ) {
     const int64_t hidden_size = down.front().out_features, intermediate_size = down.front().in_features;
     const SortedPairs pairs(ids, num_tokens, top_k, static_cast<int64_t>(gate_up.size()));
-    // Not initialized, unlike a vector.
+    // Arrays instead of vectors, because vectors would be initialized.
     const std::unique_ptr<T[]> inputs(new T[pairs.size() * hidden_size]);
     const std::unique_ptr<T[]> products(new T[pairs.size() * 2 * intermediate_size]);
     const std::unique_ptr<T[]> activations(new T[pairs.size() * intermediate_size]);

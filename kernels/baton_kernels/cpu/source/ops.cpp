@@ -472,7 +472,8 @@ Tensor linear_op(const Tensor& x_, const Tensor& panels, int64_t out_features, c
     return y;
 }
 
-// The shape of the scales tells the format: [out_features], or [panels, groups, PANEL].
+// The shape of the scales determines the format: [out_features] is int8, [panels, groups, PANEL] is
+// int4.
 Tensor quantized_linear_op(
     const Tensor& x_, const Tensor& panels, const Tensor& scales, int64_t out_features,
     const std::optional<Tensor>& bias
@@ -527,7 +528,7 @@ Tensor run_experts_as(
     return out;
 }
 
-// Scales are empty for packed weights.
+// Runs the experts of a layer. The lists of scales are empty if the weights are not quantized.
 Tensor run_experts_op(
     const Tensor& x_, at::TensorList gate_up, at::TensorList gate_up_scales, at::TensorList down,
     at::TensorList down_scales, int64_t intermediate_size, const Tensor& weights_, const Tensor& ids_
@@ -597,8 +598,10 @@ class DecoderLayers : public torch::CustomClassHolder {
         : num_heads_(num_heads), scale_(scale), eps_(eps), angle_scale_(angle_scale), inv_freq_(std::move(inv_freq)),
           embedding_(std::move(embedding)), final_norm_(std::move(final_norm)) {}
 
-    // Appends a layer. Lists have the order of `Weight` below. `experts` is empty in a dense layer,
-    // and otherwise has two entries for each expert: gate-up and down. A window of 0 has no limit.
+    // Appends a layer. `weights` has the order of the enumeration `Weight` below. `experts` and
+    // `expert_scales` are empty in a dense layer. In a sparse layer, they have two entries for each
+    // expert: gate-up and down. `expert_scales` is also empty if the weights are not quantized. A
+    // window of 0 means no limit.
     void add(
         std::vector<std::optional<Tensor>> weights, std::vector<Tensor> experts, std::vector<Tensor> expert_scales,
         int64_t intermediate_size, int64_t window, int64_t top_k, bool renormalize

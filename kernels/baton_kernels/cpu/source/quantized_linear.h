@@ -105,7 +105,7 @@ void quantize_row(QuantizedRows to, const T* x, int64_t in_features) {
     }
 }
 
-// Computes `count` outputs, one panel, for ROWS rows.
+// Computes the outputs of one panel for ROWS rows. The panel has `count` outputs without padding.
 template <typename Format, int64_t ROWS, bool PREFETCH, typename T>
 void multiply_quantized_tile(
     Matrix<T> y, QuantizedRows x, const uint8_t* panel, const typename Format::Scale* scales, const T* bias,
@@ -156,7 +156,7 @@ void multiply_quantized_tile(
     }
 }
 
-// Rows of x, rounded for a product.
+// Owns rows of x that were rounded to int8 for a product.
 class RoundedRows {
   public:
     template <typename T>
@@ -179,8 +179,8 @@ class RoundedRows {
     std::unique_ptr<int32_t[]> sums_;
 };
 
-// A quantized weight, with the members of PackedMatrix. Scales of groups have the shape [panels,
-// groups, PANEL].
+// A quantized weight, with the same members as PackedMatrix. Scales of groups have the shape
+// [panels, groups, PANEL].
 template <typename Format>
 struct QuantizedMatrix {
     const uint8_t* panels;

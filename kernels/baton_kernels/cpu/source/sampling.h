@@ -37,7 +37,7 @@ struct Candidate {
     uint64_t weight;
 };
 
-// The order in which top_k and top_p keep tokens.
+// Returns whether top_k and top_p keep `a` before `b`: the higher logit first, then the lower id.
 inline bool is_better(const Candidate& a, const Candidate& b) {
     return a.scaled != b.scaled ? a.scaled > b.scaled : a.token < b.token;
 }
@@ -60,8 +60,8 @@ struct Winner {
     double score = NOTHING;
     int64_t token = 0;
 
-    // Updates the winner with `count` tokens, at most VOCABULARY_BLOCK. `best` is an upper bound of
-    // their scores without noise.
+    // Makes one of `count` tokens the winner if its score is higher. `count` is at most
+    // VOCABULARY_BLOCK. `best` is an upper bound of the tokens' logit / temperature.
     template <typename TokenAt, typename ScaledAt>
     void consider(uint64_t key, double best, int64_t count, const TokenAt& token_at, const ScaledAt& scaled_at) {
         const uint64_t needed = least_mantissa(score - best);
@@ -141,7 +141,7 @@ private:
 // Keeps the smallest set of best tokens, at least one, whose probabilities reach top_p of the
 // total.
 inline void keep_top_p(std::vector<Candidate>& candidates, double best, double top_p) {
-    // The distance of two infinities is 0.
+    // If `best` and the token are both infinite, the distance is 0.
     const auto distance = [best](const Candidate& c) { return c.scaled < best ? best - c.scaled : 0.0; };
     const auto bucket_of = [&](const Candidate& c) {
         return std::min(static_cast<int64_t>(distance(c) * (BUCKETS / WEIGHTLESS)), BUCKETS - 1);
@@ -186,7 +186,7 @@ inline int64_t draw_token(const float* logits, int64_t vocab_size, const RowPara
                 }
             );
         };
-        consider(vocabulary.best_block());  // first: a high score excludes most other blocks
+        consider(vocabulary.best_block());  // before all blocks: a high score excludes most of them
         for (int64_t block = 0; block < vocabulary.num_blocks(); ++block) consider(block);
         return winner.token;
     }

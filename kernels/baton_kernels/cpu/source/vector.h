@@ -41,7 +41,8 @@ inline To read_as(const From* from) {
     return to;
 }
 
-// Subtracts, because GCC keeps `value + 0` as an addition: -0 + 0 is 0.
+// Returns a vector with `value` in each lane. GCC removes the subtraction of 0. It would keep an
+// addition of 0, because -0 + 0 is 0.
 inline Floats splat(float value) { return value - Floats{}; }
 
 inline Floats load(const float* from) { return read_as<Floats>(from); }
@@ -50,8 +51,9 @@ inline Floats load(const c10::BFloat16* from) {
     return bits_as<Floats>(__builtin_convertvector(read_as<Halfwords>(from), Words) << 16);
 }
 
-// A multiplication rebases the exponent of a float16. A subnormal is built from a float's mantissa
-// and a subtraction.
+// Converts float16 to float32. For a normal number, a multiplication corrects the bias of the
+// exponent. For a subnormal number, the bits become a float's mantissa, and a subtraction removes
+// the leading 1 of the float.
 inline Floats load(const c10::Half* from) {
     const Words word = __builtin_convertvector(read_as<Halfwords>(from), Words) << 16;
     const Words magnitude = word + word;  // without the sign
@@ -145,8 +147,8 @@ inline Floats fold(const Floats* vectors, Combine combine) {
         const Floats folded = combine(vectors[0], __builtin_shuffle(vectors[0], lanes([](int32_t l) { return l ^ H; })));
         return fold<1, H / 2>(&folded, combine);
     } else {
-        // In each 2 * H lanes, the lower H become the fold of vectors[i], and the upper H the fold
-        // of vectors[i + N / 2].
+        // In each group of 2 * H lanes, the lower H lanes become the fold of vectors[i]. The upper
+        // H lanes become the fold of vectors[i + N / 2].
         Floats folded[N / 2];
         for (int64_t i = 0; i < N / 2; ++i) {
             const Floats a = vectors[i], b = vectors[i + N / 2];
@@ -179,7 +181,7 @@ inline void gather(float* values, Floats groups) {
     store(values, __builtin_shuffle(groups, lanes([](int32_t l) { return l % N * (LANES / N); })), N);
 }
 
-// Writes the sum of each of N vectors, added in the order of sum().
+// Writes the sum of each of N vectors. The lanes are added in the same order as by sum().
 template <int64_t N>
 inline void sum_each(float* to, const Floats* vectors) {
     if constexpr (N % LANES == 0) {
