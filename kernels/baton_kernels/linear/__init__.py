@@ -1,8 +1,8 @@
 """Linear layers: y = x W^T + b, summed in float32.
 
-On a CPU a weight may be packed or quantized. For plain float32 weights, torch calls MKL,
-which takes slower paths on processors that are not Intel's. The engine's benchmark prints the rates
-of plain and of packed weights.
+On a CPU, a weight may be packed or quantized. For plain float32 weights, torch calls MKL, which
+takes slower paths on processors that are not Intel's. `benchmarks/machine.py` measures the rates of
+plain and of packed weights.
 
     packed      weights reordered for a faster product: C++ (../cpu/source/linear.h) or oneDNN
     quantized   weights in int8 or int4: C++ (../cpu/source/quantized_linear.h) or torch

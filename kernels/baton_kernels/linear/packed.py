@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from baton_kernels import cpu
 
 Implementation = Literal["cpp", "onednn"]
-#: Number of rows of x for which oneDNN chooses the order of a weight. Unless this number is 1,
-#: products with other numbers of rows run at the same speed.
+#: Number of rows of x for which oneDNN chooses the order of a weight. Any number above 1 gives an
+#: order that is equally fast for all numbers of rows.
 TYPICAL_ROWS = 64
 
 
@@ -65,8 +65,9 @@ class PackedWeight(nn.Module):
 
         Args:
             weight: tensor of shape [out_features, in_features].
-            implementation: how to pack the weight. By default, as `packing` chooses. If `packing`
-                returns None for this weight, the argument is required.
+            implementation: implementation for which the weight is packed. None: the one that
+                `packing` chooses. If `packing` returns None for this weight, the argument is
+                required.
         """
         super().__init__()
         self.shape, self.dtype = weight.shape, weight.dtype

@@ -20,10 +20,10 @@ from baton_kernels import cpu
 
 Bits = Literal[8, 4]
 GROUP = 32  #: Number of inputs that share a scale in int4.
-#: Number of a weight's elements that are processed in float32 at a time.
+#: Number of elements of a weight that are processed in float32 at a time.
 TILE_NUMEL = 1 << 20
-#: int4 scales that are tried for a group, relative to the one that reaches the largest element.
-#: A smaller scale clips this element and rounds the others less.
+#: int4 scales that are tried for a group, relative to the scale that maps the largest element to
+#: -8. A smaller scale clips this element, and rounds all other elements with smaller errors.
 INT4_FACTORS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
 
 
@@ -53,7 +53,7 @@ class QuantizedWeight(nn.Module):
 
     @classmethod
     def from_parts(cls, values: Tensor, scales: Tensor) -> QuantizedWeight:
-        """Create a weight from the result of `parts`."""
+        """Create a weight from the values and scales that `parts` of another weight returned."""
         weight = cls.__new__(cls)
         nn.Module.__init__(weight)
         weight._set(values, scales)
@@ -78,7 +78,12 @@ class QuantizedWeight(nn.Module):
 
     @staticmethod
     def new_parts(shape: torch.Size, bits: Bits) -> tuple[Tensor, Tensor]:
-        """Return empty tensors of the shapes and dtypes that `parts` returns for such a weight."""
+        """Return uninitialized (values, scales) with the shapes and dtypes of `parts`.
+
+        Args:
+            shape: (out_features, in_features) of the weight.
+            bits: 8 or 4.
+        """
         values = torch.empty(shape, dtype=torch.int8)
         if bits == 8:
             return values, torch.empty(shape[0], dtype=torch.float32)
@@ -135,12 +140,12 @@ def _round_to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
     best = torch.full_like(largest, torch.inf)
     scales, values = torch.ones_like(largest), torch.zeros_like(exact)
     for factor in INT4_FACTORS:
-        # The largest element becomes -8, because 8 is no value.
+        # The largest element becomes -8, because int4 has no 8.
         scale = (largest * (factor / -8)).to(torch.bfloat16).float()
         scale = torch.where(scale == 0, 1.0, scale)
         rounded = (exact / scale).round_().clamp_(-8, 7)
         error = (rounded * scale - exact).square_().sum(dim=2, keepdim=True)
-        is_better = ~(error >= best)  # also if it is NaN
+        is_better = ~(error >= best)  # true for a NaN
         best = torch.where(is_better, error, best)
         scales = torch.where(is_better, scale, scales)
         values = torch.where(is_better, rounded, values)

@@ -16,7 +16,7 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def dequantize_reference(values: Tensor, scales: Tensor) -> Tensor:
-    """Return in float32 the weight that quantized values stand for.
+    """Return the weight that quantized values represent, in float32.
 
     Args:
         values: int8 of shape [out_features, in_features].
@@ -28,7 +28,10 @@ def dequantize_reference(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_to_int8_reference(x: Tensor) -> Tensor:
-    """Return x in float64 as the compiled quantized product rounds it, a scale for each group."""
+    """Return in float64 the x to which the compiled quantized product rounds its input.
+
+    Each group of GROUP inputs of a row has its own scale.
+    """
     groups = functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest > 0, torch.tensor(127.0).div(largest), 0)

@@ -31,8 +31,8 @@ __all__ = ["ExpertList", "ExpertWeights", "route_top_k", "run_experts"]
 def route_top_k(router_logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
     """Return the routing weights and the experts of each token, on the device of the logits.
 
-    The choice among equal probabilities depends on the device. A NaN logit makes the token's
-    weights NaN.
+    Among experts with equal probabilities, the choice depends on the device. A NaN logit makes all
+    weights of the token NaN.
 
     Args:
         router_logits: tensor of shape [num_tokens, num_experts], at most 512 experts on a GPU.
@@ -62,9 +62,10 @@ def run_experts(
     Args:
         x: tensor of shape [num_tokens, hidden].
         gate_up: gate rows, then up rows of each expert: [num_experts, 2 * intermediate, hidden]. On
-            a CPU, also a sequence with one packed or quantized weight per expert, see `linear`. An
-            `ExpertList` is the fastest.
-        down: tensor of shape [num_experts, hidden, intermediate]. On a CPU, also a sequence.
+            a CPU, also a sequence with one packed or quantized weight per expert, see `linear`.
+            The fastest sequence is an `ExpertList`.
+        down: tensor of shape [num_experts, hidden, intermediate]. On a CPU, also a sequence like
+            gate_up.
         weights: routing weights of shape [num_tokens, top_k].
         expert_ids: int64 of shape [num_tokens, top_k].
 

@@ -4,9 +4,10 @@
     rows[pair] = weight[pair] * down[e] @ activated[pair]
     out[token] = sum of the token's rows                     in float32, in the order of its choices
 
-A pair is (token, choice). A tile multiplies BLOCK_M pairs of one expert by BLOCK_N rows of the
-expert's weights. With few pairs per expert the product is transposed (SWAP), because Hopper's wgmma
-needs an operand of at least 64 rows. The weights have enough rows, and the few pairs do not.
+A pair is a token and one of the token's choices of an expert. A tile multiplies BLOCK_M pairs of
+one expert by BLOCK_N rows of the expert's weights. With few pairs per expert, the product is
+transposed (SWAP). Hopper's wgmma needs an operand of at least 64 rows: the weights have enough
+rows, and the few pairs do not.
 """
 
 from __future__ import annotations
@@ -214,7 +215,8 @@ def run_experts_gemm(
     rows = torch.empty(num_pairs, hidden, dtype=x.dtype, device=x.device)
     tiles = {"BLOCK_M": block_m, "BLOCK_K": config["BLOCK_K"], "GROUP_M": config["GROUP_M"]}
     launch = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
-    # Half of the rows are gate rows, so that both products stream tiles of the same size.
+    # Half of a tile's rows are gate rows and half are up rows. So both GEMMs read weight tiles of
+    # the same size.
     _gate_up_kernel[(max_tiles * triton.cdiv(intermediate, block_n // 2),)](
         activated,
         x,

@@ -1,9 +1,9 @@
 """Routing in Triton: the experts of each token, and the rows of each tile of the grouped GEMMs.
 
-Alignment gives every expert whole tiles of BLOCK_M rows. A row is a pair (token, choice) with the
-index token * top_k + choice. Padding fills the last tile of an expert. The host does not know the
-number of tiles. So buffers and grids have the worst-case size, and programs past the end return at
-once. Pairs of an expert keep their order, so a repeated step gives the same bits.
+Each expert gets whole tiles of BLOCK_M rows. A row is a pair (token, choice) with the index
+token * top_k + choice. Padding fills the last tile of an expert. The host does not know the number
+of tiles. So buffers and grids have the worst-case size, and programs past the end return at once.
+The pairs of an expert keep their order, so a repeated step gives the same bits.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def align_pairs(expert_ids: Tensor, num_experts: int, block_m: int) -> AlignedPa
 
     Args:
         expert_ids: int64 of shape [num_tokens, top_k], contiguous, not empty.
-        num_experts: experts of this rank.
-        block_m: rows per tile.
+        num_experts: number of experts of this rank.
+        block_m: number of rows per tile.
     """
     num_pairs, device = expert_ids.numel(), expert_ids.device
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)

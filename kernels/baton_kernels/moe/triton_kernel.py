@@ -2,11 +2,11 @@
 
 Constants of a launch:
 
-    BLOCK_M     rows per tile; 1 selects GEMVs
-    BLOCK_N     rows of weights per tile; in the first GEMM half gate rows and half up rows
+    BLOCK_M     rows (pairs of a token and an expert) per tile; 1 selects GEMVs
+    BLOCK_N     rows of weights per tile; in the first GEMM, half gate rows and half up rows
     BLOCK_K     columns of weights per iteration
-    GROUP_M     tiles of rows that share a tile of weights in the L2 cache
-    SWAP        1: transposed product
+    GROUP_M     number of row tiles that share a tile of weights in the L2 cache
+    SWAP        1: the product is transposed
     num_warps, num_stages
 """
 
@@ -116,7 +116,7 @@ def default_configuration(
 
     The number of rows per tile is close to the average number of rows per expert.
     """
-    halves = dtype.itemsize // 2  # float32 needs twice the memory
+    halves = dtype.itemsize // 2  # 2 for float32, which needs twice the memory of 16-bit dtypes
     rows_per_expert = num_tokens * top_k / num_experts
     if num_tokens <= GEMV_TOKENS:
         return _gemv(4, 512 // halves, 4)
