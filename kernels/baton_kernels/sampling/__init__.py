@@ -9,10 +9,11 @@ most likely tokens whose probabilities reach top_p. Among ties, lower ids are ke
 token is always kept.
 
 The implementations are C++ (../cpu/source/sampling.h), torch (torch_cpu.py) and Triton
-(triton_kernel.py). None of them sorts a whole row. All use the same random bits, compare logits in
-float32, sum probabilities in fixed point (exact in any order), and compute scores in float64. Two
-implementations can draw different tokens only if two scores, or a probability sum and top_p, are
-equal except for the last bits of exp and log.
+(triton_kernel.py). None of them sorts a whole row. All use the same random bits and compare logits
+in float32. They sum probabilities in fixed point, which is exact in any order, and compute scores
+in float64. Implementations differ only in the last bits of exp and log. So they can draw different
+tokens only if these bits decide between two scores, or whether a sum of probabilities reaches
+top_p.
 
 Counted cost (`benchmarks/kernels/costs.py`):
 

@@ -28,7 +28,8 @@ from baton_kernels.sampling.vocabulary_blocks import (
     tokens_at_least,
 )
 
-#: Numbers of candidates to try, in this order. If top_p needs more, all tokens are candidates.
+#: Numbers of block maxima that reach the bound, tried in this order. If top_p keeps more tokens,
+#: all tokens are candidates.
 FEW, MANY = 64, 1024
 #: Fixed-point scale of probabilities, which are relative to the most likely token's. The sum of
 #: 2**20 tokens is exact in float64.
@@ -55,8 +56,8 @@ class _Rows:
     top_k: Tensor  #: int64; vocab_size: no top_k.
     top_p: Tensor  #: inf: no top_p.
     best: Tensor  #: The largest of logits / temperature.
-    #: Sum in fixed point of the probabilities that min_p keeps, of which top_p is a share. 0: the
-    #: sum over the candidates is used.
+    #: Sum in fixed point of the probabilities of the tokens that min_p keeps. top_p is a share of
+    #: this sum. 0: the sum over the candidates is used.
     total: Tensor
 
     def take(self, index: Tensor) -> _Rows:
@@ -101,7 +102,7 @@ def _sample_chunk(logits: Tensor, params: Sequence[DrawParams], keys: Tensor) ->
         mine, others, to_beat = rows.take(index), logits, scores[index]
         if len(index) < len(params):
             others = logits[index]
-        # Noise that a token below the bound needs to win.
+        # Noise that a token needs to win, if its logit is below the bound.
         needed = least_mantissa(to_beat - bound[index].double() / mine.temperature)
         possible = noise_mantissa(mine.keys, torch.arange(vocab_size, device=device)) >= needed
         possible &= (others < bound[index]) & (others >= floor[index])
@@ -147,7 +148,7 @@ def _draw(logits: Tensor, candidates: Sequence[Tensor], rows: _Rows) -> tuple[Te
 def _min_p_bound(rows: _Rows) -> Tensor:
     """Return, for each row, a lower bound of the logits that min_p keeps: float32 [rows, 1]."""
     least = (rows.best + rows.log_min_p) * rows.temperature
-    # More than the rounding to float32.
+    # A slack larger than the error of rounding to float32.
     slack = 1e-6 * (least.abs() + (rows.best * rows.temperature).abs())
     return torch.nan_to_num(least - slack, nan=_LOWEST).clamp_min_(_LOWEST).float()
 

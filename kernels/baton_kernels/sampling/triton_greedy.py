@@ -27,7 +27,7 @@ def _greedy_kernel(
     x = tl.load(
         logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
     )
-    x = tl.where(x == x, x, float("inf"))  # a NaN counts as not finite
+    x = tl.where(x == x, x, float("inf"))  # a NaN becomes +inf, which makes the row not finite
     tl.atomic_max(best_ptr + row, tl.max((order_key(x).to(tl.int64) << 32) - token, axis=0))
 
 

@@ -57,8 +57,8 @@ from baton_kernels.sampling.triton_search import (
 BLOCK = 64  #: Tokens per block maximum.
 PIVOTS = 16  #: Places with which one pass compares the tokens of a row.
 #: Share of the block maxima that must reach the bound, in rows with top_p but without top_k. Tokens
-#: that reach the bound are gathered. They are 5% of the vocabulary if logits have a normal
-#: distribution, and fewer in peaked rows.
+#: that reach the bound are gathered: 5% of the vocabulary if logits have a normal distribution, and
+#: fewer if a few tokens are much more likely than all others.
 TOP_P_BLOCKS = 31 / 32
 CAPACITY = 16384  #: Maximum number of gathered tokens per row.
 
@@ -78,8 +78,8 @@ def shape_class(num_rows: int, vocab_size: int) -> str:
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"
 
 
-# Header of a row's state. Only rows with top_p and without top_k have the two sums. These add the
-# probabilities of the tokens that min_p keeps.
+# Header of a row's state. Only rows with top_p and without top_k have the two sums. The sums add
+# the probabilities of tokens that min_p keeps.
 _HIGHEST = tl.constexpr(0)  # highest place with the largest logit
 _BOUND = tl.constexpr(1)  # lowest place to gather
 _COUNT = tl.constexpr(2)  # tokens that reach the bound
@@ -177,7 +177,7 @@ def _bounds_kernel(
     tl.store(state + _HIGHEST, highest)
     tl.store(state + _BOUND, lowest_of_key(bound))
     for counter in tl.static_range(_COUNT, _GATHERED + 1):
-        tl.store(state + counter, 0)  # the next kernel adds to it
+        tl.store(state + counter, 0)  # the collect kernel adds to the counters
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Finds the best tokens of each row without sorting, by the maxima of vocabulary blocks.
 
-At least k tokens reach the k-th largest block maximum. Blocks with a smaller maximum contain none
-of these tokens.
+A block is BLOCK_SIZE consecutive tokens of the vocabulary. At least k tokens reach the k-th largest
+block maximum. Blocks with a smaller maximum contain none of these tokens.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 BLOCK_SIZE = 64
-CPU_CHUNK = 2**18  #: Logits computed at a time on a CPU, to stay in the CPU's cache.
-GPU_CHUNK = 2**24  #: Logits computed at a time on a GPU, to bound memory: 128 MiB per float64 copy.
+#: Number of logits that are processed at a time on a CPU, so that they stay in the CPU's cache.
+CPU_CHUNK = 2**18
+#: Number of logits that are processed at a time on a GPU. A copy in float64 then takes 128 MiB.
+GPU_CHUNK = 2**24
 
 _LOWEST = torch.finfo(torch.float32).min
 
