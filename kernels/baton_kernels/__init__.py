@@ -1,16 +1,17 @@
 """Tensor operations of the models. GPUs run Triton. CPUs run C++ if it is compiled, else torch.
 
-Each operation has a folder with these files:
+Each operation has a folder. Most folders have these files:
 
     __init__.py       formula, shapes, counted cost, and the choice of the implementation
-    reference.py      the plain implementation with which tests compare the others
+    reference.py      the plain implementation with which tests compare all other implementations
     triton_kernel.py  the Triton implementation, imported when the first GPU tensor arrives
     torch_cpu.py      a faster torch implementation for CPUs, if the reference is too slow
 
-`linear` and `decoder_layers` have no counted cost. `decoder_layers` has no reference: tests compare
-it with the layers one by one.
+The counted cost is the number of bytes and operations that the formula needs, from which benchmarks
+compute GB/s and TFLOP/s. `linear` and `decoder_layers` have no counted cost. `decoder_layers` has
+no reference: tests compare it with the layers one by one.
 
-The operations, and what they share:
+The operations, and the modules that they share:
 
     attention         paged attention over the KV cache, prefill and decode in one call
     block_checksum    word sums of KV blocks, by which a transfer is verified

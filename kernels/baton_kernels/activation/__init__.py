@@ -5,7 +5,7 @@ The implementations are C++ (../cpu/source/elementwise.h), torch (reference.py) 
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
-    bytes       gate, up and result
+    bytes       gate and up, read, and the result, written
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     Returns:
         A tensor of shape [..., dim].
     """
-    # torch.compile fuses the reference with neighbouring operations.
+    # Under torch.compile, the reference runs, because it is fused with neighbouring operations.
     if gate_up.is_cuda and not torch.compiler.is_compiling():
         from baton_kernels.activation.triton_kernel import silu_and_mul_triton
 

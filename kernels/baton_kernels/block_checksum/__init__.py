@@ -13,7 +13,7 @@ All implementations return the same bits: C++ (../cpu/source/block_checksum.h), 
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
-    bytes       the runs
+    bytes       the runs, read once
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) ->
     Args:
         addresses: address of each run, int64 [n], with any alignment.
         nbytes: bytes of each run, a multiple of 8.
-        num_threads: one by default, because the model computes at the same time.
+        num_threads: number of threads. The default is 1, because the model computes at the same
+            time.
 
     Returns:
         The sums, uint64 [n].
@@ -67,8 +68,8 @@ def block_sums(
         kv_cache: tensor of shape [num_blocks, heads, ...], contiguous.
         block_ids: ids of the blocks, int64 [n], in host memory.
         first_head: first head of the range, an index into the heads of this cache.
-        num_heads: heads of the range, at least 1.
-        num_threads: used on a CPU only.
+        num_heads: number of heads in the range, at least 1.
+        num_threads: number of threads on a CPU. A GPU ignores it.
 
     Returns:
         The bits of the sums as int64 [n], on the cache's device.

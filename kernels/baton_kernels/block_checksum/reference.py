@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 WORD_BYTES = 8
-PERIOD = 8192  #: Words after which the first factor of the weights repeats.
+PERIOD = 8192  #: Number of words after which the first factor of the weights repeats.
 OUTER_OFFSET = 2**32  #: The second factor of period p is u(OUTER_OFFSET + p).
 
 

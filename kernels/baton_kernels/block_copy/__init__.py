@@ -9,7 +9,7 @@ There is no C++: torch copies blocks on a CPU, and Triton (triton_kernel.py) on 
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
-    bytes       of a copy: the blocks, read and written; of a swap: the blocks once
+    bytes       copy: the blocks, read and written; swap: the blocks, once
 """
 
 from __future__ import annotations
@@ -104,7 +104,10 @@ def _check_pairs(pairs: Tensor) -> None:
 
 
 def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
-    """Split the pairs into runs, usually one. The order of the pairs in a run has no effect."""
+    """Split the pairs into runs, within which the order of the pairs has no effect.
+
+    Usually all pairs are one run.
+    """
     start = 0
     sources: set[int] = set()
     targets: set[int] = set()
@@ -120,7 +123,10 @@ def _independent_runs(pairs: Tensor) -> Iterator[Tensor]:
 
 
 def _chains(pairs: Tensor) -> list[list[tuple[int, int]]]:
-    """Group the pairs into chains, in order. A block that a chain writes is in no other chain."""
+    """Group the pairs into chains, which may run at the same time.
+
+    The pairs of a chain are in order. A block that a chain writes is in no other chain.
+    """
     listed: list[tuple[int, int]] = [(source, target) for source, target in pairs.tolist()]
     parent = {target: target for _, target in listed}  # a forest over written blocks
 

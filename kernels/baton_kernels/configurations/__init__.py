@@ -47,7 +47,10 @@ def configuration(
 
 @contextmanager
 def answering(answer: Answer) -> Iterator[None]:
-    """Make `configuration` return `answer(...)` within a `with` block, for the tuner and tests."""
+    """Make `configuration` return the result of `answer` within a `with` block.
+
+    The tuner and tests use this to choose configurations.
+    """
     token = _answer.set(answer)
     try:
         yield
@@ -57,7 +60,10 @@ def answering(answer: Answer) -> Iterator[None]:
 
 @functools.cache
 def device_key(device: torch.device) -> str:
-    """Return the name of a device's table, such as "nvidia-h200"; "cpu" in Triton's interpreter."""
+    """Return the name of a device's table, such as "nvidia-h200".
+
+    The result is "cpu" if Triton's interpreter runs the kernels.
+    """
     if device.type != "cuda":
         return device.type
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
@@ -69,7 +75,7 @@ def read_table(file: Path) -> Table:
 
 
 def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | None]]) -> None:
-    """Write the configurations of measured shape classes into a table file. Other entries stay.
+    """Write the configurations of measured shape classes into a table file, and keep other entries.
 
     Args:
         file: the table file, which may not exist.
@@ -88,7 +94,7 @@ def write_table(file: Path, measured: Mapping[str, Mapping[str, Configuration | 
 
 
 def table_file(key: str) -> Path:
-    """Return the path of a device's table file, which may not exist. `key` is from `device_key`."""
+    """Return the path of the table file for a result of `device_key`. The file may not exist."""
     return Path(str(resources.files(__name__))) / f"{key}.json"
 
 

@@ -10,7 +10,7 @@ operations, with the same bits as separate calls from Python:
         or   linear, route_top_k, run_experts   in a sparse layer
     add_rms_norm
 
-Twelve small layers with one token took 0.64 ms with separate calls, and 0.15 ms with one call.
+For small layers and few tokens, separate calls take longer than the computation itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Projection(NamedTuple):
 
 
 class DenseMLP(NamedTuple):
-    """down(silu(gate(x)) * up(x))."""
+    """A gated MLP: down(silu(gate(x)) * up(x))."""
 
     gate_up: Projection  #: 2 * intermediate_size outputs.
     down: Projection
@@ -48,7 +48,7 @@ class DenseMLP(NamedTuple):
 class SparseMLP(NamedTuple):
     """A mixture of experts, see `baton_kernels.moe`."""
 
-    router: Tensor  #: Plain weight, or the data of a PackedWeight.
+    router: Tensor  #: Weight of the router: a plain tensor, or the data of a PackedWeight.
     gate_up: ExpertList
     down: ExpertList
     top_k: int

@@ -10,7 +10,7 @@ The implementations are C++ (../cpu/source/elementwise.h), torch (torch_cpu.py) 
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
-    bytes       keys and values, read and written, and the slots
+    bytes       keys and values, read and written, and the slot mapping
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def write_kv(
         value: like key.
         key_cache: tensor of shape [num_blocks, num_kv_heads, block_size, head_dim], last stride 1.
         value_cache: like key_cache, with the same strides.
-        slot_mapping: int64 of shape [num_tokens]; slots >= 0 are distinct.
-        plan: result of `plan_write` for this slot mapping. None: computed here if needed.
+        slot_mapping: slot of each token, int64 of shape [num_tokens]. A token with a negative slot
+            is not stored. All other slots are distinct.
+        plan: result of `plan_write` for this slot mapping. None: this call computes it if needed.
         key_scale: float32 of shape [num_kv_heads]; None means 1. An fp8 cache stores keys that are
             divided by the scale and saturated.
         value_scale: the same for values. Give both scales or neither.

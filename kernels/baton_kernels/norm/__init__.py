@@ -27,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight: tensor of shape [dim].
         eps: added to the mean square.
     """
-    # torch.compile fuses the reference with neighbouring operations.
+    # Under torch.compile, the reference runs, because it is fused with neighbouring operations.
     if x.is_cuda and not torch.compiler.is_compiling():
         from baton_kernels.norm.triton_kernel import rms_norm_triton
 

@@ -1,7 +1,7 @@
 """Rotary position embedding (Su et al. 2021), after an optional RMSNorm of each head.
 
-Dimension pair (i, i + head_dim / 2) of a head at position p is rotated by the angle
-p * inv_freq[i], as in Hugging Face checkpoints:
+The dimensions i and i + d/2 of a head with d dimensions are a pair. At position p, the pair is
+rotated by the angle p * inv_freq[i], as in Hugging Face checkpoints:
 
     y[i]       = x[i] * cos - x[i + d/2] * sin
     y[i + d/2] = x[i + d/2] * cos + x[i] * sin
@@ -66,7 +66,7 @@ def rotate_qk(
         Queries [num_tokens, num_heads, head_dim] and keys [num_tokens, num_kv_heads, head_dim],
         computed in float32 and rounded to qkv's dtype.
     """
-    # torch.compile fuses the reference with neighbouring operations.
+    # Under torch.compile, the reference runs, because it is fused with neighbouring operations.
     if qkv.is_cuda and not torch.compiler.is_compiling():
         from baton_kernels.rope.triton_kernel import rotate_qk_triton
 
