@@ -98,7 +98,7 @@ class ConnectorMetadata:
 
 @dataclass(slots=True)
 class LoadResult:
-    """How many blocks of a load are valid, and why the others are missing."""
+    """The number of valid blocks of a load, and the reason if blocks are missing."""
 
     #: Number of leading blocks that arrived and were verified. The content of the other blocks is
     #: undefined. Nothing writes to the load's blocks any more.

@@ -198,19 +198,19 @@ def encode(message: ToProducer | ToConsumer) -> bytes:
 
 
 def decode_to_producer(frame: bytes) -> ToProducer:
-    """Decode a frame that holds a message for a producer.
+    """Decode a frame that contains a message for a producer.
 
     Raises:
-        msgspec.DecodeError: the frame is not such a message.
+        msgspec.DecodeError: the frame is malformed, or contains another message.
     """
     return _decode(_to_producer, frame)
 
 
 def decode_to_consumer(frame: bytes) -> ToConsumer:
-    """Decode a frame that holds a message for a consumer.
+    """Decode a frame that contains a message for a consumer.
 
     Raises:
-        msgspec.DecodeError: the frame is not such a message.
+        msgspec.DecodeError: the frame is malformed, or contains another message.
     """
     return _decode(_to_consumer, frame)
 

@@ -215,7 +215,7 @@ class TransferConnector(KVConnectorWorker):
         if self._running:
             self._thread.join(JOIN_TIMEOUT_S)
             if self._thread.is_alive():
-                logger.error("the connector's thread did not end within %.0f s", JOIN_TIMEOUT_S)
+                logger.error("the KV connector's thread did not end within %.0f s", JOIN_TIMEOUT_S)
                 return
         else:
             self._close()

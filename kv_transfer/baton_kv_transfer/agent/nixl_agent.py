@@ -348,7 +348,9 @@ class NixlAgent(Agent):
             try:
                 self._open().send_notif(remote_agent_name, notif_msg)
             except self._errors as error:
-                logger.warning("notification to %s was lost: %s", remote_agent_name, error)
+                logger.warning(
+                    "a KV transfer notification to %s was lost: %s", remote_agent_name, error
+                )
 
     def release_xfer_handle(self, handle: XferHandle) -> None:
         with self._lock:

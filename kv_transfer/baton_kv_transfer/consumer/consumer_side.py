@@ -150,7 +150,10 @@ class ConsumerSide:
             self._loads.record_verified(rank_transfer, wrong, self._clock())
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `advance` must run even without an event; None: no such time."""
+        """Return the time at which `advance` must run even without an event.
+
+        None means that only an event makes `advance` necessary.
+        """
         if self._blocks.has_unverified or any(peer.error for peer in self._peers):
             return 0.0
         deadlines = [peer.handshake_deadline for peer in self._peers if not peer.is_ready]

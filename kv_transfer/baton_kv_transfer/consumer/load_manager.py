@@ -99,7 +99,7 @@ class LoadManager:
         """Connect to the producer's workers that have heads which this worker needs.
 
         Args:
-            first: the producer's first worker, which names the others when it is ready.
+            first: the producer's first worker, which names all workers when it is ready.
             now: the current time.
 
         Returns:

@@ -233,7 +233,11 @@ class Peer:
             return
         for name, ours, theirs in (
             ("side channel version", side_channel.VERSION, welcome.version),
-            ("compatibility hash", self._context.compatibility_hash, welcome.compatibility_hash),
+            (
+                "compatibility hash (of checkpoint, dtype and quantization)",
+                self._context.compatibility_hash,
+                welcome.compatibility_hash,
+            ),
             ("instance id", self.peer_instance_id, welcome.instance_id),
         ):
             if ours != theirs:

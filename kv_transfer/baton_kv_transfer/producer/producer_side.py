@@ -143,7 +143,10 @@ class ProducerSide:
             self._stats.handshakes_refused += count_refused(self._handshakes)
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `advance` must run even without an event; None: no such time."""
+        """Return the time at which `advance` must run even without an event.
+
+        None means that only an event makes `advance` necessary.
+        """
         deadline = max(self.transfers.next_deadline(), self._no_expiry_before)
         return deadline if deadline < math.inf else None
 

@@ -124,7 +124,7 @@ class SHMTransport(SocketTransport[_SHMLink]):
                 return
             link = _SHMLink(self._context, name, decoded)
         except (msgspec.DecodeError, OSError, OverflowError, RecursionError, CopyError) as error:
-            logger.info("transport shm cannot reach %s: %s", name, error)
+            logger.info("KV transfers with %s cannot use the transport shm: %s", name, error)
             return
         self._thread.mailbox.submit(
             lambda: self._thread.watch(link.process.pidfd, lambda: link.give_up(f"{name} died"))

@@ -78,7 +78,7 @@ class PeerLink(abc.ABC):
             transfer.end(error)
             self._context.wakeup()
         elif error:
-            logger.warning("notification to %s was lost: %s", self.peer, error)
+            logger.warning("a KV transfer notification to %s was lost: %s", self.peer, error)
 
     def give_up(self, reason: str) -> None:
         """End all transfers in flight with the state ERR. Later posts fail."""

@@ -45,7 +45,7 @@ class Connection:
             worker: the local worker.
             address: address of the remote worker.
             on_close: called with this connection's `session` when UCX reports a failure.
-            moved: counter of bytes by lane, to which this connection adds its bytes.
+            moved: counter to which this connection adds its bytes, by lane (see Agent.bytes_moved).
 
         Raises:
             UCXError: UCX cannot reach the address from here.

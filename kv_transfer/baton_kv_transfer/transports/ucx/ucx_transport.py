@@ -159,7 +159,7 @@ class UCXTransport(Transport):
             connection = self._connect(peer, name)
             connection.send_message(Notif(connection.session, message))
         except UCXError as error:
-            logger.warning("notification to %s was lost: %s", name, error)
+            logger.warning("a KV transfer notification to %s was lost: %s", name, error)
 
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
         """Cut the connection to a removed peer, unless only requests of the peer use it."""
@@ -365,7 +365,8 @@ class UCXTransport(Transport):
                 connection.fail(f"connection to {connection.peer_name} lost")
         failed = [connection for connection in self._by_address.values() if connection.error]
         for connection in failed:
-            logger.info("connection with %s cut: %s", connection.peer_name or "?", connection.error)
+            name = connection.peer_name or "an unknown agent"
+            logger.info("the KV transfer connection with %s was closed: %s", name, connection.error)
             del self._by_address[connection.address]
             self._by_session.pop(connection.session, None)
             self._by_session.pop(connection.peer_session or -1, None)
