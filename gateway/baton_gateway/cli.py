@@ -119,8 +119,8 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
     if not folder.is_dir():
         raise ConfigurationError(
             "ModelNotFound",
-            f"{config.model.path} does not exist: --model is the folder of a checkpoint on this "
-            "machine; nothing is downloaded",
+            f"{config.model.path} does not exist: --model must be the folder of a checkpoint on "
+            "this machine; nothing is downloaded",
         )
     try:
         return Tokenizer.from_folder(folder)

@@ -168,7 +168,10 @@ class EnginePool:
         for key in self._members.keys() - current.keys():
             member = self._members.pop(key)
             member.leave()
-            logger.info("engine %s left discovery", member.endpoint.name)
+            logger.info(
+                "engine %s is no longer discovered, so it gets no new requests",
+                member.endpoint.name,
+            )
         for key, endpoint in current.items():
             known = self._members.get(key)
             if known is not None:
@@ -272,7 +275,12 @@ class EnginePool:
                 if (reason := self._why_move_requests(member, client)) is not None:
                     moved_at = clock()
                     name, num_requests = member.endpoint.name, client.num_unfinished
-                    logger.warning("engine %s: moving %d requests: %s", name, num_requests, reason)
+                    logger.warning(
+                        "engine %s: moving %d requests to other engines: %s",
+                        name,
+                        num_requests,
+                        reason,
+                    )
                     client.abandon_requests(reason)
         finally:
             dead.cancel()

@@ -77,7 +77,7 @@ class Sequence:
 
     @property
     def is_complete(self) -> bool:
-        """Whether max_tokens are generated."""
+        """Whether as many tokens as max_tokens were generated."""
         limit = self.sampling_params.max_tokens
         return limit is not None and len(self.generated_token_ids) >= limit
 
