@@ -99,7 +99,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
 class ChatCompletion(msgspec.Struct, kw_only=True):
     #: Id of the request.
     id: str
-    #: Unix time of the request.
+    #: Unix time of the request, in seconds.
     created: int
     #: Name of the served model.
     model: str
@@ -140,7 +140,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     #: Id of the request, the same in all chunks.
     id: str
-    #: Unix time of the request.
+    #: Unix time of the request, in seconds.
     created: int
     #: Name of the served model.
     model: str
@@ -176,7 +176,7 @@ class Completion(msgspec.Struct, kw_only=True):
 
     #: Id of the request, the same in all chunks.
     id: str
-    #: Unix time of the request.
+    #: Unix time of the request, in seconds.
     created: int
     #: Name of the served model.
     model: str
@@ -191,7 +191,7 @@ class Completion(msgspec.Struct, kw_only=True):
 class Model(msgspec.Struct, kw_only=True):
     #: Name of the model.
     id: str
-    #: Unix time of the gateway's start.
+    #: Unix time at which the gateway started, in seconds.
     created: int
     #: Limit on tokens of prompt and answer together. Null until a decode engine has been ready.
     max_model_len: int | None = None

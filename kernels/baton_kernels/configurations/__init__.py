@@ -20,7 +20,7 @@ import torch
 
 Configuration = Mapping[str, int]  #: Constants of a launch: tile sizes, num_warps, num_stages.
 Table = dict[str, dict[str, dict[str, int]]]  #: {operation: {shape class: configuration}}.
-#: (operation, shape class, default) -> configuration.
+#: A function (operation, shape class, default configuration) -> configuration.
 Answer = Callable[[str, str, Configuration], Configuration]
 
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)

@@ -125,7 +125,8 @@ def _register_fakes() -> None:
         return logits.new_empty(logits.shape[:1], dtype=torch.int64)
 
 
-#: The compiled operations, or None if the torch versions run, and a description for the log.
+#: OPS: the compiled operations; None if the torch versions run. DESCRIPTION: which versions run,
+#: and why, for the log.
 OPS, DESCRIPTION = _load()
 
 

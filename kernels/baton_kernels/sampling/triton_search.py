@@ -35,7 +35,10 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def order_key(x):
-    """Map float32 to int32 in the same order. Both zeros map to 0, and NaN to the key of -inf."""
+    """Map float32 values to int32 keys with the same order.
+
+    Both zeros map to 0. NaN maps to the key of -inf.
+    """
     x = tl.where(x == x, x, float("-inf"))
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
