@@ -5,7 +5,7 @@ The gateway and the offline API use this package. It imports neither torch nor `
 chat_request        the body of POST /v1/chat/completions
 completion_request  the body of POST /v1/completions
 generation_request  the fields that both bodies share, and their checks
-generation_defaults sampling parameters of requests that leave them out
+generation_defaults default sampling parameters, from the checkpoint
 tokenize_requests   the bodies of /tokenize and /detokenize
 parsing             parses JSON bodies and checks the requests
 messages            converts chat messages to the form that chat templates take

@@ -29,7 +29,8 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window: list[int] = []
-        #: Number of leading tokens of the window that were emitted before the last clean end.
+        #: Number of leading tokens of the window that are only context. Their text was emitted when
+        #: the text last ended at a whole character.
         self._context = 0
         #: Characters of the window's text already emitted.
         self._emitted = 0

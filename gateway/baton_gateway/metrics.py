@@ -11,7 +11,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-#: Only longer gaps between two outputs are recorded in `gateway_stream_gap_seconds`.
+#: Gaps of more than this many seconds between two outputs are recorded in
+#: `gateway_stream_gap_seconds`.
 GAP_S = 1.0
 
 # Upper bounds in seconds.

@@ -154,7 +154,7 @@ def _round_to_int4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dequantize(values: Tensor, scales: Tensor) -> Tensor:
-    """Return float32 weights of the values' shape."""
+    """Return the weights that quantized values represent, in float32 and of the same shape."""
     if scales.dim() == 1:
         return values.float() * scales[:, None]
     every = scales.float().repeat_interleave(GROUP, dim=1)

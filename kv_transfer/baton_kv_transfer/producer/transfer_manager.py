@@ -238,7 +238,7 @@ class TransferManager:
         """Record that a write has ended.
 
         Args:
-            subscriber: the subscriber.
+            subscriber: the receiver of the write.
             blocks: the written blocks, which the write's notification has published; empty if the
                 write failed.
         """

@@ -29,7 +29,7 @@ AWAY_NS = 1_000_000
 
 
 class Holder(enum.Enum):
-    """Holders of the transports' work."""
+    """The holder of the transports' work: the transports' thread, a waiting user, or none."""
 
     THREAD = enum.auto()
     NOBODY = enum.auto()

@@ -404,7 +404,7 @@ class UCXWorker:
         return request
 
     def _sent(self, pointer: int, status: int, key: int) -> None:
-        """Record that a request has ended. UCX calls this inside ucp_worker_progress."""
+        """Record that a send or a disconnect has ended. UCX calls this in ucp_worker_progress."""
         request = self._requests[key]
         request.pointer = None
         self._ended.append((key, status, request.nbytes))
