@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
+#: Configurations that the tuner measures. tile: number of elements per program.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "num_warps": num_warps}
     for tile in (256, 512, 1024, 2048)

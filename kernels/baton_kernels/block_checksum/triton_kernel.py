@@ -12,7 +12,8 @@ from torch import Tensor
 from baton_kernels.block_checksum.reference import OUTER_OFFSET, PERIOD, WORD_BYTES, factors
 from baton_kernels.configurations import Configuration, configuration
 
-#: tile: words per tile, a divisor of PERIOD; tiles: tiles per program.
+#: Configurations that the tuner measures. tile: words per tile, a divisor of PERIOD. tiles: tiles
+#: per program.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "tiles": tiles, "num_warps": num_warps}
     for tile in (512, 1024, 2048)

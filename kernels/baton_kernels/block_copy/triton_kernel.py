@@ -16,7 +16,8 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
-#: tile: number of words per tile. A word has 1, 2, 4 or 8 bytes.
+#: Configurations that the tuner measures. tile: number of words per tile. A word has 1, 2, 4 or 8
+#: bytes.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "num_warps": num_warps}
     for tile in (512, 1024, 2048, 4096)

@@ -83,5 +83,5 @@ def write_kv(
 
 
 def _is_compiled_for(cache: Tensor) -> bool:
-    """Return whether the compiled operation writes to this cache. It does not support fp8."""
+    """Return whether the compiled operation supports this cache. It does not support fp8."""
     return cpu.OPS is not None and cache.dtype in cpu.DTYPES

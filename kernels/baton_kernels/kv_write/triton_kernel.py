@@ -10,7 +10,7 @@ from torch import Tensor
 from baton_kernels.configurations import Configuration, configuration
 from baton_kernels.kernel_arguments import Caches, Heads
 
-#: heads: heads per program, a power of two.
+#: Configurations that the tuner measures. heads: number of heads per program, a power of two.
 CANDIDATES: list[Configuration] = [
     {"heads": heads, "num_warps": num_warps} for heads in (1, 2, 4, 8) for num_warps in (1, 2, 4)
 ]

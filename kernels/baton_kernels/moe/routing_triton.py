@@ -18,7 +18,7 @@ from torch import Tensor
 from baton_kernels.configurations import Configuration, configuration
 
 ROUTING_DEFAULT: Configuration = {"ROWS": 1, "num_warps": 1}
-#: Candidates of the tuner (benchmarks/kernels/tuning).
+#: Configurations that the tuner measures (benchmarks/kernels/tuning). ROWS: tokens per program.
 ROUTING_CANDIDATES: list[Configuration] = [
     {"ROWS": rows, "num_warps": warps}
     for rows, warps in ((1, 1), (1, 2), (2, 1), (4, 2), (4, 4), (8, 4))

@@ -56,7 +56,8 @@ def _gemm(
     }
 
 
-#: Candidates of the tuner, for 16-bit weights. Some need more shared memory than a device has.
+#: Configurations that the tuner measures, for 16-bit weights. Some need more shared memory than a
+#: device has.
 CANDIDATES: list[Configuration] = [
     *(
         _gemv(block_n, block_k, num_warps)

@@ -12,7 +12,8 @@ from baton_kernels.configurations import Configuration, configuration
 #: Longer rows are read twice, in tiles of this number of elements. Shorter rows stay in registers.
 MAX_TILE = 8192
 
-#: elements: elements per program. Short rows share a program.
+#: Configurations that the tuner measures. elements: elements per program. Short rows share a
+#: program.
 CANDIDATES: list[Configuration] = [
     {"elements": elements, "num_warps": num_warps}
     for elements in (1024, 2048, 4096)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton_kernels.configurations import Configuration, configuration
 
-#: heads: heads per program.
+#: Configurations that the tuner measures. heads: number of heads per program.
 CANDIDATES: list[Configuration] = [
     {"heads": heads, "num_warps": num_warps} for heads in (2, 4, 8, 16) for num_warps in (1, 2, 4)
 ]

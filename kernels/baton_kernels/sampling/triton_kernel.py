@@ -62,8 +62,8 @@ PIVOTS = 16  #: Places with which one pass compares the tokens of a row.
 TOP_P_BLOCKS = 31 / 32
 CAPACITY = 16384  #: Maximum number of gathered tokens per row.
 
-#: tile and num_warps for programs that read a part of a row; row_tile and row_warps for programs
-#: that read a whole row.
+#: Configurations that the tuner measures. tile and num_warps are for programs that read a part of a
+#: row, row_tile and row_warps for programs that read a whole row.
 CANDIDATES: list[Configuration] = [
     {"tile": tile, "num_warps": num_warps, "row_tile": row_tile, "row_warps": row_warps}
     for tile in (1024, 2048, 4096)
