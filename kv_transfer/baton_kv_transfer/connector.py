@@ -158,7 +158,7 @@ class ConnectorStats(msgspec.Struct):
     #: Blocks published to a consumer. With push, blocks written into its memory.
     blocks_sent: int = 0
     blocks_received: int = 0
-    #: Bytes written by push.
+    #: Bytes written into consumers' memory (push).
     bytes_sent: int = 0
     #: Bytes that arrived and were verified.
     bytes_received: int = 0
@@ -179,7 +179,8 @@ class ConnectorStats(msgspec.Struct):
     receive_seconds: float = 0.0
     #: Sum over pushes to a worker of the time from the first write to the end of the last write.
     send_seconds: float = 0.0
-    #: Gauge: bytes requested but not posted yet, because the peer's window is full.
+    #: Gauge: bytes requested but not posted yet, because the peer's limit of bytes in flight is
+    #: reached.
     queued_bytes: int = 0
     #: Gauge: bytes of posted transfers that have not ended.
     inflight_bytes: int = 0

@@ -85,7 +85,7 @@ class Hello(_Message):
 class Describe(_Message):
     proof: bytes
     layout: KVCacheLayout
-    #: None: blocks are only read.
+    #: Memory to which the producer may write (push). None: the consumer reads the blocks.
     memory: MemoryDescription | None
 
 
@@ -100,8 +100,8 @@ class Subscribe(_Message):
     num_subscribers: int
     #: Index of the first requested block in the sequence.
     first_block_index: int
-    #: Slots of the consumer's memory for the blocks from first_block_index on. None: the consumer
-    #: reads.
+    #: Slots of the consumer's memory for the blocks from first_block_index on (push). None: the
+    #: consumer reads the blocks.
     push_slots: list[int] | None
 
 

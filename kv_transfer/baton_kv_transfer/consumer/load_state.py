@@ -98,7 +98,8 @@ class RankTransfer:
     shared: SharedHeads
     #: Size of the shared heads in a block, in bytes.
     block_nbytes: int
-    #: Time at which blocks were last published or verified.
+    #: Time at which blocks were last published or verified; before that, the time of SUBSCRIBE or
+    #: of this object's creation.
     last_block: float
     #: Time at which the load fails. Each block and each PENDING postpones this time.
     deadline: float
@@ -114,9 +115,9 @@ class RankTransfer:
     #: Number of batches that are posted, or have arrived and are not verified yet.
     num_batches: int = 0
     num_verified: int = 0
-    #: With push: blocks published as written.
+    #: With push: number of blocks that the producer has published as written.
     num_written: int = 0
-    #: PUBLISH(last) was received.
+    #: Whether the last PUBLISH was received.
     last: bool = False
 
     @property

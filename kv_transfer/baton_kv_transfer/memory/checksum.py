@@ -34,7 +34,7 @@ WORD_BYTES = 8
 PERIOD = 8192
 _OUTER_OFFSET = 2**32
 
-#: (addresses [n], bytes of each run) -> word sums [n]; see `sum_runs`.
+#: A function (addresses [n], bytes of each run) -> word sums [n]; see `sum_runs`.
 SumRuns = Callable[[NDArray[np.int64], int], NDArray[np.uint64]]
 
 

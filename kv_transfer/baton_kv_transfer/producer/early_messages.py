@@ -16,10 +16,10 @@ from baton_kv_transfer.producer.sessions import Send, Session
 
 #: Limit of messages that are held at the same time, for all transfers together.
 MAX_EARLY = 16384
-#: Slots of consumers' memory that all early subscriptions may name together.
+#: Limit of the slots of consumers' memory that all held subscriptions together name.
 MAX_EARLY_SLOTS = 2**22
 
-#: (ZMQ identity, subscriber).
+#: ZeroMQ identity of the connection, and `Subscribe.subscriber`.
 _Key = tuple[bytes, int]
 
 

@@ -38,7 +38,7 @@ MAX_OPEN = 4096
 MAX_ID_LENGTH = 512
 _MAX_ADDRESS = 2**63
 
-#: (ZMQ identity, message).
+#: A function (ZeroMQ identity of a connection, message) that sends the message.
 Send = Callable[[bytes, side_channel.ToConsumer], None]
 
 
@@ -52,7 +52,7 @@ class Session:
     consumer_nonce: bytes
     producer_nonce: bytes
     last_seen: float
-    #: None: the handshake is pending.
+    #: Layout of the KV memory of the consumer's worker. None: the handshake is pending.
     layout: KVCacheLayout | None = None
     #: Memory to which this producer writes; None: the consumer reads.
     memory: MemoryDescription | None = None

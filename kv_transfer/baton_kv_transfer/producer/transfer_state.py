@@ -66,15 +66,15 @@ class Subscriber:
     #: End of the lease. In the state LEFT: the deadline for writes in flight.
     deadline: float
     state: SubscriberState = SubscriberState.ACTIVE
-    #: Time of PUBLISH(last); 0: not yet sent.
+    #: Time at which the last PUBLISH was sent; 0: it was not sent yet.
     last_sent_at: float = 0.0
-    #: RELEASED was sent.
+    #: Whether RELEASED was sent.
     confirmed: bool = False
     #: Push: blocks whose writes are not posted yet.
     queue: deque[Block] = field(default_factory=deque)
     #: Number of writes in flight.
     num_writes: int = 0
-    #: A posted write ended in ERR. Its bytes may still arrive, so RELEASED is never sent.
+    #: Whether a posted write ended in ERR. Its bytes may still arrive, so RELEASED is never sent.
     has_failed_write: bool = False
     #: Push: blocks that were written to the consumer's memory.
     written: list[PublishedBlock] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Transfer:
     peer_instance_id: str
     #: HOLDING: end of the lease of the workers that have not subscribed yet.
     deadline: float
-    #: Time at which the first blocks were saved; 0: not yet.
+    #: Time at which the first blocks were saved; 0: no blocks were saved yet.
     held_since: float = 0.0
     #: Number of the consumer's workers that will subscribe; 0 before the first has subscribed.
     num_subscribers: int = 0

@@ -42,7 +42,7 @@ class TransportContext:
         self.num_refused = 0
         #: See Agent.failure.
         self.failure = ""
-        #: Bytes moved, by lane: the mechanism or device that moved the bytes.
+        #: Bytes moved, by lane: the mechanism and the device that moved them.
         self.moved: Counter[str] = Counter()
 
     def refuse(self, iovec: bytes) -> str:

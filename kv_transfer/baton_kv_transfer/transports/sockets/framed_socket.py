@@ -59,7 +59,7 @@ class FramedSocket:
         """
         end.setblocking(False)
         self._end = end
-        #: Longer messages of the other side are an error.
+        #: Largest payload in bytes that the other side may send in a message.
         self.max_payload_bytes = max_payload_bytes
         self.takes_data = takes_data
         self._moved: Counter[str] = Counter() if moved is None else moved
@@ -132,7 +132,7 @@ class FramedSocket:
         self.flush()
 
     def expect(self, number: int, rows: Rows) -> None:
-        """Store arriving data with this number in these rows.
+        """Store the data that arrives for the transfer `number` in `rows`.
 
         `receive` yields a DATA frame when all rows are filled.
         """
