@@ -29,7 +29,7 @@ _RENDER_FAILURES = (
 
 
 class ChatTemplateError(ValueError):
-    """The chat template refuses the messages or cannot render them."""
+    """Raised when the chat template refuses the messages or cannot render them."""
 
 
 class ChatTemplate:

@@ -21,7 +21,8 @@ class GracefulShutdown:
     next request goes to another gateway.
 
     Args:
-        quiet_s: the phase ends after this time without a new request.
+        admission: counts the requests in flight.
+        quiet_s: the phase ends after this many seconds without a new request.
     """
 
     def __init__(self, admission: Admission, quiet_s: float) -> None:

@@ -260,9 +260,9 @@ class EnginePool:
                     raise
 
     async def _wait_lost_or_left(self, member: PoolMember, client: EngineClient) -> None:
-        """Wait until the engine is dead, or has left and ended its requests.
+        """Wait until the engine is dead, or has left discovery and ended its requests.
 
-        While it waits, end requests that should continue on another engine.
+        During the wait, move requests that should continue on another engine.
         """
         clock = asyncio.get_running_loop().time
         moved_at = -math.inf
