@@ -57,8 +57,8 @@ from baton_kernels.sampling.triton_search import (
 BLOCK = 64  #: Tokens per block maximum.
 PIVOTS = 16  #: Places with which one pass compares the tokens of a row.
 #: Share of the block maxima that must reach the bound, in rows with top_p but without top_k. Tokens
-#: that reach the bound are gathered: 5% of the vocabulary if logits have a normal distribution, and
-#: fewer if a few tokens are much more likely than all others.
+#: that reach the bound are gathered. If logits have a normal distribution, that is 5% of the
+#: vocabulary. If a few tokens are much more likely than all others, it is less.
 TOP_P_BLOCKS = 31 / 32
 CAPACITY = 16384  #: Maximum number of gathered tokens per row.
 

@@ -30,7 +30,7 @@ constexpr int64_t CACHE_LINE = 64;
 constexpr int64_t WEIGHTS_PER_THREAD = 1 << 16;  // minimum work of a thread
 
 // Number of inputs of an output that are adjacent in a packed weight: one float, or two 16-bit
-// numbers, because processors multiply pairs of 16-bit numbers.
+// numbers. Processors multiply pairs of 16-bit numbers.
 template <typename T>
 constexpr int64_t STEP_INPUTS = 4 / sizeof(T);
 

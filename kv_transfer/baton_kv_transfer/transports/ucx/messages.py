@@ -5,9 +5,9 @@
             writer: WRITE that awaits GO         owner: GO          (or REFUSED)
             writer: the data                     owner: DONE
 
-If the rows and the notification of a WRITE message have up to `UCXContext.max_eager_bytes` bytes,
-the message always arrives before data that is sent after it. So the owner posts receives in time.
-After a larger WRITE message, the writer waits for GO before it sends the data.
+A WRITE message is short if its rows and notification have up to `UCXContext.max_eager_bytes` bytes.
+A short message always arrives before data that is sent after it, so the owner posts receives in
+time. After a longer WRITE message, the writer waits for GO before it sends the data.
 
 A side sends HELLO before its first request over a new endpoint. The secret in HELLO proves that the
 sender has the receiver's metadata. HELLO also has a random session id. Every later message about
