@@ -48,7 +48,7 @@ class ConnectorContext:
         return self._local[heads]
 
     def renew(self) -> None:
-        """Drop the descriptor lists of `local_slots`, which a fence made invalid."""
+        """Drop the descriptor lists of `local_slots`, which `Agent.fence` made invalid."""
         self._local.clear()
 
     def describe_memory(self) -> MemoryDescription:

@@ -32,7 +32,7 @@ class Admission:
         self._num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        #: Set when the gateway accepts no more requests.
+        #: Whether the gateway accepts no more requests.
         self.is_closed = False
 
     def check_open(self) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-#: Columns of an int4 weight, and inputs of the compiled product, that share a scale.
+#: Number of columns of an int4 weight, and of inputs of the compiled product, with one scale.
 GROUP = 32
 
 

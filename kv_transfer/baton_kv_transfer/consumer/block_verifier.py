@@ -108,7 +108,7 @@ class BlockVerifier:
     def discard_all(self) -> None:
         """Drop all blocks in flight or unverified, and free their slots.
 
-        Call this only after a fence or the end of the agent, when no transfer touches the memory.
+        Call this only after `Agent.fence` or `Agent.close`, when no transfer touches the memory.
         """
         for batch in self._in_flight:
             self._ended(batch)

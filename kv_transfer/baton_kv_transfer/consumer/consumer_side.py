@@ -8,7 +8,8 @@ hold:
 - A block is valid after every per-rank transfer has verified its part of the block in this engine's
   memory.
 - After the LoadResult nothing writes to the load's blocks. All reads of the load have ended. With
-  push, the producer has sent RELEASED, the last write was verified, or there was a fence.
+  push, the producer has sent RELEASED, the last write was verified, or a fence (`Agent.fence`) has
+  cut the producer off.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class ConsumerSide:
         Args:
             context: state shared with the producer side.
             on_finished: called once for each load, with its transfer id and result.
-            on_fenced: called after a fence, when the agent has new metadata and no peers.
+            on_fenced: called after a fence (`Agent.fence`), when the agent has new metadata and no
+                peers.
 
         Raises:
             ValueError: the engine has more workers than KV heads, or this worker's heads are not in

@@ -24,7 +24,7 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_protocol.config import KVRole
 
 #: A load in the state DRAINING waits this long for its reads. Then it disconnects the peer. After
-#: the same time again, a fence cuts all peers off.
+#: the same time again, a fence (`Agent.fence`) cuts all peers off.
 DRAIN_TIMEOUT_S = 5.0
 #: Longest interval between heartbeats. The interval is a third of the peer's lease or of this
 #: side's timeout, whichever is shorter.

@@ -152,7 +152,10 @@ class RankTransfer:
         return self.state in (RankTransferState.HANDSHAKE, RankTransferState.ENDED)
 
     def end_writes(self) -> None:
-        """Record that the producer's worker cannot write any more, after RELEASED or a fence."""
+        """Record that the producer's worker cannot write any more.
+
+        Call this after RELEASED or after `Agent.fence`.
+        """
         if self.state is RankTransferState.PUSHING:
             self.state = RankTransferState.OPEN
         elif self.state is RankTransferState.QUARANTINE:

@@ -158,7 +158,7 @@ class Peer:
             self.reason, self.error = reason, error[:MAX_REASON_CHARACTERS]
 
     def receive(self, now: float) -> list[TransferMessage]:
-        """Handle the messages of the handshake, and return the messages about transfers.
+        """Receive messages: do the handshake, and return the messages about transfers.
 
         Mark the peer as lost if it refused, disconnected, was silent or sent an invalid message.
         """

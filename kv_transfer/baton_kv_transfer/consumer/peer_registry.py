@@ -25,7 +25,7 @@ class PeerRegistry:
     def describe_memory(self) -> None:
         """Create the description of this worker's memory that later handshakes send.
 
-        Call this again after a fence, because the agent has new metadata then.
+        Call this again after a fence (`Agent.fence`), because the agent has new metadata then.
         """
         self._offered = (
             self._context.describe_memory() if self._context.config.mode == "push" else None

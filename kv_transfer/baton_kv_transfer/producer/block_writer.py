@@ -133,7 +133,7 @@ class BlockWriter:
             handle = self._make(subscriber, published)
             self._agent.transfer(handle)
         except (ValueError, LookupError, TransportError) as error:
-            # The peer was removed, possibly by a fence.
+            # The peer was removed, possibly by a fence (`Agent.fence`).
             self._on_failed(subscriber, str(error))
             return
         if not subscriber.num_writes:

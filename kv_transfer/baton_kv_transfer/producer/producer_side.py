@@ -112,16 +112,16 @@ class ProducerSide:
         self._router.close(linger=0)
 
     def memory_fenced(self) -> None:
-        """Fail the sessions that use push, because a fence has removed the consumers' agents.
+        """Fail the sessions that use push, after a fence (`Agent.fence`).
 
-        These consumers must connect again.
+        The fence has removed the consumers' agents, so these consumers must connect again.
         """
         self._sessions.fail_all("the producer cut all its peers off")
 
     # From the thread's loop
 
     def advance(self, now: float) -> None:
-        """Handle consumers' messages, report ended writes, post writes, and end expired leases."""
+        """Carry out consumers' messages, report ended writes, post writes, end expired leases."""
         if now - self._last_round > STALL_S:
             self._no_expiry_before = self._last_empty = now + STALL_GRACE_S
         self._last_round = now
@@ -151,7 +151,10 @@ class ProducerSide:
         return deadline if deadline < math.inf else None
 
     def _receive(self, now: float) -> bool:
-        """Handle messages of consumers. Return True if the socket has no more messages."""
+        """Receive and carry out messages of consumers.
+
+        Return True if the socket has no more messages.
+        """
         for _ in range(side_channel.MAX_MESSAGES_PER_ROUND):
             try:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)

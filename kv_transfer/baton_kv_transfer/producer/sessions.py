@@ -4,8 +4,8 @@ The connector's thread calls all methods. A session has these states:
 
     pending   HELLO was accepted and WELCOME sent. Memory was not described.
     OPEN      The proof and the layout were right; DESCRIPTION was sent. Transfers may be requested.
-    FAILED    A write to the consumer failed, or a fence removed the consumer's agent. REFUSED is
-              sent when all writes of the session have ended.
+    FAILED    A write to the consumer failed, or a fence (`Agent.fence`) removed the consumer's
+              agent. REFUSED is sent when all writes of the session have ended.
 
 `Session.layout` is None while the handshake is pending. `Session.error` is set once a session has
 FAILED.
@@ -199,7 +199,7 @@ class SessionRegistry:
         self._fail(self._users(session.agent_name), reason)
 
     def fail_all(self, reason: str) -> None:
-        """Fail all sessions that use push, after a fence has removed the consumers' agents."""
+        """Fail all sessions that use push, after a fence (`Agent.fence`) has removed the agents."""
         self._fail([session for session in self._open.values() if session.agent_name], reason)
 
     def refuse_failed(self, busy: Callable[[Session], bool]) -> None:

@@ -67,11 +67,12 @@ class PeerServer(abc.ABC, Generic[_Client]):
 
     @abc.abstractmethod
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
-        """Handle a message of a client whose HELLO was accepted.
+        """Carry out a message of a client whose HELLO was accepted.
+
+        The message begins a transfer, ends a transfer, or is a notification to deliver.
 
         Raises:
-            ConnectionError: the message is invalid.
-            ValueError: the message is invalid.
+            ConnectionError, ValueError: the message is invalid.
         """
 
     def close(self) -> None:

@@ -193,7 +193,7 @@ class UCXTransport(Transport):
     # Progress
 
     def _progress(self) -> bool:
-        """Advance UCX and handle messages; return whether work is left."""
+        """Advance UCX, and carry out messages; return whether work is left."""
         worker = self._worker
         if worker is None:
             return False
@@ -209,9 +209,9 @@ class UCXTransport(Transport):
         return True
 
     def _take_messages(self, worker: UCXWorker) -> None:
-        """Handle messages until no more arrive.
+        """Receive and carry out messages until no more arrive.
 
-        Handling a message may close an endpoint. Then more messages may arrive, for example a WRITE
+        A message may close an endpoint. Then more messages may arrive, for example a WRITE
         and its data. The WRITE must be handled before data without a transfer are discarded.
         """
         has_more = True
