@@ -46,7 +46,7 @@ class Post:
     """State and error of a posted transfer."""
 
     def __init__(self) -> None:
-        #: Set before the state becomes ERR.
+        #: Why the state is ERR; else empty. The error is set before the state.
         self.error = ""
         #: After DONE or ERR the state does not change, and the local memory is not touched.
         self.state = XferState.PROC

@@ -81,7 +81,7 @@ class PeerLink(abc.ABC):
             logger.warning("a KV transfer notification to %s was lost: %s", self.peer, error)
 
     def give_up(self, reason: str) -> None:
-        """End all transfers in flight with the state ERR. Later posts fail."""
+        """Close the connection. All transfers in flight end in ERR, and later posts fail."""
         with self._lock:
             self.error = self.error or reason
             connection = self._socket
