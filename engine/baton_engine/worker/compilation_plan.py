@@ -22,10 +22,13 @@ class CompilationPlan:
     #: Whether `mode` is configured explicitly. A failure is then an error, not a warning.
     compilation_is_asked_for: bool
     cudagraph_mode: CudagraphMode
+    #: Whether `cudagraph_mode` is configured explicitly. A failure is then an error, not a warning.
     graphs_are_asked_for: bool
+    #: Numbers of tokens for which graphs are captured, ascending.
     capture_sizes: tuple[int, ...]
+    #: Numbers of tokens for which the model is compiled separately, ascending.
     compile_sizes: tuple[int, ...]
-    #: None: the default folder.
+    #: Folder of compiled code. None: `baton_engine.compilation.inductor.default_cache_dir`.
     cache_dir: Path | None
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -48,7 +51,9 @@ def plan_compilation(
     if given.enforce_eager:
         if {given.mode, given.cudagraph_mode} - {"auto", "none"}:
             logger.warning(
-                "compilation.enforce_eager overrides the configured compilation and CUDA graphs"
+                "compilation.enforce_eager is set, so compilation.mode and "
+                "compilation.cudagraph_mode are ignored; the model runs without compilation and "
+                "graphs"
             )
         mode = "none"
     if mode != "none" and config.model.quantization is not None and model.sparse_layers:

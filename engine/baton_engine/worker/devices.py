@@ -50,13 +50,13 @@ def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> tor
         return stored
     if instructions := native_instructions(stored):
         logger.info(
-            "dtype %s, as in the checkpoint; this CPU has native products in this dtype (%s)",
+            "dtype %s, as in the checkpoint; this CPU has native matrix products in it (%s)",
             checkpoint,
             instructions,
         )
         return stored
     logger.info(
-        "dtype float32, because this CPU has no native products in the checkpoint's dtype, %s",
+        "dtype float32, because this CPU has no native matrix products in the checkpoint's %s",
         checkpoint,
     )
     return torch.float32

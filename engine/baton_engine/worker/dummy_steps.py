@@ -11,6 +11,7 @@ from baton_engine.worker.sampling.sampler import SamplingInput, sample
 from baton_kernels.sampling import greedy
 from baton_protocol.sampling import SamplingParams
 
+#: Number of tokens of the prompt in the first warm-up step, on any device.
 WARM_UP_TOKENS = 32
 
 
@@ -36,6 +37,9 @@ def typical(
 
     Args:
         longest: maximum number of tokens of one sequence.
+        max_num_seqs: maximum number of sequences in a step.
+        max_num_batched_tokens: maximum number of tokens in a step.
+        device: device on which the steps run.
     """
     num_tokens = min(WARM_UP_TOKENS, longest, max_num_batched_tokens)
     steps = [([num_tokens], num_tokens), ([1] * min(num_tokens, max_num_seqs), num_tokens)]

@@ -84,7 +84,7 @@ class ForwardRunner:
             The output of `CausalLM.forward`. It is valid until the next call of `run`.
         """
         context, num_tokens = batch.context, len(batch.input_ids)
-        if context.routed_experts is not None:  # recorded layer by layer
+        if context.routed_experts is not None:  # only uncompiled layers record the experts
             return self._call(self.model, batch, hidden)
         _, descriptor = self._dispatcher.dispatch(num_tokens, len(context.seq_lens))
         if descriptor is not None and (replay := self._full.get(descriptor)) is not None:
@@ -116,8 +116,8 @@ class ForwardRunner:
         """Trace the model in a first forward, and compile pieces for the sizes of the plan."""
         if self.backend is None or self.backend.num_pieces:
             return
-        # Not earlier: the first run must have more than one token.
         self._forward = compile_model(self.model, self.backend)
+        # The first call traces the model, and must have more than one token.
         size = max((2, *self.plan.compile_sizes, *self.plan.capture_sizes))
         if self._largest_step_numel() > INT32_MAX:
             # The compiler uses 32-bit indices if they suffice for the step that it sees. No guard
@@ -143,7 +143,8 @@ class ForwardRunner:
         """Return an estimate of the GPU memory that all graphs will take, in bytes.
 
         The two largest graphs of each `GraphKind` are captured, measured and dropped. Each other
-        graph is assumed to take as much as the second largest of its kind.
+        graph is assumed to take as much as the second largest of its kind. If graphs cannot be
+        captured, the estimate is 0.
         """
         by_kind: dict[GraphKind, list[Dispatch]] = {}
         for each in self._dispatcher.graphs():
@@ -153,7 +154,7 @@ class ForwardRunner:
             for each, times in zip(wanted, (1, len(wanted) - 1), strict=False):
                 self._capture([each], kv_cache)
                 if not self.num_graphs:
-                    return 0  # they cannot be captured; `_capture` logged it
+                    return 0  # graphs cannot be captured; `_capture` has logged the reason
                 before, free = free, self._free_bytes()
                 total += times * max(0, before - free)
         self.drop_graphs()

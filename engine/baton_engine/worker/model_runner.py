@@ -63,6 +63,7 @@ if TYPE_CHECKING:  # an engine without expert parallelism never imports worker.e
 
 logger = logging.getLogger(__name__)
 
+#: Order of the KV cache's axes: num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim.
 LAYOUT_NAME = "NHL2BD"
 #: The tags of `wake_up`.
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -263,9 +264,9 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> Tensor:
         """Allocate the KV cache, zeroed, in one allocation.
 
-        The shape is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. Host blocks
-        for swapped requests and for the offload tier are allocated, too. With a GPU they are
-        pinned. On a CPU, their pages become resident at their first use.
+        The shape is [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. The call also
+        allocates host blocks for swapped requests and for the offload tier. With a GPU, host blocks
+        are pinned. On a CPU, their pages become resident at their first use.
 
         Args:
             num_blocks: number of blocks of the cache.
@@ -294,7 +295,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """Copy the step's evicted blocks to the offload tier.
+        """Copy the KV blocks that the step evicts to host memory (the offload tier).
 
         Call this before the step's KV transfers start, because they may overwrite these blocks.
         """
@@ -497,7 +498,8 @@ class ModelRunner:
             quantize_weights(self._model, quantization)
         elif plan.mode == "none":  # a packed weight cannot be traced
             pack_weights(self._model)
-        if plan.mode == "none":  # the operation cannot be cut at attention
+        # The fused operation includes attention, where compiled models are cut.
+        if plan.mode == "none":
             self._model.fused_layers = fuse_layers(self._model)
         self._forward_runner = ForwardRunner(self._model, plan, backend)
 

@@ -14,7 +14,7 @@ from baton_protocol.config import container_path
 
 
 class Profiler:
-    """The profiler of a worker. Records the thread that calls `start`, and the GPU."""
+    """The profiler of a worker. It records the thread that calls `start`, and the GPU."""
 
     def __init__(self, directory: str, rank: int, device: torch.device) -> None:
         """Create a profiler that does not record.
@@ -35,7 +35,7 @@ class Profiler:
         """Start recording.
 
         Raises:
-            ValueError: no directory is configured.
+            ValueError: observability.profiler_dir is not configured.
             RuntimeError: the profiler is already running.
         """
         if not self._directory:

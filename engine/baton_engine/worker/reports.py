@@ -44,7 +44,7 @@ def prompt_logprobs_of(
         row, start, end = (
             int(of[index]) for of in (scheduled.rows, scheduled.starts, scheduled.ends)
         )
-        # The prompt's last token predicts a generated one.
+        # The prompt's last token predicts a generated token.
         end = min(end, int(batch.num_prompt_tokens[row]) - 1)
         if start >= end:
             continue

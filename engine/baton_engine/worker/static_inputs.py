@@ -57,7 +57,7 @@ class StaticInputs:
         self.slot_mapping.fill_(-1)
 
     def batch(self, descriptor: BatchDescriptor, kv_cache: Tensor) -> ForwardBatch:
-        """Return a batch of views of the tensors, in the sizes that `descriptor` names."""
+        """Return a batch of views of these tensors, with the sizes that `descriptor` contains."""
         num_seqs = 1 if descriptor.num_seqs is None else descriptor.num_seqs
         return ForwardBatch(
             self.input_ids[: descriptor.num_tokens],

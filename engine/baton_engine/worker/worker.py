@@ -71,7 +71,7 @@ class Worker:
         self._peer_memory: PeerMemory | None = None
         self._info: ModelInfo | None = None
         self._step: SchedulerOutput | None = None
-        #: The step that runs. None once its blocks are published.
+        #: The step whose KV blocks `_publish_blocks` has yet to publish. None: no such step.
         self._unpublished: SchedulerOutput | None = None
 
     # Getting ready
@@ -86,10 +86,10 @@ class Worker:
         """Join the tensor and pipeline groups of this rank. Collective.
 
         Args:
-            store_address: address of the store through which ranks find each other.
+            store_address: address of the rendezvous store, through which ranks find each other.
             generation: number that separates these groups from groups that the ranks left before.
             host: address of this worker. If None, the address of the pod.
-            secret: secret of the store.
+            secret: secret that clients of the store need. Empty: they need none.
 
         Raises:
             ConfigurationError: there are fewer GPUs than ranks, or torch has no NCCL.
@@ -128,7 +128,12 @@ class Worker:
         return self._loaded.profile_num_blocks()
 
     def initialize_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
-        """Allocate the KV cache. Pass the same numbers of blocks to all ranks."""
+        """Allocate the KV cache. Pass the same numbers of blocks to all ranks.
+
+        Args:
+            num_blocks: number of blocks on the device.
+            num_swap_blocks: number of host blocks for swapped requests.
+        """
         runner = self._loaded
         self._kv_cache = runner.allocate_kv_cache(num_blocks, num_swap_blocks)
         self._info = ModelInfo(
@@ -255,10 +260,10 @@ class Worker:
             current: the generation in which steps run now. Only logged.
         """
         logger.info(
-            "preparing generation %d (%s) beside %s",
+            "preparing generation %d (operation: %s; current generation: %s)",
             generation.number,
-            generation.operation_id or "no operation",
-            f"generation {current.number}" if current is not None else "no generation",
+            generation.operation_id or "none",
+            current.number if current is not None else "none",
         )
         self._expert_generations.prepare(generation)
 
@@ -313,7 +318,11 @@ class Worker:
         self._loaded.sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> str:
-        """Wake the model runner up, and return its compatibility hash, which may have changed."""
+        """Restore what `sleep` has released; see `ModelRunner.wake_up`.
+
+        Returns:
+            `ModelRunner.compatibility_hash`, which changes if other weights were loaded.
+        """
         self._loaded.wake_up(tags)
         return self._loaded.compatibility_hash
 
@@ -334,7 +343,7 @@ class Worker:
         self._leave_groups()
 
     def _publish_blocks(self) -> None:
-        """Publish the blocks that the current step completes. Do nothing on a repeated call."""
+        """Let peers load the KV blocks that the current step completes. Idempotent for a step."""
         step, self._unpublished = self._unpublished, None
         if step is not None and self.connector is not None and step.connector.saves:
             self._mark_queued_work()
@@ -354,9 +363,9 @@ class Worker:
         if index >= count:
             raise ConfigurationError(
                 "InsufficientDevices",
-                f"worker {self.rank} needs a GPU of its own, but this host shows {count}; lower "
-                "parallel.tensor_parallel_size or pipeline_parallel_size, or give the pod more "
-                "GPUs",
+                f"worker {self.rank} needs a GPU of its own, but torch finds only {count}; "
+                "lower parallel.tensor_parallel_size or pipeline_parallel_size, or give the pod "
+                "more GPUs",
             )
         torch.cuda.set_device(index)
 

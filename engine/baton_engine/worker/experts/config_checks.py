@@ -39,9 +39,9 @@ def check_expert_parallel(
             )
     if device.type == "cuda" and config.cache.num_blocks is None:
         raise _cannot(
-            "cache.num_blocks is not set, but the memory of the GPU that experts will take depends "
-            "on the size of the group; set it so that the experts fit beside the KV cache, twice "
-            "while a topology changes"
+            "cache.num_blocks is not set, but the number of ranks decides how much GPU memory the "
+            "experts take; set it so low that twice this rank's experts fit beside the KV cache, "
+            "because a rank holds old and new experts while the topology changes"
         )
 
 

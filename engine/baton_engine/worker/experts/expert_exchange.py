@@ -71,6 +71,10 @@ def exchange_experts(
     must then read from the checkpoint the experts that it has not received.
 
     Args:
+        group: the members of the generation. Aborted if the exchange ends early.
+        placement: experts of each rank, by sparse layer.
+        held: experts that this rank can send.
+        store: converts experts to messages and back.
         take: called with each expert that arrives.
         is_cancelled: if this returns True, the exchange ends early.
     """
@@ -93,7 +97,9 @@ def exchange_experts(
         group.abort()
         if not is_cancelled():
             logger.warning(
-                "experts that other ranks did not send are read from the checkpoint: %s", error
+                "the exchange of experts with other ranks ended early (%s); this rank reads the "
+                "missing experts from the checkpoint",
+                error,
             )
 
 

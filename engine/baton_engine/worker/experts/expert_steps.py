@@ -13,7 +13,10 @@ from baton_engine.worker import dummy_steps
 
 
 class ExpertSteps:
-    """Runs dummy batches and detects broken expert groups."""
+    """Runs dummy batches, and detects expert groups in which an exchange failed.
+
+    A dummy batch is the part of a rank without tokens in a step of the expert-parallel group.
+    """
 
     def __init__(self, model: CausalLM, tensor_group: Group, device: torch.device) -> None:
         self._model = model
@@ -37,10 +40,10 @@ class ExpertSteps:
         self.check_expert_groups(context)
 
     def check_has_experts(self) -> None:
-        """Check that the sparse layers have experts, as they do once a generation is committed.
+        """Check that the sparse layers have experts, which they get when a placement is committed.
 
         Raises:
-            RuntimeError: no generation has been committed.
+            RuntimeError: no generation (ranks and expert placement) has been committed.
         """
         if self._model.sparse_layers[0][1].shard is None:
             raise RuntimeError("a step has tokens, but no generation has been committed")

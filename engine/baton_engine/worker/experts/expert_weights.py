@@ -34,7 +34,7 @@ class Expert(NamedTuple):
 
 
 class ExpertForm(enum.Enum):
-    """Storage format of the weights of experts."""
+    """Storage format of the weights of experts; see `baton_kernels.linear`."""
 
     PLAIN = enum.auto()
     PACKED = enum.auto()
@@ -55,7 +55,7 @@ def expert_form(quantization: str | None, dtype: torch.dtype, device: torch.devi
 class ExpertStore:
     """Creates experts of one model from its checkpoint, or from another rank's messages.
 
-    Messages carry dense or quantized weights in host memory. Packed weights are unpacked before
+    Messages carry plain or quantized weights in host memory. Packed weights are unpacked before
     they are sent, without loss. All methods can be called from any thread.
     """
 
@@ -72,7 +72,7 @@ class ExpertStore:
         Args:
             path: folder of the checkpoint. Names and shapes were checked when `model` was loaded.
             model: loaded expert-parallel model.
-            dtype: dtype of dense weights.
+            dtype: dtype of plain and packed weights.
             device: device on which experts are created.
             form: storage format of experts.
         """

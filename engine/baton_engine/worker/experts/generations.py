@@ -34,13 +34,14 @@ logger = logging.getLogger(__name__)
 
 #: Niceness of threads that prepare a generation, so that serving steps have priority.
 NICENESS = 10
-#: Time after which the experts of a member that does not respond are read from the checkpoint.
+#: Time after which the experts of a member that does not respond are read from the checkpoint,
+#: which every rank can read.
 PEER_TIMEOUT_S = 30.0
 CPU = torch.device("cpu")
 
 
 class Join(Protocol):
-    """Function that joins a process group of a generation. Collective.
+    """Function that joins a process group of the ranks of a generation. Collective.
 
     Raises TimeoutError if the other members do not join within `timeout_s`.
     """
@@ -52,7 +53,7 @@ class Join(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWorker:
-    """The properties of a worker that are the same in every generation."""
+    """The properties of a worker that no generation (ranks and expert placement) changes."""
 
     #: Id of the worker's engine.
     instance_id: str
@@ -79,7 +80,7 @@ class Generations:
         self._current: _LocalGeneration | None = None
 
     def prepare(self, generation: Generation) -> None:
-        """Start to prepare a generation in the background.
+        """Start to prepare a generation (ranks and expert placement) in the background.
 
         If `generation` is already in preparation or current, do nothing. Otherwise, drop any other
         generation that is in preparation or prepared.
@@ -101,11 +102,11 @@ class Generations:
         self._prepared = _LocalGeneration(generation, rank, self._worker, self._current)
 
     def preparation(self) -> Preparation:
-        """Return the state of the next generation's preparation."""
+        """Return how far the next generation (ranks and expert placement) is prepared."""
         return Preparation() if self._prepared is None else self._prepared.status
 
     def commit(self, nonce: str) -> None:
-        """Make the prepared generation the current generation, in which later steps run.
+        """Run later steps in the prepared generation (ranks and expert placement).
 
         Raises:
             ValueError: no generation with this nonce is prepared.
@@ -116,22 +117,31 @@ class Generations:
             or status.nonce != nonce
             or status.state is not PreparationState.PREPARED
         ):
-            raise ValueError(f"generation {nonce} cannot be committed: {status}")
+            raise ValueError(
+                f"generation {nonce} cannot be committed: the next generation of this worker is "
+                f"{status.nonce or 'unknown'}, and its state is {status.state} "
+                f"({status.reason or 'no failure'})"
+            )
         retired, self._current, self._prepared = self._current, prepared, None
         self._give_layers(prepared.shards)
         logger.info(
-            "serving in generation %d as rank %d", prepared.generation.number, prepared.rank
+            "serving in generation %d (ranks and expert placement) as rank %d",
+            prepared.generation.number,
+            prepared.rank,
         )
         if retired is not None:
             retired.close(RETIREMENT_GRACE_S)
 
     def drop(self, nonce: str) -> None:
-        """Drop the prepared generation if it has this nonce."""
+        """Drop the prepared generation (ranks and expert placement) if it has this nonce."""
         if self._prepared is not None and self._prepared.generation.nonce == nonce:
             self._drop()
 
     def leave(self) -> None:
-        """Leave the current generation, drop the prepared generation, and free the experts."""
+        """Leave the current generation (ranks and expert placement), and free all experts.
+
+        A generation that is in preparation or prepared is dropped.
+        """
         self._drop()
         current, self._current = self._current, None
         self._give_layers([None] * len(self._worker.store.layers))
@@ -139,7 +149,7 @@ class Generations:
             current.close(RETIREMENT_GRACE_S)
 
     def interrupt(self, nonce: str = "") -> None:
-        """Abort the process groups of the current generation. A step that waits in one then fails.
+        """Abort the process groups of the current ranks. A step that waits for a rank then fails.
 
         This method can be called from any thread.
 
@@ -152,14 +162,14 @@ class Generations:
             current.abort()
 
     def expert_bytes(self) -> int:
-        """Return the bytes that a move of this tensor rank's part of an expert sends."""
+        """Return the number of bytes to send to move this tensor rank's part of one expert."""
         parts = self._worker.store.new_parts(ExpertKey(layer=0, expert=0))
         return sum(part.nbytes for part in parts)
 
     def loads(self) -> ExpertLoads:
-        """Return the number of tokens that this rank has routed to each expert.
+        """Return how many tokens this rank has routed to each expert, by sparse layer.
 
-        The counts begin with the current generation. They are empty without a generation.
+        The counts begin with the current generation. Without a generation, the result is empty.
         """
         shards = self._current.shards if self._current is not None else []
         return ExpertLoads(tuple(tuple(shard.tokens.tolist()) for shard in shards))
@@ -176,7 +186,10 @@ class Generations:
 
 
 class _LocalGeneration:
-    """One generation on this worker, from its preparation until the worker leaves it."""
+    """One generation (ranks and expert placement) on this worker.
+
+    It exists from the start of the preparation until the worker leaves the generation.
+    """
 
     def __init__(
         self,
@@ -214,7 +227,7 @@ class _LocalGeneration:
             return self._status
 
     def abort(self) -> None:
-        """Abort all operations in the generation's groups, in all threads.
+        """Abort all operations in the process groups of this generation, in all threads.
 
         May be called more than once, and after `close`.
         """
@@ -224,9 +237,9 @@ class _LocalGeneration:
             group.abort()
 
     def close(self, grace_s: float = 0.0) -> None:
-        """Leave the generation's groups after `grace_s` seconds, in the background. Idempotent.
+        """Leave the process groups of this generation after `grace_s` seconds. Idempotent.
 
-        The call does not wait for the thread that prepares the generation.
+        This happens in the background. The call does not wait for the preparation to end.
         """
         with self._lock:
             self._closed = True
@@ -263,9 +276,11 @@ class _LocalGeneration:
             closed = self._closed
         if status.state is PreparationState.FAILED and not closed:
             logger.warning(
-                "generation %d cannot be prepared: %s", self.generation.number, status.reason
+                "generation %d (ranks and expert placement) cannot be prepared: %s",
+                self.generation.number,
+                status.reason,
             )
-            self.abort()  # so that the others do not wait for this one
+            self.abort()  # so that other members do not wait for this worker
 
     @torch.no_grad()
     def _prepare(self) -> None:
@@ -310,7 +325,10 @@ class _LocalGeneration:
         except (GroupBrokenError, TimeoutError) as error:
             self._check_open()
             logger.warning(
-                "ranks cannot exchange experts, so experts are read from the checkpoint: %s", error
+                "generation %d: this rank cannot exchange experts with other ranks, and reads the "
+                "experts from the checkpoint: %s",
+                self.generation.number,
+                error,
             )
             return
         exchange_experts(
@@ -350,8 +368,8 @@ class _LocalGeneration:
                 range(self._worker.store.num_experts)
             ):
                 raise ValueError(
-                    f"the placement of sparse layer {layer} is not for these ranks, or not of all "
-                    "experts"
+                    f"the placement of sparse layer {layer} is not for these ranks, or lacks an "
+                    "expert"
                 )
 
     def _check_compatible(self, group: Group) -> None:

@@ -64,8 +64,8 @@ def blocks_on_gpu(
 
     The cache gets `cache.gpu_memory_utilization` of the GPU memory, minus the memory of the largest
     step, of captured graphs and of other processes. `cache.num_blocks` must fit in that memory.
-    `cache.memory_bytes`, the memory of all ranks together, may take all memory that the others
-    leave.
+    `cache.memory_bytes` is the memory of all ranks together. This rank's part must fit in the whole
+    GPU memory, minus the memory of the largest step, of captured graphs and of other processes.
 
     Args:
         cache: configuration of the cache.
@@ -160,8 +160,8 @@ def available_host_memory(root: Path = ROOT) -> int:
     """Return the bytes that this process can still allocate without swapping or an OOM kill.
 
     The result is the minimum of the machine's available memory and the memory that the limits of
-    the process's control groups (version 2) leave. Page cache counts as available,
-    because the kernel reclaims page cache.
+    the process's control groups (version 2) leave. Page cache counts as available, because the
+    kernel reclaims page cache.
     """
     lefts = map(_left_in, control_groups(root, "memory"))
     return min([psutil.virtual_memory().available, *(left for left in lefts if left is not None)])

@@ -57,7 +57,7 @@ class KVMemory:
         return self.cache.untyped_storage().nbytes() == 0
 
     def store_evicted(self, step: SchedulerOutput) -> None:
-        """Copy the step's evicted blocks to the offload tier.
+        """Copy the KV blocks that the step evicts to host memory (the offload tier).
 
         Call this before any other write of the step to the cache.
         """

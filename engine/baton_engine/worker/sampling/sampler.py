@@ -78,7 +78,7 @@ def sample(
     best, tokens = best_tokens(processed)
     unusual: list[int] = best.isfinite().logical_not_().nonzero()[:, 0].tolist()
     impossible: list[int] = []
-    if unusual:  # NaN, +inf, or nothing left
+    if unusual:  # NaN, +inf, or all masked
         processed = processed.clone() if processed is logits else processed
         processed[unusual] = without_nans(processed[unusual])
         best, tokens = best_tokens(processed)
