@@ -32,7 +32,9 @@ class ModelInfo:
     num_blocks: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    #: Maximum number of tokens that the model supports in one request.
     max_position_embeddings: int
+    #: Equal on all engines that may exchange KV blocks.
     compatibility_hash: str
     #: Host blocks for swapped requests.
     num_swap_blocks: int = 0
@@ -42,7 +44,7 @@ class ModelInfo:
     num_sparse_layers: int = 0
     #: Experts per layer with experts.
     num_experts: int = 0
-    #: Size of one expert, of all tensor ranks together. Known to ranks of an expert group.
+    #: Bytes of one expert on all tensor ranks together. 0 without expert parallelism.
     expert_bytes: int = 0
     #: Properties that peers must share with this engine. None: the engine exchanges no KV blocks.
     kv: KVCompatibility | None = None
@@ -52,8 +54,9 @@ class Executor(abc.ABC):
     """Runs steps on one or more workers.
 
     Each step takes two calls, `execute_model` and then `sample_tokens`. Between the two calls, the
-    caller computes what only the sampler needs. A step is in flight from `execute_model` until the
-    future of `sample_tokens` is done. At most `max_concurrent_batches` steps may be in flight.
+    caller computes the grammar bitmask, which only the sampler needs. A step is in flight from
+    `execute_model` until the future of `sample_tokens` is done. At most `max_concurrent_batches`
+    steps may be in flight.
 
     Only `interrupt` may be called from any thread.
     """
@@ -69,6 +72,7 @@ class Executor(abc.ABC):
         """Create the executor. `initialize` starts the workers.
 
         Args:
+            config: configuration of the engine.
             instance_id: id of this engine process.
             wakeup: called, from any thread, when a worker's KV connector has something to report in
                 the next step.
@@ -122,6 +126,8 @@ class Executor(abc.ABC):
         """Call a method of every worker, after all steps that were started before this call.
 
         Args:
+            method: name of the method.
+            args: positional arguments of the method, the same for every worker.
             timeout_s: limit for all answers. None: no limit.
 
         Returns:
@@ -140,8 +146,8 @@ class Executor(abc.ABC):
         that do not implement this method refuse expert-parallel configurations.
 
         Args:
-            nonce: interrupt only workers in the generation with this nonce. Empty: in any
-                generation.
+            nonce: nonce of a generation (ranks and expert placement). Only workers in this
+                generation are interrupted. Empty: workers in any generation.
         """
         raise NotImplementedError(f"{type(self).__name__} does not serve expert-parallel groups")
 
@@ -195,6 +201,8 @@ def load_class(qualified_name: str, base: type[Any], what: str) -> type[Any]:
     """Import a subclass of `base` by its qualified name, `package.module.Class`.
 
     Args:
+        qualified_name: name of the class.
+        base: class that the imported class must extend.
         what: kind of class, for error messages.
 
     Raises:
@@ -204,7 +212,7 @@ def load_class(qualified_name: str, base: type[Any], what: str) -> type[Any]:
     if not module_name:
         raise ValueError(
             f"cannot load {what} {qualified_name!r}: "
-            "it is no known name and not of the form package.module.Class"
+            "it is neither a known name nor of the form package.module.Class"
         )
     try:
         found = getattr(importlib.import_module(module_name), class_name)

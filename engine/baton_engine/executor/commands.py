@@ -31,12 +31,13 @@ class StartWorker:
     #: Whether this worker returns the results of steps. Other workers report only failures and
     #: transfers that have ended.
     is_output_rank: bool
+    #: File descriptor of the ring's shared memory.
     ring_fd: int
     #: Number of readers, number of slots and bytes per slot of the ring.
     ring_geometry: tuple[int, int, int]
     log_level: int
-    #: Read end of a pipe. Each line is a nonce and may be empty. The worker process calls the
-    #: worker's `interrupt` with the nonce, also during a step.
+    #: Read end of a pipe. Each line is an argument of the worker's `interrupt`: the nonce of a
+    #: generation, or empty. The worker process makes this call even during a step.
     interrupt_fd: int
     #: CPUs to which the process is bound. Empty: the CPUs of the parent.
     cpus: frozenset[int] = frozenset()
@@ -56,7 +57,7 @@ class ExecuteModel:
 class SampleTokens:
     """Command: sample from the logits of the last step."""
 
-    #: Counts steps from 0.
+    #: Number of the step. The executor counts its steps from 0.
     number: int
     grammar: GrammarOutput | None
 
@@ -138,7 +139,7 @@ class StartFailed:
 
 @dataclass(slots=True)
 class StepDone:
-    """Answer: the results of a step. Only the output rank sends this message."""
+    """Answer: the results of a step. Only the output rank (`startup.output_rank`) sends it."""
 
     number: int
     output: ModelRunnerOutput
@@ -146,7 +147,7 @@ class StepDone:
 
 @dataclass(slots=True)
 class TransfersEnded:
-    """Answer: KV transfers that ended on a worker other than the output rank."""
+    """Answer: KV transfers that ended on a worker other than `startup.output_rank`."""
 
     output: ConnectorOutput
 
@@ -162,7 +163,7 @@ class StepFailed:
 class StepBroken:
     """Answer: the workers dropped a step because the expert-parallel group broke.
 
-    Later steps may follow. Only the output rank sends this message.
+    Later steps may follow. Only the output rank (`startup.output_rank`) sends this message.
     """
 
     number: int

@@ -1,9 +1,9 @@
 """The executor for torchrun: every rank is a whole engine with one worker.
 
 For offline use. With identical requests in identical order, all schedulers make the same decisions,
-so no command is broadcast. The ranks exchange only three things: the tokens that the last pipeline
-stage sampled, the smallest number of KV blocks, and the results of `collective_rpc`. These are
-encoded as msgpack, because ranks may be in different pods.
+so no command is broadcast. The ranks exchange only two things: the tokens that the last pipeline
+stage sampled, and the results of `collective_rpc`. Both are encoded as msgpack and not pickled,
+because ranks may be in different pods, and unpickling executes code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig, KVRole
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
-#: Maximum executors that one process creates, so that no two restarts use the same generation.
+#: Maximum number of executors that one process creates. `initialize` numbers generations of process
+#: groups with it, so that no two restarts by torchrun use the same generation.
 MAX_EXECUTORS = 2**20
 _executor_numbers = itertools.count()
 
@@ -92,8 +93,8 @@ class ExternalLauncherExecutor(UniProcExecutor):
         config = share_threads(
             self.config, int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
         )
-        # The number must be unique in the agent's store, which outlives executors. Every rank
-        # creates its executors in the same order.
+        # `generation` must be unique in the store of torchrun's agent, which outlives executors.
+        # Every rank creates its executors in the same order.
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         generation = restarts * MAX_EXECUTORS + next(_executor_numbers)
         try:
@@ -172,7 +173,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
         except RuntimeError as error:  # DistNetworkError and DistStoreError are RuntimeErrors
             raise TimeoutError(
                 f"torchrun's store at {master.host}:{master.port} has no address of rank 0 "
-                f"({error})"
+                f"({error}); see the log of rank 0, and check that this host reaches it"
             ) from error
         return StoreAddress(host, int(port))
 

@@ -24,7 +24,7 @@ class Core(NamedTuple):
 
     #: NUMA node.
     node: int
-    #: Its hardware threads, ascending: one, or two siblings that share its arithmetic units.
+    #: CPUs (hardware threads) of the core, ascending: one, or two that share arithmetic units.
     cpus: tuple[int, ...]
 
 

@@ -238,7 +238,7 @@ class RayExecutor(Executor):
         """Register a future that fails when the executor fails.
 
         Returns:
-            False if the executor has already failed. In this case the future now has the error.
+            False if the executor has already failed. `future` then raises the executor's error.
         """
         ticket = next(self._tickets)
         with self._lock:
@@ -268,14 +268,22 @@ class RayExecutor(Executor):
 
         Args:
             ref: Ray's reference to the result.
+            rank: rank of the actor.
+            future: future that fails if the call fails.
+            take: called with the result, in a thread of Ray.
             doing: the operation, for the error message.
-            step: the call is part of a step.
+            step: whether the call is part of a step.
         """
 
         def done(answer: Future[Any]) -> None:
             error = answer.exception()
             if error is not None:  # Ray's own error; workers return a Failure
-                self._fail(WorkerDiedError(f"worker {rank} is gone: {_one_line(error)}"), died=True)
+                self._fail(
+                    WorkerDiedError(
+                        f"the Ray actor of worker {rank} has ended: {_one_line(error)}"
+                    ),
+                    died=True,
+                )
                 return
             result = answer.result()
             if not isinstance(result, Failure):
@@ -330,12 +338,15 @@ class _RankActor:
         return _Place(context.get_node_id(), context.get_accelerator_ids()["GPU"])
 
     def create_worker(self, places: list[_Place]) -> Failure | None:
-        """Create the worker. It shares the cores of its node with the engine's other workers there.
+        """Create the worker. The engine's workers on one node share the cores of the node.
 
-        All workers of a node see the GPUs of all of them, so that NCCL can copy between the GPUs.
+        Each worker sees the GPUs of all these workers, so that NCCL can copy between the GPUs.
 
         Args:
             places: the places of all ranks.
+
+        Returns:
+            The failure, or None if the worker was created.
         """
         own = places[self._rank]
         local = [rank for rank, place in enumerate(places) if place.node_id == own.node_id]

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 #: Limit for starting a process, importing torch and joining the other workers.
 JOIN_TIMEOUT_S = 120.0
-#: Limit for reading weights, perhaps over a network.
+#: Limit for each of four operations: reading weights (perhaps over a network), measuring memory,
+#: allocating the KV cache, and warming up (which may compile the model).
 LOAD_TIMEOUT_S = 1800.0
 
 
@@ -37,6 +38,8 @@ def initialize_workers(
     All workers allocate as many blocks as the worker with the least memory can hold.
 
     Args:
+        config: configuration of the engine.
+        call: calls a method of every worker.
         wakeup_args: arguments of the workers' `open_connector`. Empty if a function cannot be sent
             to the workers.
 

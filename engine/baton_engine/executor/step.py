@@ -6,7 +6,7 @@ A worker applies a step in this order:
 2. Start KV transfers, which may write to the evicted blocks at once.
 3. Drop the requests of `finished_request_ids`.
 4. Swap out, swap in, restore offloaded blocks, copy blocks.
-5. Add new requests and update known ones.
+5. Add new requests and update known requests.
 6. Run the tokens, then sample.
 
 Workers apply steps in the order in which they were scheduled. Several steps may be in flight. This
@@ -74,8 +74,8 @@ class SchedulerOutput:
     new_requests: list[NewRequestData]
     cached_requests: list[CachedRequestData]
     #: Tokens to run per request: positions [num_computed_tokens, num_computed_tokens + n). A
-    #: request samples in this step iff that range reaches the last token that the worker has when
-    #: it runs the step (prompt + generated).
+    #: request samples in this step if that range reaches the last token, prompt or generated, that
+    #: the worker has when it runs the step. Otherwise, the request does not sample.
     num_scheduled_tokens: dict[str, int]
     #: Requests that ended or were preempted since the last step. The worker drops them.
     finished_request_ids: list[str]
@@ -88,9 +88,9 @@ class SchedulerOutput:
     block_copies: list[BlockCopy] = field(default_factory=list)
     #: From device blocks that the prefix cache evicts for this step to slots of the offload tier.
     store: list[BlockCopy] = field(default_factory=list)
-    #: From slots of the offload tier to device blocks. This step may have stored the slot.
-    #: `block_copies` are made later, so a group's other requests copy the restored blocks of its
-    #: first request.
+    #: From slots of the offload tier to device blocks. The same step may fill the slot by `store`.
+    #: `block_copies` run after `restore`, because several samples of one prompt share the restored
+    #: blocks, and may copy them.
     restore: list[BlockCopy] = field(default_factory=list)
     #: Increases by one per step; identifies the step in logs and crash dumps.
     step_id: int = 0

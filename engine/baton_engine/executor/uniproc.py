@@ -112,8 +112,8 @@ class UniProcExecutor(Executor):
                 wait_for_futures([ended], timeout=self.shutdown_timeout_s)
                 if not ended.done():
                     logger.warning(
-                        "the worker has not ended within %g s, because a step hangs in it; its "
-                        "thread is left",
+                        "the worker has not ended within %g s, because a step hangs; the worker's "
+                        "thread keeps running until the process ends",
                         self.shutdown_timeout_s,
                     )
                     self._thread.shutdown(wait=False)

@@ -57,7 +57,8 @@ def watch_interrupts(fd: int, interrupt: Callable[[str], None]) -> None:
                     interrupt(line.strip())
                 except Exception:  # later interrupts must still be read
                     logger.exception(
-                        "the step could not be interrupted; it may wait until its group times out"
+                        "the current step could not be interrupted; it may wait for other engines "
+                        "until the exchange times out (parallel.collective_timeout_s)"
                     )
 
     threading.Thread(target=watch, name="interrupts", daemon=True).start()

@@ -55,12 +55,14 @@ from baton_protocol.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 
+#: Maximum number of commands that the slowest worker has not yet read.
 RING_SLOTS = 32
 #: Bytes per slot of the ring. A step of 64k new prompt tokens fits. Only written slots take memory.
 SLOT_NBYTES = 256 * 1024
 #: Address of the rendezvous store and of gloo. gloo accepts any connection, so no other host may
 #: reach this address.
 LOOPBACK = "127.0.0.1"
+#: Time for workers to end by themselves. Then they are killed.
 SHUTDOWN_TIMEOUT_S = 10.0
 
 
@@ -139,7 +141,7 @@ class MultiprocExecutor(Executor):
         except TimeoutError:
             raise TimeoutError(
                 f"{self._num_started} of {self._world_size} worker processes were up after "
-                f"{self.start_timeout_s:.0f} s; see the logs of the others"
+                f"{self.start_timeout_s:.0f} s; see the logs of the other processes"
             ) from None
         if self._world_size > 1:
             secret = secrets.token_bytes()  # other processes of this host cannot connect
@@ -300,7 +302,7 @@ class MultiprocExecutor(Executor):
             self._fail(WorkerDiedError(reason), died=True)
 
     def _fail(self, error: Exception, *, died: bool) -> None:
-        """Fail all pending and later steps. If `died` (a worker has died), also fail all calls."""
+        """Fail all pending and later steps. If a worker has died (`died`), fail calls as well."""
         with self._lock:
             self._failure = self._failure or error
             callback = self._on_failure if died and not self._died and not self._stopping else None
@@ -332,8 +334,8 @@ class MultiprocExecutor(Executor):
             if silent_s < self._step_timeout_s or oldest is None or self._processes is None:
                 continue
             stopped = self._processes.stopped()
-            # A call has its own deadline, which may be later than a step's. Fail it here only if
-            # a stopped worker will never answer.
+            # A call has its own deadline, which may be later than the deadline of a step. Fail the
+            # call here only if a stopped worker will never answer.
             if isinstance(oldest, _Step) or stopped:
                 why = f": {', '.join(stopped)} stopped (SIGSTOP, or a debugger)" if stopped else ""
                 self._fail(

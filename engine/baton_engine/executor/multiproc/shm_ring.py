@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
-WORD = 8
+WORD = 8  # bytes
 HEADER_WORDS = 1
 READER_WORDS = 2
 #: Set in a slot's length if the message is in the side channel.
@@ -170,7 +170,7 @@ class RingWriter:
             check()
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"reader {late[0]} has taken nothing for {timeout_s:.0f} s and the ring is full"
+                    f"reader {late[0]} has taken nothing from the full ring for {timeout_s:.0f} s"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5e-3)

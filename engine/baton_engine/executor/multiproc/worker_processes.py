@@ -94,11 +94,12 @@ class WorkerProcesses:
         try:
             self._watch()
         except Exception as error:  # for example an answer that cannot be unpickled
-            logger.exception("cannot receive from the workers; killing them")
+            logger.exception("cannot receive answers of the workers, so the workers are killed")
             self.kill()
             for start in self._starts:
                 self._on_death(
-                    start.rank, f"worker {start.rank} was ended: its executor failed: {error!r}"
+                    start.rank,
+                    f"worker {start.rank} was killed: its answers cannot be received: {error!r}",
                 )
 
     def _start(self, start: StartWorker, theirs: Connection) -> None:
@@ -122,7 +123,10 @@ class WorkerProcesses:
         try:
             self.connections[start.rank].send_bytes(pickle.dumps((start, sys.path)))
         except OSError:
-            logger.warning("worker %d ended before it received its start message", start.rank)
+            logger.warning(
+                "worker %d ended before it received its start message; see its log for the reason",
+                start.rank,
+            )
 
     def _watch(self) -> None:
         """Receive answers until all processes have ended."""
@@ -171,7 +175,7 @@ def _obituary(rank: int, process: subprocess.Popen[bytes]) -> str:
     if code < 0:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else "unknown"
         return f"{who} was killed by signal {-code} ({name})"
-    return f"{who} exited with code {code}; its log says why"
+    return f"{who} exited with code {code}; see its log for the reason"
 
 
 def _name(rank: int, process: subprocess.Popen[bytes]) -> str:

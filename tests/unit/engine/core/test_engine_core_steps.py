@@ -356,7 +356,7 @@ def test_a_scheduler_class_that_does_not_exist_is_a_configuration_error():
 
 def test_an_unknown_short_name_of_a_scheduler_is_a_configuration_error():
     with pytest.raises(
-        ConfigurationError, match=r"cannot load scheduler 'nope': it is no known name"
+        ConfigurationError, match=r"cannot load scheduler 'nope': it is neither a known name"
     ):
         make_core(scheduler=SchedulerConfig(scheduler_class="nope"))
 

@@ -326,7 +326,9 @@ def test_a_result_that_cannot_be_unpickled_fails_the_executor_at_once(
     executor = make(engine_config(tensor=2))
     reasons: list[str] = []
     executor.set_failure_callback(reasons.append)
-    with pytest.raises(WorkerDiedError, match="its executor failed: ModuleNotFoundError"):
+    with pytest.raises(
+        WorkerDiedError, match="its answers cannot be received: ModuleNotFoundError"
+    ):
         executor.collective_rpc("unreadable", timeout_s=WAIT_S)
     assert len(eventually(lambda: reasons, timeout_s=DETECTION_S, what="the failure callback")) == 1
     eventually(lambda: not alive(executor.worker_pids), timeout_s=DETECTION_S, what="workers end")

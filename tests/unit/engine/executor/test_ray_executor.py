@@ -119,10 +119,10 @@ def test_steps_calls_failures_and_the_death_of_a_worker(
     executor.execute_model(step(9, "hang:0"))
     waiting = executor.sample_tokens(None)
     os.kill(who[1][1], signal.SIGKILL)
-    with pytest.raises(WorkerDiedError, match="worker 1 is gone"):
+    with pytest.raises(WorkerDiedError, match="the Ray actor of worker 1 has ended"):
         waiting.result(DETECTION_S)
     assert (
-        "worker 1 is gone"
+        "the Ray actor of worker 1 has ended"
         in eventually(lambda: reasons, timeout_s=DETECTION_S, what="the failure callback")[0]
     )
     with pytest.raises(WorkerDiedError):
