@@ -73,7 +73,7 @@ class CheckpointConfig:
     attention_bias: bool
     mlp_bias: bool
     sliding_window: int | None  # tokens that a token attends to, including itself; None: no limit
-    windowed_layers: frozenset[int]  # layers with a window in Qwen2 and Qwen3; unused by others
+    windowed_layers: frozenset[int]  # layers with a window, in Qwen2 and Qwen3 only
     eos_token_ids: tuple[int, ...]  # from generation_config.json, else from config.json
     dtype: str  # dtype of the weights, such as "bfloat16"
     num_experts: int  # 0: a dense model

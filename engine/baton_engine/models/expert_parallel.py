@@ -42,6 +42,8 @@ LayerPlacement = Sequence[Sequence[int]]  # [rank][slot]: the expert in the slot
 class ExpertShard:
     """This rank's experts of one sparse layer, in one generation of the expert-parallel group.
 
+    A generation is a fixed set of ranks with a placement of experts on these ranks.
+
     Attributes:
         tokens: number of this rank's tokens routed to each expert so far, int64 [num_experts].
         slots: expert id in each slot of this rank.
@@ -105,7 +107,7 @@ class ExpertShard:
         if len(wave_tokens) != size or wave_tokens[self.group.rank] != num_tokens:
             raise RuntimeError(
                 f"rank {self.group.rank} of {size} runs {num_tokens} tokens in a step of "
-                f"{list(wave_tokens)} tokens"
+                f"{list(wave_tokens)} tokens by rank"
             )
         most = max(wave_tokens)
         if most == 0:

@@ -1,7 +1,4 @@
-"""Joins the layers of a model into one compiled operation.
-
-Their weights must be packed or quantized.
-"""
+"""Joins the layers of a model, with packed or quantized weights, into one operation in C++."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ def fuse_layers(model: CausalLM) -> DecoderLayers | None:
     """Return one compiled operation that runs all layers of the model.
 
     Returns:
-        The operation. None if the model is split over tensor ranks or is expert-parallel, or if
-        the C++ operations cannot read a layer's weights.
+        The operation. None if the model is split over tensor ranks or is expert-parallel. Also None
+        if a layer is of a subclass of `DecoderLayer`, or if C++ cannot read the weights.
     """
-    # A subclass may compute something else.
+    # A subclass of DecoderLayer may compute something else than the operation.
     layers = [layer for layer in model.layers if type(layer) is DecoderLayer]
     weights = [each for layer in layers if (each := _weights_of(layer)) is not None]
     if model.parallel.tensor.size > 1 or len(weights) < len(model.layers):

@@ -72,7 +72,7 @@ class VocabParallelEmbedding(nn.Module):
         self.part, num_rows = split_vocabulary(vocab_size, group)
         self.group = group
         self.weight = parameter(num_rows, hidden_size)
-        #: Packed or quantized copy of the weight for `logits`. `forward` cannot read such a copy.
+        #: Packed or quantized copy of the weight, which `logits` reads. `forward` reads `weight`.
         self.packed_weight: PackedWeight | QuantizedWeight | None = None
 
     def forward(self, input_ids: Tensor) -> Tensor:

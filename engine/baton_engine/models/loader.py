@@ -1,7 +1,8 @@
 """Checks the tensors of a safetensors checkpoint, and loads them into a model's parameters.
 
-For each tensor, a model's `weight_targets` name the slice to read and the parameter to fill. So
-this file needs no code for fused parameters (QKV, gate and up, stacked experts) or split models.
+For each tensor, a model's `weight_targets` name the slice to read and the parameter to fill.
+Therefore this file has no code for fused parameters (QKV, gate and up, stacked experts) or split
+models.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from baton_engine.models.sharding import WeightTarget
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_LENGTH_BYTES = 8
-READ_AHEAD_BYTES = 1 << 20
+_LENGTH_BYTES = 8  # at the start of a safetensors file: length of the header
+READ_AHEAD_BYTES = 1 << 20  # size of one read of `read_ahead`
 IDENTITY_PAGES = 256  # sampled pages per file
 IDENTITY_PAGE_BYTES = 4096
 

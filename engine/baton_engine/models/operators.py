@@ -62,7 +62,7 @@ def mix_experts(
     """Choose experts for each token, and return the weighted sums of the experts' outputs.
 
     See `baton_kernels.moe` for the arguments. Outside compiled graphs, the chosen experts are
-    appended to `ForwardContext.routed_experts`.
+    appended to `ForwardContext.routed_experts`, unless it is None.
     """
     if torch.compiler.is_compiling():
         experts = [

@@ -95,8 +95,8 @@ def shard(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> ModelS
 def first_layer_of(stage: int, stages: int, num_layers: int) -> int:
     """Return the index of a pipeline stage's first layer.
 
-    Stages differ by at most one layer. The last stage, which also computes the output projection,
-    never has more layers than another stage.
+    The numbers of layers of two stages differ by at most one. The last stage, which also computes
+    the output projection, never has more layers than another stage.
     """
     return -(-num_layers * stage // stages)
 

@@ -62,7 +62,7 @@ class SparseMoE(nn.Module):
         self.gate_up: nn.Parameter | nn.ModuleList = parameter(num_experts, 2 * length, hidden_size)
         self.down: nn.Parameter | nn.ModuleList = parameter(num_experts, hidden_size, length)
         self.is_expert_parallel = False
-        self.shard: ExpertShard | None = None  # None before the first generation
+        self.shard: ExpertShard | None = None  # None until experts are placed on ranks
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_expert_parallel:
