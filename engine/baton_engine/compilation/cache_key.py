@@ -1,4 +1,4 @@
-"""Keys of the disk cache of compiled pieces.
+"""Keys of the disk cache of compiled pieces (see `piecewise`).
 
 `environment_key` covers source code, configuration, versions and machine. `piece_key` covers the
 graph of one piece.

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 
 class GraphKind(enum.Enum):
+    """The part of a forward that a graph contains."""
+
     NONE = "none"
     #: One graph per piece between attentions. Attention runs eagerly, so any mix of sequences fits.
     PIECEWISE = "piecewise"
@@ -91,7 +93,7 @@ class Dispatcher:
     def graphs(self) -> list[Dispatch]:
         """Return all graphs that `dispatch` may choose, the largest first.
 
-        If graphs are captured in this order, smaller graphs reuse the memory of larger ones.
+        If graphs are captured in this order, smaller graphs reuse the memory of larger graphs.
         """
         wanted = (
             [] if self.mode.mixed is GraphKind.NONE else [self._mixed(size) for size in self.sizes]

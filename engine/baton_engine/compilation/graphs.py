@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 class GraphBackend(Protocol):
     def session(self) -> AbstractContextManager[None]:
-        """Return a context manager for captures and their warm-up runs. Both need this context."""
+        """Return the context manager in which captures and their warm-up runs must be."""
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         """Capture the kernels that `run` launches.
@@ -38,7 +38,7 @@ class GraphBackend(Protocol):
         """
 
     def start_over(self) -> None:
-        """Begin a new memory pool. The caller must first drop all earlier graphs."""
+        """Use a new memory pool for later graphs. The caller must first drop all earlier graphs."""
 
 
 class CudaGraphs:
@@ -52,7 +52,7 @@ class CudaGraphs:
         self.start_over()
 
     def start_over(self) -> None:
-        # A pool whose graphs have all been freed accepts no new ones.
+        # A pool whose graphs have all been freed accepts no new graphs.
         self._pool = torch.cuda.graph_pool_handle()
 
     @contextmanager
@@ -66,10 +66,10 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
         graph = torch.cuda.CUDAGraph()
-        # The first graph of the process creates the generator's tensors, which all graphs share.
-        # Tensors made in inference mode could not be changed for graphs captured outside of it.
+        # The first graph of the process creates the tensors of torch's random generator, which all
+        # graphs share. Outside inference mode, torch cannot change tensors made in inference mode.
         with torch.inference_mode(False):
-            # Other threads of this process use the device too: NCCL's watchdog, another engine.
+            # Other threads of this process also use the device: NCCL's watchdog, another engine.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             result = run()
@@ -126,7 +126,7 @@ def _addresses(args: tuple[Any, ...]) -> list[int]:
 
 
 def _without_ownership(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares the memory of another but does not keep the memory allocated.
+    """Return a tensor that shares the memory of `tensor` but does not keep the memory allocated.
 
     Later captures can then reuse the memory. The new tensor is made through the CUDA array
     interface. The elements are passed as bytes, because this interface has no bfloat16.

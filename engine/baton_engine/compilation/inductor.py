@@ -137,7 +137,9 @@ class InductorCompiler:
                 # Atomic, because other processes may read the file.
                 artifact.save(path=str(path), format="binary")
             except Exception as error:  # the disk is full, or the piece cannot be serialized
-                logger.warning("a compiled piece is not kept for the next start: %s", error)
+                logger.warning(
+                    "a compiled piece is not kept in %s for the next start: %s", path, error
+                )
         return artifact
 
     @contextmanager
@@ -163,8 +165,8 @@ def _create_private(folder: Path) -> None:
     """Create the folder if it does not exist, and check that no other user controls its content.
 
     Raises:
-        OSError: the folder cannot be created or written, belongs to a user other than this one and
-            root, or is writable for everybody.
+        OSError: the folder cannot be created or written, is writable for everybody, or belongs to a
+            user who is neither this process's user nor root.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()

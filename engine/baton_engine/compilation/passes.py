@@ -1,4 +1,4 @@
-"""A graph pass that removes no-ops from a piece.
+"""A graph pass that removes no-ops from a piece, the graph between two attentions.
 
 Inductor runs this pass after torch's own passes and before code generation.
 """
@@ -25,9 +25,9 @@ _WIDENINGS = {
 class RemoveNoOps(CustomGraphPass):
     """Replaces a node with an earlier node that has the same value.
 
-    The replaced nodes are views and slices that equal their input, views of views that equal the
-    original tensor, and exact conversions to a wider type and back. If another node reads the wider
-    tensor, the conversion to the wider type stays.
+    Three kinds of nodes are replaced: views and slices that equal their input, views of views that
+    equal the original tensor, and exact conversions to a wider type and back. If another node reads
+    the wider tensor, the conversion to the wider type stays.
     """
 
     def __call__(self, graph: fx.Graph) -> None:

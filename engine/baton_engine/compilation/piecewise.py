@@ -1,7 +1,7 @@
 """The torch.compile backend, which cuts the traced graph at attention.
 
-The backend compiles each piece between two attentions for any number of tokens. It compiles the
-piece again for each of `compile_sizes`. The forward context may run pieces as captured graphs.
+The backend compiles each piece between two attentions for any number of tokens, and again for each
+number of tokens in `compile_sizes`. The forward context may run pieces as captured graphs.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class PiecewiseBackend:
         self.num_pieces = 0
 
     def __call__(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        if self.num_pieces:  # a second trace would fix the sizes of this step, without a guard
+        if self.num_pieces:  # a second trace would treat this step's sizes as constants
             raise RuntimeError(
                 "torch traces the model again because one of its settings changed after the engine "
                 "started; set torch's options before the engine is created"
@@ -113,7 +113,9 @@ class PiecewiseBackend:
                 )
                 self.num_pieces += 1
         took = time.monotonic() - started
-        logger.info("traced the model and cut it into %d pieces in %.1f s", self.num_pieces, took)
+        logger.info(
+            "cut the traced model into %d pieces and prepared them in %.1f s", self.num_pieces, took
+        )
         return whole.forward
 
 
