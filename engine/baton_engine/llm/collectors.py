@@ -33,7 +33,7 @@ class Prompt:
     """A tokenized prompt."""
 
     token_ids: list[int]
-    #: None if token ids were given.
+    #: None if the caller passed token ids.
     text: str | None
 
 
@@ -42,7 +42,7 @@ class Collector(abc.ABC):
 
     Attributes:
         requests: requests to send to the engine.
-        num_generated: tokens received so far, over all requests.
+        num_generated: number of tokens received so far from all requests.
     """
 
     def __init__(self, prompt: Prompt, requests: list[EngineCoreRequest]) -> None:
@@ -82,8 +82,8 @@ class SamplesCollector(Collector):
     def result(self, request_id: str) -> RequestOutput:
         """Return the prompt's result with the id `request_id`. All requests must have ended."""
         samples = list(self._samples.values())
-        # The first sample of a group computes the prompt. The others find the prompt cached, so
-        # their counts do not describe it.
+        # The first sample computes the prompt. Later samples always find the prompt in the prefix
+        # cache.
         output = RequestOutput(
             request_id,
             self.prompt.text,

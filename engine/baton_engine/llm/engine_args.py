@@ -14,7 +14,9 @@ from baton_protocol.options import set_field
 
 
 class EngineArgs(TypedDict, total=False):
-    """Keyword arguments of `LLM(model, ...)`. `EngineConfig` describes them and the defaults.
+    """Keyword arguments of `LLM(model, ...)`, named like the flags of `baton-engine`.
+
+    `EngineConfig` describes each argument and has the defaults.
 
     The arguments are repeated here for type checkers. A test compares names and types with the
     fields of `EngineConfig`.

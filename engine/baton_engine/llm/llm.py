@@ -44,11 +44,11 @@ class LLM:
 
     Args:
         model: folder of the checkpoint.
-        seed: seed of the random generator that draws a seed for each prompt without one. With the
-            same seed, the same calls return the same texts.
+        seed: seed of the random generator that draws a seed for each prompt without a seed. With
+            the same seed, the same calls return the same texts.
         generation_config: "auto" takes default sampling parameters from the checkpoint's
             generation_config.json. "none" does not.
-        args: fields of EngineConfig by name, see `EngineArgs`.
+        args: options of the engine, named like the flags of `baton-engine`; see `EngineArgs`.
 
     Raises:
         ConfigurationError: the model or the configuration cannot be served.
@@ -93,7 +93,11 @@ class LLM:
         self._ids = itertools.count()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of prompts without any, with the checkpoint's values."""
+        """Return the sampling parameters that `generate` uses if the caller passes none.
+
+        Values from the checkpoint's generation_config.json replace the defaults, unless
+        `generation_config="none"` was passed to `LLM`.
+        """
         params = SamplingParams(**self._defaults.sampling_fields())
         if self._defaults.max_tokens is not None:
             params.max_tokens = self._defaults.max_tokens
@@ -111,7 +115,7 @@ class LLM:
             prompts: one prompt or a list of prompts. A prompt is a text, a list of token ids,
                 `{"prompt": ...}` or `{"prompt_token_ids": ...}`.
             sampling_params: parameters of all prompts, or a list with one entry per prompt. None:
-                those of `get_default_sampling_params`.
+                the result of `get_default_sampling_params`.
             use_tqdm: True shows a progress bar. A function is called with tqdm's arguments and
                 returns the bar.
 
@@ -218,10 +222,10 @@ class LLM:
         return self._tokenizer
 
     def sleep(self, level: Literal[0, 1, 2] = 1) -> None:
-        """Free memory until `wake_up` is called.
+        """Pause this LLM and free memory, until `wake_up` is called.
 
-        Level 0 frees nothing. Level 1 moves the weights to host memory and drops the KV cache.
-        Level 2 drops the weights and the KV cache.
+        Level 0 frees nothing. Level 1 moves the weights of a GPU to host memory and drops the KV
+        cache. Level 2 drops the weights and the KV cache.
         """
         with self._lock:
             self._check_open()
@@ -238,7 +242,7 @@ class LLM:
             self._core.wake_up(tags)
 
     def reset_prefix_cache(self) -> None:
-        """Drop the KV of earlier prompts. Unlike vLLM's method, this one returns nothing."""
+        """Drop the KV of earlier prompts. Unlike in vLLM, the method returns nothing."""
         with self._lock:
             self._check_open()
             self._core.reset_prefix_cache()
@@ -328,7 +332,7 @@ class LLM:
         wire = params.to_wire(self._tokenizer, seed=self._seeds.getrandbits(63))
         num = params.num_candidates
         arrival = time.time()
-        # One sample returns the prompt's logprobs for all.
+        # Only the first sample returns the prompt's logprobs, which are the same for all samples.
         silent = msgspec.structs.replace(wire, prompt_logprobs=None)
         return [
             EngineCoreRequest(
@@ -347,12 +351,12 @@ class LLM:
     ) -> None:
         self._check_open()
         if self._core.is_paused():
-            raise RuntimeError("this LLM sleeps; wake_up() first")
+            raise RuntimeError("this LLM is asleep; call wake_up() first")
         self._loop.run(collectors, use_tqdm)
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:
-            raise RuntimeError("this LLM is closed; make a new one")
+            raise RuntimeError("this LLM is closed; create a new LLM")
 
 
 def _check_params(params: object, kind: type, name: str) -> None:

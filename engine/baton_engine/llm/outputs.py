@@ -30,13 +30,13 @@ class CompletionOutput:
     #: Per token of `token_ids`: log-probabilities of this token and of the most likely tokens, by
     #: token id. None unless requested.
     logprobs: list[dict[int, Logprob]] | None
-    #: stop, length or repetition.
+    #: Why the sequence ended: stop, length or repetition.
     finish_reason: str | None
     #: The stop string or stop token id that ended the sequence. None for the model's EOS token.
     stop_reason: int | str | None = None
     #: Experts of all computed tokens, if `return_routed_experts` was set.
     routed_experts: RoutedExperts | None = None
-    #: NaN logits from which the tokens were sampled, if `count_nans_in_logits` is set.
+    #: Number of NaNs in the logits of `token_ids`. 0 unless `count_nans_in_logits` is set.
     num_nans_in_logits: int = 0
 
 
@@ -45,10 +45,11 @@ class RequestOutput:
     """Everything generated for one prompt."""
 
     request_id: str
-    #: None if token ids were given.
+    #: Text of the prompt. None if the caller passed token ids.
     prompt: str | None
     prompt_token_ids: list[int]
-    #: Per prompt token. None for the first token, which nothing predicts.
+    #: Per prompt token: log-probabilities of this token and of the most likely tokens, by token id.
+    #: The first entry is None, because no token precedes it. None unless requested.
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     outputs: list[CompletionOutput] = field(default_factory=list)
     finished: bool = False

@@ -69,10 +69,11 @@ class SamplingParams(WireSamplingParams, kw_only=True):
     stop: str | list[str] | None = None
     #: Whether the string or token that ends a sequence is part of its text.
     include_stop_str_in_output: bool = False
+    #: Whether special tokens, such as EOS, are left out of the text.
     skip_special_tokens: bool = True
     #: Words that are never generated.
     bad_words: list[str] | None = None
-    #: Form of the text: JSON, a regex, a choice or a grammar.
+    #: Form that the generated text must have: JSON, a regex, a choice or a grammar.
     structured_outputs: StructuredOutputsParams | None = None
 
     @property
@@ -152,12 +153,16 @@ class SamplingParams(WireSamplingParams, kw_only=True):
 class BeamSearchParams(msgspec.Struct, kw_only=True):
     """Parameters of a beam search."""
 
+    #: Number of beams to keep and to return.
     beam_width: int
+    #: Maximum number of generated tokens of each beam.
     max_tokens: int
+    #: Whether beams continue after the model's EOS token.
     ignore_eos: bool = False
     #: A beam's score is its cumulative log-probability / length ** length_penalty.
     length_penalty: float = 1.0
-    #: End as soon as beam_width beams are finished, even if a better one could still be found.
+    #: Whether the search ends when beam_width beams are finished, even if a better beam could still
+    #: be found.
     early_stopping: bool = False
 
     def to_wire(self) -> WireSamplingParams:

@@ -79,7 +79,7 @@ def tokenize(tokenizer: Tokenizer, prompt: PromptType, index: int) -> Prompt:
             f"prompt {index} must be a text or a list of token ids (int), got {_type_name(given)}"
         )
     if not tokenized.token_ids:
-        raise ValueError(f"prompt {index} is empty: a model continues one token at least")
+        raise ValueError(f"prompt {index} is empty: it needs one token at least")
     return tokenized
 
 

@@ -16,7 +16,7 @@ from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.collectors import Collector, check_output
 from baton_protocol.messages import EngineCoreOutput
 
-#: After a step that had nothing to do, wait this long or until a wakeup.
+#: Maximum wait after a step that had nothing to do. A wakeup ends the wait earlier.
 IDLE_S = 0.05
 
 ProgressBar = bool | Callable[..., "tqdm[Any]"]
@@ -46,7 +46,7 @@ class StepLoop:
 
         Raises:
             ValueError: a prompt or its parameters cannot be served.
-            RuntimeError: the engine failed, in this call or an earlier one.
+            RuntimeError: the engine failed, in this call or in an earlier call.
             KeyboardInterrupt: Ctrl-C was pressed. The current step ends first, unless Ctrl-C is
                 pressed again.
         """
@@ -83,7 +83,7 @@ class StepLoop:
         """Run one step and yield the prompt index of every request that ended."""
         for output in self._run_step():
             if output.request_id not in running:
-                continue  # the request has ended at a stop string
+                continue  # the request has ended already, at a stop string
             index, collector = running[output.request_id]
             if output.error:
                 del running[output.request_id]
@@ -157,7 +157,7 @@ def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
     """Delay Ctrl-C until the end of a step, because half a step would corrupt the scheduler.
 
     Yields a function that raises a delayed KeyboardInterrupt. A second Ctrl-C is not delayed.
-    Outside the main thread the function does nothing, because Python interrupts only the main
+    Outside the main thread, this function does nothing, because Python interrupts only the main
     thread.
     """
     if threading.current_thread() is not threading.main_thread():
