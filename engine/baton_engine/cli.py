@@ -32,7 +32,8 @@ def parse_config(argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
     """Return the configuration and the parsed arguments. Flags override fields of `--config FILE`.
 
     Raises:
-        ConfigurationError: the file, a flag or a value is wrong. The message names it.
+        ConfigurationError: the file, a flag or a value is wrong. The message names the
+            file, the flag or the field.
     """
     args = _parser().parse_args(argv)
     fields: dict[str, Any] = {}
@@ -107,8 +108,8 @@ def main(argv: list[str] | None = None) -> int:
 def run() -> NoReturn:
     """Run `main` and the exit handlers, then end the process without unloading Python.
 
-    Threads of torch may still join or close a process group. Such a thread aborts the process if it
-    returns from C++ code while the interpreter unloads its modules.
+    A thread of torch may still be joining or closing a process group. The process would abort if
+    such a thread returned from C++ code while the interpreter shuts down.
     """
     code = main()
     atexit._run_exitfuncs()  # flushes logs, removes temporary folders, ends torch's compile workers
@@ -137,7 +138,7 @@ def _serve(config: EngineConfig) -> int:
     try:
         proc = _make_proc(config, host)
     except zmq.ZMQError as error:
-        logger.error("cannot bind %s:%d: %s", host, config.engine_port, error)
+        logger.error("cannot bind the engine port %s:%d: %s", host, config.engine_port, error)
         return 1
     model_name = config.model.served_name or Path(config.model.path).name
     registry = engine_registry(proc.stats, proc.request_metrics, model_name, proc.commit_pauses)
@@ -145,17 +146,17 @@ def _serve(config: EngineConfig) -> int:
     try:
         admin = AdminServer(host, config.http_port, proc, registry, proc.access)
     except OSError as error:
-        logger.error("cannot bind %s:%d: %s", host, config.http_port, error)
+        logger.error("cannot bind the HTTP port %s:%d: %s", host, config.http_port, error)
         proc.io.close()
         return 1
     proc.install_signal_handlers()
     admin.start()
     logger.info(
-        "instance %s: engine port %d, http port %d on %s",
+        "instance %s listens on %s: engine port %d, http port %d",
         proc.instance_id,
+        host,
         proc.io.port,
         admin.port,
-        host,
     )
     try:
         return proc.run()
@@ -167,7 +168,7 @@ def _make_proc(config: EngineConfig, host: str) -> EngineCoreProc:
     """Create the process object. Raise zmq.ZMQError if a port cannot be bound."""
     if not config.parallel.enable_expert_parallel:
         return EngineCoreProc(config, host)
-    # Imports torch, which a dense engine's parent process does not need.
+    # Imported only here, because it imports torch. The parent of worker processes needs no torch.
     from baton_engine.expert_parallel.dp_engine_core_proc import DPEngineCoreProc
 
     return DPEngineCoreProc(config, host)

@@ -27,7 +27,7 @@ def one_line(text: object, limit: int = MAX_TEXT) -> str:
 class SparseLog:
     """Logs warnings that untrusted peers can cause, at most one line per LOG_INTERVAL_S.
 
-    Each line gives the number of warnings left out since the line before.
+    Each line gives the number of warnings that were left out since the previous line.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
@@ -40,7 +40,7 @@ class SparseLog:
     def warning(self, message: str, *arguments: object) -> None:
         """Log a warning, or count it if a line was logged in the last LOG_INTERVAL_S.
 
-        Each argument is written on one line.
+        Each argument is passed through `one_line`, so the entry stays on one line.
         """
         now = time.monotonic()
         with self._lock:
