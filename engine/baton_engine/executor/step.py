@@ -152,8 +152,8 @@ class ModelRunnerOutput:
 
     #: The token of each request that sampled in this step.
     sampled_token_ids: dict[str, int] = field(default_factory=dict)
-    #: By request id, for requests that ask for logprobs. A request with a beam_width always gets
-    #: 2 * beam_width top entries.
+    #: By request id, for requests that ask for logprobs and for beam searches. The top entries of a
+    #: beam search are its best continuations; `worker.sampling.sampler.sample` says how many.
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     #: By request id, for requests that ask for prompt logprobs. The entries belong to the prompt
     #: tokens that this step predicted, from position num_computed_tokens + 1 on.

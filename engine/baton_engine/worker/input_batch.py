@@ -201,7 +201,7 @@ class InputBatch:
             cu_seqlens = self._one_query_each[: len(scheduled) + 1]
             longest = 1
         else:
-            # Token i of the step belongs to row_of[i], at positions[i]: a ragged arange.
+            # Token i of the step belongs to row row_of[i] of the batch, at positions[i].
             counts = ends - starts
             first = scheduled.first_tokens
             row_of = scheduled.rows.repeat(counts)

@@ -64,7 +64,7 @@ class KVMemory:
         if not step.store:
             return
         swap_blocks(self.cache, self._offloaded, _pairs(step.store))
-        # A peer may write to these blocks, and does not wait for streams.
+        # A peer may write to these blocks, and does not wait for CUDA streams.
         if step.connector.loads and self.cache.is_cuda:
             torch.cuda.current_stream(self.cache.device).synchronize()
 
