@@ -3,7 +3,7 @@
 By default, glibc's malloc may return the memory of a step's tensors to the system. Then the first
 writes of the next step cause page faults: about 10,000 for a prompt of 960 tokens.
 
-malloc keeps blocks of up to 32 MiB. The C++ operations keep larger results themselves
+`keep_freed_memory` makes malloc keep blocks of up to 32 MiB. The C++ operations keep larger results
 (kernels/baton_kernels/cpu/source/ops.cpp). With a C library other than glibc, only the results of
 the C++ operations are controlled.
 """

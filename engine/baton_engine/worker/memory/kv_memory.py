@@ -33,8 +33,8 @@ class KVMemory:
     ) -> None:
         """Allocate the cache, zeroed, and the host blocks.
 
-        With a GPU, host blocks are pinned now, because pinning would delay a step. On a CPU, their
-        pages become resident at their first use.
+        With a GPU, host blocks are pinned now, because pinning them later would delay a step. On a
+        CPU, their pages become resident at their first use.
 
         Args:
             layout: layout of the cache,
