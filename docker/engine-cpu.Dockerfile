@@ -21,22 +21,20 @@ COPY gateway gateway
 COPY kernels kernels
 COPY kv_transfer kv_transfer
 COPY operator/baton_kube operator/baton_kube
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels . && pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl
+# In a folder of its own, so that the last stage can copy Baton without its dependencies.
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --root /package . \
+    && cd /package/opt/baton/bin && rm baton baton-operator
 # Compiles the CPU kernels for every instruction set; the processor that runs the image selects one. The engine is
 # slower without compiled kernels, so a missing file fails the build here.
-RUN cd / && python -m baton_kernels.cpu.build \
-    && cp -r "$(python -c 'from baton_kernels.cpu.libraries import BUILT; print(BUILT)')" /built \
-    && ls /built/*.so
+RUN cd /package/opt/baton/lib/python3.11/site-packages && python -m baton_kernels.cpu.build \
+    && ls baton_kernels/cpu/built/*.so
 
 # No compiler at run time: torch.compile on a CPU (off by default) would need one.
 FROM $BASE
 COPY --from=dependencies /opt/baton /opt/baton
+COPY --from=package /package/opt/baton /opt/baton
 # HOME and USER: the user has no entry in /etc/passwd, and torch reads both.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp USER=baton
-RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
-    pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl \
-    && cd /opt/baton/bin && rm baton baton-operator
-COPY --from=package /built /opt/baton/lib/python3.11/site-packages/baton_kernels/cpu/built
 # A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532
 ENTRYPOINT ["baton-engine"]

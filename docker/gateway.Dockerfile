@@ -22,15 +22,15 @@ COPY operator/baton_kube operator/baton_kube
 COPY engine/baton_engine/__init__.py engine/baton_engine/untrusted.py engine/baton_engine/
 COPY engine/baton_engine/fetch engine/baton_engine/fetch
 COPY engine/baton_engine/http engine/baton_engine/http
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+# In a folder of its own, so that the last stage can copy Baton without its dependencies.
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --root /package . \
+    && cd /package/opt/baton/bin && rm baton baton-coordinator baton-engine baton-operator
 
 FROM $BASE
 COPY --from=dependencies /opt/baton /opt/baton
+COPY --from=package /package/opt/baton /opt/baton
 # HOME: the user has no entry in /etc/passwd, and the Kubernetes client reads it.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
-RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
-    pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl \
-    && cd /opt/baton/bin && rm baton baton-coordinator baton-engine baton-operator
 # A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532
 ENTRYPOINT ["baton-gateway"]

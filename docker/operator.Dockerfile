@@ -15,15 +15,15 @@ FROM dependencies AS package
 COPY README.md LICENSE ./
 COPY operator operator
 COPY engine/baton_protocol engine/baton_protocol
-RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+# In a folder of its own, so that the last stage can copy Baton without its dependencies.
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --root /package . \
+    && cd /package/opt/baton/bin && rm baton baton-coordinator baton-engine baton-gateway baton-model
 
 FROM $BASE
 COPY --from=dependencies /opt/baton /opt/baton
+COPY --from=package /package/opt/baton /opt/baton
 # HOME: the user has no entry in /etc/passwd, and the Kubernetes client reads it.
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HOME=/tmp
-RUN --mount=type=bind,from=package,source=/wheels,target=/wheels \
-    pip --python /opt/baton install --no-cache-dir --no-deps /wheels/*.whl \
-    && cd /opt/baton/bin && rm baton baton-coordinator baton-engine baton-gateway baton-model
 # A number, because Kubernetes can verify runAsNonRoot only for numeric users.
 USER 65532:65532
 ENTRYPOINT ["baton-operator"]

@@ -63,8 +63,8 @@ def main() -> None:
             arguments = list(more)
             if options.torch_index and name.startswith("engine"):
                 arguments += ["--build-arg", f"TORCH_INDEX={options.torch_index}"]
-            run("buildah", "build", "--isolation", "chroot", *arguments, "--tag", image,
-                "--file", f"docker/{name}.Dockerfile", ".")  # fmt: skip
+            run("buildah", "build", "--isolation", "chroot", "--layers", *arguments,
+                "--tag", image, "--file", f"docker/{name}.Dockerfile", ".")  # fmt: skip
             sbom = options.output / f"{name}.cdx.json"
             sbom.write_text(json.dumps(describe(image, tools), indent=1) + "\n")
             archive = options.output / f"{name}.tar"

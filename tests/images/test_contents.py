@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import tarfile
 from importlib.metadata import distributions
+from typing import IO
 
 from support.images.container import Image
 from support.images.dockerfile import ROOT
 from support.images.imports import PACKAGES, SCRIPTS, imported
 
-SBOMS = ROOT / "build/images"
+BUILT = ROOT / "build/images"
 
 
 def commands(image: Image) -> set[str]:
@@ -41,8 +44,33 @@ def test_no_compiler_no_triton_no_pip(image: Image) -> None:
     assert not {"triton", "pip"} & {path.name for path in image.site_packages.iterdir()}
 
 
+def packages_of_last_layer(name: str) -> set[str]:
+    with tarfile.open(BUILT / f"{name}.tar") as archive:
+
+        def blob(path: str) -> IO[bytes]:
+            file = archive.extractfile(path)
+            assert file
+            return file
+
+        def described(digest: str) -> IO[bytes]:
+            return blob(f"blobs/{digest.replace(':', '/')}")
+
+        index = json.load(blob("index.json"))
+        layers = json.load(described(index["manifests"][0]["digest"]))["layers"]
+        with tarfile.open(fileobj=described(layers[-1]["digest"])) as layer:
+            found = re.findall(r"site-packages/(\w+)/", "\n".join(layer.getnames()))
+    return set(found)
+
+
+def test_the_last_layer_has_the_code_without_its_dependencies(image: Image, name: str) -> None:
+    """A change of the code then makes a layer of megabytes."""
+    found = packages_of_last_layer(name)
+    assert "baton_protocol" in found
+    assert found <= set(PACKAGES)
+
+
 def test_the_sbom_lists_every_installed_package(image: Image, name: str) -> None:
-    sbom = json.loads((SBOMS / f"{name}.cdx.json").read_text())
+    sbom = json.loads((BUILT / f"{name}.cdx.json").read_text())
     assert sbom["bomFormat"] == "CycloneDX"
     listed = {(part["name"].lower(), part["version"]) for part in sbom["components"]}
     installed = {

@@ -62,6 +62,8 @@ def extras(path: Path) -> list[str]:
 
 
 def removed_commands(path: Path) -> set[str]:
-    """Return the commands of Baton that the last stage removes."""
-    (line,) = re.findall(r"cd /opt/baton/bin && rm ([a-z -]+)$", path.read_text(), re.MULTILINE)
+    """Return the commands of Baton that the Dockerfile removes."""
+    (line,) = re.findall(
+        r"cd /package/opt/baton/bin && rm ([a-z -]+)$", path.read_text(), re.MULTILINE
+    )
     return set(line.split())

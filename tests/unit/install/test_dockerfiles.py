@@ -124,6 +124,11 @@ class TestDockerfile:
                 assert "--no-cache-dir" in command
                 assert " -c constraints" in command or "--no-deps" in command, command
 
+    def test_no_step_mounts_files_of_another_stage(self, path: Path) -> None:
+        """The cache of buildah ignores changes of mounted files (issue 6609)."""
+        mounts = [arguments for _, arguments in instructions(path) if "--mount" in arguments]
+        assert mounts == []
+
     def test_extras_exist_and_package_lists_are_removed(self, path: Path) -> None:
         assert set(extras(path)) <= set(PROJECT["optional-dependencies"])
         for _, arguments in instructions(path):
