@@ -10,8 +10,8 @@ import struct
 import subprocess
 import termios
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from typing import IO
 
 from pocketkube.containers import guardian
@@ -24,9 +24,10 @@ from pocketkube.containers.process import (
     spawn,
 )
 
-#: Maximum time without output after the command has ended. Its children may keep the pipes open.
+#: Time for more output after the command has ended. Its children may keep the pipes open.
 _DRAIN_S = 1.0
-_READ_BYTES = 32768
+#: The capacity of a pipe, and the maximum size of a read.
+_PIPE_BYTES = 65536
 #: Maximum wait for the end of processes after SIGKILL.
 _KILL_S = 5.0
 
@@ -55,8 +56,9 @@ class ExecProcess:
         #: The master side of the terminal.
         self._terminal: IO[bytes] | None = None
         #: Open outputs: "stdout" and "stderr".
-        self._outputs: dict[str, asyncio.StreamReader] = {}
-        self._transports: list[asyncio.ReadTransport] = []
+        self._outputs: dict[str, IO[bytes]] = {}
+        #: Done `_DRAIN_S` after the end of the command.
+        self._drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         on_exit(popen.pid, self._on_exit)
 
     @classmethod
@@ -100,14 +102,12 @@ class ExecProcess:
         return process
 
     async def _connect(self, stdin: IO[bytes] | None, outputs: dict[str, IO[bytes] | None]) -> None:
-        loop = asyncio.get_running_loop()
         for name, pipe in outputs.items():
             if pipe is not None:
-                reader = asyncio.StreamReader()
-                transport, _ = await loop.connect_read_pipe(partial(_protocol, reader), pipe)
-                self._transports.append(transport)
-                self._outputs[name] = reader
+                os.set_blocking(pipe.fileno(), False)
+                self._outputs[name] = pipe
         if stdin is not None:
+            loop = asyncio.get_running_loop()
             sink, protocol = await loop.connect_write_pipe(_protocol, stdin)
             self._stdin = asyncio.StreamWriter(sink, protocol, None, loop)
 
@@ -116,21 +116,44 @@ class ExecProcess:
         """The names of the outputs: "stdout" and "stderr", or those of them that are wanted."""
         return list(self._outputs)
 
-    async def read(self, output: str) -> bytes:
-        """Return the next bytes of an output; empty at its end.
+    async def read(self, output: str) -> AsyncIterator[bytes]:
+        """Yield the bytes of an output until its end, or until `_DRAIN_S` after the command's end.
 
-        The end of the command is the end of its outputs, even if one of its children continues.
+        Children of the command may continue to write. What the command itself has written is then
+        within the next `_PIPE_BYTES`, because nothing is read before the caller takes it.
         """
-        reading = asyncio.ensure_future(self._outputs[output].read(_READ_BYTES))
-        exited = asyncio.ensure_future(self._exited.wait())
+        fd, left = self._outputs[output].fileno(), _PIPE_BYTES
+        while left > 0 and (data := await self._read(fd)):
+            if self._drained.done():
+                left -= len(data)
+            yield data
+
+    async def _read(self, fd: int) -> bytes:
+        """Return the next bytes of an output; empty at its end."""
+        while True:
+            await self._until_readable(fd)
+            try:
+                return os.read(fd, _PIPE_BYTES)
+            except BlockingIOError:
+                if self._drained.done():
+                    return b""
+            except OSError:  # EIO, the end of a terminal
+                return b""
+
+    async def _until_readable(self, fd: int) -> None:
+        """Wait until an output has bytes or ends, at most until `_drained`."""
+        loop = asyncio.get_running_loop()
+        readable = loop.create_future()
+
+        def on_readable() -> None:
+            loop.remove_reader(fd)
+            readable.set_result(None)
+
+        loop.add_reader(fd, on_readable)
         try:
-            await asyncio.wait({reading, exited}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({reading}, timeout=_DRAIN_S if exited.done() else None)
-            # At the end of a terminal, a read fails with EIO.
-            return reading.result() if reading.done() and not reading.exception() else b""
+            await asyncio.wait({readable, self._drained}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            reading.cancel()
-            exited.cancel()
+            loop.remove_reader(fd)
 
     async def write(self, data: bytes) -> None:
         """Write to standard input. Input that the command does not read is dropped at its end."""
@@ -157,8 +180,8 @@ class ExecProcess:
 
     async def close(self) -> None:
         """Close the streams. Kill the command and its descendants if the command still runs."""
-        for transport in self._transports:
-            transport.close()
+        for pipe in self._outputs.values():
+            pipe.close()
         if self._stdin is not None:
             sink = self._stdin.transport
             # A closed transport cannot be aborted. A closing one may still have bytes to write.
@@ -170,7 +193,8 @@ class ExecProcess:
     def _on_exit(self) -> None:
         self._popen.wait()
         self._exited.set()
+        asyncio.get_running_loop().call_later(_DRAIN_S, self._drained.set_result, None)
 
 
-def _protocol(reader: asyncio.StreamReader | None = None) -> asyncio.StreamReaderProtocol:
-    return asyncio.StreamReaderProtocol(reader or asyncio.StreamReader())
+def _protocol() -> asyncio.StreamReaderProtocol:
+    return asyncio.StreamReaderProtocol(asyncio.StreamReader())

@@ -116,7 +116,7 @@ async def _send_outputs(socket: web.WebSocketResponse, process: ExecProcess) -> 
     """Send the outputs of the command until it has ended."""
 
     async def send(output: str) -> None:
-        while data := await process.read(output):
+        async for data in process.read(output):
             await socket.send_bytes(_OUTPUTS[output] + data)
 
     async with asyncio.TaskGroup() as group:

@@ -1,9 +1,13 @@
-"""An embedded control plane, started once per module."""
+"""An embedded control plane, started once per module, and a running container."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
+from pocketkube.containers.container_log import ContainerLog
+from pocketkube.containers.process import Guard, Process
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 
 
@@ -13,3 +17,17 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlP
     plane.start(90)
     yield plane
     plane.stop()
+
+
+@pytest.fixture
+async def container(tmp_path: Path) -> AsyncIterator[tuple[Process, ContainerLog]]:
+    guard = Guard(tmp_path / "state")
+    await guard.start()
+    log = ContainerLog(tmp_path / "log" / "0.log")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    environment = {**os.environ, "COLOUR": "green"}
+    process = Process.start(["sleep", "600"], environment, folder, guard, "some-id", log)
+    yield process, log
+    await process.finish()
+    await guard.stop()

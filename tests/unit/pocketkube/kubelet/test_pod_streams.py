@@ -15,7 +15,7 @@ import pytest
 
 from pocketkube.certificates import Certificates, create_certificates
 from pocketkube.containers.container_log import ContainerLog
-from pocketkube.containers.process import Guard, Process, container_pids
+from pocketkube.containers.process import Process, container_pids
 from pocketkube.kubelet import spdy, stats_summary
 from pocketkube.kubelet.kubelet_server import KubeletServer
 from support.waiting import until
@@ -55,20 +55,6 @@ async def channels(socket: aiohttp.ClientWebSocketResponse) -> dict[int, bytes]:
             received[number] = received.get(number, b"") + message.data[1:]
     assert socket.close_code == aiohttp.WSCloseCode.OK
     return received
-
-
-@pytest.fixture
-async def container(tmp_path: Path) -> AsyncIterator[tuple[Process, ContainerLog]]:
-    guard = Guard(tmp_path / "state")
-    await guard.start()
-    log = ContainerLog(tmp_path / "log" / "0.log")
-    folder = tmp_path / "work"
-    folder.mkdir()
-    environment = {**os.environ, "COLOUR": "green"}
-    process = Process.start(["sleep", "600"], environment, folder, guard, "some-id", log)
-    yield process, log
-    await process.finish()
-    await guard.stop()
 
 
 def client_context(cluster: Certificates | None) -> ssl.SSLContext:
@@ -210,6 +196,15 @@ async def test_a_daemon_of_the_command_does_not_delay_the_exit_status(kubelet: K
     daemon = psutil.Process(int(received[1]))
     await kubelet.container.finish()
     await until(lambda: not daemon.is_running(), "the daemon ends with the container")
+
+
+@pytest.mark.parametrize("child", ["yes", "sh -c 'while echo y; do sleep 0.1; done'"])
+async def test_a_child_that_continues_to_write_does_not_delay_the_exit_status(
+    kubelet: Kubelet, child: str
+) -> None:
+    received = await channels(await kubelet.exec("sh", "-c", f"{child} & echo hi >&2; exit 3"))
+    assert received[2] == b"hi\n"
+    assert json.loads(received[3])["details"]["causes"][0]["message"] == "3"
 
 
 async def test_a_client_that_leaves_ends_its_command(kubelet: Kubelet) -> None:
