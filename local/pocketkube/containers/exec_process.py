@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import struct
 import subprocess
 import termios
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from pocketkube.containers import guardian
@@ -48,21 +48,31 @@ class ExecProcess:
     Create it with `start()`, and call `close()` at the end.
     """
 
-    def __init__(self, popen: subprocess.Popen[bytes], marker: str) -> None:
+    def __init__(
+        self,
+        popen: subprocess.Popen[bytes],
+        marker: str,
+        stdin: IO[bytes] | None,
+        outputs: dict[str, IO[bytes] | None],
+        terminal: IO[bytes] | None = None,
+    ) -> None:
         self._popen = popen
         self._marker = marker
-        self._exited = asyncio.Event()
-        self._stdin: asyncio.StreamWriter | None = None
-        #: The master side of the terminal.
-        self._terminal: IO[bytes] | None = None
+        self._stdin = stdin
         #: Open outputs: "stdout" and "stderr".
-        self._outputs: dict[str, IO[bytes]] = {}
+        self._outputs = {name: pipe for name, pipe in outputs.items() if pipe is not None}
+        #: The master side of the terminal.
+        self._terminal = terminal
+        self._exited = asyncio.Event()
         #: Done `_DRAIN_S` after the end of the command.
         self._drained: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pipes = [pipe for pipe in (stdin, *outputs.values()) if pipe is not None]
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
         on_exit(popen.pid, self._on_exit)
 
     @classmethod
-    async def start(cls, container: Process, argv: list[str], streams: ExecStreams) -> ExecProcess:
+    def start(cls, container: Process, argv: list[str], streams: ExecStreams) -> ExecProcess:
         """Start a command in the container whose main process is `container`.
 
         The end of the container kills the command.
@@ -72,44 +82,15 @@ class ExecProcess:
         """
         exec_id = uuid.uuid4().hex
         environment = {**container.environment, EXEC_MARKER: exec_id}
+        marker = f"{EXEC_MARKER}={exec_id}"
         if streams.tty:
-            return await cls._start_in_terminal(container, argv, environment, streams)
+            popen, terminal = _spawn_in_terminal(argv, environment, container.cwd)
+            stdin = terminal if streams.stdin else None
+            return cls(popen, marker, stdin, {"stdout": terminal}, terminal)
         wanted = (streams.stdin, streams.stdout, streams.stderr)
         pipes = [subprocess.PIPE if is_wanted else subprocess.DEVNULL for is_wanted in wanted]
         popen = spawn(argv, environment, container.cwd, *pipes)
-        process = cls(popen, f"{EXEC_MARKER}={exec_id}")
-        await process._connect(popen.stdin, {"stdout": popen.stdout, "stderr": popen.stderr})
-        return process
-
-    @classmethod
-    async def _start_in_terminal(
-        cls, container: Process, argv: list[str], environment: dict[str, str], streams: ExecStreams
-    ) -> ExecProcess:
-        environment.setdefault("TERM", "xterm")
-        master, slave = os.openpty()
-        terminal = open(master, "rb", buffering=0)  # noqa: ASYNC230, SIM115 - closed in close()
-        try:
-            popen = spawn(argv, environment, container.cwd, slave, slave, slave, in_terminal=True)
-        except StartError:
-            terminal.close()
-            raise
-        finally:
-            os.close(slave)
-        process = cls(popen, f"{EXEC_MARKER}={environment[EXEC_MARKER]}")
-        process._terminal = terminal
-        stdin = os.fdopen(os.dup(master), "wb", buffering=0) if streams.stdin else None
-        await process._connect(stdin, {"stdout": terminal})
-        return process
-
-    async def _connect(self, stdin: IO[bytes] | None, outputs: dict[str, IO[bytes] | None]) -> None:
-        for name, pipe in outputs.items():
-            if pipe is not None:
-                os.set_blocking(pipe.fileno(), False)
-                self._outputs[name] = pipe
-        if stdin is not None:
-            loop = asyncio.get_running_loop()
-            sink, protocol = await loop.connect_write_pipe(_protocol, stdin)
-            self._stdin = asyncio.StreamWriter(sink, protocol, None, loop)
+        return cls(popen, marker, popen.stdin, {"stdout": popen.stdout, "stderr": popen.stderr})
 
     @property
     def outputs(self) -> list[str]:
@@ -130,8 +111,9 @@ class ExecProcess:
 
     async def _read(self, fd: int) -> bytes:
         """Return the next bytes of an output; empty at its end."""
+        loop = asyncio.get_running_loop()
         while True:
-            await self._until_readable(fd)
+            await self._until_ready(fd, loop.add_reader, loop.remove_reader)
             try:
                 return os.read(fd, _PIPE_BYTES)
             except BlockingIOError:
@@ -140,27 +122,43 @@ class ExecProcess:
             except OSError:  # EIO, the end of a terminal
                 return b""
 
-    async def _until_readable(self, fd: int) -> None:
-        """Wait until an output has bytes or ends, at most until `_drained`."""
-        loop = asyncio.get_running_loop()
-        readable = loop.create_future()
-
-        def on_readable() -> None:
-            loop.remove_reader(fd)
-            readable.set_result(None)
-
-        loop.add_reader(fd, on_readable)
-        try:
-            await asyncio.wait({readable, self._drained}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            loop.remove_reader(fd)
-
     async def write(self, data: bytes) -> None:
-        """Write to standard input. Input that the command does not read is dropped at its end."""
-        if self._stdin is not None and not self._stdin.is_closing():
-            self._stdin.write(data)
-            with contextlib.suppress(ConnectionError):
-                await self._stdin.drain()
+        """Write to standard input. Wait while the command does not read it.
+
+        Input that the command has not read at its end is dropped.
+        """
+        if self._stdin is None or self._stdin.closed:
+            return
+        fd, left, loop = self._stdin.fileno(), memoryview(data), asyncio.get_running_loop()
+        while left and not self._drained.done():
+            await self._until_ready(fd, loop.add_writer, loop.remove_writer)
+            try:
+                left = left[os.write(fd, left) :]
+            except BlockingIOError:
+                continue
+            except OSError:  # the command has closed its standard input
+                return
+
+    async def _until_ready(
+        self, fd: int, add: Callable[..., None], remove: Callable[[int], bool]
+    ) -> None:
+        """Wait until a read or a write of `fd` does not block, at most until `_drained`.
+
+        Args:
+            add: registers a callback for the event, such as `loop.add_reader`.
+            remove: unregisters it.
+        """
+        ready = asyncio.get_running_loop().create_future()
+
+        def on_ready() -> None:
+            remove(fd)
+            ready.set_result(None)
+
+        add(fd, on_ready)
+        try:
+            await asyncio.wait({ready, self._drained}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            remove(fd)
 
     def close_stdin(self) -> None:
         """Close standard input. A terminal has no end, so this has no effect on it."""
@@ -180,15 +178,13 @@ class ExecProcess:
 
     async def close(self) -> None:
         """Close the streams. Kill the command and its descendants if the command still runs."""
-        for pipe in self._outputs.values():
+        for pipe in self._pipes:
             pipe.close()
-        if self._stdin is not None:
-            sink = self._stdin.transport
-            # A closed transport cannot be aborted. A closing one may still have bytes to write.
-            if sink.get_write_buffer_size() or not sink.is_closing():
-                sink.abort()
         if not self._exited.is_set():
-            await asyncio.to_thread(guardian.kill_all, {self._popen.pid}, self._marker, _KILL_S)
+            # Kill the processes also if the caller is cancelled before a thread is free.
+            await asyncio.shield(
+                asyncio.to_thread(guardian.kill_all, {self._popen.pid}, self._marker, _KILL_S)
+            )
 
     def _on_exit(self) -> None:
         self._popen.wait()
@@ -196,5 +192,17 @@ class ExecProcess:
         asyncio.get_running_loop().call_later(_DRAIN_S, self._drained.set_result, None)
 
 
-def _protocol() -> asyncio.StreamReaderProtocol:
-    return asyncio.StreamReaderProtocol(asyncio.StreamReader())
+def _spawn_in_terminal(
+    argv: list[str], environment: dict[str, str], cwd: Path
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Start a command in a new terminal. Return also the master side of the terminal."""
+    master, slave = os.openpty()
+    terminal = open(master, "r+b", buffering=0)  # noqa: SIM115 - closed in close()
+    try:
+        in_terminal = {"TERM": "xterm", **environment}
+        return spawn(argv, in_terminal, cwd, slave, slave, slave, in_terminal=True), terminal
+    except StartError:
+        terminal.close()
+        raise
+    finally:
+        os.close(slave)

@@ -63,7 +63,7 @@ async def run_command(
         await _finish(socket, internal_error("the container is not running"))
         return
     try:
-        process = await ExecProcess.start(container, argv, streams)
+        process = ExecProcess.start(container, argv, streams)
     except StartError as error:
         message = f"error executing command in container: {error}"
         await _finish(socket, internal_error(message))

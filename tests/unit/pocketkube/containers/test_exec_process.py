@@ -1,6 +1,9 @@
 """Further commands in a container."""
 
 import asyncio
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,7 +23,7 @@ async def test_the_output_of_a_command_precedes_that_of_a_child_without_end(
 ) -> None:
     monkeypatch.setattr(exec_process, "_DRAIN_S", 0.0)
     argv = ["sh", "-c", "head -c 100000 /dev/zero; yes &"]
-    process = await ExecProcess.start(container[0], argv, ExecStreams(stdout=True))
+    process = ExecProcess.start(container[0], argv, ExecStreams(stdout=True))
     received = b""
     async with asyncio.timeout(30):
         async for data in process.read("stdout"):
@@ -36,9 +39,25 @@ async def test_a_terminal_that_has_ended_is_read_to_its_end(
     container: tuple[Process, ContainerLog],
 ) -> None:
     argv, streams = ["seq", "1000"], ExecStreams(stdout=True, tty=True)
-    process = await ExecProcess.start(container[0], argv, streams)
+    process = ExecProcess.start(container[0], argv, streams)
     assert await process.wait() == 0
     await turns_of_the_event_loop()  # enough to read ahead
     received = b"".join([data async for data in process.read("stdout")])
     assert received.split() == [b"%d" % number for number in range(1, 1001)]
     await process.close()
+
+
+async def test_a_cancelled_close_kills_the_command_once_a_thread_is_free(
+    container: tuple[Process, ContainerLog],
+) -> None:
+    process = ExecProcess.start(container[0], ["sleep", "600"], ExecStreams())
+    is_free, threads = threading.Event(), ThreadPoolExecutor(1)
+    threads.submit(is_free.wait)
+    asyncio.get_running_loop().set_default_executor(threads)
+    closing = asyncio.create_task(process.close())
+    await turns_of_the_event_loop()
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    is_free.set()
+    async with asyncio.timeout(30):
+        assert await process.wait() == 128 + signal.SIGKILL

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import ssl
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,9 @@ import psutil
 import pytest
 
 from pocketkube.certificates import Certificates, create_certificates
+from pocketkube.containers import exec_process
 from pocketkube.containers.container_log import ContainerLog
-from pocketkube.containers.process import Process, container_pids
+from pocketkube.containers.process import Process, container_pids, spawn
 from pocketkube.kubelet import spdy, stats_summary
 from pocketkube.kubelet.kubelet_server import KubeletServer
 from support.waiting import until
@@ -215,6 +217,22 @@ async def test_a_client_that_leaves_ends_its_command(kubelet: Kubelet) -> None:
     await socket.close()
     await until(lambda: not any(c.is_running() for c in commands), "the command has ended")
     assert kubelet.container.running
+
+
+async def test_a_client_that_leaves_during_the_start_ends_its_command(
+    kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = []
+
+    def spawn_and_leave(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        popen = spawn(*arguments, **options)
+        commands.append(psutil.Process(popen.pid))
+        asyncio.current_task().cancel()  # as aiohttp does when the client disconnects
+        return popen
+
+    monkeypatch.setattr(exec_process, "spawn", spawn_and_leave)
+    await kubelet.exec("sleep", "600", streams="input output error")
+    await until(lambda: commands and not commands[0].is_running(), "the command has ended")
 
 
 async def test_attach_follows_the_output_of_the_container(
