@@ -9,6 +9,7 @@
 - `proxy`: TCP proxies for Services, an HTTP proxy for Ingresses.
 - `children`, `lifecycle`: child processes, which end when their parent ends.
 - `networks`, `loopback`, `ports`: address ranges, addresses and ports of this machine.
+- `websockets`: the handshake, the messages and the end of WebSockets.
 - `certificates`, `kubeconfig`: files with keys and credentials.
 - `events`, `conditions`, `timestamps`: Events, conditions and times of the Kubernetes API.
 """

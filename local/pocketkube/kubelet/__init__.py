@@ -9,7 +9,6 @@
 - `stats_summary`: the usage of the node and its containers.
 - `remote_command`: the channels of exec and attach in a WebSocket.
 - `port_forward`: the channels and streams of port-forward in a WebSocket.
-- `websockets`: the handshake and the messages of a WebSocket.
 - `spdy`: the frames of SPDY/3.1, which kubectl uses for port-forward.
 
 The README lists the differences from a kubelet with a container runtime.

@@ -20,8 +20,8 @@ from pocketkube.containers.exec_process import ExecStreams
 from pocketkube.kubelet import port_forward, remote_command
 from pocketkube.kubelet.pod_worker import PodWorker
 from pocketkube.kubelet.stats_summary import measure
-from pocketkube.kubelet.websockets import accept
 from pocketkube.timestamps import parse_time
+from pocketkube.websockets import accept
 
 
 class KubeletServer:

@@ -17,7 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from pocketkube.kubelet import spdy
-from pocketkube.kubelet.websockets import messages, run_until_closed
+from pocketkube.websockets import messages, run_until_closed
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ async def _forward_channels(socket: web.WebSocketResponse, address: str, ports: 
             for number, connection in enumerate(connections):
                 group.create_task(run(number, connection))
 
-    if await run_until_closed(receive(), forward()):  # the pod has closed all connections
+    if await run_until_closed(socket, receive(), forward()):  # the pod has closed all connections
         await socket.close()
 
 

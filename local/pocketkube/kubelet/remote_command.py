@@ -17,7 +17,7 @@ from aiohttp import web
 
 from pocketkube.containers.exec_process import ExecProcess, ExecStreams
 from pocketkube.containers.process import Process, StartError
-from pocketkube.kubelet.websockets import messages, run_until_closed
+from pocketkube.websockets import messages, run_until_closed
 
 PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
 STDIN, STDOUT, STDERR, ERROR, RESIZE, CLOSE = b"\0", b"\1", b"\2", b"\3", b"\4", b"\xff"
@@ -69,7 +69,9 @@ async def run_command(
         await _finish(socket, internal_error(message))
         return
     try:
-        if await run_until_closed(_receive(socket, process), _send_outputs(socket, process)):
+        if await run_until_closed(
+            socket, _receive(socket, process), _send_outputs(socket, process)
+        ):
             await _finish(socket, exit_status(await process.wait()))
     finally:
         await process.close()
@@ -89,7 +91,7 @@ async def attach(socket: web.WebSocketResponse, output: AsyncIterator[bytes]) ->
         async for data in output:
             await socket.send_bytes(STDOUT + data)
 
-    if await run_until_closed(receive(), send()):
+    if await run_until_closed(socket, receive(), send()):
         await _finish(socket, exit_status(0))
 
 

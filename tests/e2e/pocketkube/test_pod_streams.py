@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import kubernetes
+import psutil
 import pytest
 from kubernetes.stream import portforward, stream
 
@@ -150,6 +151,27 @@ def test_exec_runs_a_command_in_the_environment_of_the_container(cluster: Cluste
 def test_exec_passes_standard_input_and_its_end(cluster: Cluster) -> None:
     text = "".join(f"line {number}\n" for number in range(50_000))
     assert cluster.kubectl("exec", "-i", "web", "-c", "idle", "--", "cat", stdin=text) == text
+
+
+def test_a_command_that_reads_no_input_ends_with_its_client(cluster: Cluster) -> None:
+    script = "sleep 600 & echo $$ $!; wait"
+    command = cluster.command("exec", "-i", "web", "-c", "idle", "--", "sh", "-c", script)
+    with (
+        open("/dev/zero", "rb") as zeros,
+        subprocess.Popen(command, stdin=zeros, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        commands = [psutil.Process(pid) for pid in pids]
+        kubectl, seen = psutil.Process(process.pid), -1
+
+        def is_stalled() -> bool:
+            nonlocal seen
+            before, seen = seen, kubectl.io_counters().read_chars
+            return before == seen
+
+        eventually(is_stalled, "kubectl can send no more input", every_s=0.5)
+        process.kill()
+    eventually(lambda: not any(c.is_running() for c in commands), "the command has ended")
 
 
 def test_exec_refuses_unknown_containers_and_commands(cluster: Cluster) -> None:

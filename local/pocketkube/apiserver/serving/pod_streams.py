@@ -6,6 +6,8 @@ The module connects the client's WebSocket with a WebSocket of the pod's kubelet
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from urllib.parse import urlencode
 
 import aiohttp
@@ -16,11 +18,15 @@ from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import Registry
 from pocketkube.apiserver.resources import Object, RequestInfo
 from pocketkube.apiserver.serving.kubelets import container_of, locate
+from pocketkube.websockets import run_until_closed
 
 #: The subresources that this module serves.
 STREAMS = ("exec", "attach", "portforward")
 #: Parameter of a client -> parameter of the kubelet.
 _FLAGS = {"stdin": "input", "stdout": "output", "stderr": "error", "tty": "tty"}
+#: Maximum wait for the kubelet's answer to a close message. aiohttp waits as long as the kubelet
+#: sends other messages.
+_CLOSE_S = 1.0
 
 _Socket = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
@@ -53,19 +59,10 @@ async def stream_pod(
         raise ApiError(error.status, "KubeletError", message) from error
     except aiohttp.ClientError as error:
         raise kubelet.unreachable(error) from error
-    async with upstream:
+    async with _closing(upstream):
         client = web.WebSocketResponse(protocols=[upstream.protocol or ""], max_msg_size=0)
         await client.prepare(request)
-        copies = [
-            asyncio.create_task(_copy(source, sink))
-            for source, sink in ((client, upstream), (upstream, client))
-        ]
-        try:
-            await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for copy in copies:
-                copy.cancel()
-            await asyncio.gather(*copies, return_exceptions=True)
+        await run_until_closed(client, _copy(client, upstream), _copy(upstream, client))
         await client.close(code=upstream.close_code or aiohttp.WSCloseCode.OK)
     return client
 
@@ -96,8 +93,20 @@ def _kubelet_path(request: web.Request, info: RequestInfo, pod: Object) -> str:
 
 
 async def _copy(source: _Socket, sink: _Socket) -> None:
-    async for message in source:
-        if message.type is aiohttp.WSMsgType.BINARY:
-            await sink.send_bytes(message.data)
-        elif message.type is aiohttp.WSMsgType.TEXT:
-            await sink.send_str(message.data)
+    with contextlib.suppress(ConnectionError):  # the sink has closed
+        async for message in source:
+            if message.type is aiohttp.WSMsgType.BINARY:
+                await sink.send_bytes(message.data)
+            elif message.type is aiohttp.WSMsgType.TEXT:
+                await sink.send_str(message.data)
+
+
+@contextlib.asynccontextmanager
+async def _closing(upstream: aiohttp.ClientWebSocketResponse) -> AsyncIterator[None]:
+    """Close `upstream` at the end of the block, also if the kubelet does not read."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(TimeoutError):  # the connection is closed
+            async with asyncio.timeout(_CLOSE_S):
+                await upstream.close()

@@ -15,7 +15,9 @@ from aiohttp import web
 
 from pocketkube.apiserver.resources import BUILTIN, markdown_table
 from pocketkube.certificates import create_certificates
+from pocketkube.websockets import accept, run_until_closed
 from support.http_server import serving
+from support.pocketkube.flood import flooding
 from support.waiting import until
 
 MAPS = "/api/v1/namespaces/default/configmaps"
@@ -281,6 +283,36 @@ async def test_exec_connects_the_client_with_the_pods_kubelet(call, tmp_path):
             pass
         async with asyncio.timeout(30):
             await closed.wait()
+
+
+@pytest.mark.parametrize("has_output", [False, True])
+async def test_a_kubelet_that_does_not_read_notices_that_the_client_has_left(
+    call, tmp_path, has_output
+):
+    left = asyncio.Event()
+
+    async def run(request: web.Request) -> web.StreamResponse:
+        socket = await accept(request, ["v5.channel.k8s.io"])
+
+        async def write() -> None:
+            while has_output:
+                await socket.send_bytes(bytes(2**16))
+            await asyncio.Event().wait()
+
+        try:
+            await run_until_closed(socket, asyncio.Event().wait(), write())
+        finally:
+            left.set()
+        return socket
+
+    route = web.get("/exec/{namespace}/{pod}/{container}", run)
+    async with kubelet_serving(call, tmp_path, f"stalls-{int(has_output)}", route) as pod:
+        socket = await call.session.ws_connect(
+            f"{pod}/exec?command=a&stdin=true", protocols=["v5.channel.k8s.io"]
+        )
+        async with flooding(socket), asyncio.timeout(30):
+            await call.session.close()  # without a close message
+            await left.wait()
 
 
 async def test_streams_of_pods_are_refused_with_a_status(call, tmp_path):

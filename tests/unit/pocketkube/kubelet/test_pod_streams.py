@@ -20,6 +20,7 @@ from pocketkube.containers.container_log import ContainerLog
 from pocketkube.containers.process import Process, container_pids, spawn
 from pocketkube.kubelet import spdy, stats_summary
 from pocketkube.kubelet.kubelet_server import KubeletServer
+from support.pocketkube.flood import flooding
 from support.waiting import until
 
 V4, V5 = "v4.channel.k8s.io", "v5.channel.k8s.io"
@@ -233,6 +234,18 @@ async def test_a_client_that_leaves_during_the_start_ends_its_command(
     monkeypatch.setattr(exec_process, "spawn", spawn_and_leave)
     await kubelet.exec("sleep", "600", streams="input output error")
     await until(lambda: commands and not commands[0].is_running(), "the command has ended")
+
+
+async def test_a_client_that_leaves_while_the_command_reads_no_input_ends_it(
+    kubelet: Kubelet,
+) -> None:
+    script = "sleep 600 & echo $$ $!; wait"
+    socket = await kubelet.exec("sh", "-c", script, streams="input output")
+    pids = [int(pid) for pid in (await socket.receive(timeout=30)).data[1:].split()]
+    commands = [psutil.Process(pid) for pid in pids]
+    async with flooding(socket):
+        await kubelet.session.close()  # without a close message
+        await until(lambda: not any(c.is_running() for c in commands), "the command has ended")
 
 
 async def test_attach_follows_the_output_of_the_container(

@@ -1,0 +1,70 @@
+"""Accept WebSockets and read their messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+
+import aiohttp
+from aiohttp import web
+
+#: Interval of messages that find out whether the client is still connected.
+HEARTBEAT_S = 1.0
+
+
+async def accept(request: web.Request, protocols: Sequence[str]) -> web.WebSocketResponse:
+    """Accept a WebSocket with one of the subprotocols.
+
+    Raises:
+        HTTPBadRequest: the client requests no WebSocket with one of the subprotocols.
+    """
+    socket = web.WebSocketResponse(protocols=protocols, max_msg_size=0)
+    if socket.can_prepare(request).protocol is None:
+        raise web.HTTPBadRequest(text=f"use a WebSocket with {' or '.join(protocols)}\n")
+    await socket.prepare(request)
+    return socket
+
+
+async def messages(socket: web.WebSocketResponse) -> AsyncIterator[bytes]:
+    """Yield the client's messages until it closes the socket. Text messages are encoded."""
+    async for message in socket:
+        if message.type is aiohttp.WSMsgType.BINARY:
+            yield message.data
+        elif message.type is aiohttp.WSMsgType.TEXT:
+            yield message.data.encode()
+
+
+async def run_until_closed(
+    socket: web.WebSocketResponse, receive: Awaitable[None], work: Awaitable[None]
+) -> bool:
+    """Run `receive` and `work` until one ends or the client disconnects, then cancel the other.
+
+    `receive` ends when the client closes `socket`. If `work` has failed, raise its error.
+
+    Returns:
+        Whether `work` has ended.
+    """
+    working = asyncio.ensure_future(work)
+    tasks = {asyncio.ensure_future(receive), working, asyncio.ensure_future(_heartbeat(socket))}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if has_ended := working.done():
+            working.result()
+        return has_ended
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _heartbeat(socket: web.WebSocketResponse) -> None:
+    """Send messages without content until the client has disconnected.
+
+    A server that does not read at the moment, because it cannot pass on what it has read, notices a
+    disconnected client only when it sends. The messages are pongs, which need no answer (RFC 6455,
+    section 5.5.3). kubectl would answer a ping only after the write in which it waits for us.
+    """
+    while True:
+        await asyncio.sleep(HEARTBEAT_S)
+        # A task that is cancelled while it waits for the socket would end other tasks that wait.
+        await asyncio.shield(socket.pong())
