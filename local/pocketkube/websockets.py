@@ -66,5 +66,6 @@ async def _heartbeat(socket: web.WebSocketResponse) -> None:
     """
     while True:
         await asyncio.sleep(HEARTBEAT_S)
-        # A task that is cancelled while it waits for the socket would end other tasks that wait.
+        # Without shield(), the cancellation of this task would end all tasks that wait for the
+        # socket: in aiohttp they await the same future.
         await asyncio.shield(socket.pong())

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import struct
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from socket import SO_LINGER, SOL_SOCKET
 
 import aiohttp
 from aiohttp import web
@@ -26,9 +28,12 @@ CHANNELS = "v4.channel.k8s.io"
 PROTOCOLS = (SPDY, CHANNELS)
 
 _READ_BYTES = 32768
-_CONNECT_S = 10.0
-#: Messages of the client that wait for the pod, per connection. A full queue stops the WebSocket.
-_WAITING = 16
+#: Bytes of the client that wait for the pod, per connection. More bytes stop the WebSocket, because
+#: kubectl has no flow control per connection.
+_WAITING_BYTES = 2**22
+#: Maximum wait for a pod that does not accept a connection or does not read. The other connections
+#: of the WebSocket also wait.
+_STALL_S = 5.0
 
 #: Sends bytes to the client.
 Send = Callable[[bytes], Awaitable[None]]
@@ -48,52 +53,76 @@ async def forward_ports(socket: web.WebSocketResponse, address: str, ports: list
 
 
 class _Connection:
-    """A connection to a port of the pod."""
+    """A connection to a port of the pod.
+
+    Attributes:
+        has_stalled: whether the connection was reset, because the pod did not read.
+    """
 
     def __init__(self, address: str, port: int, send: Send) -> None:
         self._address = address
         self._port = port
         self._send = send
-        #: Bytes for the pod; None for their end.
-        self._input: asyncio.Queue[bytes | None] = asyncio.Queue(_WAITING)
-        self._has_ended = False
+        #: Set once the connection is open or has failed.
+        self._started = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+        self._has_input_ended = False
+        self.has_stalled = False
 
     async def put(self, data: bytes | None) -> None:
-        """Send bytes to the pod; None ends them. Wait while the pod does not read."""
-        if not self._has_ended:
-            await self._input.put(data)
+        """Send bytes to the pod; None ends them. Bytes after their end are dropped.
+
+        Wait while the pod does not read. Reset the connection after `_STALL_S`.
+        """
+        await self._started.wait()
+        writer = self._writer
+        if writer is None or writer.is_closing() or self._has_input_ended:
+            return
+        with contextlib.suppress(OSError):  # run() gets the same error
+            if data is None:
+                self._has_input_ended = True
+                writer.write_eof()
+                return
+            writer.write(data)
+            try:
+                async with asyncio.timeout(_STALL_S):
+                    await writer.drain()
+            except TimeoutError:
+                self.has_stalled = True
+                _reset(writer)
 
     async def run(self) -> str:
-        """Copy bytes in both directions until the pod closes the connection.
+        """Copy bytes in both directions until the pod closes the connection, or put() resets it.
 
         Returns:
             An error message for the client; empty if there was no error.
         """
         try:
-            async with asyncio.timeout(_CONNECT_S):
-                reader, writer = await asyncio.open_connection(self._address, self._port)
-            writing = asyncio.create_task(self._write(writer))
-            try:
-                while data := await reader.read(_READ_BYTES):
-                    await self._send(data)
-            finally:
-                writing.cancel()
-                await asyncio.gather(writing, return_exceptions=True)
-                writer.close()
+            async with asyncio.timeout(_STALL_S):
+                reader, self._writer = await asyncio.open_connection(self._address, self._port)
         except (OSError, TimeoutError) as error:
-            return f"port {self._port} of the pod ({self._address}): {error or 'timed out'}"
+            return self._message(error or "timed out")
         finally:
-            self._has_ended = True
-            while not self._input.empty():  # put() may wait for a place in the queue
-                self._input.get_nowait()
-        return ""
+            self._started.set()
+        self._writer.transport.set_write_buffer_limits(_WAITING_BYTES, _WAITING_BYTES)
+        try:
+            while data := await reader.read(_READ_BYTES):
+                await self._send(data)
+        except OSError as error:
+            return self._message(error)
+        finally:
+            self._writer.transport.abort()
+        return self._message(f"has not read for {_STALL_S:g} s") if self.has_stalled else ""
 
-    async def _write(self, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):  # the reader gets the same error
-            while (data := await self._input.get()) is not None:
-                writer.write(data)
-                await writer.drain()
-            writer.write_eof()
+    def _message(self, error: object) -> str:
+        return f"port {self._port} of the pod ({self._address}): {error}"
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """Close a connection with a TCP reset, so that the pod does not take its input for complete."""
+    linger = struct.pack("ii", 1, 0)
+    writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, linger)
+    writer.transport.abort()
 
 
 async def _forward_channels(socket: web.WebSocketResponse, address: str, ports: list[int]) -> None:
@@ -166,9 +195,10 @@ class _SpdyForward:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send(self, frame: spdy.Frame) -> None:
-        # The compression of headers needs the order of the calls. No other task runs between
-        # encode() and the write in send_bytes().
-        await self._socket.send_bytes(self._encoder.encode(frame))
+        # The compression of headers needs the order of the calls, in which the tasks of shield()
+        # start. Without shield(), the cancellation of one task would end all tasks that wait for
+        # the socket: in aiohttp they await the same future.
+        await asyncio.shield(self._socket.send_bytes(self._encoder.encode(frame)))
 
     async def _receive(self, frame: spdy.Frame) -> None:
         """Open, feed or end a stream, or answer a Ping, as the client's frame requests.
@@ -181,8 +211,7 @@ class _SpdyForward:
                 await self._send(spdy.SynReply(stream))
                 self._open(stream, headers)
             case spdy.Data(stream, data, fin) if streams := self._streams.get(stream):
-                if data:
-                    await streams.connection.put(data)
+                await streams.connection.put(data)
                 if fin:
                     await streams.connection.put(None)
             case spdy.RstStream(stream) if streams := self._streams.pop(stream, None):
@@ -209,7 +238,12 @@ class _SpdyForward:
 
     async def _run(self, stream: int, connection: _Connection, errors: int) -> None:
         message = await connection.run()
+        end: spdy.Frame = spdy.Data(stream, b"", fin=True)
+        if connection.has_stalled:
+            # A message would end kubectl with all its connections.
+            logger.warning("port-forward resets a connection: %s", message)
+            message, end = "", spdy.RstStream(stream, spdy.CANCEL)
         with contextlib.suppress(ConnectionError):  # the client has disconnected
             await self._send(spdy.Data(errors, message.encode(), fin=True))
-            await self._send(spdy.Data(stream, b"", fin=True))
+            await self._send(end)
         self._streams.pop(stream, None)

@@ -18,6 +18,8 @@ from typing import TypeAlias
 MAX_FRAME = 2**20
 #: Maximum size of a decompressed header block in bytes.
 MAX_HEADERS = 2**16
+#: Status of a RstStream whose sender does not need the stream any more.
+CANCEL = 5
 
 _VERSION = 3
 _CONTROL = 0x8000

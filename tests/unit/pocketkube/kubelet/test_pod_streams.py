@@ -1,6 +1,7 @@
 """exec, attach and port-forward of the kubelet's server, over WebSockets."""
 
 import asyncio
+import contextlib
 import json
 import os
 import ssl
@@ -18,7 +19,7 @@ from pocketkube.certificates import Certificates, create_certificates
 from pocketkube.containers import exec_process
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.containers.process import Process, container_pids, spawn
-from pocketkube.kubelet import spdy, stats_summary
+from pocketkube.kubelet import port_forward, spdy, stats_summary
 from pocketkube.kubelet.kubelet_server import KubeletServer
 from support.pocketkube.flood import flooding
 from support.waiting import until
@@ -334,13 +335,15 @@ class SpdyClient:
         self.received: dict[int, bytes] = {}
         self.ended: set[int] = set()
         self.replied: set[int] = set()
+        self.reset: set[int] = set()
         self.pings: list[int] = []
 
     async def send(self, *frames: spdy.Frame, size: int = 10**6) -> None:
         """Send the frames in messages of `size` bytes."""
         data = b"".join(map(self._encoder.encode, frames))
-        for start in range(0, len(data), size):
-            await self.socket.send_bytes(data[start : start + size])
+        async with asyncio.timeout(30):
+            for start in range(0, len(data), size):
+                await self.socket.send_bytes(data[start : start + size])
 
     async def open(self, data: int, errors: int, port: int) -> None:
         headers = {"port": str(port), "requestid": str(data)}
@@ -353,13 +356,15 @@ class SpdyClient:
 
     async def until_ended(self, *streams: int) -> None:
         async with asyncio.timeout(30):
-            while not self.ended.issuperset(streams):
+            while not (self.ended | self.reset).issuperset(streams):
                 for frame in self._decoder.feed(await self.socket.receive_bytes()):
                     match frame:
                         case spdy.Data(stream, data, fin):
                             self.received[stream] = self.received.get(stream, b"") + data
                             if fin:
                                 self.ended.add(stream)
+                        case spdy.RstStream(stream):
+                            self.reset.add(stream)
                         case spdy.SynReply(stream):
                             self.replied.add(stream)
                         case spdy.Ping(number):
@@ -415,6 +420,83 @@ async def test_a_reset_stream_closes_its_connection(
         await tunnel.send(spdy.RstStream(3, 5))
         await tunnel.until_ended(1)
         await closed.wait()
+
+
+async def test_a_connection_whose_pod_does_not_read_does_not_stop_the_others(
+    tunnel: SpdyClient, listen: Callable[..., Awaitable[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port_forward, "_STALL_S", 0.5)
+    errors: asyncio.Queue[Exception] = asyncio.Queue()
+    reads = asyncio.Event()
+
+    async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reads.wait()
+        try:
+            await reader.read()
+        except ConnectionError as error:
+            await errors.put(error)
+        writer.close()
+
+    await tunnel.open(3, 1, await listen(stall))
+    await tunnel.open(7, 5, await listen(one_line))
+    await tunnel.send(*[spdy.Data(3, bytes(2**19))] * 64)  # more than all buffers hold
+    await tunnel.send(spdy.Data(7, b"line\n"))
+    await tunnel.until_ended(1, 3, 5, 7)
+    assert (tunnel.reset, tunnel.received) == ({3}, {1: b"", 5: b"", 7: b"line\n"})
+    reads.set()
+    async with asyncio.timeout(30):
+        assert isinstance(await errors.get(), ConnectionResetError)
+
+
+async def test_data_after_the_end_of_a_stream_is_dropped(
+    tunnel: SpdyClient, listen: Callable[..., Awaitable[int]]
+) -> None:
+    answers = asyncio.Event()
+
+    async def count(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received = await reader.read()
+        await answers.wait()
+        writer.write(b"%d" % len(received))
+        writer.close()
+
+    await tunnel.open(3, 1, await listen(count))
+    await tunnel.send(spdy.Data(3, b"ab", fin=True), *[spdy.Data(3, b"c")] * 100)
+    await tunnel.open(7, 5, await listen(one_line))
+    await tunnel.send(spdy.Data(7, b"line\n"))
+    await tunnel.until_ended(5, 7)
+    answers.set()
+    await tunnel.until_ended(1, 3)
+    assert tunnel.received == {1: b"", 3: b"2", 5: b"", 7: b"line\n"}
+
+
+async def test_a_reset_stream_does_not_end_others_while_the_client_does_not_read(
+    tunnel: SpdyClient, listen: Callable[..., Awaitable[int]]
+) -> None:
+    sent = [0, 0]
+
+    def sender(number: int) -> Callable[..., Awaitable[None]]:
+        async def send(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(ConnectionError):
+                for _ in range(256):
+                    writer.write(bytes(2**16))
+                    await writer.drain()
+                    sent[number] += 1
+            writer.close()
+
+        return send
+
+    await tunnel.open(3, 1, await listen(sender(0)))
+    await tunnel.open(7, 5, await listen(sender(1)))
+    seen: list[int] = []
+
+    def are_stalled() -> bool:
+        before, seen[:] = seen[:], sent
+        return before == seen
+
+    await until(are_stalled, "both connections wait for the client", every_s=0.5)
+    await tunnel.send(spdy.RstStream(3, spdy.CANCEL))
+    await tunnel.until_ended(1, 5, 7)
+    assert len(tunnel.received[7]) == 2**24
 
 
 async def test_invalid_frames_and_headers_end_the_tunnel(kubelet: Kubelet) -> None:
