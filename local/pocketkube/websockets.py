@@ -10,6 +10,14 @@ from aiohttp import web
 
 #: Interval of messages that find out whether the client is still connected.
 HEARTBEAT_S = 1.0
+#: Maximum wait for the answer to a close message. A client whose output is paused, for example by a
+#: pager, reads it late, and aiohttp's 10 s would cut the output off.
+CLOSE_S = 3600.0
+
+
+def create_socket(protocols: Sequence[str]) -> web.WebSocketResponse:
+    """Create the server's end of a WebSocket with one of the subprotocols."""
+    return web.WebSocketResponse(protocols=protocols, max_msg_size=0, timeout=CLOSE_S)
 
 
 async def accept(request: web.Request, protocols: Sequence[str]) -> web.WebSocketResponse:
@@ -18,7 +26,7 @@ async def accept(request: web.Request, protocols: Sequence[str]) -> web.WebSocke
     Raises:
         HTTPBadRequest: the client requests no WebSocket with one of the subprotocols.
     """
-    socket = web.WebSocketResponse(protocols=protocols, max_msg_size=0)
+    socket = create_socket(protocols)
     if socket.can_prepare(request).protocol is None:
         raise web.HTTPBadRequest(text=f"use a WebSocket with {' or '.join(protocols)}\n")
     await socket.prepare(request)

@@ -18,7 +18,7 @@ from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import Registry
 from pocketkube.apiserver.resources import Object, RequestInfo
 from pocketkube.apiserver.serving.kubelets import container_of, locate
-from pocketkube.websockets import run_until_closed
+from pocketkube.websockets import create_socket, run_until_closed
 
 #: The subresources that this module serves.
 STREAMS = ("exec", "attach", "portforward")
@@ -60,7 +60,7 @@ async def stream_pod(
     except aiohttp.ClientError as error:
         raise kubelet.unreachable(error) from error
     async with _closing(upstream):
-        client = web.WebSocketResponse(protocols=[upstream.protocol or ""], max_msg_size=0)
+        client = create_socket([upstream.protocol or ""])
         await client.prepare(request)
         await run_until_closed(client, _copy(client, upstream), _copy(upstream, client))
         await client.close(code=upstream.close_code or aiohttp.WSCloseCode.OK)

@@ -211,6 +211,23 @@ async def test_a_child_that_continues_to_write_does_not_delay_the_exit_status(
     assert json.loads(received[3])["details"]["causes"][0]["message"] == "3"
 
 
+async def test_a_client_that_reads_late_gets_the_output_and_the_exit_status(
+    kubelet: Kubelet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    socket = await kubelet.exec("sh", "-c", "echo $$ > pid; head -c 1000000 /dev/zero; exit 3")
+    file = kubelet.container.cwd / "pid"
+    pid = int(await until(lambda: file.exists() and file.read_text(), "the pid of the command"))
+    await until(lambda: not psutil.pid_exists(pid), "the command has ended")
+    loop, clock = asyncio.get_running_loop(), asyncio.get_running_loop().time
+    for minutes in (1, 2):
+        for _ in range(100):
+            await asyncio.sleep(0)
+        monkeypatch.setattr(loop, "time", lambda minutes=minutes: clock() + minutes * 60)
+    received = await channels(socket)
+    assert received[1] == bytes(1_000_000)
+    assert json.loads(received[3])["details"]["causes"][0]["message"] == "3"
+
+
 async def test_a_client_that_leaves_ends_its_command(kubelet: Kubelet) -> None:
     socket = await kubelet.exec("sh", "-c", "sleep 600 & echo $$ $!; wait")
     pids = [int(pid) for pid in (await socket.receive(timeout=30)).data[1:].split()]
