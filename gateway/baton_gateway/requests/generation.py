@@ -46,10 +46,10 @@ class Generator:
         The engines receive ABORT for the sequences of these jobs.
         """
         for queue, job in self._running.items():
-            lost = f" Its engine was lost before: {job.failure}" if job.failure else ""
+            earlier = f" An earlier attempt failed: {job.failure}" if job.failure else ""
             queue.put_nowait(
                 unavailable(
-                    f"This gateway shut down before the request ended.{lost}", code="draining"
+                    f"This gateway shut down before the request ended.{earlier}", code="draining"
                 )
             )
 

@@ -205,6 +205,7 @@ def _final_error(state: RetryState) -> APIError:
     logger.error("request %s failed: %s", state.sequence.request_id, failure)
     if failure.code is None:
         return unavailable(
-            f"The engine serving this request was lost, and no other took it over: {failure}"
+            "The engine serving this request did not finish it, and no other took it over: "
+            f"{failure}"
         )
     return engine_failure(str(failure), failure.code)
