@@ -52,6 +52,13 @@ class APIError(Exception):
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
+class EngineRefusalError(APIError):
+    """Raised when an engine refuses a request as invalid (ErrorCode.INVALID)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(400, message)
+
+
 def bad_request(error: RequestError) -> APIError:
     return APIError(400, str(error), param=error.param, code=error.code)
 
@@ -107,7 +114,7 @@ def timed_out(timeout_s: float) -> APIError:
 def engine_failure(message: str, code: ErrorCode | None) -> APIError:
     """Convert an engine's error message and error code to the error that the client receives."""
     if code is ErrorCode.INVALID:
-        return APIError(400, message)
+        return EngineRefusalError(message)
     if code is ErrorCode.LENGTH:
         return APIError(400, message, code="context_length_exceeded")
     if code is ErrorCode.OVERLOADED:

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 
-from baton_gateway.errors import APIError, bad_request, internal, unavailable
+from baton_gateway.errors import APIError, EngineRefusalError, bad_request, internal, unavailable
 from baton_gateway.metrics import GatewayMetrics, TokenTimer
 from baton_gateway.requests.job import Choice, Job, PromptJob, Run
 from baton_gateway.routing.dispatch import Dispatcher
@@ -113,9 +113,9 @@ class Generator:
                     queue.put_nowait(item)
                     on_output(queue.qsize())
             queue.put_nowait(None)
+        except EngineRefusalError as error:
+            queue.put_nowait(bad_request(job.request.refusal(error.message)))
         except APIError as error:
-            if error.status == 400 and error.code is None:  # the engine refused an option
-                error = bad_request(job.request.refusal(error.message))
             queue.put_nowait(error)
         except Exception as error:  # a bug must not leave the client waiting
             logger.exception("request %s: sequence %s failed", job.id, run.sequence.request_id)
