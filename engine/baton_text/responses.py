@@ -87,7 +87,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     #: Log-probabilities of the generated tokens. Null unless the request has `logprobs`.
     logprobs: ChatLogprobs | None
     #: `stop`, `length` or `repetition`.
-    finish_reason: str
+    finish_reason: str | None
     #: The stop string or stop token that ended the text. Null: EOS, or another reason.
     stop_reason: int | str | None = None
     #: Generated token ids, if the request has `return_token_ids`.

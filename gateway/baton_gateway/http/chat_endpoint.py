@@ -30,7 +30,7 @@ class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):
                 index=choice.index,
                 message=ChatResponseMessage(content=output.text),
                 logprobs=self._logprobs(request, output),
-                finish_reason=output.finish_reason or "stop",
+                finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
                 token_ids=returned_token_ids(request, output),
                 num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from baton_gateway.http.generation_endpoint import (
-    GenerationEndpoint,
-    has_logprobs,
-    returned_token_ids,
-)
+from baton_gateway.http.generation_endpoint import GenerationEndpoint, returned_token_ids
 from baton_gateway.requests.job import Choice, Job
 from baton_text.completion_request import CompletionRequest
 from baton_text.output import TextOutput, completion_logprobs, prompt_token_logprobs
@@ -57,12 +53,12 @@ class CompletionEndpoint(GenerationEndpoint[CompletionRequest]):
     def chunk(
         self, request: CompletionRequest, job: Job, choice: Choice, output: TextOutput, offset: int
     ) -> Completion:
+        has_prompt = output.prompt_logprobs is not None
+        has_logprobs = has_prompt or output.logprobs
         piece = CompletionChoice(
             index=choice.index,
-            text=(choice.echo if output.prompt_logprobs is not None else "") + output.text,
-            logprobs=self._logprobs(request, choice, output, offset)
-            if has_logprobs(output)
-            else None,
+            text=(choice.echo if has_prompt else "") + output.text,
+            logprobs=self._logprobs(request, choice, output, offset) if has_logprobs else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             token_ids=returned_token_ids(request, output),

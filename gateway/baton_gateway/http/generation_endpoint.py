@@ -25,10 +25,7 @@ from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.errors import APIError, bad_request, check_model, timed_out
 from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.request_body import UnknownFields, parse_body, read_body
-from baton_gateway.http.slow_clients import (
-    abort_if_unread,
-    send_json,
-)
+from baton_gateway.http.slow_clients import abort_if_unread, send_json
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.job_builder import JobBuilder
@@ -319,10 +316,6 @@ def returned_token_ids(
     request: GenerationRequest, output: TextOutput
 ) -> list[int] | msgspec.UnsetType:
     return output.token_ids if request.return_token_ids else msgspec.UNSET
-
-
-def has_logprobs(output: TextOutput) -> bool:
-    return bool(output.logprobs) or output.prompt_logprobs is not None
 
 
 def _merge(outputs: list[TextOutput]) -> TextOutput:

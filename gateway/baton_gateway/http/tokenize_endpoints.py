@@ -20,7 +20,6 @@ from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBound
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.config import AccessConfig
-from baton_text.errors import RequestError
 from baton_text.responses import DetokenizeResponse, TokenizeResponse
 from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_text.tokenizer import Tokenizer
@@ -94,10 +93,13 @@ class TokenizeEndpoints:
         """Return the token ids of the request's prompt or messages, as generation would use them.
 
         Raises:
-            RequestError: prompt and messages are missing, or are too long.
+            RequestError: the prompt or the messages are too long.
         """
-        text, field, add_special = request.prompt, "prompt", request.add_special_tokens is not False
-        if request.messages is not None:
+        if request.prompt is not None:
+            text, field = request.prompt, "prompt"
+            add_special = request.add_special_tokens is not False
+        else:
+            assert request.messages is not None  # see TokenizeRequest.validate
             # The chat template writes special tokens itself.
             field, add_special = "messages", bool(request.add_special_tokens)
             text = self._reader.render(
@@ -105,10 +107,6 @@ class TokenizeEndpoints:
                 request.chat_template_kwargs,
                 bounds,
                 add_generation_prompt=request.add_generation_prompt is not False,
-            )
-        if text is None:
-            raise RequestError(
-                "prompt or messages is required", param="prompt", code="missing_required_parameter"
             )
         token_ids = self._reader.encode(text, field, bounds, add_special_tokens=add_special)
         bounds.check(len(token_ids), field)
