@@ -9,5 +9,6 @@ Modules:
     sequence: one sample of one prompt, with the tokens generated so far.
     retry_state: the attempts of one sequence, and why they failed.
     placer: the choice of the engines for the next attempt.
+    prefill_stage: the prefill stage of one attempt.
     dispatch: runs a sequence: prefill and decode stages, fallback, retry, resume.
 """

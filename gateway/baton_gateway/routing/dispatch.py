@@ -19,6 +19,7 @@ from baton_gateway.errors import engine_failure, internal
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.placer import Placer
+from baton_gateway.routing.prefill_stage import PrefillStage
 from baton_gateway.routing.retry_state import AttemptError, RetryState
 from baton_gateway.routing.sequence import Placement, Sequence
 from baton_protocol.client import EngineClient, EngineDeadError, RequestStream
@@ -143,69 +144,71 @@ class Dispatcher:
         other samples.
         """
         sequence, decode = state.sequence, placement.member
+        client = decode.ready_client
         placement.has_sample = True
-        producer, consumer = prefill.ready_client, decode.ready_client
         produce, consume = _transfer(prefill, decode)
         group_id = _group_id(sequence, placement)
         request = sequence.request(attempt_id, consume, group_id=group_id)
-        decode_stream = self._add(consumer, request, state.rank)
-        prefill_stage = asyncio.create_task(
-            _first_output(producer, sequence.request(attempt_id, produce))
-        )
-        decode_stage = asyncio.create_task(anext(decode_stream))
+        stream = self._add(client, request, state.rank)
+        stage = PrefillStage(prefill, sequence.request(attempt_id, produce), stream, self._metrics)
         try:
-            await self._wait_for_prefill(sequence, prefill_stage, decode_stage)
-            result, output = self._prefill_result(attempt_id, prefill, prefill_stage)
-            if output is None:
-                producer.abort([attempt_id])  # frees the blocks of a failed prefill stage
-            elif group_id:
-                sequence.num_cached_tokens = output.num_cached_tokens
-                result, output = PrefillResult(attempt_id), None
-            else:
-                output = self._add_first_token(sequence, output)
-            if output is None or not output.finished:
-                # Before the yield: a slow client must not delay the decode engine.
-                consumer.prefill_result(result)
-            if output is not None:
-                yield output
-                if output.finished:
+            first = await self._first_token(sequence, stage, client, request)
+            if first is not None:
+                yield first
+                if first.finished:
                     return
-            async with aclosing(
-                self._decode_outputs(sequence, decode_stream, decode_stage)
-            ) as outputs:
-                async for item in outputs:
+            decoded = self._decode_outputs(sequence, stream, stage.decode_output)
+            async with aclosing(decoded) as outputs:
+                async for output in outputs:
                     placement.prompt_computed.set()
-                    yield item
+                    yield output
         finally:
             placement.prompt_computed.set()
-            for stage in (prefill_stage, decode_stage):
-                if not stage.cancel() and not stage.cancelled():
-                    stage.exception()  # retrieved, so that asyncio does not log it as lost
-            producer.abort([attempt_id])
-            consumer.abort([attempt_id])
+            stage.close()
+            client.abort([attempt_id])
 
-    async def _wait_for_prefill(
+    async def _first_token(
         self,
         sequence: Sequence,
-        prefill_stage: asyncio.Task[EngineCoreOutput],
-        decode_stage: asyncio.Task[EngineCoreOutput],
-    ) -> None:
-        """Wait until the prefill stage has ended.
+        stage: PrefillStage,
+        client: EngineClient,
+        request: EngineCoreRequest,
+    ) -> EngineCoreOutput | None:
+        """Wait for the prefill stage, and send PREFILL_RESULT unless the sequence has ended.
 
-        There is no timeout, because the request may wait in the queue of a busy engine. The pool
-        ends the requests of an engine that is lost or makes no progress.
+        PREFILL_RESULT is sent before the client of the gateway receives the first token. So a slow
+        client does not delay the decode engine.
+
+        Args:
+            sequence: the sequence, to which the first token is added.
+            stage: the prefill stage.
+            client: the connection to the decode engine.
+            request: the decode engine's request.
+
+        Returns:
+            The output with the first token. None: the decode engine samples the first token.
 
         Raises:
-            AttemptError, APIError: the decode stage has ended before the prefill stage.
+            AttemptError, APIError: the decode engine has failed, or the prefill engine's output is
+                invalid.
         """
-        await asyncio.wait([prefill_stage, decode_stage], return_when=asyncio.FIRST_COMPLETED)
-        if not prefill_stage.done():
+        if not await stage.wait():
             # PREFILL_RESULT carries the first token. Before it, the engine can only send a failure.
-            self._check(sequence, await _received(decode_stage))
+            self._check(sequence, await _received(stage.decode_output))
             raise AttemptError(
                 "the decode engine sent tokens before it received the first one",
                 ErrorCode.INTERNAL,
             )
+        output, error = stage.result()
+        if output is not None and not request.group_id:
+            output = self._add_first_token(sequence, output)
+            if not output.finished:
+                client.prefill_result(PrefillResult(request.request_id, output.new_token_ids))
+            return output
+        if output is not None:
+            sequence.num_cached_tokens = output.num_cached_tokens
+        client.prefill_result(PrefillResult(request.request_id, error=error))
+        return None
 
     def _add_first_token(self, sequence: Sequence, output: EngineCoreOutput) -> EngineCoreOutput:
         """Add the prefill stage's token to the sequence.
@@ -218,41 +221,6 @@ class Dispatcher:
         sequence.generated_token_ids += output.new_token_ids
         sequence.num_cached_tokens = output.num_cached_tokens
         return msgspec.structs.replace(output, finish_reason=finish_reason)
-
-    def _prefill_result(
-        self, attempt_id: str, prefill: PoolMember, stage: asyncio.Task[EngineCoreOutput]
-    ) -> tuple[PrefillResult, EngineCoreOutput | None]:
-        """Return PREFILL_RESULT for the decode engine, and the prefill stage's output.
-
-        The output is None if the prefill stage failed. The request does not fail then, because the
-        decode engine computes what is missing.
-        """
-        output: EngineCoreOutput | None = None
-        try:
-            output = stage.result()
-            problem = output.error or (
-                "" if output.new_token_ids else "the prefill engine ended without a token"
-            )
-            outcome = (
-                "refused"
-                if output.error_code in (ErrorCode.DRAINING, ErrorCode.OVERLOADED)
-                else "failed"
-            )
-        except (EngineDeadError, StopAsyncIteration) as error:
-            problem, outcome = str(error) or "the prefill engine ended without a token", "failed"
-        if output is not None and not problem:
-            self._metrics.prefill_stages.labels("done").inc()
-            return PrefillResult(attempt_id, output.new_token_ids), output
-        logger.warning(
-            "request %s: prefill stage on engine %s %s, the decode engine computes the prompt: %s",
-            attempt_id,
-            prefill.endpoint.name,
-            outcome,
-            problem,
-        )
-        self._metrics.prefill_stages.labels(outcome).inc()
-        self._metrics.prefill_fallbacks.labels(outcome).inc()
-        return PrefillResult(attempt_id, error=problem), None
 
     async def _decode_outputs(
         self,
@@ -365,15 +333,6 @@ def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams
         remote_port=prefill.endpoint.kv_port,
     )
     return produce, consume
-
-
-async def _first_output(client: EngineClient, request: EngineCoreRequest) -> EngineCoreOutput:
-    """Send ADD to the engine and return the first output.
-
-    Raises:
-        EngineDeadError: the engine is dead.
-    """
-    return await anext(client.add(request))
 
 
 async def _next_output(
