@@ -96,29 +96,20 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         """Serve one request and return the response.
 
         Raises:
-            APIError: the request failed before the first byte of the response.
+            APIError, RequestError: the request failed before the first byte of the response.
         """
         started = time.monotonic()
         self._admission.check_open()
         self._admission.begin()
         try:
             return await self._serve(http, started)
-        except RequestError as error:
-            raise bad_request(error) from error
         finally:
             self._admission.end()
 
     async def _serve(self, http: web.Request, started: float) -> web.StreamResponse:
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._timeout_s
-        if http.content_type != "application/json":
-            message = f"Content-Type must be application/json, got {http.content_type!r}."
-            raise APIError(415, message, code="unsupported_media_type")
-        body = await read_body(http, min(self._timeout_s, self._client_timeout_s))
-        max_model_len = self._builder.max_model_len
-        request = await parse_body(body, self.kind, max_model_len, self._unknown_fields)
-        request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
-        check_model(request.model, self.served_name)
+        request, body_size = await self._read(http)
         client = http.get(CLIENT)
         # Before the prompts are tokenized, so that refusing a request takes little time.
         self._admission.acquire(request.num_sequences, client)
@@ -129,7 +120,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             held_at = clock()
             await self._queue.wait(stream.keep_alive)
             deadline += clock() - held_at
-            job = await self._builder.build(request, started, len(body))
+            job = await self._builder.build(request, started, body_size)
             on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
             async with aclosing(self._generator.run(job, on_output)) as events:
                 if request.stream:
@@ -145,6 +136,23 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             return await stream.open()
         finally:
             self._admission.release(request.num_sequences, client)
+
+    async def _read(self, http: web.Request) -> tuple[_Request, int]:
+        """Return the request and the size of its body in bytes.
+
+        Raises:
+            APIError, RequestError: the headers or the body are invalid, the body does not arrive in
+                time, or the request names another model.
+        """
+        if http.content_type != "application/json":
+            message = f"Content-Type must be application/json, got {http.content_type!r}."
+            raise APIError(415, message, code="unsupported_media_type")
+        body = await read_body(http, min(self._timeout_s, self._client_timeout_s))
+        max_model_len = self._builder.max_model_len
+        request = await parse_body(body, self.kind, max_model_len, self._unknown_fields)
+        request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
+        check_model(request.model, self.served_name)
+        return request, len(body)
 
     async def _answer(
         self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float
@@ -179,8 +187,14 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
             async with self._until(deadline):
                 await self._send_all(request, job, first, events, stream)
                 await stream.end()
-        except APIError as failure:
-            await self._fail_stream(http, job, stream, failure)
+        except APIError as error:
+            logger.warning(
+                "request %s%s failed while it was streamed, sending the error to the client: %s",
+                job.id,
+                client_name(http),
+                error.message,
+            )
+            raise
         except ConnectionError:
             logger.info("request %s%s: the client disconnected", job.id, client_name(http))
             http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
@@ -198,20 +212,6 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
                 yield
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
-
-    async def _fail_stream(
-        self, http: web.Request, job: Job, stream: EventStream, error: APIError
-    ) -> None:
-        """Log the error, send it to the client as the last event, and end the stream."""
-        logger.warning(
-            "request %s%s failed while it was streamed, sending the error to the client: %s",
-            job.id,
-            client_name(http),
-            error.message,
-        )
-        http[FINAL_STATUS] = error.status
-        with suppress(ConnectionError):
-            await stream.fail(self._encode(error.body))
 
     async def _send_all(
         self,
