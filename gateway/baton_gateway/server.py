@@ -19,6 +19,7 @@ from baton_gateway.http.cors import CORS
 from baton_gateway.http.listener import listen, stop_listening
 from baton_gateway.http.request_body import UnknownFields
 from baton_gateway.http.routes import Routes
+from baton_gateway.http.status_endpoints import StatusEndpoints
 from baton_gateway.http.tls import ServerCertificate
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
 from baton_gateway.metrics import GatewayMetrics
@@ -136,14 +137,18 @@ class Gateway:
                 served_name=name,
                 client_timeout_s=client_timeout_s,
             ),
-            pool=self.pool,
+            StatusEndpoints(
+                self.pool,
+                self.metrics,
+                self.admission,
+                self._queue,
+                self._shutdown,
+                served_name=name,
+            ),
             metrics=self.metrics,
-            admission=self.admission,
-            queue=self._queue,
             shutdown=self._shutdown,
             keys=self._keys,
             cors=self._cors,
-            served_name=name,
         )
 
     async def start(self, host: str) -> int:

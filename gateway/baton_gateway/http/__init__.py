@@ -1,11 +1,12 @@
 """HTTP: the requests of clients and the responses to them.
 
 Modules:
-    routes: the URL table, the middleware, and the endpoints that generate no text.
+    routes: the URL table and the middleware.
     generation_endpoint: the base class of both generation endpoints.
     chat_endpoint: `/v1/chat/completions`.
     completion_endpoint: `/v1/completions`.
     tokenize_endpoints: `/tokenize` and `/detokenize`.
+    status_endpoints: models, health, readiness, metrics, version.
     request_body: reading and parsing of request bodies.
     cors: access for browser pages of other origins.
     event_stream: the server-sent events of one response.

@@ -1,21 +1,16 @@
-"""The URL table, the middleware, and the endpoints that generate no text."""
+"""The URL table and the middleware."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
 
-from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT, OPEN_PATHS, ApiKeys, client_name
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
-from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
-from baton_gateway.errors import APIError, bad_request, check_model, internal, unavailable
+from baton_gateway.errors import APIError, bad_request, internal
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
 from baton_gateway.http.cors import CORS
@@ -23,11 +18,10 @@ from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_
 from baton_gateway.http.listener import response_headers
 from baton_gateway.http.request_body import MAX_BODY_BYTES
 from baton_gateway.http.request_id import log_request_id
+from baton_gateway.http.status_endpoints import StatusEndpoints
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.pool import EnginePool
 from baton_text.errors import RequestError
-from baton_text.responses import Model, ModelList
 
 logger = logging.getLogger(__name__)
 
@@ -46,25 +40,16 @@ class Routes:
         chat: ChatEndpoint,
         completion: CompletionEndpoint,
         tokenization: TokenizeEndpoints,
+        status: StatusEndpoints,
         *,
-        pool: EnginePool,
         metrics: GatewayMetrics,
-        admission: Admission,
-        queue: ScaleFromZeroQueue,
         shutdown: GracefulShutdown,
         keys: ApiKeys | None,
         cors: CORS,
-        served_name: str,
     ) -> None:
-        self._pool = pool
         self._metrics = metrics
-        self._admission = admission
-        self._queue = queue
         self._shutdown = shutdown
         self._keys = keys
-        self._served_name = served_name
-        self._created = int(time.time())
-        self._has_been_ready = False
         self.app = web.Application(
             middlewares=[log_request_id, cors.middleware, self._middleware],
             client_max_size=MAX_BODY_BYTES,
@@ -76,12 +61,12 @@ class Routes:
         self.app.router.add_post("/v1/completions", completion.handle)
         self.app.router.add_post("/tokenize", tokenization.tokenize)
         self.app.router.add_post("/detokenize", tokenization.detokenize)
-        self.app.router.add_get("/v1/models", self._get_models)
-        self.app.router.add_get("/v1/models/{model:.+}", self._get_model)
-        self.app.router.add_get("/health", self._get_health)
-        self.app.router.add_get("/ready", self._get_ready)
-        self.app.router.add_get("/metrics", self._get_metrics)
-        self.app.router.add_get("/version", self._get_version)
+        self.app.router.add_get("/v1/models", status.get_models)
+        self.app.router.add_get("/v1/models/{model:.+}", status.get_model)
+        self.app.router.add_get("/health", status.get_health)
+        self.app.router.add_get("/ready", status.get_ready)
+        self.app.router.add_get("/metrics", status.get_metrics)
+        self.app.router.add_get("/version", status.get_version)
 
     @web.middleware
     async def _middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -115,58 +100,9 @@ class Routes:
             if CLIENT in request:
                 self._metrics.client_requests.labels(request[CLIENT], str(status)).inc()
 
-    async def _get_models(self, _: web.Request) -> web.Response:
-        return _json(ModelList(data=[self._model()]))
-
-    async def _get_model(self, http: web.Request) -> web.Response:
-        check_model(http.match_info["model"], self._served_name)
-        return _json(self._model())
-
-    def _model(self) -> Model:
-        return Model(
-            id=self._served_name, created=self._created, max_model_len=self._pool.max_model_len
-        )
-
-    async def _get_health(self, _: web.Request) -> web.Response:
-        return web.Response()
-
-    async def _get_ready(self, _: web.Request) -> web.Response:
-        """Return 200 if the gateway should receive requests.
-
-        That is so once a decode engine has been ready, or if the service may run without engines.
-        A service may run without engines if the scale-from-zero queue is enabled, or if the
-        service is scaled to zero by hand. Otherwise, and during shutdown, return 503.
-
-        The status stays 200 when all engines are lost, so that the Service keeps this gateway as
-        an endpoint. Clients then wait in the queue or get 503 with Retry-After. Without an
-        endpoint, their connections would be refused.
-        """
-        self._admission.check_open()
-        if self._shutdown.has_begun:
-            raise unavailable(
-                "This gateway is shutting down; another one will answer.", code="draining"
-            )
-        may_lack_engines = self._queue.is_enabled or self._pool.is_scaled_to_zero
-        self._has_been_ready |= self._pool.has_seen_decode or may_lack_engines
-        if not self._has_been_ready:
-            raise unavailable("No decode engine is ready yet.", code="no_ready_engine")
-        return web.Response()
-
-    async def _get_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(
-            body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
-
-    async def _get_version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": importlib.metadata.version("baton")})
-
 
 async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(response_headers(request))
-
-
-def _json(body: msgspec.Struct) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
 def _error_response(error: APIError, http_error: web.HTTPException | None = None) -> web.Response:
