@@ -148,9 +148,7 @@ class TransferConnector(KVConnectorWorker):
             self._stats,
         )
         if self._config.role is not KVRole.PRODUCER:
-            self._consumer = ConsumerSide(
-                context, on_finished=self._load_finished, on_fenced=self._fenced
-            )
+            self._consumer = ConsumerSide(context, self._load_finished)
         if self._router is not None:
             self._producer = ProducerSide(context, self._router, self._finished_sending)
         self._num_blocks = layout.num_blocks
@@ -272,10 +270,6 @@ class TransferConnector(KVConnectorWorker):
 
     # The connector's thread
 
-    def _fenced(self) -> None:
-        if self._producer is not None:
-            self._producer.memory_fenced()
-
     def _run(self) -> None:
         try:
             self._loop()
@@ -299,10 +293,12 @@ class TransferConnector(KVConnectorWorker):
                 self._commands.popleft()
             if self._producer is not None:
                 self._producer.advance(time.monotonic())
-            if self._consumer is not None:
-                self._consumer.advance(time.monotonic())
-            else:
+            if self._consumer is None:
                 self._agent.get_new_notifs()  # discards them: none are expected
+                continue
+            has_fenced = self._consumer.advance(time.monotonic())
+            if has_fenced and self._producer is not None:
+                self._producer.memory_fenced()
 
     def _sleep(self) -> None:
         poller = zmq.Poller()

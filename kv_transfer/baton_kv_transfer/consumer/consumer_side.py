@@ -38,19 +38,13 @@ class ConsumerSide:
     """The loads of this worker, and the connections to producers."""
 
     def __init__(
-        self,
-        context: ConnectorContext,
-        *,
-        on_finished: Callable[[str, LoadResult], None],
-        on_fenced: Callable[[], None],
+        self, context: ConnectorContext, on_finished: Callable[[str, LoadResult], None]
     ) -> None:
         """Create a consumer side without loads, and describe the memory for handshakes.
 
         Args:
             context: state shared with the producer side.
             on_finished: called once for each load, with its transfer id and result.
-            on_fenced: called after a fence (`Agent.fence`), when the agent has new metadata and no
-                peers.
 
         Raises:
             ValueError: the engine has more workers than KV heads, or this worker's heads are not in
@@ -59,7 +53,6 @@ class ConsumerSide:
         self._context = context
         self._agent, self._clock = context.agent, context.clock
         self._on_finished = on_finished
-        self._on_fenced = on_fenced
         #: Loads that wait for memory: transfer id to the first worker of the producer.
         self._expected: dict[str, Peer] = {}
         self._peers = PeerRegistry(context)
@@ -126,8 +119,13 @@ class ConsumerSide:
     def peers(self) -> list[Peer]:
         return list(self._peers)
 
-    def advance(self, now: float) -> None:
-        """Receive messages, read and verify blocks, advance all loads, and send heartbeats."""
+    def advance(self, now: float) -> bool:
+        """Receive messages, read and verify blocks, advance all loads, and send heartbeats.
+
+        Returns:
+            Whether a fence (`Agent.fence`) was necessary. The agent then has new metadata and no
+            peers, which also concerns the producer side.
+        """
         if notifications := list(self._notifications()):
             for peer, notification in notifications:
                 self._loads.handle_message(peer, notification, now)
@@ -142,10 +140,11 @@ class ConsumerSide:
         for peer in self._peers:
             if peer.error:
                 self._lose(peer, now)
-        if why := self._fence_needed(now):
-            self._fence(why, now)
+        if why_fenced := self._fence_needed(now):
+            self._fence(why_fenced, now)
         self._loads.advance_all(now)
         self._send_heartbeats(now)
+        return bool(why_fenced)
 
     def _verify_blocks(self) -> None:
         for rank_transfer, wrong in self._blocks.advance():
@@ -231,7 +230,6 @@ class ConsumerSide:
             self._blocks.drop_peer(peer)
         self._expected.clear()
         self._peers.describe_memory()
-        self._on_fenced()
 
     def _send_heartbeats(self, now: float) -> None:
         due = [peer for peer in self._peers if peer.is_ready and now >= peer.next_heartbeat]

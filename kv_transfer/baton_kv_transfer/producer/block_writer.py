@@ -5,7 +5,7 @@ A subscriber is one worker of a consumer. A block for a subscriber has these sta
     queued      The block is in Subscriber.queue. `stop` drops the block.
     in flight   A write of the block is posted to the agent. The write ends in DONE or ERR. Removing
                 the peer ends the write in ERR.
-    written     The block was reported through `on_written`, and the writer has no record of it.
+    written     `advance` has reported the write, and the writer has no record of it.
 
 The bytes in flight to each peer are limited. The transfers to one peer take turns, so that a long
 transfer does not delay a short one.
@@ -14,8 +14,9 @@ transfer does not delay a short one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.agent.agent import XferHandle
@@ -47,29 +48,22 @@ class _Write:
     handle: XferHandle
 
 
+class EndedWrite(NamedTuple):
+    """A write that has ended. Subscriber.num_writes no longer counts it."""
+
+    subscriber: Subscriber
+    #: The blocks that are now in the subscriber's memory; empty if the write failed.
+    blocks: list[PublishedBlock]
+    #: Why the write failed; empty if it succeeded.
+    error: str
+
+
 class BlockWriter:
     """Queues and posts writes to all consumers."""
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        *,
-        on_written: Callable[[Subscriber, list[PublishedBlock]], None],
-        on_failed: Callable[[Subscriber, str], None],
-    ) -> None:
-        """Create a writer with no queued blocks.
-
-        Args:
-            context: state that both sides of the connector share.
-            on_written: called with the subscriber and the blocks when the blocks are in the
-                subscriber's memory. Subscriber.num_writes no longer counts this write.
-            on_failed: called with the subscriber and the reason when blocks will not reach the
-                subscriber's memory.
-        """
+    def __init__(self, context: ConnectorContext) -> None:
         self._context = context
         self._agent, self._stats, self._clock = context.agent, context.stats, context.clock
-        self._on_written = on_written
-        self._on_failed = on_failed
         self._windows: dict[str, _PeerWindow] = {}  # by agent name
         self._in_flight: list[_Write] = []
 
@@ -84,7 +78,7 @@ class BlockWriter:
         self._stats.queued_bytes += len(blocks) * self._nbytes(subscriber)
 
     def stop(self, subscriber: Subscriber) -> None:
-        """Drop the queued blocks of a subscriber. Writes in flight end without further calls."""
+        """Drop the queued blocks of a subscriber. Writes in flight continue."""
         if subscriber.queue:
             self._stats.queued_bytes -= len(subscriber.queue) * self._nbytes(subscriber)
             subscriber.queue.clear()
@@ -93,21 +87,23 @@ class BlockWriter:
         """Return whether a write to the memory of the session's consumer is in flight."""
         return any(write.subscriber.session is session for write in self._in_flight)
 
-    def advance(self) -> None:
-        """Report ended writes. Post queued blocks, up to each peer's limit of bytes in flight."""
+    def advance(self) -> Iterator[EndedWrite]:
+        """Yield ended writes. Post queued blocks, up to each peer's limit of bytes in flight.
+
+        After a failed write, the caller may stop subscribers before further blocks are posted.
+        """
         for write in list(self._in_flight):
             state = self._agent.check_xfer_state(write.handle)
             if state != "PROC":
-                self._end(
-                    write,
-                    write.handle.error or "the transport gave no reason" if state == "ERR" else "",
-                )
+                no_reason = "the transport gave no reason"
+                yield self._end(write, write.handle.error or no_reason if state == "ERR" else "")
         for name, window in list(self._windows.items()):
-            self._post(window)
+            yield from self._post(window)
             if not window.turns and not window.inflight_bytes:
                 del self._windows[name]
 
-    def _post(self, window: _PeerWindow) -> None:
+    def _post(self, window: _PeerWindow) -> Iterator[EndedWrite]:
+        """Post queued blocks to one peer. Yield writes that cannot be posted."""
         while window.turns:
             subscriber = window.turns[0]
             if not subscriber.queue:  # stopped
@@ -123,19 +119,18 @@ class BlockWriter:
             self._stats.queued_bytes -= count * nbytes
             if subscriber.queue:
                 window.turns.append(subscriber)
-            self._begin(window, subscriber, blocks, count * nbytes)
+            try:
+                self._begin(window, subscriber, blocks, count * nbytes)
+            except (ValueError, LookupError, TransportError) as error:
+                # The peer was removed, possibly by a fence (`Agent.fence`).
+                yield EndedWrite(subscriber, [], str(error))
 
     def _begin(
         self, window: _PeerWindow, subscriber: Subscriber, blocks: list[Block], nbytes: int
     ) -> None:
         published = checksum_blocks(self._context.memory, subscriber, blocks)
-        try:
-            handle = self._make(subscriber, published)
-            self._agent.transfer(handle)
-        except (ValueError, LookupError, TransportError) as error:
-            # The peer was removed, possibly by a fence (`Agent.fence`).
-            self._on_failed(subscriber, str(error))
-            return
+        handle = self._make(subscriber, published)
+        self._agent.transfer(handle)
         if not subscriber.num_writes:
             subscriber.writing_since = self._clock()
         subscriber.num_writes += 1
@@ -162,7 +157,7 @@ class BlockWriter:
             "WRITE", local_side, our_slots, remote_side, their_slots, notif
         )
 
-    def _end(self, write: _Write, error: str) -> None:
+    def _end(self, write: _Write, error: str) -> EndedWrite:
         subscriber = write.subscriber
         self._in_flight.remove(write)
         self._agent.release_xfer_handle(write.handle)
@@ -171,11 +166,10 @@ class BlockWriter:
         subscriber.num_writes -= 1
         if error:
             subscriber.has_failed_write = True
-            self._on_failed(subscriber, error)
-            return
+            return EndedWrite(subscriber, [], error)
         subscriber.last_write = subscriber.writing_since = self._clock()
         self._stats.bytes_sent += write.nbytes
-        self._on_written(subscriber, write.blocks)
+        return EndedWrite(subscriber, write.blocks, "")
 
     def _nbytes(self, subscriber: Subscriber) -> int:
         """Return the size of the subscriber's heads in one block, in bytes."""

@@ -17,8 +17,7 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer.block_writer import BlockWriter
 from baton_kv_transfer.producer.sessions import Session, SessionRegistry
-from baton_kv_transfer.producer.transfer_manager import TransferManager
-from baton_kv_transfer.producer.transfer_state import Subscriber
+from baton_kv_transfer.producer.transfer_manager import DRAIN_TIMEOUT_S, TransferManager
 from baton_protocol.service_key import ServiceKey, count_refused, watch_handshakes
 
 logger = logging.getLogger(__name__)
@@ -92,13 +91,9 @@ class ProducerSide:
         self._stats = context.stats
         self._handshakes = watch_handshakes(router) if context.service_key is not None else None
         self._unreachable: set[bytes] = set()
-        self._writes = BlockWriter(
-            context,
-            on_written=lambda subscriber, blocks: self.transfers.record_written(subscriber, blocks),
-            on_failed=self._write_failed,
-        )
+        self._writes = BlockWriter(context)
         self.transfers = TransferManager(
-            context, self._writes, send=self._send, on_finished=on_finished, cut_off=self._cut_off
+            context, self._writes, send=self._send, on_finished=on_finished
         )
         self._sessions = SessionRegistry(context, send=self._send, lost=self.transfers.session_lost)
         self._last_round = context.clock()
@@ -125,16 +120,17 @@ class ProducerSide:
         if now - self._last_round > STALL_S:
             self._no_expiry_before = self._last_empty = now + STALL_GRACE_S
         self._last_round = now
-        self._writes.advance()  # before messages, so that blocks of the last step are not delayed
+        self._advance_writes()  # before messages, so that blocks of the last step are not delayed
         drained = self._receive(now)
         if drained:
             self._last_empty = now
-        self._writes.advance()
+        self._advance_writes()
         self.transfers.expose_waiting()
-        self._writes.advance()
+        self._advance_writes()
         # Leases must not end while messages of their consumers may be unread.
         if (drained or now - self._last_empty > MAX_UNREAD_S) and now >= self._no_expiry_before:
-            self.transfers.expire(now)
+            for session in self.transfers.expire(now):
+                self._cut_off(session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s")
             self._sessions.probe(now)
         self._sessions.refuse_failed(self._writes.any_to)
         while self._unreachable:
@@ -197,10 +193,11 @@ class ProducerSide:
             case side_channel.Heartbeat(transfer_ids=transfer_ids):
                 self.transfers.heartbeat(session, transfer_ids)
 
-    def _write_failed(self, subscriber: Subscriber, reason: str) -> None:
-        if not subscriber.session.error:
-            self._cut_off(subscriber.session, f"writing to the consumer failed: {reason}")
-        self.transfers.record_written(subscriber, [])
+    def _advance_writes(self) -> None:
+        for subscriber, blocks, error in self._writes.advance():
+            if error and not subscriber.session.error:
+                self._cut_off(subscriber.session, f"writing to the consumer failed: {error}")
+            self.transfers.record_written(subscriber, blocks)
 
     def _cut_off(self, session: Session, reason: str) -> None:
         logger.warning("disconnecting the consumer %s: %s", session.instance_id, reason)

@@ -61,7 +61,6 @@ class TransferManager:
         *,
         send: Send,
         on_finished: Callable[[str], None],
-        cut_off: Callable[[Session, str], None],
     ) -> None:
         """Create a manager without transfers.
 
@@ -70,7 +69,6 @@ class TransferManager:
             writes: writes blocks to consumers.
             send: sends a message to a connection.
             on_finished: called once for each offered transfer, with its id, at its end.
-            cut_off: called with a session and the reason when writes to the session do not end.
         """
         self._writes = writes
         self._publisher = Publisher(context, writes, send)
@@ -78,7 +76,6 @@ class TransferManager:
         self._memory, self._stats, self._clock = context.memory, context.stats, context.clock
         self._send = send
         self._on_finished = on_finished
-        self._cut_off = cut_off
         self._transfers: dict[str, Transfer] = {}
         self._early = EarlyMessages(self._lease_s, send, self._clock)
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why
@@ -263,16 +260,20 @@ class TransferManager:
             if transfer.transfer_id in self._waiting_for_slots and not transfer.blocks:
                 return  # otherwise small transfers would always overtake a large one
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float) -> list[Session]:
         """End subscriptions and transfers whose lease has expired.
 
         Before this call, read the messages of consumers: an unread heartbeat may renew a lease.
+
+        Returns:
+            Sessions to cut off, because writes to them did not end within DRAIN_TIMEOUT_S.
         """
         self._early.expire(now)
         if now < self._next_expiry:
-            return
+            return []
+        stalled: list[Session] = []
         for transfer in list(self._transfers.values()):
-            self._expire_transfer(transfer, now)
+            stalled += self._expire_transfer(transfer, now)
         deadlines = [
             subscriber.deadline
             for subscriber in self._subscribers()
@@ -285,13 +286,16 @@ class TransferManager:
         ]
         deadlines += [transfer.slots_deadline for transfer in self._waiting_for_slots.values()]
         self._next_expiry = min(deadlines, default=math.inf)
+        return stalled
 
     def next_deadline(self) -> float:
         """Return the next time to call `expire` and `expose_waiting`; infinity if there is none."""
         deadline = min(self._next_expiry, self._early.next_expiry)
         return min(deadline, self._clock() + SLOT_RETRY_S) if self._waiting_for_slots else deadline
 
-    def _expire_transfer(self, transfer: Transfer, now: float) -> None:
+    def _expire_transfer(self, transfer: Transfer, now: float) -> list[Session]:
+        """End what has expired of one transfer, and return the sessions to cut off."""
+        stalled = []
         for subscriber in list(transfer.subscribers.values()):
             if now < subscriber.deadline:
                 continue
@@ -302,9 +306,7 @@ class TransferManager:
                 self._leave(subscriber)
             elif subscriber.num_writes:
                 subscriber.deadline = self._deadline_in(DRAIN_TIMEOUT_S)
-                self._cut_off(
-                    subscriber.session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s"
-                )
+                stalled.append(subscriber.session)
         if transfer.is_waiting_for_subscribers and now >= transfer.deadline:
             was_held = transfer.deadline == transfer.held_since + MAX_WAIT_S
             self._expired(transfer, MAX_WAIT_S if was_held else None)
@@ -316,6 +318,7 @@ class TransferManager:
             )
         else:
             self._confirm_and_end(transfer)
+        return stalled
 
     # One subscriber
 

@@ -346,11 +346,7 @@ class Rig:
             self.stats,
             self.clock,
         )
-        self.consumer = ConsumerSide(
-            self.context,
-            on_finished=self._finished,
-            on_fenced=lambda: self.fenced.append(self.agent.num_fences),
-        )
+        self.consumer = ConsumerSide(self.context, self._finished)
 
     def close(self) -> None:
         self.consumer.close()
@@ -380,7 +376,8 @@ class Rig:
 
     def advance(self, seconds: float = 0.0) -> None:
         self.clock.now += seconds
-        self.consumer.advance(self.clock.now)
+        if self.consumer.advance(self.clock.now):
+            self.fenced.append(self.agent.num_fences)
 
     def receive(self) -> None:
         """Wait for a message or a lost connection, and process it."""
