@@ -159,12 +159,14 @@ def explain_invalid(
     message: side_channel.Subscribe | side_channel.Release,
     stats: ConnectorStats,
 ) -> str:
-    """Return why a request is invalid for any transfer; empty if it is valid.
+    """Return why SUBSCRIBE or RELEASE is invalid; empty if it is valid.
+
+    The transfer is not considered, because it may not be offered yet. See `explain_refusal`.
 
     Args:
         layout: layout of the producer's worker.
         session: session of the consumer's worker.
-        message: the request.
+        message: the message.
         stats: counters; refused descriptors are added to descriptors_refused.
     """
     most = layout.num_kv_heads

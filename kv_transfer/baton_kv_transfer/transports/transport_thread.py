@@ -65,9 +65,10 @@ class Job:
 
 
 class _Waiting:
-    """The context that `waiting` returns.
+    """The context that `waiting` returns: on entry the user borrows the work, on exit it works.
 
-    A class is faster here than a generator function.
+    `with` gives the descriptor to wait for, or None if another thread has the work. This is a class
+    because a context manager made from a generator function would be slower.
     """
 
     def __init__(
@@ -258,8 +259,8 @@ class TransportThread:
         if any(fd == self._loan.taken_fd for fd, _ in poller.poll(self._time_left_s(1e6) * 1000)):
             os.eventfd_read(self._loan.taken_fd)
         while not self._loan.resume():
-            rang = self._loan.alarm.wait(self._time_left_s(MAX_PARKED_S))
-            if not rang and not self._time_left_s(MAX_PARKED_S):
+            has_expired = self._loan.alarm.wait(self._time_left_s(MAX_PARKED_S))
+            if not has_expired and not self._time_left_s(MAX_PARKED_S):
                 with self._work:
                     self._turn()
                 os.eventfd_write(self._event_fd, 1)  # the user does the work that is left

@@ -91,7 +91,8 @@ class UCXTransport(Transport):
         self._cut: list[Connection] = []
         self._closed: list[int] = []  # sessions whose endpoints failed
         self._worker: UCXWorker | None = None
-        self._is_cutting = False
+        #: While `_cut_all` cuts all connections: why. Empty: connections may be opened.
+        self._cut_reason = ""
         self._use_worker(self._ucx.create_worker())
         self._thread.progress_also(self._progress)
         self._thread.call_later(_TICK_S, self._tick)
@@ -184,7 +185,7 @@ class UCXTransport(Transport):
         Raises:
             UCXError: no worker can be created, because the network is down.
         """
-        self._replace_worker("this agent cut all its peers off")
+        self._replace_worker("this agent cut all its peers off; later transfers connect again")
 
     def end(self) -> None:
         self._cut_all("the transport was closed")
@@ -350,9 +351,11 @@ class UCXTransport(Transport):
 
     def _open(self, address: bytes) -> Connection:
         if self._worker is None:
-            raise UCXError("the transport lost its network")
-        if self._is_cutting:
-            raise UCXError("this side is cutting its peers off")
+            raise UCXError(
+                "the transport lost its network, and UCX has no worker; restart the engine"
+            )
+        if self._cut_reason:
+            raise UCXError(self._cut_reason)
         connection = Connection(self._worker, address, self._closed.append, self._context.moved)
         self._by_address[address] = self._by_session[connection.session] = connection
         return connection
@@ -381,7 +384,7 @@ class UCXTransport(Transport):
 
         No connection is opened until there is a new worker.
         """
-        self._is_cutting = True
+        self._cut_reason = reason
         for connection in self._by_address.values():
             connection.fail(reason)
         self._cut_failed()
@@ -418,7 +421,7 @@ class UCXTransport(Transport):
                 "worker, which ends all KV transfers in flight",
                 RETURN_TIMEOUT_S,
             )
-            self._replace_worker("UCX's worker was replaced")
+            self._replace_worker("UCX's worker was replaced; later transfers connect again")
         self._cut = [connection for connection in self._cut if connection.is_busy]
         self._cut_failed()
         if self._worker is not None and not (self._context.failure or self._worker.is_listening):
@@ -430,7 +433,7 @@ class UCXTransport(Transport):
 
     def _use_worker(self, worker: UCXWorker) -> None:
         self._worker = worker
-        self._is_cutting = False
+        self._cut_reason = ""
         self._context.failure = ""
         self._secret = os.urandom(_SECRET_BYTES)
         self.address = msgspec.msgpack.encode(PeerAddress(worker.address, self._secret))
