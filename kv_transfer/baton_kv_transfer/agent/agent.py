@@ -44,17 +44,24 @@ class RegDescs:
         self.regions = regions
 
 
+class KnownPeer:
+    """One version of a peer's metadata.
+
+    Each DlistHandle and XferHandle for the peer refers to this object. The handle is valid until
+    the agent removes the peer or replaces this object.
+    """
+
+
 class DlistHandle:
     """Descriptors that were checked against registered memory: all local, or all of one peer."""
 
-    def __init__(self, agent: str, descs: XferDescs, known_peer: object) -> None:
+    def __init__(self, agent: str, descs: XferDescs, known_peer: KnownPeer | None) -> None:
         """Create a handle to checked descriptors.
 
         Args:
             agent: name of the peer; empty for the local side.
             descs: the checked descriptors.
-            known_peer: an object that stands for one version of the peer's metadata. New metadata
-                gets another object. None for the local side.
+            known_peer: the peer's metadata; None for the local side.
         """
         self.agent, self.descs, self.known_peer = agent, descs, known_peer
         self.released = False
@@ -63,12 +70,14 @@ class DlistHandle:
 class XferHandle:
     """A transfer between this agent and a peer, which can be posted repeatedly."""
 
-    def __init__(self, peer: str, known_peer: object, num_descs: int, notif: bytes) -> None:
+    def __init__(
+        self, peer: str, known_peer: KnownPeer | None, num_descs: int, notif: bytes
+    ) -> None:
         """Create a handle that was not posted yet.
 
         Args:
             peer: name of the peer.
-            known_peer: see DlistHandle.
+            known_peer: the peer's metadata.
             num_descs: number of descriptors after adjacent ones are merged.
             notif: notification for the peer; empty for none.
         """

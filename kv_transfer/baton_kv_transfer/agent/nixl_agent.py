@@ -38,6 +38,7 @@ from baton_kv_transfer.agent.agent import (
     INIT_AGENT,
     Agent,
     DlistHandle,
+    KnownPeer,
     RegDescs,
     XferHandle,
     check_post,
@@ -87,13 +88,7 @@ class _Native:
         self.value = None
 
 
-class _Peer:
-    """One version of a peer's metadata.
-
-    Each DlistHandle and XferHandle for the peer refers to this object. The handle is valid until
-    the agent removes the peer or replaces this object.
-    """
-
+class _Peer(KnownPeer):
     def __init__(self, metadata: bytes = b"") -> None:
         self.metadata = metadata
 
@@ -116,7 +111,7 @@ class _Dlist(DlistHandle):
 
 class _Xfer(XferHandle):
     def __init__(
-        self, peer: str, known_peer: object, num_descs: int, notif: bytes, native: _Native
+        self, peer: str, known_peer: KnownPeer | None, num_descs: int, notif: bytes, native: _Native
     ) -> None:
         super().__init__(peer, known_peer, num_descs, notif)
         self.native = native

@@ -20,6 +20,7 @@ from baton_kv_transfer.agent.agent import (
     INIT_AGENT,
     Agent,
     DlistHandle,
+    KnownPeer,
     RegDescs,
     XferHandle,
     check_post,
@@ -53,13 +54,7 @@ class AgentMetadata(msgspec.Struct, array_like=True):
     regions: list[tuple[int, int, str, int]]
 
 
-class _Peer:
-    """One version of a peer's metadata.
-
-    Each DlistHandle and XferHandle for the peer refers to this object. The handle is valid until
-    the agent removes the peer or replaces this object.
-    """
-
+class _Peer(KnownPeer):
     def __init__(self, regions: list[Region], digest: bytes = b"") -> None:
         self.regions = regions
         self.digest = digest
@@ -78,7 +73,7 @@ class _Xfer(XferHandle):
         self,
         op: str,
         peer: str,
-        known_peer: object,
+        known_peer: KnownPeer | None,
         rows: tuple[Descriptors, Descriptors],
         mem_types: tuple[str, str],
         notif: bytes,
