@@ -96,7 +96,6 @@ class TransferConnector(KVConnectorWorker):
         self._output = ConnectorOutput()
         self._stats = ConnectorStats()
         self._user_wakeup: Callable[[], None] = lambda: None
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._fd_lock = threading.Lock()  # the descriptor must not be closed during a write
         self._num_blocks = 0
         self._running = False
@@ -105,18 +104,21 @@ class TransferConnector(KVConnectorWorker):
         self._consumer: ConsumerSide | None = None
         self._router: zmq.Socket[bytes] | None = None
         self.port = 0
-        if config.role in (KVRole.PRODUCER, KVRole.BOTH):
-            port = config.port if rank == 0 else 0
-            try:
-                self._router = open_router(f"tcp://{host}:{port or '*'}", service_key)
-            except OSError:
-                self._agent.close()
-                os.close(self._wake_fd)
-                raise
-            endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-            self.port = int(endpoint.rsplit(":", 1)[1])
+        if config.role is not KVRole.CONSUMER:
+            self._bind(config.port if rank == 0 else 0)
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._agent.set_wakeup(self._wake)
         self._thread = threading.Thread(target=self._run, name="kv-connector", daemon=True)
+
+    def _bind(self, port: int) -> None:
+        """Bind the side channel to a port; 0: any free port. After an error, close the agent."""
+        try:
+            self._router = open_router(f"tcp://{self._host}:{port or '*'}", self._service_key)
+        except OSError:
+            self._agent.close()
+            raise
+        endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.port = int(endpoint.rsplit(":", 1)[1])
 
     # Called by the engine's thread
 

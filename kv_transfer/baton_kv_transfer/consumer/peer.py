@@ -35,7 +35,7 @@ from baton_kv_transfer.memory.layout import (
 from baton_kv_transfer.memory.slot_memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 from baton_kv_transfer.transports.transfer import TransportError
-from baton_protocol.service_key import HANDSHAKE_FAILED, why_handshake_failed
+from baton_protocol.service_key import HANDSHAKE_FAILED, ServiceKey, why_handshake_failed
 
 #: A shorter lease would end before heartbeats can extend it.
 MIN_LEASE_S = 0.05
@@ -55,6 +55,46 @@ class PeerState(enum.Enum):
     HELLO_SENT = enum.auto()
     AUTHENTICATED = enum.auto()
     READY = enum.auto()
+
+
+def open_dealer(
+    address: str, service_key: ServiceKey | None
+) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+    """Begin to connect to a producer. Return a DEALER socket, and the monitor of its connection.
+
+    Args:
+        address: ZeroMQ address of the producer's worker.
+        service_key: the key of this engine's service; None: the producer must have no key.
+
+    Raises:
+        zmq.ZMQError: the address is invalid, or no socket is left.
+    """
+    dealer: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 1000)  # a RELEASE sent before closing still goes out
+    dealer.setsockopt(zmq.SNDHWM, 0)
+    # A lost connection is a lost peer. A new connection needs another handshake.
+    dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+    dealer.setsockopt(zmq.CONNECT_TIMEOUT, int(side_channel.HANDSHAKE_TIMEOUT_S * 1000))
+    dealer.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
+    dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
+    dealer.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
+    if service_key is not None:
+        service_key.protect_client(dealer)
+    monitor: zmq.Socket[bytes] = dealer.get_monitor_socket(
+        zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILED
+    )
+    try:
+        dealer.connect(address)
+    except zmq.ZMQError:
+        _close(dealer, monitor)
+        raise
+    return dealer, monitor
+
+
+def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    dealer.disable_monitor()
+    monitor.close(linger=0)
+    dealer.close()
 
 
 class Peer:
@@ -109,25 +149,7 @@ class Peer:
         self._token = auth.derive_token(context.service_key)
         self.peer_instance_id = peer_instance_id
         self._nonce = auth.new_nonce()
-        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 1000)  # a RELEASE sent before closing still goes out
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        # A lost connection is a lost peer. A new connection needs another handshake.
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, int(side_channel.HANDSHAKE_TIMEOUT_S * 1000))
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, ZMQ_HEARTBEAT_MS)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, ZMQ_HEARTBEAT_TIMEOUT_MS)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, side_channel.MAX_MESSAGE_BYTES)
-        if context.service_key is not None:
-            context.service_key.protect_client(self.socket)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | HANDSHAKE_FAILED
-        )
-        try:
-            self.socket.connect(f"tcp://{host}:{port}")
-        except zmq.ZMQError:
-            self.close()
-            raise
+        self.socket, self.monitor = open_dealer(f"tcp://{host}:{port}", context.service_key)
         self.send(
             side_channel.Hello(
                 side_channel.VERSION,
@@ -214,9 +236,7 @@ class Peer:
         if self.socket.closed:
             return
         self.fail(FailureReason.PEER_LOST, f"disconnected from {self.name}")
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close()
+        _close(self.socket, self.monitor)
         if self.agent_name:
             self._agent.remove_remote_agent(self.agent_name)
 
