@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -84,6 +85,17 @@ def test_with_both_roles_a_load_that_stays_pending_fails_by_a_deadline(
     producer.offer("t")
     consumer.load("t", producer.connector.port)
     assert "no progress" in consumer.result("t").error
+
+
+def test_a_fence_of_the_consumer_side_fails_the_producer_sides_sessions(
+    side: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both sides have one agent, from which the fence removes all peers."""
+    both, failed = side("B", KVRole.BOTH), threading.Event()
+    monkeypatch.setattr(both.connector._producer, "memory_fenced", failed.set)
+    monkeypatch.setattr(both.connector._consumer, "advance", lambda now: True)
+    both.offer("t")
+    assert failed.wait(timeout=60)
 
 
 def test_a_defect_fails_every_load_and_is_in_the_stats(
