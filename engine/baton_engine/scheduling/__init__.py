@@ -7,7 +7,7 @@ planner          how many tokens each running request gets
 prompt_budget    how many prompt tokens may run beside decodes, for short times between tokens
 admission        which waiting request joins the batch, or starts to load its KV
 preemption       which request loses its KV blocks, and which swapped request gets blocks back
-step_results     appends a step's tokens, and decides which requests end
+step             a step under construction, what the worker has of each request, and results
 handoff          requests whose prompt a peer computes, or whose KV a peer reads
 groups           samples of one prompt, and beam search
 grammar_queue    compiles grammars, and holds requests that wait for a grammar
@@ -16,7 +16,5 @@ refusals         requests that are not accepted
 state            all requests, their queues, and what else the modules share
 request          a request as plain data
 queues           waiting and running requests, in order
-step_builder     a step under construction
-worker_mirror    what the worker has of each request, so that a step carries only changes
 request_outputs  collects outputs for clients
 """

@@ -28,7 +28,7 @@ from baton_engine.scheduling.decisions import (
 )
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.state import SchedulerState
-from baton_engine.scheduling.step_builder import StepBuilder
+from baton_engine.scheduling.step.builder import StepBuilder
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
-from baton_engine.scheduling.step_builder import StepBuilder
+from baton_engine.scheduling.step.builder import StepBuilder
 from baton_protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
 
 

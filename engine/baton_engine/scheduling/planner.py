@@ -14,7 +14,7 @@ from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
 from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.request import BeamGroup, Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
-from baton_engine.scheduling.step_builder import StepBuilder
+from baton_engine.scheduling.step.builder import StepBuilder
 
 
 @dataclass(slots=True)

@@ -42,8 +42,8 @@ from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.refusals import RequestRefusedError, check_request
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import PauseState, SchedulerState
-from baton_engine.scheduling.step_builder import ScheduledRange, StepBuilder
-from baton_engine.scheduling.step_results import StepResults
+from baton_engine.scheduling.step.builder import ScheduledRange, StepBuilder
+from baton_engine.scheduling.step.results import StepResults
 from baton_protocol.messages import (
     EngineCoreEventType,
     EngineCoreOutput,

@@ -16,8 +16,8 @@ from baton_engine.scheduling.queues import RunningRequests, SwappedRequests, Wai
 from baton_engine.scheduling.refusals import RequestLimits
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.step.worker_mirror import WorkerMirror
 from baton_engine.scheduling.stop_rules import StopRules
-from baton_engine.scheduling.worker_mirror import WorkerMirror
 from baton_protocol.config import SchedulerConfig
 
 

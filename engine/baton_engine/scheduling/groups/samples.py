@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from baton_engine.scheduling.request import Request, RequestStatus, SampleGroup
-from baton_engine.scheduling.step_builder import StepBuilder
+from baton_engine.scheduling.step.builder import StepBuilder
 
 
 class SampleGroups:

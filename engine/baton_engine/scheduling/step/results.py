@@ -10,7 +10,7 @@ from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
-from baton_engine.scheduling.step_builder import ScheduledRange
+from baton_engine.scheduling.step.builder import ScheduledRange
 from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 
 

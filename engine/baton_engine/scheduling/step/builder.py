@@ -10,7 +10,7 @@ from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.kv_cache.block_pool import Block
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request
-from baton_engine.scheduling.worker_mirror import WorkerMirror
+from baton_engine.scheduling.step.worker_mirror import WorkerMirror
 
 
 class ScheduledRange(NamedTuple):
