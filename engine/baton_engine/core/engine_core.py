@@ -208,7 +208,7 @@ class EngineCore:
         without waiting. The next call then starts another step.
 
         The scheduler decides which requests may be in two steps at once, see
-        `SchedulerState.runs_ahead`.
+        `RunAhead`.
         """
         if self._can_step() and self._has_room:
             step, schedule_s = self._schedule()

@@ -44,7 +44,7 @@ class RunningPlanner:
                 continue  # this step has preempted the request to free blocks for an earlier one
             if request.beams is not None:
                 yield from self._plan_beams(step, request, request.beams)
-            elif not request.num_in_flight or self._may_follow(request):
+            elif not request.num_in_flight or self.state.run_ahead.allows(request):
                 if request.num_uncomputed_tokens > 1:
                     prefills.append(request)
                 elif step.may_write(request):
@@ -73,23 +73,6 @@ class RunningPlanner:
         if 0 < threshold < num_tokens and self._shorter_prompt_waits(sequence):
             num_tokens = threshold
         step.run(sequence, num_tokens)
-
-    def _may_follow(self, request: Request) -> bool:
-        """Return whether a request with steps in flight may be scheduled in another step."""
-        return self.state.runs_ahead and (
-            not request.num_placeholders or self._may_run_ahead(request)
-        )
-
-    def _may_run_ahead(self, request: Request) -> bool:
-        """Return whether a request may run before the scheduler has the request's last token."""
-        max_tokens = request.sampling_params.max_tokens
-        num_tokens = len(request.token_ids) + request.num_placeholders
-        return (
-            num_tokens < self.state.max_model_len
-            and (max_tokens is None or num_tokens - request.num_prompt_tokens < max_tokens)
-            and request.grammar is None
-            and request.kv_transfer is None
-        )
 
     def _shorter_prompt_waits(self, sequence: Request) -> bool:
         num_tokens = sequence.num_uncomputed_tokens

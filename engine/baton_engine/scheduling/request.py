@@ -1,7 +1,8 @@
 """Plain data of a request inside the engine, of its beams and of its sample group.
 
 Only the KV cache manager writes the block fields of `KVSequence`. Only `WorkerMirror` writes
-`worker`, and only `RequestOutputs` writes `report`. The scheduler and its collaborators write the
+`worker`, only `RequestOutputs` writes `report`, and only `step.in_flight` writes `num_placeholders`
+and `num_in_flight`. The scheduler and its collaborators write the
 other fields.
 """
 
@@ -108,8 +109,7 @@ class Request(KVSequence):
         self.beams: BeamGroup | None = None
 
         self.status = RequestStatus.WAITING
-        #: Number of tokens that steps in flight sample. These tokens follow `token_ids`, and only
-        #: the worker has them.
+        #: Number of tokens that steps in flight sample, see `step.in_flight`.
         self.num_placeholders = 0
         #: Number of steps in flight that run tokens of this request.
         self.num_in_flight = 0
@@ -141,6 +141,11 @@ class Request(KVSequence):
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """Number of prompt and generated tokens, with those that steps in flight will sample."""
+        return len(self.token_ids) + self.num_placeholders
 
     @property
     def num_uncomputed_tokens(self) -> int:

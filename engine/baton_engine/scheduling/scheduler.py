@@ -42,7 +42,8 @@ from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.refusals import RequestRefusedError, check_request
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import PauseState, SchedulerState
-from baton_engine.scheduling.step.builder import ScheduledRange, StepBuilder
+from baton_engine.scheduling.step.builder import StepBuilder
+from baton_engine.scheduling.step.in_flight import ScheduledRange
 from baton_engine.scheduling.step.results import StepResults
 from baton_protocol.messages import (
     EngineCoreEventType,

@@ -16,6 +16,7 @@ from baton_engine.scheduling.queues import RunningRequests, SwappedRequests, Wai
 from baton_engine.scheduling.refusals import RequestLimits
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.step.in_flight import RunAhead
 from baton_engine.scheduling.step.worker_mirror import WorkerMirror
 from baton_engine.scheduling.stop_rules import StopRules
 from baton_protocol.config import SchedulerConfig
@@ -62,9 +63,8 @@ class SchedulerState:
         self.config, self.kv, self.max_model_len = config, kv, max_model_len
         self.fail_on_load_error = fail_on_load_error
         send_token_ids = num_stages > 1
-        #: Whether a decode may be scheduled before the scheduler has its input token. Only the
-        #: worker has the token then, so a step cannot carry it.
-        self.runs_ahead = config.async_scheduling and not send_token_ids
+        # A step cannot carry the sampled tokens that a request runs ahead of.
+        self.run_ahead = RunAhead(config.async_scheduling and not send_token_ids, max_model_len)
         self.limits = RequestLimits.of(config, kv, max_model_len)
         #: All unfinished requests.
         self.requests: dict[str, Request] = {}

@@ -84,7 +84,6 @@ class BeamSearches:
                 f"{beam!r}: the step returned no top tokens; "
                 "a beam search needs 2 * beam_width of them"
             )
-        beam.num_placeholders = 0
         beam.candidates = logprobs.top
 
     def advance(self, root: Request) -> None:

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.kv_cache.block_pool import Block
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.step import in_flight
+from baton_engine.scheduling.step.in_flight import ScheduledRange
 from baton_engine.scheduling.step.worker_mirror import WorkerMirror
-
-
-class ScheduledRange(NamedTuple):
-    """The token positions [start, end) of a request that one step runs."""
-
-    request: Request
-    start: int
-    end: int
-    #: Whether the step samples the token at position `end`.
-    samples: bool
-    #: `request.num_preemptions` when the range was scheduled.
-    num_preemptions: int
 
 
 class StepBuilder:
@@ -103,17 +92,10 @@ class StepBuilder:
         Args:
             copies: block copies that `reserve` has returned.
         """
-        output = self.output
-        start = request.num_computed_tokens
-        end = start + num_tokens
-        samples = end == len(request.token_ids) + request.num_placeholders
-        self._worker.send(output, request, start, end, copies)
-        output.num_scheduled_tokens[request.request_id] = num_tokens
-        if copies:
-            output.block_copies += copies
-        self.ranges.append(ScheduledRange(request, start, end, samples, request.num_preemptions))
+        entry = in_flight.begin(request, num_tokens)
+        self.ranges.append(entry)
         self.budget -= num_tokens
-        request.num_computed_tokens = end
-        request.num_in_flight += 1
-        if samples:
-            request.num_placeholders += 1
+        self.output.num_scheduled_tokens[request.request_id] = num_tokens
+        if copies:
+            self.output.block_copies += copies
+        self._worker.send(self.output, entry, copies)

@@ -10,7 +10,8 @@ from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
-from baton_engine.scheduling.step.builder import ScheduledRange
+from baton_engine.scheduling.step import in_flight
+from baton_engine.scheduling.step.in_flight import ScheduledRange
 from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 
 
@@ -39,7 +40,7 @@ class StepResults:
         has_extras = bool(ran.prompt_logprobs or ran.routed_experts)
         for entry in ranges:
             request = entry.request
-            request.num_in_flight -= 1
+            in_flight.end(entry)
             if request.status is RequestStatus.FINISHED:  # ended while the step was in flight
                 continue
             token_id = sampled.get(request.request_id)
@@ -80,13 +81,10 @@ class StepResults:
         """
         for entry in ranges:
             request = entry.request
-            request.num_in_flight -= 1
-            request.num_placeholders -= entry.samples
+            in_flight.take_back(entry)
             if request.status is RequestStatus.FINISHED:
                 continue
             self.state.worker.forget(request)  # the worker may lack blocks that the step added
-            # A request that has been preempted since may have no computed tokens left.
-            request.num_computed_tokens = min(request.num_computed_tokens, entry.start)
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
                 yield Queued(request)
 
@@ -125,7 +123,6 @@ class StepResults:
 
     def _append(self, request: Request, token_id: int, ran: ModelRunnerOutput) -> Finished | None:
         request.token_ids.append(token_id)
-        request.num_placeholders -= 1
         self.state.counters.generation_tokens += 1
         reason, error, error_code = self.state.stop_rules.take_token(request)
         output = EngineCoreOutput(

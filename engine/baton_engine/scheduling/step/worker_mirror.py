@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton_engine.executor.step import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.step.in_flight import ScheduledRange
 
 
 class WorkerMirror:
@@ -21,19 +22,15 @@ class WorkerMirror:
         self._forgotten_ids: list[str] = []
 
     def send(
-        self,
-        output: SchedulerOutput,
-        sequence: Request,
-        start: int,
-        end: int,
-        copies: list[BlockCopy] | None,
+        self, output: SchedulerOutput, entry: ScheduledRange, copies: list[BlockCopy] | None
     ) -> None:
-        """Add to `output` the data that the worker needs to run positions [start, end).
+        """Add to `output` the data that the worker needs to run a range.
 
         Args:
             copies: block copies of this step. The worker replaces the source of each copy by the
                 target in the sequence's block table.
         """
+        sequence, start, end, samples, _ = entry
         state, blocks = sequence.worker, sequence.blocks
         if state.is_known:
             new_block_ids: list[int] = []
@@ -47,7 +44,7 @@ class WorkerMirror:
             output.cached_requests.append(cached)
         else:
             state.is_known = True
-            state.num_tokens = len(sequence.token_ids) + sequence.num_placeholders
+            state.num_tokens = sequence.num_expected_tokens - samples
             num_prompt = sequence.num_prompt_tokens
             output.new_requests.append(
                 NewRequestData(

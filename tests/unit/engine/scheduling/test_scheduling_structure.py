@@ -80,6 +80,7 @@ WRITERS = {
     **dict.fromkeys(
         ["blocks", "swapped_blocks", "block_hashes", "num_cached_blocks"], "manager.py"
     ),
+    **dict.fromkeys(["num_placeholders", "num_in_flight"], "in_flight.py"),
 }
 
 

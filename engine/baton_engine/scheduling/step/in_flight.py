@@ -1,0 +1,87 @@
+"""Counts the tokens and steps in flight, and decides whether a request may run ahead of its tokens.
+
+A step is in flight from `Scheduler.schedule` until its results arrive. A token counts as computed
+as soon as it is scheduled. If a range ends at the request's last token, the step samples the next
+token. Until the result arrives, this token is a placeholder: it counts as one of the request's
+tokens, but only the worker has it. With asynchronous scheduling, a placeholder may be scheduled.
+The request then runs ahead of the sampled token.
+
+This module is the only writer of `Request.num_placeholders` and `Request.num_in_flight`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton_engine.scheduling.request import Request
+
+
+class ScheduledRange(NamedTuple):
+    """The token positions [start, end) of a request that one step runs."""
+
+    request: Request
+    start: int
+    end: int
+    #: Whether the step samples the token at position `end`.
+    samples: bool
+    #: `request.num_preemptions` when the range was scheduled.
+    num_preemptions: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the range is one generated token. A prompt chunk of one token is no decode."""
+        return self.end - self.start == 1 and self.start >= self.request.num_prompt_tokens
+
+
+def begin(request: Request, num_tokens: int) -> ScheduledRange:
+    """Count the next `num_tokens` tokens of `request` as computed by a step in flight."""
+    start = request.num_computed_tokens
+    end = start + num_tokens
+    samples = end == len(request.token_ids) + request.num_placeholders
+    request.num_computed_tokens = end
+    request.num_in_flight += 1
+    if samples:
+        request.num_placeholders += 1
+    return ScheduledRange(request, start, end, samples, request.num_preemptions)
+
+
+def end(entry: ScheduledRange) -> None:
+    """Count a range as returned. The caller then appends the token that the range sampled."""
+    request, _, _, samples, _ = entry
+    request.num_in_flight -= 1
+    if samples:
+        request.num_placeholders -= 1
+
+
+def take_back(entry: ScheduledRange) -> None:
+    """Undo `begin` for a range whose tokens have not run, so that a later step runs them."""
+    end(entry)
+    # A request that has been preempted since may have no computed tokens left.
+    entry.request.num_computed_tokens = min(entry.request.num_computed_tokens, entry.start)
+
+
+@dataclass(frozen=True, slots=True)
+class RunAhead:
+    """Decides whether a request that has steps in flight may be scheduled in another step."""
+
+    #: Whether a request may be in several steps at once.
+    enabled: bool
+    max_model_len: int
+
+    def allows(self, request: Request) -> bool:
+        """Return whether the next tokens of `request` may run before its steps in flight return.
+
+        Prompt tokens may. A placeholder may, unless it is the last token that `max_tokens` and
+        `max_model_len` allow, or a grammar or a KV transfer needs the sampled token first. A
+        request that ends by its sampled token ignores the results of later steps.
+        """
+        if not self.enabled or not request.num_placeholders:
+            return self.enabled
+        max_tokens, num_tokens = request.sampling_params.max_tokens, request.num_expected_tokens
+        return (
+            num_tokens < self.max_model_len
+            and (max_tokens is None or num_tokens - request.num_prompt_tokens < max_tokens)
+            and request.grammar is None
+            and request.kv_transfer is None
+        )
