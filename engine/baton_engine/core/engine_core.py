@@ -262,6 +262,8 @@ class EngineCore:
 
     def _finish_oldest(self) -> None:
         step, future, started, schedule_s = self._in_flight.popleft()
+        logs = bool(self.config.observability.log_iterations and step.num_scheduled_tokens)
+        num_decodes = self.scheduler.num_decodes(step) if logs else 0
         with self._dumping(step):
             output = self._wait(future)
             ended = time.monotonic()
@@ -272,8 +274,10 @@ class EngineCore:
         self.request_metrics.on_step(step.total_num_scheduled_tokens, started)
         self.request_metrics.on_outputs(outputs)
         self._outputs += outputs
-        if self.config.observability.log_iterations and step.num_scheduled_tokens:
-            self._log_iteration(step, schedule_s, ended - started, time.monotonic() - ended)
+        if logs:
+            self._log_iteration(
+                step, num_decodes, schedule_s, ended - started, time.monotonic() - ended
+            )
 
     def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
         """Return the output of a step.
@@ -336,18 +340,22 @@ class EngineCore:
             return None
 
     def _log_iteration(
-        self, step: SchedulerOutput, schedule_s: float, model_s: float, update_s: float
+        self,
+        step: SchedulerOutput,
+        num_decodes: int,
+        schedule_s: float,
+        model_s: float,
+        update_s: float,
     ) -> None:
         stats = self.scheduler.stats()
-        decodes = sum(1 for num_tokens in step.num_scheduled_tokens.values() if num_tokens == 1)
         logger.info(
             "step %d: %d prefill tokens of %d requests, %d decode tokens; "
             "%d running, %d waiting, %.1f %% of KV blocks in use; "
             "schedule %.2f ms, model %.2f ms, update %.2f ms",
             step.step_id,
-            step.total_num_scheduled_tokens - decodes,
-            len(step.num_scheduled_tokens) - decodes,
-            decodes,
+            step.total_num_scheduled_tokens - num_decodes,
+            len(step.num_scheduled_tokens) - num_decodes,
+            num_decodes,
             stats.num_requests_running,
             stats.num_requests_waiting,
             stats.kv_cache_usage * 100,

@@ -226,10 +226,14 @@ class Scheduler:
 
         Call this before `update_from_output` for the same step.
         """
-        if ranges := self._in_flight.get(step.step_id):
-            sizes = [entry.end - entry.start for entry in ranges]
-            num_decodes = sizes.count(1)
-            self.state.prompt_budget.observe(sum(sizes) - num_decodes, num_decodes, seconds)
+        if self.state.prompt_budget.target_s:
+            num_decodes = self.num_decodes(step)
+            num_prompt_tokens = step.total_num_scheduled_tokens - num_decodes
+            self.state.prompt_budget.observe(num_prompt_tokens, num_decodes, seconds)
+
+    def num_decodes(self, step: SchedulerOutput) -> int:
+        """Return how many sequences decode in `step`, which is in flight."""
+        return sum(entry.is_decode for entry in self._in_flight.get(step.step_id, ()))
 
     def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
         """Return bitmasks of the tokens that grammars allow in `step`. None without grammars.

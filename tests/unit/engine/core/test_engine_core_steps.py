@@ -377,6 +377,22 @@ def test_iterations_are_logged_on_request(caplog):
     assert "0 prefill tokens of 0 requests, 1 decode tokens" in lines[1]
 
 
+def test_the_last_chunk_of_a_prompt_is_logged_as_a_prefill_even_with_one_token(caplog):
+    with caplog.at_level(logging.INFO):
+        generate(
+            make_core(
+                observability=ObservabilityConfig(log_iterations=True),
+                scheduler=SchedulerConfig(max_num_batched_tokens=2, max_num_seqs=2),
+            ),
+            request("r", [1, 2, 3], 2),
+        )
+    assert re.findall(r"(\d+) prefill tokens of (\d+) requests, (\d+) decode", caplog.text) == [
+        ("2", "1", "0"),
+        ("1", "1", "0"),
+        ("0", "0", "1"),
+    ]
+
+
 def test_profiling_without_a_folder_names_the_flag_to_set(tmp_path: Path):
     with pytest.raises(RuntimeError, match="--profiler-dir"):
         make_core().start_profile()

@@ -87,6 +87,22 @@ def test_only_steps_with_decodes_have_shorter_prompt_chunks() -> None:
         assert engine.step().num_scheduled_tokens == {"first": 1, "second": 16}
 
 
+def test_a_prompt_chunk_of_one_token_is_not_a_decode() -> None:
+    """A slow step lowers the limit only if a decode waited for it."""
+    engine = Engine(num_blocks=256, budget=64, target_itl_s=0.1)
+    budget = engine.scheduler.state.prompt_budget
+    budget.observe(64, 0, 0.1)
+    engine.add("first", list(range(1, 66)), 30)
+    for num_tokens in (64, 1):
+        step = engine.schedule()
+        assert step.num_scheduled_tokens == {"first": num_tokens}
+        assert engine.scheduler.num_decodes(step) == 0
+        engine.scheduler.observe_duration(step, 10.0)
+        engine.update()
+        assert budget.limit(64) == 64
+    assert engine.scheduler.num_decodes(engine.schedule()) == 1
+
+
 def test_prompts_are_limited_while_the_decodes_are_in_flight() -> None:
     """A request with a grammar has only one step in flight."""
     engine = Engine(
