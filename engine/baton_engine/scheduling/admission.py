@@ -42,22 +42,19 @@ class Admission:
     state: SchedulerState
 
     def admit_loaded(
-        self, step: StepBuilder, *, only_loaded: bool
+        self, step: StepBuilder
     ) -> Iterator[Admitted | AdmittedSharing | AdmittedLoaded | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
-        A request of the queue `waiting` that precedes a loaded request in order starts first.
-
-        Args:
-            only_loaded: if true, start no request of `waiting`, so that swapped requests get the
-                free blocks.
+        A request of the queue `waiting` that precedes a loaded request in order starts first. No
+        request of `waiting` starts if there are swapped requests, which get the free blocks.
         """
         while (
             step.budget > 0
             and self.state.running.has_places(1)
             and (first := self.state.queues.loaded.peek()) is not None
         ):
-            earlier = None if only_loaded else self.state.queues.waiting.first_before(first)
+            earlier = None if self.state.swapped else self.state.queues.waiting.first_before(first)
             if (
                 earlier is not None
                 and self.state.queues.waiting_to_load.first_before(earlier) is None

@@ -111,18 +111,11 @@ class Scheduler:
             Whether any request was preempted or swapped in.
         """
         unpaused, preempted = self.pause_state is PauseState.UNPAUSED, False
-        if unpaused:
-            # Loaded requests hold memory that swapped requests may need.
-            preempted = self._apply(
-                step, self._admission.admit_loaded(step, only_loaded=bool(self.state.swapped))
-            )
+        if unpaused:  # first, because loaded requests hold memory that swapped requests may need
+            preempted = self._apply(step, self._admission.admit_loaded(step))
         resumed = self._apply(step, self._preemptor.resume())
         if resumed:
-            # A beam search advances now if its last step returned while the search was swapped. The
-            # search may free blocks that this step swaps in. No other swap-in or load may write to
-            # these blocks, so nothing else is admitted.
-            for request in self.state.running.values():
-                self._lifecycle.settle(self._results.advance_beams(request))
+            self._settle(self._results.advance_resumed())
         elif unpaused and not self.state.swapped:
             self._apply(step, self._admission.admit(step))
         return preempted or resumed

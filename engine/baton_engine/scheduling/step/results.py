@@ -121,6 +121,16 @@ class StepResults:
         )
         return Finished(root, output)
 
+    def advance_resumed(self) -> Iterator[Finished]:
+        """Advance each beam search whose last step returned while the search was swapped out.
+
+        A search may free blocks that the step under construction swaps in. No other swap-in or load
+        of this step may write to these blocks.
+        """
+        for request in self.state.running.values():
+            if (finished := self.advance_beams(request)) is not None:
+                yield finished
+
     def _append(self, request: Request, token_id: int, ran: ModelRunnerOutput) -> Finished | None:
         request.token_ids.append(token_id)
         self.state.counters.generation_tokens += 1
