@@ -31,6 +31,7 @@ never reaches its successor.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -260,6 +261,17 @@ class RoutedExperts(_Wire):
     shape: tuple[int, int, int]
     #: uint16, little endian, in C order.
     expert_ids: bytes
+
+    @staticmethod
+    def join(parts: Sequence[RoutedExperts]) -> RoutedExperts | None:
+        """Return the experts of consecutive tokens as one. None without parts."""
+        if len(parts) <= 1:
+            return parts[0] if parts else None
+        _, num_layers, num_experts = parts[0].shape
+        num_tokens = sum(part.shape[0] for part in parts)
+        return RoutedExperts(
+            (num_tokens, num_layers, num_experts), b"".join(part.expert_ids for part in parts)
+        )
 
 
 class BeamOutput(_Wire):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from baton_protocol.messages import (
     BeamOutput,
     EngineCoreOutput,
     PromptLogprobs,
-    RoutedExperts,
     TokenLogprobs,
 )
 from baton_text.detokenizer import IncrementalDetokenizer
@@ -227,14 +224,3 @@ def ranked_logprobs(tokenizer: Tokenizer, item: TokenLogprobs) -> dict[int, Prom
     for rank, (token_id, logprob) in enumerate(item.top, start=1):
         result.setdefault(token_id, entry(token_id, logprob, rank))
     return result
-
-
-def join_routed_experts(parts: list[RoutedExperts]) -> RoutedExperts | None:
-    """Concatenate the routed experts of consecutive tokens. Return None if there are no parts."""
-    if not parts:
-        return None
-    _, layers, experts = parts[0].shape
-    shape = (sum(part.shape[0] for part in parts), layers, experts)
-    return msgspec.structs.replace(
-        parts[0], shape=shape, expert_ids=b"".join(part.expert_ids for part in parts)
-    )

@@ -21,7 +21,6 @@ from baton_protocol.messages import (
 )
 from baton_text.output import (
     OutputProcessor,
-    join_routed_experts,
     prompt_token_logprobs,
     ranked_logprobs,
 )
@@ -188,7 +187,7 @@ class _Sample:
             else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            routed_experts=join_routed_experts(self.routed_experts),
+            routed_experts=RoutedExperts.join(self.routed_experts),
             num_nans_in_logits=self.num_nans_in_logits,
         )
 

@@ -68,18 +68,8 @@ class RequestOutputs:
                     output.prompt_logprobs = report.prompt_logprobs
                 report.prompt_logprobs = None
             if report.routed_experts:
-                output.routed_experts = _concatenate(report.routed_experts)
+                output.routed_experts = RoutedExperts.join(report.routed_experts)
                 report.routed_experts = []
         if output.finish_reason is not None:
             self.num_finished[output.finish_reason] += 1
         self._outputs.append(output)
-
-
-def _concatenate(parts: list[RoutedExperts]) -> RoutedExperts:
-    if len(parts) == 1:
-        return parts[0]
-    _, num_layers, num_experts = parts[0].shape
-    num_tokens = sum(part.shape[0] for part in parts)
-    return RoutedExperts(
-        (num_tokens, num_layers, num_experts), b"".join(part.expert_ids for part in parts)
-    )
