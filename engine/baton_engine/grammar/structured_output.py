@@ -87,12 +87,6 @@ class Grammar:
         """
         return _reason(self.matcher)
 
-    def copy(self) -> Grammar:
-        """Return an independent copy, as a beam search needs for a new beam."""
-        twin = Grammar(self.matcher.deep_copy(), self._eos_token_ids)
-        twin._ended = self._ended
-        return twin
-
 
 @dataclass(frozen=True, slots=True)
 class _Backend:
