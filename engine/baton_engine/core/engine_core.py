@@ -145,7 +145,6 @@ class EngineCore:
             enable_prefix_caching=cache.enable_prefix_caching,
             num_swap_blocks=info.num_swap_blocks,
             num_offload_blocks=info.num_offload_blocks,
-            watermark_blocks=int(cache.watermark * info.num_blocks),
             enable_events=cache.enable_kv_events,
         )
         try:
@@ -169,6 +168,7 @@ class EngineCore:
                 kv,
                 max_model_len=max_model_len,
                 eos_token_ids=info.eos_token_ids,
+                watermark_blocks=int(cache.watermark * info.num_blocks),
                 fail_on_load_error=config.kv_transfer.load_failure_policy == "fail",
                 num_stages=config.parallel.pipeline_parallel_size,
                 structured_output=self._structured_output,

@@ -50,7 +50,6 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         num_swap_blocks: int = 0,
         num_offload_blocks: int = 0,
-        watermark_blocks: int = 0,
         enable_events: bool = False,
     ) -> None:
         """Create a manager in which all blocks are free.
@@ -62,12 +61,9 @@ class KVCacheManager:
             num_swap_blocks: blocks in host memory for swapped requests.
             num_offload_blocks: slots in host memory for evicted blocks of the prefix cache. 0
                 disables the offload tier.
-            watermark_blocks: blocks that the scheduler keeps free when it admits a request. The
-                manager only stores this number.
             enable_events: record changes of the prefix cache for `take_events`.
         """
         self.block_size = block_size
-        self.watermark_blocks = watermark_blocks
         self._events: list[KVEvent] | None = [] if enable_events else None
         self.offload = OffloadTier(num_offload_blocks) if num_offload_blocks else None
         self.pool = BlockPool(num_blocks, self._events, self.offload)
@@ -138,7 +134,15 @@ class KVCacheManager:
         *,
         keep_free: int = 0,
     ) -> bool:
-        """Return whether `allocate` with these arguments would find enough free blocks."""
+        """Return whether `allocate` with these arguments would find enough free blocks.
+
+        Args:
+            request: the request that needs blocks.
+            num_tokens: number of leading tokens that need blocks.
+            cached: see `allocate`.
+            keep_free: number of blocks that must stay free afterwards. Ignored if the request needs
+                no free block.
+        """
         num_new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks) - len(cached))
         num_revived_or_restored = sum(
             not isinstance(block, Block) or block.ref_count == 0 for block in cached
@@ -146,13 +150,8 @@ class KVCacheManager:
         return self._can_take(num_new + num_revived_or_restored, keep_free)
 
     def allocate(
-        self,
-        request: KVSequence,
-        num_tokens: int,
-        cached: Sequence[CachedBlock] = (),
-        *,
-        keep_free: int = 0,
-    ) -> list[int] | None:
+        self, request: KVSequence, num_tokens: int, cached: Sequence[CachedBlock] = ()
+    ) -> bool:
         """Give the request enough blocks for its first `num_tokens` tokens.
 
         Args:
@@ -160,24 +159,20 @@ class KVCacheManager:
                 become the request's first blocks. An offloaded block gets a device block, which
                 this call adds to the prefix cache. The step under construction restores the KV
                 before the step's tokens run.
-            keep_free: number of blocks that must stay free afterwards. Ignored if the request needs
-                no free block.
 
         Returns:
-            Ids of the added blocks, including cached blocks. None, with nothing changed, if too few
-            blocks are free.
+            False, with nothing changed, if too few blocks are free.
         """
-        if not self.can_allocate(request, num_tokens, cached, keep_free=keep_free):
-            return None
+        if not self.can_allocate(request, num_tokens, cached):
+            return False
         num_new = max(0, self.num_blocks_for(num_tokens) - len(request.blocks) - len(cached))
         on_device = [block for block in cached if isinstance(block, Block)]
         self.pool.touch(on_device)
-        added = self._restore(cached) if len(on_device) < len(cached) else on_device
-        added += self.pool.allocate(num_new)
-        request.blocks.extend(added)
+        request.blocks += self._restore(cached) if len(on_device) < len(cached) else on_device
+        request.blocks += self.pool.allocate(num_new)
         if cached:
             request.num_cached_blocks = len(cached)
-        return [block.block_id for block in added]
+        return True
 
     def fork(self, parent: KVSequence, child: KVSequence, num_tokens: int) -> None:
         """Share the parent's blocks of the first `num_tokens` tokens with `child`.
@@ -274,9 +269,7 @@ class KVCacheManager:
         )
         return self._can_take(num_blocks, keep_free)
 
-    def swap_in(
-        self, requests: Sequence[KVSequence], *, keep_free: int = 0
-    ) -> list[BlockCopy] | None:
+    def swap_in(self, requests: Sequence[KVSequence]) -> list[BlockCopy] | None:
         """Move all blocks of the requests to the device. A shared block is moved once.
 
         The requests release their host blocks. The device blocks enter the prefix cache at the next
@@ -284,7 +277,7 @@ class KVCacheManager:
 
         Returns:
             Copies from host blocks to device blocks. None, with nothing changed, if too few device
-            blocks are free beyond `keep_free`.
+            blocks are free.
 
         Raises:
             ValueError: one of the requests has blocks on the device.
@@ -294,7 +287,7 @@ class KVCacheManager:
                 raise ValueError(
                     f"{request.request_id} has KV blocks on the device; it cannot be swapped in"
                 )
-        if not self.can_swap_in(requests, keep_free=keep_free):
+        if not self.can_swap_in(requests):
             return None
         moved, copies = _take_counterparts(
             [request.swapped_blocks for request in requests], self.pool

@@ -153,7 +153,7 @@ class Admission:
     @property
     def _keep_free(self) -> int:
         """Number of free blocks that an admission leaves for running requests to grow."""
-        return self.state.kv.watermark_blocks if len(self.state.running) else 0
+        return self.state.watermark_blocks if len(self.state.running) else 0
 
     @property
     def _keep_free_of_loads(self) -> int:

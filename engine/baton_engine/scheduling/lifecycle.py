@@ -67,7 +67,7 @@ class RequestLifecycle:
     def start_loaded(self, request: Request) -> None:
         """Add a request whose KV has been loaded to the batch."""
         allocated = self.state.kv.allocate(request, request.num_tokens)
-        assert allocated is not None, "the decision has counted the blocks"
+        assert allocated, "the decision has counted the blocks"
         self._join_batch(request, request)
 
     def start_load(self, request: Request, cached: list[CachedBlock]) -> None:
@@ -110,7 +110,7 @@ class RequestLifecycle:
     def _allocate(self, sequence: Request, num_tokens: int, cached: list[CachedBlock]) -> None:
         """Allocate the blocks of a sequence that starts with the KV of `cached`."""
         allocated = self.state.kv.allocate(sequence, num_tokens, cached)
-        assert allocated is not None, "the decision has counted the blocks"
+        assert allocated, "the decision has counted the blocks"
         sequence.num_computed_tokens = len(cached) * self.state.kv.block_size
 
     def _count_lookup(self, request: Request, sequence: Request) -> None:

@@ -68,7 +68,7 @@ class Preemptor:
             # Without room to grow, these requests would be swapped out again in the next step. They
             # need room even if no other request runs, because transfers also hold memory.
             if len(self.state.running):
-                keep_free = self.state.kv.watermark_blocks + num_seqs
+                keep_free = self.state.watermark_blocks + num_seqs
             else:
                 num_blocks = len(
                     {block.block_id for sequence in sequences for block in sequence.swapped_blocks}

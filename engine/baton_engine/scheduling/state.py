@@ -43,6 +43,7 @@ class SchedulerState:
         *,
         max_model_len: int,
         eos_token_ids: Iterable[int],
+        watermark_blocks: int = 0,
         fail_on_load_error: bool = False,
         num_stages: int = 1,
         structured_output: StructuredOutputManager | None = None,
@@ -51,6 +52,8 @@ class SchedulerState:
 
         Args:
             max_model_len: limit on the prompt plus generated tokens of a request.
+            watermark_blocks: blocks that stay free when a request is admitted or resumed beside
+                running requests.
             fail_on_load_error: end a request whose KV load failed. If False, this engine computes
                 the missing blocks.
             num_stages: pipeline stages. With more than one, workers get sampled tokens with the
@@ -61,6 +64,7 @@ class SchedulerState:
             ValueError: `max_model_len` tokens do not fit in the KV cache.
         """
         self.config, self.kv, self.max_model_len = config, kv, max_model_len
+        self.watermark_blocks = watermark_blocks
         self.fail_on_load_error = fail_on_load_error
         send_token_ids = num_stages > 1
         # A step cannot carry the sampled tokens that a request runs ahead of.

@@ -82,7 +82,7 @@ class StepBuilder:
         Returns:
             Block copies that this step must make. None if too few blocks are free.
         """
-        if self._kv.allocate(request, end) is None:
+        if not self._kv.allocate(request, end):
             return None
         return self._kv.make_writable(request, request.num_computed_tokens, end)
 

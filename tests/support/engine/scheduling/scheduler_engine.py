@@ -43,7 +43,6 @@ class Engine:
             "model",
             num_swap_blocks=num_swap_blocks,
             num_offload_blocks=num_offload_blocks,
-            watermark_blocks=watermark_blocks,
             enable_prefix_caching=prefix_caching,
         )
         config = SchedulerConfig(
@@ -57,6 +56,7 @@ class Engine:
             self.kv,
             max_model_len=num_blocks * BLOCK,
             eos_token_ids=[EOS],
+            watermark_blocks=watermark_blocks,
             fail_on_load_error=fail,
             structured_output=grammars,  # type: ignore[arg-type]
         )

@@ -139,7 +139,6 @@ class World:
             "model",
             num_swap_blocks=self.num_swap_blocks,
             num_offload_blocks=self.num_offload_blocks,
-            watermark_blocks=self.watermark_blocks,
             enable_prefix_caching=self.prefix_caching,
         )
         self.grammars = FakeGrammars()
@@ -148,6 +147,7 @@ class World:
             self.kv,
             max_model_len=MAX_MODEL_LEN,
             eos_token_ids=[EOS],
+            watermark_blocks=self.watermark_blocks,
             num_stages=2 if self.send_token_ids else 1,
             structured_output=self.grammars,  # type: ignore[arg-type]
         )

@@ -25,7 +25,7 @@ def manager(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> KVCac
 def run(kv: KVCacheManager, tokens: list[int], salt: str = "") -> Request:
     """Return a computed request that holds its blocks."""
     request = make_request(tokens, salt)
-    assert kv.allocate(request, len(tokens)) is not None
+    assert kv.allocate(request, len(tokens))
     kv.cache_blocks(request, len(tokens))
     return request
 
@@ -33,9 +33,9 @@ def run(kv: KVCacheManager, tokens: list[int], salt: str = "") -> Request:
 def test_a_request_gets_only_the_blocks_that_its_tokens_need():
     kv = manager()
     request = make_request(list(range(9)))
-    assert len(kv.allocate(request, 9) or []) == 3
-    assert kv.allocate(request, 12) == []
-    assert len(kv.allocate(request, 13) or []) == 1
+    for num_tokens, num_blocks in ((9, 3), (12, 3), (13, 4)):
+        assert kv.allocate(request, num_tokens)
+        assert len(request.blocks) == num_blocks
     assert kv.pool.num_free_blocks == 4
 
 
@@ -60,9 +60,8 @@ def test_cached_free_blocks_that_are_reused_count_as_allocated():
     request = make_request(list(range(16)))
     cached = kv.find_cached_prefix(request, 15)
     assert len(cached) == 2
-    assert (
-        kv.allocate(request, 16, cached) is None
-    )  # 2 reused + 2 new, but the pool has only 3 blocks
+    # 2 reused + 2 new, but the pool has only 3 blocks
+    assert not kv.allocate(request, 16, cached)
     assert kv.pool.num_free_blocks == 3
 
 
@@ -239,9 +238,10 @@ def test_swapping_twice_is_refused():
 def test_an_allocation_keeps_a_reserve_free_unless_it_needs_no_blocks():
     kv = manager(num_blocks=4)
     request = make_request(list(range(12)))
-    assert kv.allocate(request, 12, keep_free=2) is None
-    assert kv.allocate(request, 12, keep_free=1) is not None
-    assert kv.allocate(request, 12, keep_free=4) == []
+    assert not kv.can_allocate(request, 12, keep_free=2)
+    assert kv.can_allocate(request, 12, keep_free=1)
+    assert kv.allocate(request, 12)
+    assert kv.can_allocate(request, 12, keep_free=4)
 
 
 def test_events_report_stored_removed_and_cleared_blocks():

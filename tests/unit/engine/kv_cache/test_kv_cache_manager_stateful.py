@@ -101,17 +101,17 @@ class KVMachine(RuleBasedStateMachine):
         request = Request(EngineCoreRequest("r", tokens, SamplingParams()))
         cached = self.kv.find_cached_prefix(request, len(tokens) - 1)
         before = self._state()
-        added = self.kv.allocate(request, len(tokens), cached, keep_free=keep_free)
-        if added is None:
+        if not self.kv.can_allocate(request, len(tokens), cached, keep_free=keep_free):
+            assert keep_free or not self.kv.allocate(request, len(tokens), cached)
             assert self._state() == before
             return
+        assert self.kv.allocate(request, len(tokens), cached)
         assert self.kv.num_free_blocks >= keep_free
-        assert added == request.block_ids
         found = [
             self.kv.pool.find(block_hash)
             for block_hash in self.kv.block_hashes(request)[: len(cached)]
         ]
-        assert added[: len(cached)] == [block.block_id for block in found if block is not None]
+        assert request.blocks[: len(cached)] == found
         request.num_computed_tokens = len(cached) * BLOCK
         self.live.append(request)
 
@@ -126,7 +126,7 @@ class KVMachine(RuleBasedStateMachine):
     def _write(self, request: Request, end: int, token: int) -> bool:
         """Run a step of known and new tokens. Return False if blocks are missing."""
         start = request.num_computed_tokens
-        if self.kv.allocate(request, end) is None:
+        if not self.kv.allocate(request, end):
             return False
         before = self._state()
         copies = self.kv.make_writable(request, start, end)
@@ -187,10 +187,12 @@ class KVMachine(RuleBasedStateMachine):
             st.lists(st.sampled_from(swapped), min_size=1, max_size=3, unique_by=id)
         )
         before = self._state()
-        copies = self.kv.swap_in(requests, keep_free=keep_free)
-        if copies is None:
+        if not self.kv.can_swap_in(requests, keep_free=keep_free):
+            assert keep_free or self.kv.swap_in(requests) is None
             assert self._state() == before
             return
+        copies = self.kv.swap_in(requests)
+        assert copies is not None
         assert self.kv.num_free_blocks >= keep_free
         self._copy_offloaded()
         self._copy(self.host, self.device, copies)
