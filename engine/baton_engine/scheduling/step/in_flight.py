@@ -76,8 +76,10 @@ class RunAhead:
         `max_model_len` allow, or a grammar or a KV transfer needs the sampled token first. A
         request that ends by its sampled token ignores the results of later steps.
         """
-        if not self.enabled or not request.num_placeholders:
-            return self.enabled
+        if not self.enabled:
+            return False
+        if not request.num_placeholders:
+            return True
         max_tokens, num_tokens = request.sampling_params.max_tokens, request.num_expected_tokens
         return (
             num_tokens < self.max_model_len
