@@ -20,19 +20,16 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from baton_engine.core.crash_dump import write_crash_dump
-from baton_engine.core.model_length import fit_max_model_len
 from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
+from baton_engine.core.scheduler_setup import make_scheduler
 from baton_engine.core.validation import validate_request
-from baton_engine.executor.base import Executor, WorkerDiedError, load_class
+from baton_engine.executor.base import Executor, WorkerDiedError
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
-from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import RequestMetrics
-from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
-from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.state import PauseState, SchedulerState
+from baton_engine.scheduling.state import PauseState
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole, container_path
 from baton_protocol.messages import (
@@ -118,7 +115,7 @@ class EngineCore:
             self.info.eos_token_ids,
             executor.wakeup,
         )
-        self.scheduler = self._make_scheduler(config)
+        self.scheduler = make_scheduler(config, self.info, self._structured_output)
         #: Whether the last step ran tokens, moved requests or sent metadata to the connector.
         #: If so, another step may find work.
         self.made_progress = False
@@ -134,49 +131,6 @@ class EngineCore:
         self._connector_stats: ConnectorStats | None = None
         self._connector_stats_time = -math.inf
         self._pause = PauseControl(self)
-
-    def _make_scheduler(self, config: EngineConfig) -> Scheduler:
-        info, cache = self.info, config.cache
-        max_model_len = fit_max_model_len(config, info)
-        kv = KVCacheManager(
-            info.num_blocks,
-            cache.block_size,
-            info.compatibility_hash,
-            enable_prefix_caching=cache.enable_prefix_caching,
-            num_swap_blocks=info.num_swap_blocks,
-            num_offload_blocks=info.num_offload_blocks,
-            enable_events=cache.enable_kv_events,
-        )
-        try:
-            scheduler_class = load_class(config.scheduler.scheduler_class, Scheduler, "scheduler")
-        except ValueError as error:
-            raise ConfigurationError(
-                "InvalidConfig", f"scheduler.scheduler_class: {error}"
-            ) from error
-        logger.info(
-            "KV cache: %d blocks of %d tokens; in host memory %d blocks for swapping "
-            "and %d for evicted prefixes; max_model_len %d",
-            info.num_blocks,
-            cache.block_size,
-            info.num_swap_blocks,
-            info.num_offload_blocks,
-            max_model_len,
-        )
-        try:
-            state = SchedulerState(
-                config.scheduler,
-                kv,
-                max_model_len=max_model_len,
-                eos_token_ids=info.eos_token_ids,
-                watermark_blocks=int(cache.watermark * info.num_blocks),
-                fail_on_load_error=config.kv_transfer.load_failure_policy == "fail",
-                num_stages=config.parallel.pipeline_parallel_size,
-                structured_output=self._structured_output,
-            )
-            scheduler: Scheduler = scheduler_class(state)
-        except ValueError as error:
-            raise ConfigurationError("InvalidConfig", str(error)) from error
-        return scheduler
 
     @property
     def ready(self) -> Ready:
