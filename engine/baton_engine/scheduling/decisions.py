@@ -1,8 +1,8 @@
 """Decisions that the scheduler's collaborators return. `RequestLifecycle` applies them.
 
-A decision changes nothing before it is applied. Tokens are no decision: `RunningPlanner` adds them
-to the step itself. With one decision per decoded token, the engine core took 20 % more time per
-request and step (`benchmarks/engine/overhead.py`).
+A decision changes nothing before it is applied. Tokens are no decision: `RunningPlanner` allocates
+the blocks of decodes and adds tokens to the step itself. With one decision per decoded token, the
+engine core took 20 % more time per request and step (`benchmarks/engine/overhead.py`).
 
 While a step is built, `Scheduler._apply` calls one method of `RequestLifecycle` per type of
 decision. At other times, only `Finished` and `Queued` occur, and `RequestLifecycle.settle` applies

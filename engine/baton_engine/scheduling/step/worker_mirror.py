@@ -44,6 +44,7 @@ class WorkerMirror:
             output.cached_requests.append(cached)
         else:
             state.is_known = True
+            # Without the token that this step samples.
             state.num_tokens = sequence.num_expected_tokens - samples
             num_prompt = sequence.num_prompt_tokens
             output.new_requests.append(
