@@ -39,25 +39,25 @@ class StepResults:
         sampled = ran.sampled_token_ids
         has_extras = bool(ran.prompt_logprobs or ran.routed_experts)
         for entry in ranges:
-            request = entry.request
+            request, start, end, samples, num_preemptions = entry
             in_flight.end(entry)
             if request.status is RequestStatus.FINISHED:  # ended while the step was in flight
                 continue
             token_id = sampled.get(request.request_id)
-            if (token_id is not None) != entry.samples:
+            if (token_id is not None) != samples:
                 raise RuntimeError(
                     f"step {step_id} returned the sampled token {token_id} for {request!r}, but "
-                    f"the step was scheduled to sample {'a' if entry.samples else 'no'} token"
+                    f"the step was scheduled to sample {'a' if samples else 'no'} token"
                 )
-            if entry.start < request.num_prompt_tokens:
+            if start < request.num_prompt_tokens:
                 self.state.counters.prompt_tokens_computed += (
-                    min(entry.end, request.num_prompt_tokens) - entry.start
+                    min(end, request.num_prompt_tokens) - start
                 )
-            if entry.num_preemptions == request.num_preemptions:  # else `blocks` has lost the KV
-                self.state.kv.cache_blocks(request, entry.end)
+            if num_preemptions == request.num_preemptions:  # else `blocks` has lost the KV
+                self.state.kv.cache_blocks(request, end)
             if has_extras:
                 self.state.outputs.collect(
-                    request.root or request, entry.start, ran, ran_as=request.request_id
+                    request.root or request, start, ran, ran_as=request.request_id
                 )
             if token_id is not None:
                 if request.root is not None:
