@@ -1,16 +1,17 @@
 """`baton-model fetch`: downloads a model into a folder for pods to load. Does not import torch.
 
-command.py       the command line
-fetch.py         one download: lock, listing, files, commit
-open_source.py   creates the source for a URI
-uri.py           parses a URI
-source.py        the interface of a source, and the verification of files
-hub.py           the source for hf://
-object_store.py  the source for s3:// and gs://
-selection.py     selects the files to download, and checks their names
-download.py      downloads files: resumed, verified, retried
-folder.py        the folders on disk: partial, complete
-lock.py          the lock between fetchers that share a cache
-progress.py      progress, in the log and over HTTP
-fetch_errors.py  errors, each with the reason of a Kubernetes condition
+command.py        the command line
+fetch.py          one download: lock, listing, files, commit
+create_source.py  creates the source for a URI
+uri.py            parses a URI
+source.py         the interface of a source
+hub.py            the source for hf://
+object_store.py   the source for s3:// and gs://
+selection.py      selects the files to download, and checks their names
+download.py       downloads files: resumed, verified, retried
+verify.py         compares a downloaded file with the listed size and digest
+folder.py         the folders on disk: partial, complete
+lock.py           the lock between fetchers that share a cache
+progress.py       progress, in the log and over HTTP
+fetch_errors.py   errors, each with the reason of a Kubernetes condition
 """

@@ -8,11 +8,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton_engine.fetch.create_source import create_source
 from baton_engine.fetch.download import Download, RetryPolicy
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.folder import Marker, Partial, read_complete
 from baton_engine.fetch.lock import FetchLock
-from baton_engine.fetch.open_source import open_source
 from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.selection import Only, select
 from baton_engine.fetch.source import Listing, RemoteFile, Source
@@ -42,7 +42,7 @@ def fetch(request: FetchRequest, progress: Progress, retries: RetryPolicy) -> Ma
     """
     if marker := read_complete(request.target, request.uri, request.only):
         return marker
-    source = open_source(request.uri)
+    source = create_source(request.uri)
     request.target.parent.mkdir(parents=True, exist_ok=True)
     lock = FetchLock(request.target.with_name(f"{request.target.name}.lock"))
     while not lock.try_acquire():

@@ -1,14 +1,10 @@
-"""The interface of a model source, and the verification of downloaded files."""
+"""The interface of a model source."""
 
 from __future__ import annotations
 
-import hashlib
 import io
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
-
-_BUFFER_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -52,25 +48,3 @@ class Source(Protocol):
             TransientError: a retry may help.
             OSError: `target` is not writable.
         """
-
-
-def verify(path: Path, file: RemoteFile) -> str:
-    """Compare a downloaded file with the size and digest that the source lists.
-
-    Returns:
-        A description of the difference. Empty if there is none.
-    """
-    size = path.stat().st_size
-    if size != file.size:
-        return f"it has {size} bytes instead of {file.size}"
-    kind, _, expected = file.digest.partition(":")
-    if not expected:
-        return ""
-    digest = hashlib.new({"git-sha1": "sha1"}.get(kind, kind), usedforsecurity=kind == "sha256")
-    if kind == "git-sha1":
-        digest.update(f"blob {size}\0".encode())
-    with path.open("rb") as content:
-        while chunk := content.read(_BUFFER_BYTES):
-            digest.update(chunk)
-    actual = digest.hexdigest()
-    return "" if actual == expected else f"its {kind} is {actual} instead of {expected}"

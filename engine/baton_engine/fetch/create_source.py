@@ -7,7 +7,7 @@ from baton_engine.fetch.source import Source
 from baton_engine.fetch.uri import HubModel, parse
 
 
-def open_source(uri: str) -> Source:
+def create_source(uri: str) -> Source:
     """Create the source for a model URI. Imports only the library that the URI needs.
 
     Raises:
