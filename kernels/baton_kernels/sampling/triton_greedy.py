@@ -9,14 +9,14 @@ from torch import Tensor
 
 from baton_kernels.configurations import configuration
 from baton_kernels.sampling.triton_kernel import DEFAULT, shape_class
-from baton_kernels.sampling.triton_search import order_key
+from baton_kernels.sampling.triton_search import logit_key
 
-_INFINITE_KEY = 0x7F800000  # order key of +inf
+_INFINITE_KEY = 0x7F800000  # logit key of +inf
 
 
 @triton.jit
 def _greedy_kernel(
-    best_ptr,  # int64 [rows]: order key * 2**32 - token id
+    best_ptr,  # int64 [rows]: logit key * 2**32 - token id
     logits_ptr,  # [rows, vocab_size]
     vocab_size,
     stride_logits_row,
@@ -28,7 +28,7 @@ def _greedy_kernel(
         logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
     )
     x = tl.where(x == x, x, float("inf"))  # a NaN becomes +inf, which makes the row not finite
-    tl.atomic_max(best_ptr + row, tl.max((order_key(x).to(tl.int64) << 32) - token, axis=0))
+    tl.atomic_max(best_ptr + row, tl.max((logit_key(x).to(tl.int64) << 32) - token, axis=0))
 
 
 def greedy_triton(logits: Tensor) -> list[int] | None:
@@ -47,8 +47,8 @@ def greedy_triton(logits: Tensor) -> list[int] | None:
         TILE=config["tile"],
         num_warps=config["num_warps"],
     )
-    places = best.cpu().numpy()
-    token_ids = -places & 0xFFFFFFFF
-    keys = (places + token_ids) >> 32
+    packed = best.cpu().numpy()
+    token_ids = -packed & 0xFFFFFFFF
+    keys = (packed + token_ids) >> 32
     is_finite = (keys >= -_INFINITE_KEY) & (keys < _INFINITE_KEY)
     return token_ids.tolist() if is_finite.all() else None

@@ -12,11 +12,11 @@ A batch has four launches, or only the last two if no row has a filter:
                     among the gathered tokens, and the token
                     with the best score
 
-A place is an integer that orders tokens by logit, and tokens of equal logits by id, so there are no
-ties. A filter keeps the tokens whose places reach a threshold. The threshold is found without
-sorting. Each pass counts the tokens (or sums the probabilities) that reach each of 16 places, which
-divides the search range by 17. If too few or too many tokens were gathered (flat distributions,
-large k), the passes read the whole row, with the same result.
+Tokens are ordered by logit, and tokens of equal logits by id, so there are no ties
+(triton_search.py). A filter keeps the tokens whose keys reach a threshold. The threshold is found
+without sorting. Each pass counts the tokens (or sums the probabilities) that reach each of 16 keys,
+which divides the search range by 17. If too few or too many tokens were gathered (flat
+distributions, large k), the passes read the whole row, with the same result.
 
 The launches share one tensor `state`, int64 of shape [rows, width]. A row has a header of
 _FIRST_SLOT numbers, followed by slots. At first, the slots contain block maxima. `collect` replaces
@@ -42,20 +42,20 @@ from baton_kernels.sampling.triton_search import (
     MASKED,
     Tokens,
     gumbel_of,
-    highest_of_key,
-    load_places,
+    highest_of_logit,
+    load_token_keys,
+    logit_key,
     logit_of,
-    lowest_of_key,
-    order_key,
-    order_place,
+    lowest_of_logit,
     reaching,
     relative_weight,
     search,
+    token_key,
     token_of,
 )
 
 BLOCK = 64  #: Tokens per block maximum.
-PIVOTS = 16  #: Places with which one pass compares the tokens of a row.
+PIVOTS = 16  #: Token keys with which one pass compares the tokens of a row.
 #: Share of the block maxima that must reach the bound, in rows with top_p but without top_k. Tokens
 #: that reach the bound are gathered. If logits have a normal distribution, that is 5% of the
 #: vocabulary. If a few tokens are much more likely than all others, it is less.
@@ -80,8 +80,8 @@ def shape_class(num_rows: int, vocab_size: int) -> str:
 
 # Header of a row's state. Only rows with top_p and without top_k have the two sums. The sums add
 # the probabilities of tokens that min_p keeps.
-_HIGHEST = tl.constexpr(0)  # highest place with the largest logit
-_BOUND = tl.constexpr(1)  # lowest place to gather
+_HIGHEST = tl.constexpr(0)  # highest token key with the largest logit
+_BOUND = tl.constexpr(1)  # lowest token key to gather
 _COUNT = tl.constexpr(2)  # tokens that reach the bound
 _TOTAL = tl.constexpr(3)  # sum over the row
 _GATHERED = tl.constexpr(4)  # sum over the tokens that reach the bound
@@ -131,7 +131,7 @@ def _block_maxima_kernel(
     )
     tl.store(
         state_ptr + row * width + _FIRST_SLOT + block,
-        order_place(tl.max(order_key(x), axis=1), block),
+        token_key(tl.max(logit_key(x), axis=1), block),
         mask=block < tl.cdiv(vocab_size, BLOCK_TOKENS),
     )
 
@@ -154,8 +154,8 @@ def _bounds_kernel(
     highest = tl.full([], MASKED, tl.int64)
     for start in range(0, num_blocks, TILE):
         block = start + tl.arange(0, TILE)
-        place = tl.load(state + _FIRST_SLOT + block, mask=block < num_blocks, other=MASKED)
-        highest = tl.maximum(highest, highest_of_key(tl.max(place, axis=0)))
+        key = tl.load(state + _FIRST_SLOT + block, mask=block < num_blocks, other=MASKED)
+        highest = tl.maximum(highest, highest_of_logit(tl.max(key, axis=0)))
     best = logit_of(highest).to(tl.float64) / params.temperature
     lowest = tl.full([], LOWEST, tl.int64)
     none = tl.zeros([], tl.int32)
@@ -173,9 +173,9 @@ def _bounds_kernel(
     if (params.top_k >= vocab_size) & (params.top_p <= 1.0):
         # The tokens below x have less than 1 - top_p of the best token's probability.
         x = (best + tl.log((1.0 - params.top_p) / vocab_size)) * params.temperature
-        bound = tl.maximum(bound, tl.minimum(order_place(order_key(x.to(tl.float32)), 0), highest))
+        bound = tl.maximum(bound, tl.minimum(token_key(logit_key(x.to(tl.float32)), 0), highest))
     tl.store(state + _HIGHEST, highest)
-    tl.store(state + _BOUND, lowest_of_key(bound))
+    tl.store(state + _BOUND, lowest_of_logit(bound))
     for counter in tl.static_range(_COUNT, _GATHERED + 1):
         tl.store(state + counter, 0)  # the collect kernel adds to the counters
 
@@ -212,8 +212,8 @@ def _collect_kernel(
         tl.store(slot, score.to(tl.int64, bitcast=True))
         tl.store(slot + 1, (tl.program_id(1) * TILE + index).to(tl.int64))
     else:
-        place = order_place(order_key(x), token)
-        reaches = place >= tl.load(state + _BOUND)
+        key = token_key(logit_key(x), token)
+        reaches = key >= tl.load(state + _BOUND)
         if params.top_k >= vocab_size:
             scaled = x.to(tl.float64) / params.temperature
             kept = (x > float("-inf")) & (scaled >= best + params.log_min_p)
@@ -228,7 +228,7 @@ def _collect_kernel(
         if num_reach > 0:
             first_slot = tl.atomic_add(state + _COUNT, num_reach.to(tl.int64)).to(tl.int32)
             slot = first_slot + tl.cumsum(reach, axis=0) - reach
-            tl.store(state + _FIRST_SLOT + slot, place, mask=reaches & (slot < CAPACITY))
+            tl.store(state + _FIRST_SLOT + slot, key, mask=reaches & (slot < CAPACITY))
 
 
 @triton.jit
@@ -296,10 +296,10 @@ def _draw_kernel(
             left = search(tokens, left, right, amount, wanted, True, PIVOTS, TILE)
 
         for start in range(0, tokens.in_row + tokens.gathered, TILE):
-            place = load_places(tokens, start, TILE)
-            x, token = logit_of(place), token_of(place)
+            key = load_token_keys(tokens, start, TILE)
+            x, token = logit_of(key), token_of(key)
             scaled = x.to(tl.float64) / params.temperature
-            kept = (x > float("-inf")) & (scaled >= tokens.least) & (place >= left)
+            kept = (x > float("-inf")) & (scaled >= tokens.least) & (key >= left)
             score = tl.where(kept, scaled + gumbel_of(params.noise_key, token), float("-inf"))
             top_score = tl.max(score, axis=0)
             first = tl.min(tl.where(kept & (score == top_score), token, vocab_size), axis=0)

@@ -1,6 +1,9 @@
-"""Triton functions for the draw: noise, probabilities, places of tokens, and search by place.
+"""Triton functions for the draw: noise, probabilities, token keys, and search by token key.
 
-A place is an int64 that orders tokens by logit, and tokens of equal logits by id (`order_place`).
+A token key is an int64 that orders tokens by logit, and tokens of equal logits by descending id:
+
+    bits 24 to 63   the logit's key (`logit_key`), with its sign extended
+    bits 0 to 23    0xFFFFFF - token id
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from baton_kernels.sampling.noise import GAMMA, MIX_1, MIX_2
 
 _GAMMA, _MIX_1, _MIX_2 = tl.constexpr(GAMMA), tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 _LAST_ID = tl.constexpr(0xFFFFFF)
-LOWEST = tl.constexpr(-2139095040 << 24)  #: Place that every token with a finite logit reaches.
-MASKED = tl.constexpr(-2139095041 << 24)  #: Place with a logit of -inf.
+LOWEST = tl.constexpr(-2139095040 << 24)  #: Token key that every token with a finite logit reaches.
+MASKED = tl.constexpr(-2139095041 << 24)  #: Lowest token key with a logit of -inf.
 _UNIT = tl.constexpr(2.0**32)  # fixed point of probabilities relative to the best token's
 # Adding and subtracting this number rounds to an integer, half to even.
 _TO_INTEGER = tl.constexpr(2.0**52)
@@ -25,7 +28,7 @@ class Tokens(NamedTuple):
     """Tokens of a row that a search reads: all tokens, the gathered tokens, or the block maxima."""
 
     row_ptr: tl.tensor  #: float32 [vocab_size]: logits of the row.
-    gathered_ptr: tl.tensor  #: int64 [gathered]: places of gathered tokens, or of block maxima.
+    gathered_ptr: tl.tensor  #: int64 [gathered]: token keys of gathered tokens, or of block maxima.
     in_row: tl.tensor  #: Number of tokens to read from the row; 0 with gathered tokens.
     gathered: tl.tensor  #: Number of gathered tokens to read; 0 with tokens from the row.
     temperature: tl.tensor
@@ -34,7 +37,7 @@ class Tokens(NamedTuple):
 
 
 @triton.jit
-def order_key(x):
+def logit_key(x):
     """Map float32 values to int32 keys with the same order.
 
     Both zeros map to 0. NaN maps to the key of -inf.
@@ -45,37 +48,34 @@ def order_key(x):
 
 
 @triton.jit
-def order_place(key, token):
-    """Return the place of a token: an int64 that orders by logit, then by descending id.
-
-    Ids have 24 bits.
-    """
+def token_key(key, token):
+    """Return the token key of a token, from its `logit_key` and id."""
     return (key.to(tl.int64) << 24 | _LAST_ID) - token
 
 
 @triton.jit
-def lowest_of_key(place):
-    """Return the lowest place with the same logit as `place`."""
-    return place & ~_LAST_ID
+def lowest_of_logit(key):
+    """Return the lowest token key with the same logit as `key`."""
+    return key & ~_LAST_ID
 
 
 @triton.jit
-def highest_of_key(place):
-    """Return the highest place with the same logit as `place`."""
-    return place | _LAST_ID
+def highest_of_logit(key):
+    """Return the highest token key with the same logit as `key`."""
+    return key | _LAST_ID
 
 
 @triton.jit
-def token_of(place):
-    """Return the token id of a place."""
-    return (~place & _LAST_ID).to(tl.int32)
+def token_of(key):
+    """Return the token id of a token key."""
+    return (~key & _LAST_ID).to(tl.int32)
 
 
 @triton.jit
-def logit_of(place):
-    """Return the float32 logit of a place."""
-    key = (place >> 24).to(tl.int32)
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def logit_of(key):
+    """Return the float32 logit of a token key."""
+    bits = (key >> 24).to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -98,24 +98,24 @@ def relative_weight(scaled, best):
 
 
 @triton.jit
-def load_places(tokens: Tokens, start, TILE: tl.constexpr):
-    """Return the places of a tile of tokens, with MASKED past the end."""
+def load_token_keys(tokens: Tokens, start, TILE: tl.constexpr):
+    """Return the token keys of a tile of tokens, with MASKED past the end."""
     index = start + tl.arange(0, TILE)
     in_row = index < tokens.in_row
     x = tl.load(tokens.row_ptr + index, mask=in_row, other=float("-inf"))
-    place = tl.load(tokens.gathered_ptr + index, mask=index < tokens.gathered, other=MASKED)
-    return tl.where(in_row, order_place(order_key(x), index), place)
+    key = tl.load(tokens.gathered_ptr + index, mask=index < tokens.gathered, other=MASKED)
+    return tl.where(in_row, token_key(logit_key(x), index), key)
 
 
 @triton.jit
-def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
-    """Return the `relative_weight` of the token at each place, or 1 without WEIGH.
+def amount_of(tokens: Tokens, key, WEIGH: tl.constexpr):
+    """Return the `relative_weight` of the token of each token key, or 1 without WEIGH.
 
     The amount is 0 for masked tokens and for tokens that min_p removes.
     """
-    x = logit_of(place)
+    x = logit_of(key)
     scaled = x.to(tl.float64) / tokens.temperature
-    amount = tl.full(place.shape, 1.0, tl.float64)
+    amount = tl.full(key.shape, 1.0, tl.float64)
     if WEIGH:
         amount = relative_weight(scaled, tokens.best)
     return tl.where((x > float("-inf")) & (scaled >= tokens.least), amount, 0.0)
@@ -123,20 +123,20 @@ def amount_of(tokens: Tokens, place, WEIGH: tl.constexpr):
 
 @triton.jit
 def reaching(tokens: Tokens, threshold, WEIGH: tl.constexpr, TILE: tl.constexpr):
-    """Return the sum of `amount_of` over the tokens whose places are at least `threshold`."""
+    """Return the sum of `amount_of` over the tokens whose keys are at least `threshold`."""
     result = tl.zeros([], tl.float64)
     for start in range(0, tokens.in_row + tokens.gathered, TILE):
-        place = load_places(tokens, start, TILE)
-        amount = amount_of(tokens, place, WEIGH)
-        result += tl.sum(tl.where(place >= threshold, amount, 0.0), axis=0)
+        key = load_token_keys(tokens, start, TILE)
+        amount = amount_of(tokens, key, WEIGH)
+        result += tl.sum(tl.where(key >= threshold, amount, 0.0), axis=0)
     return result
 
 
 @triton.jit
 def search(
     tokens: Tokens,
-    left,  # place: the lowest possible result
-    right,  # place: the highest possible result
+    left,  # token key: the lowest possible result
+    right,  # token key: the highest possible result
     amount,  # float64: total amount of the tokens that reach `left`
     wanted,  # float64
     WEIGH: tl.constexpr,
@@ -150,8 +150,8 @@ def search(
     tokens of equal logits.
 
     Returns:
-        A place that all tokens of the set reach. No other token with a positive amount reaches
-        this place. The result is `left` if the total of all tokens is less than `wanted`.
+        A token key that all tokens of the set reach. No other token with a positive amount
+        reaches it. The result is `left` if the total of all tokens is less than `wanted`.
     """
     while (left < right) & (amount - amount_of(tokens, left, WEIGH) >= wanted):
         step = (right - left) // (PIVOTS + 1)
@@ -159,9 +159,9 @@ def search(
         pivots = left + (tl.arange(0, PIVOTS) + 1).to(tl.int64) * step
         reach = tl.zeros([PIVOTS], tl.float64)
         for start in range(0, tokens.in_row + tokens.gathered, TILE):
-            place = load_places(tokens, start, TILE)
-            part = amount_of(tokens, place, WEIGH)
-            reach += tl.sum(tl.where(place[None, :] >= pivots[:, None], part[None, :], 0.0), axis=1)
+            key = load_token_keys(tokens, start, TILE)
+            part = amount_of(tokens, key, WEIGH)
+            reach += tl.sum(tl.where(key[None, :] >= pivots[:, None], part[None, :], 0.0), axis=1)
         left += tl.sum((reach >= wanted).to(tl.int64), axis=0) * step
         right = tl.minimum(right, left + step - 1)
         amount = tl.min(tl.where(reach >= wanted, reach, amount), axis=0)

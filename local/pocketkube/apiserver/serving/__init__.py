@@ -6,7 +6,7 @@
 - `watch`: streams of changes.
 - `discovery`: API groups, versions and OpenAPI documents.
 - `tables`: rows and columns for kubectl.
-- `kubelets`: the kubelet and the container of a request about a pod.
+- `kubelet_lookup`: the kubelet and the container of a request about a pod.
 - `resource_metrics`: the usage that kubelets measure, for `kubectl top`.
 - `pod_logs`: logs, forwarded from the kubelet.
 - `pod_streams`: exec, attach and port-forward, connected with the kubelet.

@@ -8,7 +8,7 @@ from aiohttp import web
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import Registry
 from pocketkube.apiserver.resources import RequestInfo
-from pocketkube.apiserver.serving.kubelets import CONNECT_S, container_of, locate
+from pocketkube.apiserver.serving.kubelet_lookup import CONNECT_S, container_of, locate
 
 _PARAMETERS = (
     "follow",

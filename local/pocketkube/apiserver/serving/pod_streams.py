@@ -17,7 +17,7 @@ from pocketkube.apiserver import errors
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import Registry
 from pocketkube.apiserver.resources import Object, RequestInfo
-from pocketkube.apiserver.serving.kubelets import container_of, locate
+from pocketkube.apiserver.serving.kubelet_lookup import container_of, locate
 from pocketkube.websockets import create_socket, run_until_closed
 
 #: The subresources that this module serves.

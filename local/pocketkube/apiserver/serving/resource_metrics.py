@@ -11,7 +11,7 @@ from pocketkube.apiserver import errors
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.registry import Registry
 from pocketkube.apiserver.resources import NODE_METRICS, Object, RequestInfo, Resource
-from pocketkube.apiserver.serving.kubelets import CONNECT_S, kubelet_url
+from pocketkube.apiserver.serving.kubelet_lookup import CONNECT_S, kubelet_url
 from pocketkube.apiserver.serving.request import parse_selectors
 
 #: Maximum time in which a kubelet measures and responds.
