@@ -22,20 +22,30 @@ class Cost(NamedTuple):
 
 
 def attention(
-    query: Tensor, key_cache: Tensor, query_lens: Sequence[int], seq_lens: Sequence[int]
+    query: Tensor,
+    key_cache: Tensor,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    window: int | None,
 ) -> Cost:
     """Return the cost of attention: keys, values, queries, results and block ids.
 
-    The FLOPs are two products for each query and each key that the query may attend to. A sliding
-    window is not supported: all earlier keys count.
+    Keys that no query of a sequence attends to do not count, nor do their values and block ids. The
+    FLOPs are two products for each query and each key that the query attends to.
     """
     _, num_kv_heads, block_size, head_dim = key_cache.shape
-    keys = sum(seq_lens) * num_kv_heads * head_dim * key_cache.itemsize
-    block_ids = 4 * sum(-(-length // block_size) for length in seq_lens)
-    pairs = sum(
-        q * length - q * (q - 1) // 2 for q, length in zip(query_lens, seq_lens, strict=True)
+    num_keys = num_block_ids = num_pairs = 0
+    for num_queries, length in zip(query_lens, seq_lens, strict=True):
+        limit = length if window is None else window
+        oldest = max(0, length - num_queries - limit + 1)
+        num_keys += length - oldest
+        num_block_ids += -(-length // block_size) - oldest // block_size
+        num_pairs += sum(min(end, limit) for end in range(length - num_queries + 1, length + 1))
+    key_nbytes = num_keys * num_kv_heads * head_dim * key_cache.itemsize
+    return Cost(
+        2 * key_nbytes + 2 * query.nbytes + 4 * num_block_ids,
+        4 * query.shape[1] * head_dim * num_pairs,
     )
-    return Cost(2 * keys + 2 * query.nbytes + block_ids, 4 * query.shape[1] * head_dim * pairs)
 
 
 def kv_write(key: Tensor, slot_mapping: Tensor) -> Cost:

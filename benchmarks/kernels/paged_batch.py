@@ -120,7 +120,13 @@ class Paged:
     @cached_property
     def cost(self) -> costs.Cost:
         """The cost of one layer's attention."""
-        return costs.attention(self.query, self.cache[:, :, 0, 0], self.query_lens, self.seq_lens)
+        return costs.attention(
+            self.query,
+            self.cache[:, :, 0, 0],
+            self.query_lens,
+            self.seq_lens,
+            self.plan.window,
+        )
 
 
 def random_cache(

@@ -42,7 +42,7 @@ def prompt_logprobs_of(
     found: dict[str, PromptLogprobs] = {}
     for index in np.flatnonzero(batch.wants_prompt_logprobs[scheduled.rows]).tolist():
         row, start, end = (
-            int(of[index]) for of in (scheduled.rows, scheduled.starts, scheduled.ends)
+            int(values[index]) for values in (scheduled.rows, scheduled.starts, scheduled.ends)
         )
         # The prompt's last token predicts a generated token.
         end = min(end, int(batch.num_prompt_tokens[row]) - 1)

@@ -23,7 +23,7 @@ The implementations are C++ (../cpu/source/attention.h), torch (torch_cpu.py) an
 
 Counted cost (`benchmarks/kernels/costs.py`):
 
-    bytes       keys and values of each sequence, queries, results and block ids
+    bytes       visible keys and values of each sequence, queries, results and block ids
     operations  4 * head_dim per head and pair of a query and a visible key
 
 A step calls `plan_attention` once, on the host. The plan has what all layers of the step share: the

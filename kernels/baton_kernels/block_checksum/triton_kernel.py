@@ -22,14 +22,6 @@ CANDIDATES: list[Configuration] = [
 ]
 
 
-def shape_class() -> str:
-    """Return the shape class under which a launch's tuned configuration is stored.
-
-    Blocks are long, so all launches share one class.
-    """
-    return "any"
-
-
 @triton.jit(do_not_specialize_on_alignment=["block_ids_ptr"])  # a view with any offset
 def _block_sums_kernel(
     out_ptr,  # [num_block_ids, parts]
@@ -73,7 +65,8 @@ def block_sums_triton(
         block_ids = block_ids.pin_memory().to(kv_cache.device, non_blocking=True)
     inner, outer = _weights(num_words, kv_cache.device)
     default = {"tile": 1024, "tiles": 4, "num_warps": 4}
-    config = configuration("block_checksum", shape_class(), kv_cache.device, default)
+    # Blocks are long, so all launches share one shape class.
+    config = configuration("block_checksum", "any", kv_cache.device, default)
     parts = triton.cdiv(num_words, config["tile"] * config["tiles"])
     out = torch.empty(len(block_ids), parts, dtype=torch.int64, device=kv_cache.device)
     _block_sums_kernel[(len(block_ids), parts)](

@@ -25,14 +25,6 @@ CANDIDATES: list[Configuration] = [
 ]
 
 
-def shape_class() -> str:
-    """Return the shape class under which a launch's tuned configuration is stored.
-
-    Blocks are long, so all launches share one class.
-    """
-    return "any"
-
-
 @triton.jit(do_not_specialize_on_alignment=["pairs_ptr"])  # a view with any offset
 def _copy_blocks_kernel(
     source_ptr,  # [num_blocks, words_per_block]
@@ -79,7 +71,8 @@ def copy_blocks_triton(
     if device.type == "cuda":  # an upload of a long table from pageable memory would block
         table = table.pin_memory().to(device, non_blocking=True)
     words_per_block = source.shape[1]
-    config = configuration("block_copy", shape_class(), device, {"tile": 1024, "num_warps": 4})
+    # Blocks are long, so all launches share one shape class.
+    config = configuration("block_copy", "any", device, {"tile": 1024, "num_warps": 4})
     _copy_blocks_kernel[(len(chains), triton.cdiv(words_per_block, config["tile"]))](
         source,
         target,

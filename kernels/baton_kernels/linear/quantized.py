@@ -19,7 +19,8 @@ from torch.nn import functional
 from baton_kernels import cpu
 
 Bits = Literal[8, 4]
-GROUP = 32  #: Number of inputs that share a scale in int4.
+#: Number of inputs that share a scale, in an int4 weight and in the rounded x.
+GROUP = 32
 #: Number of elements of a weight that are processed in float32 at a time.
 TILE_NUMEL = 1 << 20
 #: int4 scales that are tried for a group, relative to the scale that maps the largest element to

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-#: Number of columns of an int4 weight, and of inputs of the compiled product, with one scale.
-GROUP = 32
+from baton_kernels.linear.quantized import GROUP
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -35,9 +35,17 @@ def test_an_operation_states_its_cost(operation: str) -> None:
 def test_attention_counts_each_key_and_value_once() -> None:
     """Two sequences with blocks of 16 tokens: one query sees 20 keys, two see 6 and 7."""
     query, key_cache = torch.empty(3, 4, 8), torch.empty(9, 2, 16, 8)
-    cost = COSTS["attention"](query, key_cache, [1, 2], [20, 7])
+    cost = COSTS["attention"](query, key_cache, [1, 2], [20, 7], None)
     assert cost.nbytes == 2 * 27 * 2 * 8 * 4 + 2 * 3 * 4 * 8 * 4 + 3 * 4
     assert cost.flops == 4 * 4 * 8 * (20 + 6 + 7)
+
+
+def test_attention_counts_the_keys_of_a_window() -> None:
+    """With a window of 4, one query sees keys 16 to 19, two see keys 2 to 5 and 3 to 6."""
+    query, key_cache = torch.empty(3, 4, 8), torch.empty(9, 2, 16, 8)
+    cost = COSTS["attention"](query, key_cache, [1, 2], [20, 7], 4)
+    assert cost.nbytes == 2 * (4 + 5) * 2 * 8 * 4 + 2 * 3 * 4 * 8 * 4 + 2 * 4
+    assert cost.flops == 4 * 4 * 8 * (4 + 4 + 4)
 
 
 def test_experts_count_the_weights_of_chosen_experts_once() -> None:
