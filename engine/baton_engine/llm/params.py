@@ -100,10 +100,8 @@ class SamplingParams(WireSamplingParams, kw_only=True):
             raise ValueError(
                 "beam_width is set by LLM.beam_search(prompts, BeamSearchParams(beam_width=...))"
             )
-        if self.structured_output is not None and self.structured_outputs is not None:
-            raise ValueError(
-                "structured_output cannot be combined with structured_outputs: set only the second"
-            )
+        if self.structured_output is not None:
+            raise ValueError("structured_output is set by the LLM: set structured_outputs")
         self._wire(seed=self.seed or 0, bad_words=self.bad_words_token_ids).validate()
 
     def to_wire(self, tokenizer: Tokenizer, *, seed: int) -> WireSamplingParams:
@@ -129,11 +127,10 @@ class SamplingParams(WireSamplingParams, kw_only=True):
         }
         if self.num_candidates > self.n and self.logprobs is None:
             fields["logprobs"] = 0  # to rank the candidates
-        structured_output = self.structured_output or self._structured_output()
         fields |= {
             "seed": seed,
             "bad_words_token_ids": bad_words,
-            "structured_output": structured_output,
+            "structured_output": self._structured_output(),
         }
         return WireSamplingParams(**fields)
 

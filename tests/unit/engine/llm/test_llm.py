@@ -19,6 +19,7 @@ from tqdm import tqdm
 from baton_engine import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
+from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 from support.parity import assert_greedy, prompts, reference_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -306,6 +307,10 @@ def test_the_text_follows_structured_outputs(llm: LLM):
         (SamplingParams(stop=[""]), "stop must not"),
         (SamplingParams(bad_words=[" "]), "bad_words"),
         (SamplingParams(beam_width=2), "beam_search"),
+        (
+            SamplingParams(structured_output=StructuredOutput(StructuredOutputKind.REGEX, "a")),
+            "set structured_outputs",
+        ),
         (SamplingParams(stop_token_ids=[5000]), "stop_token_ids"),
         (
             SamplingParams(structured_outputs=StructuredOutputsParams(regex="a", choice=["b"])),
