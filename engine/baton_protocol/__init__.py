@@ -12,6 +12,7 @@ block_hash        chained hashes of KV blocks
 kv_compatibility  values that must be equal on engines that exchange KV blocks
 config            configuration of one engine and of one gateway
 options           command-line flags and bounds of configuration fields
+engine_options    the options of `baton-engine`, and the checks of their values
 arguments         types of command-line arguments
 fatal             error and exit code for a configuration that cannot work
 progress          body of a pod's GET /health response

@@ -1,6 +1,6 @@
 """The operator: keeps every LLMService in the state that its spec describes.
 
-One reconcile observes, plans, applies and reports (`reconcile.py`). The terms:
+The terms:
 
 - service: an LLMService. A Service is the Kubernetes object.
 - role: prefill, decode, gateway or coordinator. The pods of one role are a group.
@@ -24,6 +24,7 @@ The modules:
 - `handlers`: kopf's handlers, which queue services for a reconcile.
 - `kopf_settings`: turns off everything in kopf except the watches.
 - `controller`: runs the queued reconciles.
+- `reconcile`: one reconcile, which observes, plans, applies and reports.
 - `desired`: the desired state of a service, collected from the builders.
 - `apply`: writes the difference between the desired and the observed state.
 - `drain`: sends `POST /drain` to the members that are marked as draining.

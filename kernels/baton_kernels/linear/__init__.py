@@ -6,6 +6,7 @@ plain and of packed weights.
 
     packed      weights reordered for a faster product: C++ (../cpu/source/linear.h) or oneDNN
     quantized   weights in int8 or int4: C++ (../cpu/source/quantized_linear.h) or torch
+    reference   both in float64, for tests
 
 For output o and input i, with values in [-127, 127] or [-8, 7]:
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from baton_engine.cli import OPTIONS
-from support.install.rendered_chart import ROOT
 
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/reference/options.md"
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support.install.rendered_chart import ROOT
+ROOT = Path(__file__).parents[3]
+
 
 PAGES = sorted((ROOT / "docs" / "internals").glob("*.md"))
 PACKAGES = ("engine", "gateway", "kernels", "kv_transfer", "local", "operator")

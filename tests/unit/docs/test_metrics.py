@@ -7,14 +7,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_protocol.topology import TopologyStatus
-from support.install.rendered_chart import ROOT
 
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 NAME = re.compile(r"baton(:|_operator_)[a-z_0-9]+")
 KINDS = ("counter", "gauge", "histogram", "summary", "info", "enum")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import violations
 from pocketkube.apiserver.schema.structural import StructuralSchema
-from support.install.rendered_chart import ROOT, notes
+from support.install.rendered_chart import notes
 
+ROOT = Path(__file__).parents[3]
 SCHEMA = StructuralSchema(
     custom_resource_definition()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 )
