@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 OPERATOR = ROOT / "operator" / "baton_operator"
 WORD = re.compile(r"[A-Z]+[a-z]+[A-Za-z]*")
 #: CamelCase words in the operator's source that are no reasons and no types of conditions. A new

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton_engine.checkpoint import create_checkpoint
 
-PAGE = Path(__file__).parents[4] / "docs" / "use" / "offline.md"
+PAGE = Path(__file__).parents[3] / "docs" / "use" / "offline.md"
 
 
 def test_all_examples_run(tmp_path: Path):
