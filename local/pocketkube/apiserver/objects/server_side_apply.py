@@ -203,6 +203,18 @@ def leaves(obj: Object, types: FieldTypes) -> dict[FieldPath, Any]:
 def _collect(
     value: Any, types: FieldTypes, names: Path, path: FieldPath, found: dict[FieldPath, Any]
 ) -> None:
+    """Add the leaves of `value` to `found`.
+
+    For example, `{"containers": [{"name": "a", "image": "x"}]}` adds:
+
+        ("f:containers", 'k:{"name":"a"}', ".")        None
+        ("f:containers", 'k:{"name":"a"}', "f:name")   "a"
+        ("f:containers", 'k:{"name":"a"}', "f:image")  "x"
+
+    Args:
+        names: field names from the object's root to `value`, which select the type.
+        path: path from the object's root to `value`.
+    """
     if not isinstance(value, (dict, list)):
         found[path] = value
         return
@@ -244,6 +256,17 @@ def _member(value: Any) -> str:
 
 
 def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
+    """Return `live` with the fields of `applied`. Neither argument is changed.
+
+    For example, with containers keyed by name:
+
+        live     [{"name": "a", "image": "x", "tty": true}, {"name": "b"}]
+        applied  [{"name": "a", "image": "y"}, {"name": "c"}]
+        result   [{"name": "a", "image": "y", "tty": true}, {"name": "b"}, {"name": "c"}]
+
+    Args:
+        names: field names from the object's root to both values, which select the type.
+    """
     if isinstance(live, dict) and isinstance(applied, dict):
         if types.at(names, applied).kind == "atomic":
             return copy.deepcopy(applied)
@@ -269,7 +292,11 @@ def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
 def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> None:
     """Delete the field at `path` from `obj`, and each map or list that becomes empty.
 
-    Maps and lists along the path are copied, because other objects may share them.
+    Maps and lists along the path are copied, because other objects may share them. For example:
+
+        obj     {"metadata": {"name": "n", "labels": {"app": "a"}}}
+        path    ("f:metadata", "f:labels", "f:app")
+        result  {"metadata": {"name": "n"}}
     """
     target = path[:-1] if path[-1] == "." else path
 
