@@ -6,7 +6,7 @@ registry.py           the model class of each architecture name
 fused_layers.py       embedding, layers and norm of a model as one compiled operation
 layers.py             layers that the architectures share, and the base class `CausalLM`
 sparse_moe.py         the mixture-of-experts layer
-expert_parallel.py    experts on several ranks, and the exchange of tokens
+expert_shard.py       the experts of a layer on one rank, and the exchange of tokens
 projections.py        linear layers over tensor ranks
 operators.py          attention, all-reduce and experts as operators of a traced graph
 forward_context.py    data of one step that attention reads

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.models.expert_parallel import ExpertShard
+from baton_engine.models.expert_shard import ExpertShard
 from baton_engine.models.forward_context import current_context
 from baton_kernels.attention import paged_attention
 from baton_kernels.kv_write import write_kv

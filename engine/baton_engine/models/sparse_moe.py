@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from baton_engine.distributed.group import Group
 from baton_engine.models.checkpoint_config import CheckpointConfig
-from baton_engine.models.expert_parallel import ExpertShard
+from baton_engine.models.expert_shard import ExpertShard
 from baton_engine.models.operators import (
     all_reduce,
     exchange_tokens,

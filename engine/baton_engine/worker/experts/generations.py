@@ -24,7 +24,7 @@ import torch
 
 from baton_engine.distributed.group import RETIREMENT_GRACE_S, Group
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.models.expert_parallel import ExpertShard
+from baton_engine.models.expert_shard import ExpertShard
 from baton_engine.worker.experts.expert_exchange import exchange_experts, wanted_by
 from baton_engine.worker.experts.expert_weights import Expert, ExpertKey, ExpertStore, stack_experts
 from baton_engine.worker.experts.preparation import Preparation, PreparationState

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.models import expert_parallel
+from baton_engine.models import expert_shard
 from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ModelInvalid
-from baton_engine.models.expert_parallel import ExpertShard, LayerPlacement, uses_masked_layout
+from baton_engine.models.expert_shard import ExpertShard, LayerPlacement, uses_masked_layout
 from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import forward_context
 from baton_engine.models.sharding import ALONE
@@ -56,9 +56,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(
-        expert_parallel, "MASKED_ROWS", 0 if request.param == "contiguous" else 10**6
-    )
+    monkeypatch.setattr(expert_shard, "MASKED_ROWS", 0 if request.param == "contiguous" else 10**6)
     return request.param
 
 
@@ -123,7 +121,7 @@ def test_any_placement_gives_the_result_of_one_rank_and_counts_the_chosen_expert
     shards = make_shards(placement, gate_up, down)
     inputs = [route(number, top_k, seed + rank) for rank, number in enumerate(num_tokens)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_parallel, "MASKED_ROWS", 0 if layout == "contiguous" else 10**6)
+        patch.setattr(expert_shard, "MASKED_ROWS", 0 if layout == "contiguous" else 10**6)
         results, _ = mix_everywhere(shards, inputs)
     for shard, (x, weights, ids), result in zip(shards, inputs, results, strict=True):
         expected = run_experts_reference(x, gate_up, down, weights, ids)
