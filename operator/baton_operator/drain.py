@@ -11,11 +11,12 @@ from baton_operator.observe.pod_clients import Drainer
 from baton_operator.plan.plan_group import Member
 
 
-async def drain_members(drainer: Drainer, observed: Observation) -> None:
+async def drain_members(drainer: Drainer, observed: Observation) -> Observation:
     """Send `POST /drain` to each member that must drain.
 
-    The numbers of unfinished requests and transfers in the replies are stored in
-    `observed.members`, because the planner needs them.
+    Returns:
+        `observed` with the numbers of unfinished requests and transfers in the replies, which the
+        planner needs.
     """
     addresses = {
         pod["metadata"]["name"]: pod.get("status", {}).get("podIP") for pod in observed.pods
@@ -27,5 +28,8 @@ async def drain_members(drainer: Drainer, observed: Observation) -> None:
         unfinished = await drainer.drain(addresses[member.name], observed.service_key)
         return msgspec.structs.replace(member, unfinished=unfinished)
 
-    for role, members in observed.members.items():
-        observed.members[role] = list(await asyncio.gather(*map(drain, members)))
+    drained = {
+        role: list(await asyncio.gather(*map(drain, members)))
+        for role, members in observed.members.items()
+    }
+    return msgspec.structs.replace(observed, members=drained)

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,7 +23,6 @@ from baton_operator.apply import (
 )
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.builders import service_key
-from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.controller import Outcome
 from baton_operator.desired import Desired, compute_desired, resolve
@@ -55,6 +55,7 @@ from baton_operator.status.report_events import new_events
 from baton_operator.status.report_group import ReportedGroup, gateway_group, member_group
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_operator.status.status_writer import StatusWriter
+from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import TopologyRequest
 
 logger = logging.getLogger(__name__)
@@ -67,16 +68,24 @@ UNSETTLED_REVISIT_S = 20.0
 LOADING_REVISIT_S = 3.0
 
 
+class Target(NamedTuple):
+    """The state towards which a reconcile takes its steps."""
+
+    resolved: ResolvedService
+    desired: Desired
+    service_key: ServiceKey
+
+
 @dataclass(eq=False)
 class _ReconcileState:
-    """One reconcile: the observed state, the desired state and the problems."""
+    """One reconcile: the observed state, and the results of its steps."""
 
     observed: Observation
     now: datetime
     #: Name of the ControllerRevision with the spec that is rolled out.
     spec_revision: str | None
+    #: The resolved service for the status. None: no spec could be resolved.
     resolved: ResolvedService | None = None
-    desired: Desired | None = None
     #: Hash of all desired objects except member pods.
     content: str = ""
     #: Whether all these objects are as desired. An HTTPRoute is ignored if the cluster has no
@@ -112,16 +121,6 @@ class _ReconcileState:
             is_loading = is_progress_expected(self.observed.pods, self.observed.loading)
             revisits = [*revisits, LOADING_REVISIT_S if is_loading else UNSETTLED_REVISIT_S]
         return Outcome(min(revisits, default=None))
-
-    def require_target(self) -> tuple[ResolvedService, Desired]:
-        """Return the resolved service and its desired state.
-
-        Raises:
-            Problem: the first problem of this reconcile, if the desired state is not known.
-        """
-        if self.resolved is None or self.desired is None:
-            raise self.problems[0]
-        return self.resolved, self.desired
 
 
 class Reconciler:
@@ -185,26 +184,32 @@ class Reconciler:
             self._forget(key)
             return None
         state = _ReconcileState(observed, self._clock(), recorded_name(observed.service))
+        target: Target | None = None
         try:
             # 2. Drain marked members. The topology was read before. So if it shows that a member
             # stands by, the requests are counted after the member has left the topology.
-            await drain_members(self._drainer, observed)
+            state.observed = await drain_members(self._drainer, state.observed)
             # 3. Find members that are paused or asleep. They do not stall a rollout.
-            await self._probes.find_suspended(observed, state.now)
+            state.observed = await self._probes.find_suspended(state.observed, state.now)
             # 4. Compute what should exist.
-            await self._decide(state)
+            target = await self._decide(state)
+            # While paused or if the spec cannot be used, the recorded spec applies.
+            if not target.resolved.spec.paused and not state.problems:
+                state.spec_revision = await record_spec(
+                    self._kube, target.resolved, observed.service
+                )
             # 5. Write the objects other than member pods.
-            await self._write_objects(state)
+            await self._write_objects(state, target)
             # 6. Take the next step of each group of members, even if an object was refused.
-            if await self._move_members(state):
+            if await self._move_members(state, target):
                 # 7. Delete ConfigMaps that no pod needs.
-                await self._collect(state)
+                await self._collect(state, target)
         except StaleReadError:
             raise
         except Exception as error:  # after any error the status must not stay Ready
             state.fail(error)
         # 8. Send the status probes, and pass the groups to the autoscaler, even if a step failed.
-        groups = await self._probe_groups(state)
+        groups = await self._probe_groups(state, target) if target else {}
         # 9. Report.
         state.is_ready = await self._report(state, groups)
         return state
@@ -216,8 +221,8 @@ class Reconciler:
         self._refused_pods.forget(key)
         self._probes.forget(key)
 
-    async def _decide(self, state: _ReconcileState) -> None:
-        """Compute the desired state from the spec of the service.
+    async def _decide(self, state: _ReconcileState) -> Target:
+        """Compute the target from the spec of the service.
 
         If that spec cannot be used, use the spec that was rolled out last.
 
@@ -228,54 +233,50 @@ class Reconciler:
         if observed.has_no_recorded_spec:
             raise Paused("spec.paused is true, and nothing was rolled out before; set it to false")
         try:
-            await self._build(state, observed.service["spec"])
+            return await self._build(state, observed.service["spec"])
         except Exception as error:
             state.fail(error)
-            await self._build_recorded(state)
-        resolved, _ = state.require_target()
-        # While paused, the recorded spec applies.
-        if not resolved.spec.paused and not state.problems:
-            state.spec_revision = await record_spec(self._kube, resolved, observed.service)
+            return await self._build_recorded(state)
 
-    async def _build_recorded(self, state: _ReconcileState) -> None:
-        """Compute the desired state from the spec that was rolled out last.
+    async def _build_recorded(self, state: _ReconcileState) -> Target:
+        """Compute the target from the spec that was rolled out last.
 
-        `state.desired` stays None if no such spec can be used, or if the spec of the service did
-        not cause the first problem.
+        Raises:
+            Problem: the first problem. No such spec can be used, or the spec of the service did not
+                cause the problem.
         """
-        is_of_spec = state.problems[0].is_of_spec
-        recorded = await recorded_spec(self._kube, state.observed.service) if is_of_spec else None
-        if recorded is None:
-            return
-        try:
-            await self._build(state, recorded)
-        except Exception as error:
-            logger.warning(
-                "no object is written, because the spec that was rolled out last cannot be used "
-                "either: %s; correct the spec",
-                error,
-            )
+        problem = state.problems[0]
+        recorded = (
+            await recorded_spec(self._kube, state.observed.service) if problem.is_of_spec else None
+        )
+        if recorded is not None:
+            try:
+                return await self._build(state, recorded)
+            except Exception as error:
+                logger.warning(
+                    "no object is written, because the spec that was rolled out last cannot be "
+                    "used either: %s; correct the spec",
+                    error,
+                )
+        raise problem
 
-    async def _build(self, state: _ReconcileState, spec: Object) -> None:
-        """Compute the desired state from `spec`, and create the service's key if necessary.
+    async def _build(self, state: _ReconcileState, spec: Object) -> Target:
+        """Compute the target from `spec`, and create the service's key if necessary.
 
         Raises:
             Problem: the spec or the service's key cannot be used.
             KubeError: the API server refused a request.
         """
-        observed, state.desired = state.observed, None
-        state.resolved = self._autoscaler.apply_sizes(resolve(observed, spec), observed.service)
-        observed.service_key = await ensure_service_key(
-            self._kube, state.resolved, observed.key_secret
-        )
-        state.resolved = msgspec.structs.replace(
-            state.resolved, key_name=service_key.name_of(observed.service_key)
-        )
-        if state.resolved.spec.gateway.http_route is not None:
+        observed = state.observed
+        resolved = self._autoscaler.apply_sizes(resolve(observed, spec), observed.service)
+        state.resolved = resolved
+        key = await ensure_service_key(self._kube, resolved, observed.key_secret)
+        resolved = msgspec.structs.replace(resolved, key_name=service_key.name_of(key))
+        if resolved.spec.gateway.http_route is not None:
             await self._kube.serves_http_routes()
         try:
-            state.desired = compute_desired(
-                state.resolved,
+            desired = compute_desired(
+                resolved,
                 self._kube.policy_api,
                 keep_coordinator=observed.has_ranks,
                 operator_namespace=self._operator_namespace,
@@ -283,8 +284,9 @@ class Reconciler:
             )
         except ValueError as error:
             raise InvalidSpec(error) from error
+        return Target(resolved, desired, key)
 
-    async def _write_objects(self, state: _ReconcileState) -> None:
+    async def _write_objects(self, state: _ReconcileState, target: Target) -> None:
         """Write all objects except member pods. Add refused objects to the problems.
 
         If the last reconcile left all objects as desired, and nothing may have changed since then,
@@ -293,8 +295,7 @@ class Reconciler:
         Raises:
             Problem: a ConfigMap that pods mount could not be written.
         """
-        resolved, desired = state.require_target()
-        observed, freshness = state.observed, state.observed.freshness
+        desired, observed, freshness = target.desired, state.observed, state.observed.freshness
         kinds = {
             "ConfigMap",
             *(obj["kind"] for obj in desired.objects),
@@ -309,7 +310,7 @@ class Reconciler:
             await observed.read_objects(self._kube, kinds)
         else:  # a new service: `apply_objects` reads each object by name before it is created
             observed.kinds.update(kinds)
-        refused = await apply_objects(self._kube, resolved, desired, observed)
+        refused = await apply_objects(self._kube, target.resolved, desired, observed)
         # ConfigMaps come first, because the first problem decides `Ready`. Members cannot be
         # created without them.
         refused.sort(key=lambda each: each[0] != "ConfigMap")
@@ -321,21 +322,20 @@ class Reconciler:
             raise refused[0][1]
         state.objects_match = all(isinstance(problem, GatewayAPIMissing) for _, problem in refused)
 
-    async def _move_members(self, state: _ReconcileState) -> bool:
+    async def _move_members(self, state: _ReconcileState, target: Target) -> bool:
         """Take the next step of each group of members. Return True if no step failed.
 
         A pod that the API server refuses does not count as a failure. The condition of its group
         reports the refusal.
         """
-        resolved, desired = state.require_target()
-        observed = state.observed
+        members = target.desired.members
         previous = await find_previous_revisions(
-            self._kube, resolved, observed.service, state.spec_revision, desired.members
+            self._kube, target.resolved, state.observed.service, state.spec_revision, members
         )
         all_went_well = True
-        for role, template in desired.members.items():
+        for role in members:
             try:
-                await self._move_group(state, role, template, previous.get(role))
+                await self._move_group(state, target, role, previous.get(role))
             except (OSError, StaleReadError):
                 raise
             except Exception as error:  # a defect in one group does not stop the other
@@ -346,11 +346,11 @@ class Reconciler:
     async def _move_group(
         self,
         state: _ReconcileState,
+        target: Target,
         role: names.MemberRole,
-        template: MemberTemplate,
         previous: PreviousRevision | None,
     ) -> None:
-        resolved, _ = state.require_target()
+        resolved, template = target.resolved, target.desired.members[role]
         observed, now = state.observed, state.now
         key = observed.key, role, template.revision
         recorded = (
@@ -373,7 +373,7 @@ class Reconciler:
         if plan.acts:
             observed.freshness.require_consistent()
         if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
-            await self._request_topology(plan.request, observed)
+            await self._request_topology(state, target, plan.request)
         refusal = await apply_members(
             self._kube, self._events, resolved, template, previous, plan, observed, now
         )
@@ -384,23 +384,26 @@ class Reconciler:
             if delay_s is not None:
                 state.revisits.append(delay_s)
 
-    async def _request_topology(self, request: TopologyRequest, observed: Observation) -> None:
-        """Send the topology request to the coordinator, and store the reply in `observed`."""
+    async def _request_topology(
+        self, state: _ReconcileState, target: Target, request: TopologyRequest
+    ) -> None:
+        """Send the topology request to the coordinator, and store the reply for the status."""
+        observed = state.observed
         assert observed.coordinator is not None, "the plan has a request"
         logs.operation.set(request.operation_id)
-        observed.topology = await self._coordinators.request_topology(
-            observed.coordinator, request, observed.service_key
+        topology = await self._coordinators.request_topology(
+            observed.coordinator, request, target.service_key
         )
-        if observed.topology is not None:
+        state.observed = msgspec.structs.replace(observed, topology=topology)
+        if topology is not None:
             members = ", ".join(request.members)
             message = f"operation {request.operation_id}: requested a topology of {members}"
             await self._events.emit(observed.service, "TopologyRequested", message)
 
-    async def _collect(self, state: _ReconcileState) -> None:
+    async def _collect(self, state: _ReconcileState, target: Target) -> None:
         """Delete ConfigMaps that no pod needs. If all objects are as desired, record their hash."""
-        resolved, desired = state.require_target()
-        needed = desired.config_maps | state.restored_config_maps
-        await collect_config_maps(self._kube, resolved, needed, state.observed)
+        needed = target.desired.config_maps | state.restored_config_maps
+        await collect_config_maps(self._kube, target.resolved, needed, state.observed)
         if state.objects_match:
             self._verified[state.observed.key] = state.content
 
@@ -429,17 +432,13 @@ class Reconciler:
         await self._status.emit(service, [*scaled, *new_events(service, status, problem)])
         return any(c.type == "Ready" and c.status == "True" for c in status.conditions or [])
 
-    async def _probe_groups(self, state: _ReconcileState) -> dict[names.Role, ReportedGroup]:
-        """Send the status probes, and pass the groups of pods to the autoscaler.
-
-        Returns:
-            The groups; empty if the desired state is not known.
-        """
+    async def _probe_groups(
+        self, state: _ReconcileState, target: Target
+    ) -> dict[names.Role, ReportedGroup]:
+        """Send the status probes, and pass the groups of pods to the autoscaler."""
+        resolved, desired = target.resolved, target.desired
+        observed = state.observed = await self._probes.fill_in(self._kube, state.observed, resolved)
         groups: dict[names.Role, ReportedGroup] = {}
-        observed, resolved, desired = state.observed, state.resolved, state.desired
-        if resolved is None or desired is None:
-            return groups
-        await self._probes.fill_in(self._kube, observed, resolved)
         for role, template in desired.members.items():
             refusal = self._refused_pods.get(observed.key, role)
             groups[role] = member_group(

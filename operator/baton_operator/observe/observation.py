@@ -38,11 +38,11 @@ class Reference(NamedTuple):
     name: str
 
 
-class Observation(msgspec.Struct, kw_only=True):
+class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """The observed state of one service.
 
     Its members are the prefill and decode pods. Later steps of the reconcile add the objects that
-    they list or write.
+    they list or write to `objects` and `kinds`. A step that observes anything else returns a copy.
     """
 
     key: names.Key
@@ -103,7 +103,7 @@ class Observation(msgspec.Struct, kw_only=True):
         return {volume["configMap"]["name"] for volume in volumes if "configMap" in volume}
 
     def role_pods(self, role: names.Role) -> list[Object]:
-        return [pod for pod in self.pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role]
+        return filter_by_role(self.pods, role)
 
     def owned(self, kind: str, name: str) -> Object | None:
         """Return the listed object of this kind and name, if the service controls it, else None."""
@@ -119,8 +119,12 @@ class Observation(msgspec.Struct, kw_only=True):
         for listed in await asyncio.gather(
             *(list_own(kube, kind, self.key, self.freshness) for kind in kinds)
         ):
-            self.objects |= {(obj["kind"], obj["metadata"]["name"]): obj for obj in listed}
+            self.objects.update({(obj["kind"], obj["metadata"]["name"]): obj for obj in listed})
         self.kinds.update(kinds)
+
+
+def filter_by_role(pods: list[Object], role: names.Role) -> list[Object]:
+    return [pod for pod in pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role]
 
 
 async def list_own(kube: Kube, kind: str, key: names.Key, freshness: Freshness) -> list[Object]:
@@ -180,22 +184,20 @@ async def observe(
         kinds={"Pod", "Deployment", "Service"},
         key_secret=key_secret,
         service_key=service_key,
-        members={},
+        members={
+            role: list(map(member, filter_by_role(pods, role))) for role in names.MEMBER_ROLES
+        },
         has_no_recorded_spec=recorded is None,
         held_back=waiting,
     )
-    is_any_a_rank = any(
-        names.ANNOTATION_EXPERT_GROUP in (pod["metadata"].get("annotations") or {}) for pod in pods
-    )
-    if is_any_a_rank or _is_set(service, "decode", "parallelism", "expert"):
-        coordinator = observed.owned("Service", names.coordinator_name(key.name))
-        if coordinator is not None:
-            observed.coordinator = coordinator["spec"].get("clusterIP") or None
-    if observed.coordinator is not None:
-        observed.topology = await coordinators.topology(observed.coordinator, service_key)
-    for role in names.MEMBER_ROLES:
-        observed.members[role] = list(map(member, observed.role_pods(role)))
-    return observed
+    if not (observed.has_ranks or _is_set(service, "decode", "parallelism", "expert")):
+        return observed
+    found_service = observed.owned("Service", names.coordinator_name(key.name))
+    coordinator = found_service and found_service["spec"].get("clusterIP")
+    if not coordinator:
+        return observed
+    topology = await coordinators.topology(coordinator, service_key)
+    return msgspec.structs.replace(observed, coordinator=coordinator, topology=topology)
 
 
 def _service_key(secret: Object | None, uid: str) -> ServiceKey | None:

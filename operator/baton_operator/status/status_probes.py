@@ -68,39 +68,48 @@ class StatusProbes:
         #: `Observation.suspended_at` of the last reconcile.
         self._suspended_at: dict[names.Key, dict[str, datetime]] = {}
 
-    async def find_suspended(self, observed: Observation, now: datetime) -> None:
-        """Store in `observed` which members are paused or asleep, for planner and status.
+    async def find_suspended(self, observed: Observation, now: datetime) -> Observation:
+        """Return `observed` with the members that are paused or asleep, for planner and status.
 
         The progress deadline of a member starts when it was last paused or asleep.
         """
-        observed.suspended = await self.suspended(observed.pods)
-        last = self._suspended_at.get(observed.key, {}) | dict.fromkeys(observed.suspended, now)
+        suspended = await self.suspended(observed.pods)
+        last = self._suspended_at.get(observed.key, {}) | dict.fromkeys(suspended, now)
         unready = {pod["metadata"]["name"]: pod for pod in observed.pods if not is_ready(pod)}
-        observed.suspended_at = {name: at for name, at in last.items() if name in unready}
-        self._suspended_at[observed.key] = observed.suspended_at
-        since = {name: unready_since(unready[name], last) for name in observed.suspended_at}
-        for role, members in observed.members.items():
-            observed.members[role] = [
+        suspended_at = {name: at for name, at in last.items() if name in unready}
+        self._suspended_at[observed.key] = suspended_at
+        since = {name: unready_since(unready[name], last) for name in suspended_at}
+        members = {
+            role: [
                 msgspec.structs.replace(
                     each, unready_since=since.get(each.name, each.unready_since)
                 )
                 for each in members
             ]
+            for role, members in observed.members.items()
+        }
+        return msgspec.structs.replace(
+            observed, suspended=suspended, suspended_at=suspended_at, members=members
+        )
 
-    async def fill_in(self, kube: Kube, observed: Observation, resolved: ResolvedService) -> None:
-        """Send the probes, and store the results in `loading`, `missing` and `kv` of `observed`."""
-        observed.loading = await self.loading(observed.pods)
+    async def fill_in(
+        self, kube: Kube, observed: Observation, resolved: ResolvedService
+    ) -> Observation:
+        """Send the probes. Return `observed` with their results: `loading`, `missing`, `kv`."""
+        loading = await self.loading(observed.pods)
         # Objects that the operator creates are not requested.
         known = {
             Reference("ConfigMap", name) for kind, name in observed.objects if kind == "ConfigMap"
         }
         known.add(Reference("Secret", names.service_key_name(resolved.name)))
         unready = [pod for pod in observed.pods if not is_ready(pod)]
-        observed.missing = await find_missing(kube, resolved.namespace, unready, known)
+        missing = await find_missing(kube, resolved.namespace, unready, known)
+        kv: Mapping[str, KVCompatibility] = {}
         if resolved.replicas("prefill"):
-            observed.kv = await self.kv(observed.key, observed.pods)
+            kv = await self.kv(observed.key, observed.pods)
         else:
             self._known.pop(observed.key, None)
+        return msgspec.structs.replace(observed, loading=loading, missing=missing, kv=kv)
 
     def forget(self, key: names.Key) -> None:
         """Drop the stored replies of a service."""

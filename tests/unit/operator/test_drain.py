@@ -45,6 +45,6 @@ async def test_only_marked_members_that_may_hold_requests_are_drained() -> None:
         members={"decode": list(map(member, pods.values())), "prefill": []},
     )
     drainer: Any = FakeDrainer()
-    await drain_members(drainer, observed)
+    observed = await drain_members(drainer, observed)
     assert drainer.drained == ["marked"]
     assert [each.unfinished for each in observed.members["decode"]] == [2, None, None, None]

@@ -85,7 +85,7 @@ async def test_paused_and_sleeping_members_are_stored_for_the_planner_and_the_st
     )
     engines = Engines()
     async with engines.serve() as port, aiohttp.ClientSession() as session:
-        await StatusProbes(session, port).find_suspended(observed, NOW)
+        observed = await StatusProbes(session, port).find_suspended(observed, NOW)
     assert sorted(engines.asked) == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
     assert observed.suspended == {
         "demo-decode-0": REPLIES["127.0.0.1"],
@@ -111,7 +111,7 @@ async def test_a_member_that_woke_up_is_unready_since_the_last_reply_of_its_slee
         ):
             engines.replies["127.0.0.1"] = Health(reply, "m")
             observed = observation(at("127.0.0.1", 0, ready=is_ready))
-            await probes.find_suspended(observed, NOW + timedelta(minutes=minutes))
+            observed = await probes.find_suspended(observed, NOW + timedelta(minutes=minutes))
             since.append(observed.members["decode"][0].unready_since)
     last = NOW + timedelta(minutes=1)
     assert since == [NOW, last, last, last, None, CREATED]
