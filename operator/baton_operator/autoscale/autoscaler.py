@@ -29,6 +29,7 @@ from baton_operator.autoscale.settings import Settings, scrape_period_s, setting
 from baton_operator.autoscale.windows import Snapshot, window
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
+from baton_operator.status.reasons import METRICS_MISSING
 from baton_operator.status.report_group import ReportedGroup
 
 logger = logging.getLogger(__name__)
@@ -246,7 +247,7 @@ class Autoscaler:
         before = state.status
         resized = decision.size != before.size
         message = decision.explanation
-        if decision.reason == "MetricsMissing" and service.errors:
+        if decision.reason == METRICS_MISSING and service.errors:
             pod, error = min(service.errors.items())
             message = f"{message} Pod {pod}: {error}"
         status = AutoscalingStatus(

@@ -40,6 +40,7 @@ from baton_operator.autoscale.recommendations import (
 )
 from baton_operator.autoscale.windows import RoleWindow, Window
 from baton_operator.names import MemberRole
+from baton_operator.status.reasons import METRICS_MISSING, METRICS_STALE, ON_TARGET
 
 Reason = (
     SizeReason
@@ -232,7 +233,7 @@ def _choose_from_zero(
     now: float, group: RoleState, window: Window | None, history: History, behavior: Behavior
 ) -> _Choice:
     if window is None or now - window.end > behavior.stale_s or window.gateways == 0:
-        return _Choice(0, "MetricsMissing", "no gateway reports whether requests wait")
+        return _Choice(0, METRICS_MISSING, "no gateway reports whether requests wait")
     # The gateway holds requests only until a decode engine starts. Without prefill engines,
     # requests are only slower.
     waiting = window.held if group.role == "decode" else window.in_flight
@@ -259,16 +260,16 @@ def _hold(
             False,
         )
     if window is None:
-        return "MetricsMissing", "there are no measurements yet", True
+        return METRICS_MISSING, "there are no measurements yet", True
     if now - window.end > behavior.stale_s:
-        return "MetricsStale", f"the last measurements are {now - window.end:.0f} s old", True
+        return METRICS_STALE, f"the last measurements are {now - window.end:.0f} s old", True
     engines = window.roles[group.role].engines
     if window.start < history.unsettled_until or window.end - window.start < behavior.window_s / 2:
         return "Settling", "there are too few measurements since the pods changed", True
     if engines < group.size:
-        return "MetricsMissing", f"{engines} of {group.size} engines answered with metrics", True
+        return METRICS_MISSING, f"{engines} of {group.size} engines answered with metrics", True
     if window.gateways == 0:
-        return "MetricsMissing", "no gateway answered with metrics", True
+        return METRICS_MISSING, "no gateway answered with metrics", True
     return None
 
 
@@ -341,7 +342,7 @@ def _limited(
     )
     if unreachable is not None:
         return n, "TargetUnreachable", unreachable.text
-    return n, "OnTarget", text
+    return n, ON_TARGET, text
 
 
 def _grown(

@@ -8,6 +8,13 @@ MESSAGE`.
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
+
+#: Reasons of the autoscaler by which the condition Scaling is computed. Its other reasons are in
+#: `autoscale.policy`.
+ON_TARGET: Final = "OnTarget"  # the size meets all targets
+METRICS_MISSING: Final = "MetricsMissing"
+METRICS_STALE: Final = "MetricsStale"
 
 
 class Progress(StrEnum):

@@ -20,7 +20,15 @@ from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import conditions
 from baton_operator.reconcile_problems import Problem
 from baton_operator.status.diagnose import Verdict
-from baton_operator.status.reasons import Failure, Progress, Settled, is_progress
+from baton_operator.status.reasons import (
+    METRICS_MISSING,
+    METRICS_STALE,
+    ON_TARGET,
+    Failure,
+    Progress,
+    Settled,
+    is_progress,
+)
 from baton_operator.status.report_group import ReportedGroup, group_verdict, prefill_verdict
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
 from baton_operator.status.report_topology import scaling_verdict
@@ -28,8 +36,7 @@ from baton_operator.status.report_update import updating_verdict
 from baton_protocol.kv_compatibility import KVCompatibility
 
 MAX_MESSAGE = 32768  # maximum length of a condition's message in the CRD
-ON_TARGET = "OnTarget"  # reason of the autoscaler if the size meets all targets
-BLIND_REASONS = ("MetricsMissing", "MetricsStale")  # reasons if it has no measurements
+_BLIND = (METRICS_MISSING, METRICS_STALE)  # the autoscaler has no measurements
 
 
 def report(
@@ -195,7 +202,7 @@ def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None)
         sized: the groups with `autoscaling`.
         of_topology: the condition Scaling of the expert-parallel group; None without such a group.
     """
-    if not sized or (of_topology is not None and of_topology[:2] != ("False", Settled.AT_REST)):
+    if not sized or (of_topology is not None and of_topology.reason != Settled.AT_REST):
         return of_topology
     statuses = [group.autoscaling for group in sized if group.autoscaling is not None]
     messages = " ".join(status.message for status in statuses)
@@ -208,9 +215,9 @@ def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None)
             )
     reason = min(
         (status.reason for status in statuses),
-        key=lambda reason: (reason not in BLIND_REASONS, reason == ON_TARGET),
+        key=lambda reason: (reason not in _BLIND, reason == ON_TARGET),
     )
-    return Verdict("Unknown" if reason in BLIND_REASONS else "False", reason, messages)
+    return Verdict("Unknown" if reason in _BLIND else "False", reason, messages)
 
 
 def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime) -> list[Condition]:
