@@ -26,6 +26,7 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
     objects: list[Object]  #: In the order of creation: an object comes after those it refers to.
     absent: list[tuple[str, str]]  #: (kind, name) of objects that must not exist.
     members: dict[names.MemberRole, MemberTemplate]  #: Members of a missing role are not changed.
+    gateway_revision: str  #: Newest revision of the gateway's pods.
 
     @property
     def config_maps(self) -> set[str]:
@@ -81,6 +82,7 @@ def compute_desired(
     configured = [role for role in roles if role != "prefill" or resolved.has_prefill]
     has_policies = resolved.spec.security.network_policy
     has_coordinator = resolved.is_expert_parallel or keep_coordinator
+    gateway_deployment = gateway.deployment(resolved)
     # Each part is an object, or (kind, name) of an object that must not exist. NetworkPolicies come
     # before the pods that they protect.
     parts: list[Object | tuple[str, str]] = [
@@ -107,7 +109,7 @@ def compute_desired(
         accounts.gateway_role_binding(resolved),
         headless_service(resolved),
         gateway.service(resolved),
-        gateway.deployment(resolved),
+        gateway_deployment,
         ingress(resolved) or ("Ingress", names.gateway_name(resolved.name)),
     ]
     if http_routes:
@@ -122,4 +124,5 @@ def compute_desired(
         members={
             role: MemberTemplate(resolved, role) for role in names.MEMBER_ROLES if role in roles
         },
+        gateway_revision=gateway.revision_of(gateway_deployment),
     )

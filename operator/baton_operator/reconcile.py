@@ -445,7 +445,9 @@ class Reconciler:
                 resolved, role, template, observed, self._autoscaler.status(resolved, role), refusal
             )
         has_route = resolved.spec.gateway.http_route is not None and self._kube.http_routes
-        groups["gateway"] = gateway_group(resolved, desired, observed, has_route=has_route)
+        groups["gateway"] = gateway_group(
+            resolved, desired.gateway_revision, observed, has_route=has_route
+        )
         self._autoscaler.observe(resolved, groups, observed.pods)
         return groups
 

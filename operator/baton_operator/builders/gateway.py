@@ -78,6 +78,11 @@ def deployment(resolved: ResolvedService) -> Object:
     }
 
 
+def revision_of(deployment: Object) -> str:
+    """Return the revision of the pods of the gateway's Deployment: the hash of its template."""
+    return str(deployment["spec"]["template"]["metadata"]["labels"][names.LABEL_REVISION])
+
+
 def service(resolved: ResolvedService) -> Object:
     """Return the gateway's Service.
 

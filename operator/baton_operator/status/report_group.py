@@ -12,7 +12,6 @@ from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_operator.desired import Desired
 from baton_operator.observe.observation import Observation, Reference, condition, is_ready
 from baton_operator.plan.refused_pods import POD_REFUSED, Refusal, refusal_reason
 from baton_operator.plan.topology_view import record, recorded_for, without_waiting_operation
@@ -145,11 +144,12 @@ def member_group(
 
 
 def gateway_group(
-    resolved: ResolvedService, desired: Desired, observed: Observation, *, has_route: bool
+    resolved: ResolvedService, revision: str, observed: Observation, *, has_route: bool
 ) -> ReportedGroup:
     """Return the observed state of the group of gateway pods.
 
     Args:
+        revision: newest revision of the pods.
         has_route: whether the spec has an HTTPRoute and the API server supports the kind.
     """
     name = names.gateway_name(resolved.name)
@@ -160,7 +160,7 @@ def gateway_group(
         desired=resolved.spec.gateway.replicas,
         pods=observed.role_pods("gateway"),
         updated=deployment is not None and _is_rolled_out(deployment),
-        template_revision=_revision(desired),
+        template_revision=revision,
         refusal=refusal_of_deployment(deployment) if deployment else None,
         route=diagnose_route(route) if route else None,
         missing=observed.missing,
@@ -188,14 +188,6 @@ def _topology(observed: Observation, resolved: ResolvedService) -> GroupTopology
         reachable=topology is not None,
         requested=frozenset(topology.desired) if topology else frozenset(),
     )
-
-
-def _revision(desired: Desired) -> str | None:
-    for obj in desired.objects:
-        labels = obj["metadata"]["labels"]
-        if obj["kind"] == "Deployment" and labels[names.LABEL_ROLE] == "gateway":
-            return str(obj["spec"]["template"]["metadata"]["labels"][names.LABEL_REVISION])
-    return None
 
 
 def _is_rolled_out(deployment: Object) -> bool:
@@ -322,14 +314,14 @@ def _incompatible(
     Empty if every pod has a compatible peer, or if no prefill or no decode pod has reported its
     compatibility.
     """
-    givers, takers = (
+    producers, consumers = (
         [name for name in sorted(group.current_names) if name in kv] for group in (prefill, decode)
     )
-    if not givers or not takers:
+    if not producers or not consumers:
         return ""
     for ours, theirs, problem in (
-        (givers, takers, "prefill pods cannot send KV blocks to any decode pod"),
-        (takers, givers, "decode pods cannot receive KV blocks from any prefill pod"),
+        (producers, consumers, "prefill pods cannot send KV blocks to any decode pod"),
+        (consumers, producers, "decode pods cannot receive KV blocks from any prefill pod"),
     ):
         alone = [
             name

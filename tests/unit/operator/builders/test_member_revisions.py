@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_kube.client import Object
-from baton_operator import names
 from baton_operator.builders import gateway
 from baton_operator.builders.member import MemberTemplate
 from support.operator.services import resolved
@@ -25,12 +24,10 @@ BASE: Object = {
 def revisions(spec: Object) -> dict[str, str]:
     """Return the revisions by role."""
     made = resolved(coordinator="10.96.0.9", **spec)
-    deployment = gateway.deployment(made)
-    labels = deployment["spec"]["template"]["metadata"]["labels"]
     return {
         "prefill": MemberTemplate(made, "prefill").revision,
         "decode": MemberTemplate(made, "decode").revision,
-        "gateway": labels[names.LABEL_REVISION],
+        "gateway": gateway.revision_of(gateway.deployment(made)),
     }
 
 

@@ -9,7 +9,6 @@ import pytest
 from baton_kube.client import Object
 from baton_operator.builders import gateway
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.builders.overlay import merge
 from baton_operator.names import GROUP, ConfiguredRole
 from support.operator.services import resolved
 
@@ -171,15 +170,3 @@ def test_a_template_that_removes_required_fields_is_refused_with_the_field(
 ) -> None:
     with pytest.raises(ValueError, match=rf"^decode\.template\.{field}\b"):
         MemberTemplate(resolved(decode={"template": template}), "decode")
-
-
-def test_merge_of_templates() -> None:
-    assert merge({"a": 1, "b": {"c": 2}}, {"a": None, "b": {"d": 3}}, "template") == {
-        "b": {"c": 2, "d": 3}
-    }
-    assert merge({"command": ["a", "b"]}, {"command": ["c"]}, "template") == {"command": ["c"]}
-    mounts = {"volumeMounts": [{"name": "v", "mountPath": "/a"}]}
-    more = {"volumeMounts": [{"name": "v", "mountPath": "/b"}]}
-    assert len(merge(mounts, more, "template")["volumeMounts"]) == 2
-    with pytest.raises(ValueError, match=r"containers\[0\] must be an object with .name."):
-        merge({"containers": [{"name": "a"}]}, {"containers": [{"image": "b"}]}, "template")
