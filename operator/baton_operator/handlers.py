@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -18,7 +17,7 @@ import kopf
 from kubernetes.aio.config import ConfigException
 
 from baton_operator import kopf_settings, names
-from baton_operator.runtime import open_runtime
+from baton_operator.runtime import start_runtime
 
 logger = logging.getLogger(__name__)
 
@@ -33,22 +32,16 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
         logger.warning("kopf run takes no Lease: stop every other operator of these LLMServices")
         logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # it logs every event
         memo.stack = AsyncExitStack()
-        in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
-        kubeconfig = os.environ.get("KUBECONFIG") or (None if in_cluster else "~/.kube/config")
         try:
-            memo.runtime = await memo.stack.enter_async_context(open_runtime(kubeconfig))
+            memo.runtime = await memo.stack.enter_async_context(start_runtime())
         except ConfigException as error:
             raise kopf.PermanentError(str(error)) from error
-        await memo.runtime.wait_for_crd()
-        memo.running = asyncio.create_task(memo.runtime.run())
 
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
     """Stop the runtime if `start` created it, which is the case under `kopf run`."""
-    if "running" in memo:
-        memo.running.cancel()
-        await asyncio.gather(memo.running, return_exceptions=True)
+    if "stack" in memo:
         await memo.stack.aclose()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -209,3 +210,24 @@ async def open_runtime(
         )
         autoscale = partial(autoscaler.run, Scraper(session, metrics.scrapes))
         yield Runtime(kube, reconciler.reconcile, metrics, autoscale, resync_s)
+
+
+@asynccontextmanager
+async def start_runtime() -> AsyncIterator[Runtime]:
+    """Start a runtime that runs until the context is left, for the cluster of the environment.
+
+    This is the cluster of the pod or, outside a cluster, that of the current kubeconfig.
+
+    Raises:
+        ConfigException: no cluster is configured.
+    """
+    in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
+    kubeconfig = os.environ.get("KUBECONFIG") or (None if in_cluster else "~/.kube/config")
+    async with open_runtime(kubeconfig) as runtime:
+        await runtime.wait_for_crd()
+        running = asyncio.create_task(runtime.run())
+        try:
+            yield runtime
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
