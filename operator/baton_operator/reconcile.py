@@ -35,7 +35,7 @@ from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.plan.plan_expert_group import ExpertGroupPlan
 from baton_operator.plan.plan_members import plan_members
 from baton_operator.plan.refused_pods import RefusedPods
-from baton_operator.plan.topology_view import filter_by_service_key, recorded_for
+from baton_operator.plan.topology_view import TopologyView, filter_by_service_key, recorded_for
 from baton_operator.reconcile_problems import (
     GatewayAPIMissing,
     InvalidSpec,
@@ -353,17 +353,18 @@ class Reconciler:
         resolved, template = target.resolved, target.desired.members[role]
         observed, now = state.observed, state.now
         key = observed.key, role, template.revision
-        recorded = (
-            recorded_for(observed.service, observed.coordinator) if observed.coordinator else None
-        )
+        view = None
+        if observed.coordinator is not None and observed.topology is not None:
+            recorded = recorded_for(observed.service, observed.coordinator)
+            recorded = filter_by_service_key(recorded, observed.pods, resolved.key_name)
+            view = TopologyView(observed.topology, recorded)
         plan = plan_members(
             resolved,
             role,
             template,
             observed.members[role],
             now,
-            topology=observed.topology,
-            recorded=filter_by_service_key(recorded, observed.pods, resolved.key_name),
+            view=view,
             has_coordinator=observed.coordinator is not None,
             has_previous_revision=previous is not None,
         )

@@ -24,7 +24,7 @@ from baton_operator.builders.member import MemberTemplate
 from baton_operator.plan.plan_expert_group import ExpertGroupPlan
 from baton_operator.plan.plan_group import GroupPlan, Member
 from baton_operator.plan.plan_members import plan_members, update_of
-from baton_operator.plan.topology_view import record
+from baton_operator.plan.topology_view import TopologyView, record
 from baton_operator.revisions import held_back, previous_revisions_of, with_sizes
 
 START = datetime(2000, 1, 1, tzinfo=UTC)
@@ -138,8 +138,7 @@ class _Rollout:
             self._templates[role],
             members,
             self._now,
-            topology=topology,
-            recorded=self._recorded,
+            view=TopologyView(topology, self._recorded),
             has_coordinator=True,
             has_previous_revision=role in self._previous,
         )

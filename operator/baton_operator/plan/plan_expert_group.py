@@ -34,13 +34,12 @@ from typing import NamedTuple
 import msgspec
 
 from baton_operator import names
-from baton_operator.api import llmservice
 from baton_operator.plan.plan_group import (
     POLL_DRAIN_S,
     Delete,
+    DesiredGroup,
     GroupPlan,
     Member,
-    Update,
     deletion_reason,
     free_ordinals,
     plan_failed,
@@ -64,17 +63,11 @@ UNREGISTERED = timedelta(seconds=10)
 class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of an expert-parallel group, and its topology."""
 
+    target: DesiredGroup
     service_uid: str
     #: `expert_group` of the newest members. Empty: they are independent engines, and ranks leave.
     name: str
-    desired: int
-    revision: str
-    #: Reply of the coordinator. None: the coordinator did not reply.
-    topology: TopologyStatus | None
-    #: Topology in the status of the service. None: the status has none.
-    recorded: llmservice.TopologyStatus | None = None
-    drain_timeout_s: float
-    update: Update = Update()
+    view: TopologyView | None  #: None: the coordinator did not reply.
 
 
 class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
@@ -100,14 +93,14 @@ class _Division(NamedTuple):
 
 
 def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:
-    """Return the next step towards `group.desired` members of `group.revision`."""
+    """Return the next step towards `group.target.size` members of `group.target.revision`."""
     present = present_members(members, now)
     delete, revisits_s = plan_failed(present, now)
     num_failed = sum(m.failed and m.deletion is None for m in present) - len(delete)
-    view = TopologyView(group.topology, group.recorded) if group.topology is not None else None
+    view, update = group.view, group.target.update
     newest = [m for m in present if _is_newest(m, group)]
-    surge_timeout = surge_timeout_of(newest, group.update, now)
-    max_unavailable = max(group.update.max_unavailable, 1 if surge_timeout.has_passed else 0)
+    surge_timeout = surge_timeout_of(newest, update, now)
+    max_unavailable = max(update.max_unavailable, 1 if surge_timeout.has_passed else 0)
     division = _divide(present, group, view, max_unavailable)
     staying, leaving = division.staying, division.leaving
 
@@ -130,7 +123,7 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     for member in leaving:
         if member.expert_group and member not in last and not _has_left(member, staying, view):
             continue  # the member is still in a topology
-        why = _deletion_reason(member, last, group.drain_timeout_s, view, now)
+        why = _deletion_reason(member, last, group.target.drain_timeout_s, view, now)
         if why:
             delete.append(Delete(member.name, why))
         elif (member.serving or member in last) and member.drain_started is None:
@@ -163,7 +156,7 @@ def _is_newest(m: Member, group: ExpertGroup) -> bool:
     usable = m.deletion is None and not m.failed and not m.draining
     return (
         usable
-        and (group.update.paused or m.revision == group.revision)
+        and (group.target.update.paused or m.revision == group.target.revision)
         and m.expert_group == group.name
     )
 
@@ -176,6 +169,7 @@ def _divide(
     Args:
         max_unavailable: number of members that the group may lack while members are replaced.
     """
+    size, update = group.target.size, group.target.update
     able = [m for m in present if m.deletion is None and not m.failed]
     usable = [m for m in able if not m.draining]
     newest = _by_membership([m for m in usable if _is_newest(m, group)], view)
@@ -186,9 +180,9 @@ def _divide(
     )
 
     # A pause keeps even the members that were created to surge.
-    keeps_surge = group.update.paused and len({m.revision for m in newest}) > 1
-    current = newest[: group.desired + (group.update.max_surge if keeps_surge else 0)]
-    num_needed = max(0, group.desired - max_unavailable)
+    keeps_surge = update.paused and len({m.revision for m in newest}) > 1
+    current = newest[: size + (update.max_surge if keeps_surge else 0)]
+    num_needed = max(0, size - max_unavailable)
     num_serving = sum(_serves(m, view if group.name else None) for m in current)
     if not group.name:  # ranks leave as the independent engines that replace them become ready
         kept = [m for m in others if m.serving][: max(0, num_needed - num_serving)]
@@ -230,9 +224,10 @@ def _create(
     If no member stays, one member is created even without a surge. The leaving ranks need it: they
     can leave only when another topology exists, and a topology has at least one member.
     """
+    size, update = group.target.size, group.target.update
     is_rollout = any(not _is_newest(m, group) for m in present)
-    room = group.desired + (group.update.max_surge if is_rollout else 0) - len(present)
-    return free_ordinals(members, min(group.desired - num_current, max(room, 0 if staying else 1)))
+    room = size + (update.max_surge if is_rollout else 0) - len(present)
+    return free_ordinals(members, min(size - num_current, max(room, 0 if staying else 1)))
 
 
 def _desired_members(
@@ -293,14 +288,19 @@ def _last_ranks(present: list[Member], staying: list[Member], view: TopologyView
         The only rank, or all ranks if no rank has a running container. Empty in all other cases,
         while the topology changes, and while a member stays that can take the rank's place.
     """
-    ranks = [m for m in present if view.is_rank(m.name)]
-    if view.is_changing or any(m in staying or (m.serving and len(ranks) > 1) for m in ranks):
+    if view.is_changing:
         return []
-    # A staying member that fits on no node may wait for the resources of the last rank.
+    ranks = [m for m in present if view.is_rank(m.name)]
+    if any(m in staying for m in ranks):
+        return []
+    if len(ranks) > 1 and any(m.serving for m in ranks):
+        return []
     groups = {m.expert_group for m in ranks}
-    return (
-        [] if any(m.expert_group in groups and m.no_room_since is None for m in staying) else ranks
-    )
+    successors = [m for m in staying if m.expert_group in groups]
+    # A successor that fits on no node may wait for the resources of the last rank.
+    if any(m.no_room_since is None for m in successors):
+        return []
+    return ranks
 
 
 def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool:

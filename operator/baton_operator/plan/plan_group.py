@@ -82,6 +82,15 @@ class Update(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool = False  # members of earlier revisions are not replaced
 
 
+class DesiredGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """The desired state of one group."""
+
+    size: int  # number of members
+    revision: str  # newest revision
+    update: Update = Update()
+    drain_timeout_s: float
+
+
 class Delete(msgspec.Struct, frozen=True):
     """A member to delete, and the reason for its Event."""
 
@@ -120,9 +129,7 @@ class Timeout(NamedTuple):
 class _Group(NamedTuple):
     """The inputs for planning the next step of one group."""
 
-    desired: int
-    revision: str
-    update: Update
+    target: DesiredGroup
     present: list[Member]
     newest: list[Member]  # of the newest revision, neither failed nor leaving
     outdated: list[Member]  # of another revision, neither failed nor leaving
@@ -132,32 +139,30 @@ class _Group(NamedTuple):
 
 def plan_group(
     members: list[Member],
-    *,
-    desired: int,
-    revision: str,
-    update: Update,
-    drain_timeout_s: float,
+    target: DesiredGroup,
     now: datetime,
+    *,
     has_previous_revision: bool = False,
 ) -> GroupPlan:
-    """Return the next step towards `desired` members of `revision`.
+    """Return the next step towards `target.size` members of `target.revision`.
 
     Args:
         has_previous_revision: whether members of a previous revision can be created.
     """
+    update = target.update
     present = present_members(members, now)
     usable = [m for m in present if m.deletion is None and not m.failed]
     draining = [m for m in usable if m.draining]
-    newest = [m for m in usable if not m.draining and (update.paused or m.revision == revision)]
+    newest = [
+        m for m in usable if not m.draining and (update.paused or m.revision == target.revision)
+    ]
     outdated = [m for m in usable if not m.draining and m not in newest]
     progress_deadline = surge_timeout = Timeout()
     if has_previous_revision and not update.paused:
         progress_deadline = _progress_deadline_of(newest, update, now)
     if outdated and not progress_deadline.has_passed:
         surge_timeout = surge_timeout_of(newest, update, now)
-    group = _Group(
-        desired, revision, update, present, newest, outdated, progress_deadline, surge_timeout
-    )
+    group = _Group(target, present, newest, outdated, progress_deadline, surge_timeout)
 
     to_remove = _members_to_remove(group)
     # If another client marked a member, drain_started is missing, and the member is marked again.
@@ -165,7 +170,9 @@ def plan_group(
     drain = [m.name for m in [*unmarked, *to_remove] if m.serving]
     delete, revisits_s = plan_failed(present, now)
     delete += [
-        Delete(m.name, why) for m in draining if (why := deletion_reason(m, drain_timeout_s, now))
+        Delete(m.name, why)
+        for m in draining
+        if (why := deletion_reason(m, target.drain_timeout_s, now))
     ]
     delete += [Delete(m.name, "it had not started") for m in to_remove if not m.serving]
     revisits_s += [*progress_deadline.left_s, *surge_timeout.left_s]
@@ -250,20 +257,20 @@ def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> st
 
 def _members_to_remove(group: _Group) -> list[Member]:
     """Return the members that must leave: surplus members, and outdated members to replace."""
-    update = group.update
+    target, update = group.target, group.target.update
     # A pause keeps even the members that were created to surge.
     keeps_surge = update.paused and len({m.revision for m in group.present}) > 1
-    max_newest = group.desired + (update.max_surge if keeps_surge else 0)
+    max_newest = target.size + (update.max_surge if keeps_surge else 0)
     # Unready members are removed first, then old revisions, then the highest ordinals.
     removal_order = sorted(
-        group.newest, key=lambda m: (m.ready, m.revision == group.revision, -m.ordinal)
+        group.newest, key=lambda m: (m.ready, m.revision == target.revision, -m.ordinal)
     )
     num_surplus = max(0, len(removal_order) - max_newest)
     # While the rollout stalls, members of the previous revision that start are not replaced.
     replaceable = [m for m in group.outdated if m.ready or not group.progress_deadline.has_passed]
     max_unavailable = max(update.max_unavailable, 1 if group.surge_timeout.has_passed else 0)
     return removal_order[:num_surplus] + _outdated_to_replace(
-        removal_order[num_surplus:], replaceable, group.desired - max_unavailable
+        removal_order[num_surplus:], replaceable, target.size - max_unavailable
     )
 
 
@@ -296,14 +303,14 @@ def _num_to_create(group: _Group, *, use_previous: bool) -> int:
         use_previous: create members of the previous revision. They replace members of the newest
             revision that are not ready.
     """
-    paused = group.update.paused
+    target, paused = group.target, group.target.update.paused
     is_rollout = not paused and (
         group.progress_deadline.has_passed
-        or any(m.revision != group.revision for m in group.present)
+        or any(m.revision != target.revision for m in group.present)
     )
     is_deleted_by_others = any(m.deletion is not None and not m.draining for m in group.present)
-    max_surge = group.update.max_surge if is_rollout or is_deleted_by_others else 0
+    max_surge = target.update.max_surge if is_rollout or is_deleted_by_others else 0
     in_place = group.newest
     if use_previous:
         in_place = [m for m in group.newest if m.ready or paused] + group.outdated
-    return min(group.desired - len(in_place), group.desired + max_surge - len(group.present))
+    return min(target.size - len(in_place), target.size + max_surge - len(group.present))

@@ -9,13 +9,12 @@ from __future__ import annotations
 from datetime import datetime
 
 from baton_operator import names
-from baton_operator.api import llmservice
 from baton_operator.api.spec_groups import surge_and_unavailable
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.plan.plan_expert_group import ExpertGroup, plan_expert_group
-from baton_operator.plan.plan_group import GroupPlan, Member, Update, plan_group
-from baton_protocol.topology import TopologyStatus
+from baton_operator.plan.plan_group import DesiredGroup, GroupPlan, Member, Update, plan_group
+from baton_operator.plan.topology_view import TopologyView
 
 
 def plan_members(
@@ -25,8 +24,7 @@ def plan_members(
     members: list[Member],
     now: datetime,
     *,
-    topology: TopologyStatus | None,
-    recorded: llmservice.TopologyStatus | None,
+    view: TopologyView | None,
     has_coordinator: bool,
     has_previous_revision: bool,
 ) -> GroupPlan:
@@ -36,31 +34,20 @@ def plan_members(
     ranks and a coordinator.
 
     Args:
-        topology, recorded: as in `ExpertGroup`.
+        view: the topology; None if the coordinator did not reply.
         has_coordinator: whether the coordinator's Service has an address.
         has_previous_revision: as in `plan_group`.
     """
-    size, drain_timeout_s = resolved.replicas(role), float(resolved.spec.drain_timeout_seconds)
-    update = update_of(resolved, role)
-    if not (template.expert_group or (has_coordinator and any(m.expert_group for m in members))):
-        return plan_group(
-            members,
-            desired=size,
-            revision=template.revision,
-            update=update,
-            drain_timeout_s=drain_timeout_s,
-            now=now,
-            has_previous_revision=has_previous_revision,
-        )
-    group = ExpertGroup(
-        service_uid=resolved.uid,
-        name=template.expert_group,
-        desired=size,
+    target = DesiredGroup(
+        size=resolved.replicas(role),
         revision=template.revision,
-        topology=topology,
-        recorded=recorded,
-        drain_timeout_s=drain_timeout_s,
-        update=update,
+        update=update_of(resolved, role),
+        drain_timeout_s=float(resolved.spec.drain_timeout_seconds),
+    )
+    if not (template.expert_group or (has_coordinator and any(m.expert_group for m in members))):
+        return plan_group(members, target, now, has_previous_revision=has_previous_revision)
+    group = ExpertGroup(
+        target=target, service_uid=resolved.uid, name=template.expert_group, view=view
     )
     return plan_expert_group(members, group, now)
 

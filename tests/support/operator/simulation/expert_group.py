@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 
 from baton_operator.api import llmservice
 from baton_operator.plan.plan_expert_group import ExpertGroup, ExpertGroupPlan, plan_expert_group
-from baton_operator.plan.plan_group import Member, Update
-from baton_operator.plan.topology_view import record
+from baton_operator.plan.plan_group import DesiredGroup, Member, Update
+from baton_operator.plan.topology_view import TopologyView, record
 from baton_protocol.topology import (
     MemberStatus,
     OperationPhase,
@@ -100,14 +100,15 @@ class Simulation:
     def reconcile(self) -> ExpertGroupPlan:
         topology = self._answered()
         group = ExpertGroup(
+            target=DesiredGroup(
+                size=self.desired,
+                revision=self._revision,
+                update=self.update,
+                drain_timeout_s=TIMEOUT_S,
+            ),
             service_uid="uid",
             name=self.group,
-            desired=self.desired,
-            revision=self._revision,
-            topology=topology,
-            recorded=self.recorded,
-            drain_timeout_s=TIMEOUT_S,
-            update=self.update,
+            view=None if topology is None else TopologyView(topology, self.recorded),
         )
         plan = plan_expert_group([self._member(pod) for pod in self.pods.values()], group, self.now)
         self._check(plan, topology is not None)

@@ -16,7 +16,8 @@ from baton_operator.plan.plan_expert_group import (
     operation_id,
     plan_expert_group,
 )
-from baton_operator.plan.plan_group import Member
+from baton_operator.plan.plan_group import DesiredGroup, Member
+from baton_operator.plan.topology_view import TopologyView
 from baton_protocol.topology import (
     MemberStatus,
     OperationPhase,
@@ -76,9 +77,9 @@ def plan(
     name: str = "g",
 ) -> ExpertGroupPlan:
     group = ExpertGroup(
-        service_uid="uid", name=name, desired=desired, revision="new", topology=topology,
-        recorded=record,
-        drain_timeout_s=TIMEOUT_S,
+        target=DesiredGroup(size=desired, revision="new", drain_timeout_s=TIMEOUT_S),
+        service_uid="uid", name=name,
+        view=None if topology is None else TopologyView(topology, record),
     )  # fmt: skip
     return plan_expert_group(members, group, NOW)
 
@@ -308,12 +309,10 @@ def test_an_earlier_engine_leaves_before_the_last_rank() -> None:
 
 def test_an_operations_id_depends_on_the_observation_and_the_previous_id() -> None:
     group = ExpertGroup(
+        target=DesiredGroup(size=2, revision="new", drain_timeout_s=TIMEOUT_S),
         service_uid="uid",
         name="g",
-        desired=2,
-        revision="new",
-        topology=None,
-        drain_timeout_s=TIMEOUT_S,
+        view=None,
     )
     done = operation(OperationPhase.DONE)
     first = operation_id(group, ["m-0", "m-1"], ranks(0))

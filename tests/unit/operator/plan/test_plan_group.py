@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_operator.plan.plan_group import STUCK_TERMINATING, GroupPlan, Member, Update, plan_group
+from baton_operator.plan.plan_group import (
+    STUCK_TERMINATING,
+    DesiredGroup,
+    GroupPlan,
+    Member,
+    Update,
+    plan_group,
+)
 from support.operator.services import NOW
 
 TIMEOUT_S = 60.0
@@ -27,6 +34,10 @@ SURGE = Update(max_surge=1, max_unavailable=0, surge_timeout_s=30.0)
 PAUSED = Update(paused=True)
 
 
+def target_of(desired: int, update: Update) -> DesiredGroup:
+    return DesiredGroup(size=desired, revision="new", update=update, drain_timeout_s=TIMEOUT_S)
+
+
 def plan(
     members: list[Member],
     desired: int,
@@ -36,11 +47,8 @@ def plan(
 ) -> GroupPlan:
     return plan_group(
         members,
-        desired=desired,
-        revision="new",
-        update=update,
-        drain_timeout_s=TIMEOUT_S,
-        now=NOW,
+        target_of(desired, update),
+        NOW,
         has_previous_revision=has_previous_revision,
     )
 
@@ -391,11 +399,8 @@ class Simulation:
         before = list(self.members.values())
         result = plan_group(
             before,
-            desired=desired,
-            revision="new",
-            update=self.update,
-            drain_timeout_s=TIMEOUT_S,
-            now=self.now,
+            target_of(desired, self.update),
+            self.now,
             has_previous_revision=self.has_previous_revision,
         )
         self._check(before, result, desired)
