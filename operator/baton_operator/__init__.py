@@ -1,6 +1,6 @@
 """The operator: keeps every LLMService in the state that its spec describes.
 
-The terms:
+One reconcile observes, plans, applies and reports (`reconcile/reconciler.py`). The terms:
 
 - service: an LLMService. A Service is the Kubernetes object.
 - role: prefill, decode, gateway or coordinator. The pods of one role are a group.
@@ -11,27 +11,23 @@ The terms:
 
 The packages:
 
+- `process`: the process with its Lease, and the process's parts.
+- `reconcile`: the queue of services, and the steps of one reconcile.
 - `api`: the LLMService resource, its CRD and its validation rules.
 - `observe`: the objects in the cluster, and the replies of engines and coordinators.
 - `builders`: builds the Kubernetes objects that a service needs.
 - `plan`: the next step of a group of member pods.
 - `autoscale`: the sizes of groups that have `autoscaling`.
 - `status`: conditions, counts and Events of a service.
-- `kube`: reads and writes by kind, Events and the Lease.
+- `kube`: reads and writes by kind, and Events.
 
 The modules:
 
 - `handlers`: kopf's handlers, which queue services for a reconcile.
-- `kopf_settings`: turns off everything in kopf except the watches.
-- `controller`: runs the queued reconciles.
-- `reconcile`: one reconcile, which observes, plans, applies and reports.
-- `desired`: the desired state of a service, collected from the builders.
-- `apply`: writes the difference between the desired and the observed state.
-- `drain`: sends `POST /drain` to the members that are marked as draining.
 - `revisions`: the revision history of a service.
-- `cli`, `process`, `runtime`: the command, the process with its Lease, and the process's parts.
-- `metrics`, `logs`: metrics, `/health` and log lines of the operator.
+- `cli`: the command.
+- `logs`: the log lines of the operator.
 - `names`: names, labels and annotations of objects.
-- `reconcile_problems`: the errors that the condition `Ready` reports.
+- `problems`: the errors that the condition `Ready` reports.
 - `manifests`: writes the generated manifests.
 """

@@ -11,11 +11,13 @@ import sys
 
 from kubernetes.aio.config import ConfigException
 
-from baton_operator import logs, names, process
-from baton_operator.kube.leader import LeaseLostError
-from baton_operator.metrics import AddressError
-from baton_operator.process import KopfHangsError
-from baton_operator.runtime import RESYNC_S
+from baton_operator import handlers as handlers  # registers the handlers of kopf
+from baton_operator import logs, names
+from baton_operator.process.kopf_thread import KopfHangsError
+from baton_operator.process.leader import LeaseLostError
+from baton_operator.process.metrics import AddressError
+from baton_operator.process.run import run
+from baton_operator.process.runtime import RESYNC_S
 from baton_protocol import arguments
 from baton_protocol.config import pod_ip
 from baton_protocol.fatal import report_fatal
@@ -44,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     # 0.04 to 0.24 s.
     gc.freeze()
     try:
-        asyncio.run(process.run(args))
+        asyncio.run(run(args))
     except KopfHangsError as error:
         logger.error("exiting with code 1: %s", error)
         os._exit(1)  # sys.exit would wait for kopf's threads

@@ -16,8 +16,9 @@ from typing import Any
 import kopf
 from kubernetes.aio.config import ConfigException
 
-from baton_operator import kopf_settings, names
-from baton_operator.runtime import start_runtime
+from baton_operator import names
+from baton_operator.process import kopf_settings
+from baton_operator.process.runtime import start_runtime
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from baton_operator.builders.config import config_map
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService, controlled_by
 from baton_operator.kube.kinds import Kube
-from baton_operator.reconcile_problems import NameConflict
+from baton_operator.problems import NameConflict
 
 #: Number of records to keep.
 LIMIT = 10

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_operator.builders.pod import USER_ID
+from baton_operator.builders.pod_template.pod import USER_ID
 from baton_protocol.config import (
     ENGINE_HTTP_PORT,
     GATEWAY_PORT,

@@ -12,8 +12,8 @@ from baton_local.preview.steps import FieldChange, GroupChange
 from baton_operator.api.rules import valid_spec
 from baton_operator.autoscale.settings import settings_of
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_operator.desired import Desired, compute_desired
 from baton_operator.plan.plan_members import update_of
+from baton_operator.reconcile.desired import Desired, compute_desired
 
 #: Address of the coordinator's Service, which rank templates need.
 COORDINATOR = "192.0.2.1"

@@ -9,8 +9,6 @@
 - `service_key`: the Secret with the key that all processes of a service share.
 - `network_policy`, `disruption_budget`: the objects of those kinds.
 - `accounts`: ServiceAccounts, and the gateway's Role and RoleBinding.
-- `pod`: the parts that member pods and gateway pods share.
+- `pod_template`: the parts that member pods and gateway pods share, and the user's changes.
 - `model`: the volume of the model, and the init container that fetches the model.
-- `overlay`: merges the user's `template` into a pod template.
-- `free_form_fields`: checks of `template` and `resources`.
 """

@@ -9,8 +9,9 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.spec_groups import Rebalance
-from baton_operator.builders import pod, service_key
+from baton_operator.builders import service_key
 from baton_operator.builders.engine_settings import Setting
+from baton_operator.builders.pod_template import pod
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 

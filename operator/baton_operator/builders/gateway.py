@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders import config, pod
+from baton_operator.builders import config
+from baton_operator.builders.pod_template import pod
 from baton_operator.builders.resolved_service import ResolvedService, Scheme
 from baton_protocol.config import GATEWAY_PORT
 

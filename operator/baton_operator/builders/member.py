@@ -7,7 +7,8 @@ import copy
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.spec_engine import Engine
-from baton_operator.builders import config, engine_settings, pod
+from baton_operator.builders import config, engine_settings
+from baton_operator.builders.pod_template import pod
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 

@@ -2,5 +2,4 @@
 
 - `kinds`: reads and writes of objects by kind.
 - `events`: Kubernetes Events about a service.
-- `leader`: leader election with a Lease.
 """

@@ -5,7 +5,7 @@ cluster before the next one:
 
 1. The member is marked as draining, so gateways send it no new requests.
 2. The member drains until it has no unfinished request or transfer, or the drain timeout passes
-   (`drain.py`).
+   (`reconcile/drain.py`).
 3. The member is deleted.
 
 A rollout replaces members of an earlier revision within two bounds. At most `desired + max_surge`

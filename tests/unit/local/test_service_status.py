@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton_local.service_status import FINAL_REASONS, Condition, ServiceStatus
-from baton_operator import reconcile_problems
+from baton_operator import problems
 
 TROUBLESHOOTING = Path(__file__).parents[3] / "docs" / "operate" / "troubleshooting.md"
 
@@ -37,14 +37,14 @@ def test_only_failures_that_waiting_does_not_end_are_final(conditions, failed):
 
 
 def test_every_problem_that_is_not_retried_is_final():
-    problems = [
+    found = [
         kind
-        for kind in vars(reconcile_problems).values()
-        if isinstance(kind, type) and issubclass(kind, reconcile_problems.Problem)
+        for kind in vars(problems).values()
+        if isinstance(kind, type) and issubclass(kind, problems.Problem)
     ]
-    assert len(problems) > 5
-    for problem in problems:
-        if problem is not reconcile_problems.Problem:
+    assert len(found) > 5
+    for problem in found:
+        if problem is not problems.Problem:
             assert (problem.__name__ in FINAL_REASONS) != problem.is_retried, problem
 
 

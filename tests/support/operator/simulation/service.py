@@ -19,14 +19,14 @@ from baton_operator import handlers as handlers  # registers them
 from baton_operator import names
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.builders.resolved_service import controlled_by
-from baton_operator.controller import Outcome
 from baton_operator.kube.kinds import Kube
-from baton_operator.metrics import Metrics
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.observation import member
-from baton_operator.reconcile import Reconciler
-from baton_operator.runtime import Runtime
+from baton_operator.process.metrics import Metrics
+from baton_operator.process.runtime import Runtime
+from baton_operator.reconcile.controller import Outcome
+from baton_operator.reconcile.reconciler import Reconciler
 from support.operator.simulation.api_server import (
     NAMESPACE,
     ApiServer,

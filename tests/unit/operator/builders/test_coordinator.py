@@ -13,8 +13,8 @@ from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_operator.api.spec_groups import Rebalance
 from baton_operator.builders import coordinator
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.desired import compute_desired
 from baton_operator.names import GROUP
+from baton_operator.reconcile.desired import compute_desired
 from baton_protocol.config import EngineConfig
 from support.operator.services import decoded_config, resolved
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from baton_operator.builders.disruption_budget import disruption_budget
-from baton_operator.desired import compute_desired
 from baton_operator.names import GROUP, ConfiguredRole
+from baton_operator.reconcile.desired import compute_desired
 from support.operator.services import resolved
 
 

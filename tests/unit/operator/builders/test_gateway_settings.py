@@ -13,7 +13,7 @@ from baton_gateway.cli import OPTIONS
 from baton_kube.client import Object
 from baton_operator.api.spec_access import Gateway
 from baton_operator.builders.config import API_KEYS_PATH, GATEWAY, TLS_PATH
-from baton_operator.desired import compute_desired
+from baton_operator.reconcile.desired import compute_desired
 from baton_protocol.config import GatewayConfig
 from support.operator.services import decoded_config, resolved
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton_operator.builders import gateway
-from baton_operator.desired import compute_desired
+from baton_operator.reconcile.desired import compute_desired
 from support.operator.services import resolved
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from baton_operator import process
-from baton_operator.process import KopfHangsError
+from baton_operator.process import kopf_thread
+from baton_operator.process.kopf_thread import KopfHangsError
 from support.waiting import until
 
 
@@ -43,15 +43,15 @@ def hanging_kopf(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run_tasks(tasks: list[asyncio.Task[Any]], **_: Any) -> None:
         await never_ends()
 
-    monkeypatch.setattr(process.kopf, "spawn_tasks", spawn_tasks)
-    monkeypatch.setattr(process.kopf, "run_tasks", run_tasks)
-    monkeypatch.setattr(process, "STOP_TRY_S", 0.05)
+    monkeypatch.setattr(kopf_thread.kopf, "spawn_tasks", spawn_tasks)
+    monkeypatch.setattr(kopf_thread.kopf, "run_tasks", run_tasks)
+    monkeypatch.setattr(kopf_thread, "STOP_TRY_S", 0.05)
 
 
 @pytest.mark.usefixtures("hanging_kopf")
 async def test_a_stop_that_hangs_ends_at_a_deadline() -> None:
     runtime: Any = Watched()
-    running = asyncio.ensure_future(process.run_kopf(runtime, []))
+    running = asyncio.ensure_future(kopf_thread.run_kopf(runtime, []))
     await asyncio.sleep(0)  # starts `running`
     running.cancel()
     async with asyncio.timeout(30):
@@ -62,7 +62,7 @@ async def test_a_stop_that_hangs_ends_at_a_deadline() -> None:
 @pytest.mark.usefixtures("hanging_kopf")
 async def test_a_stop_that_hangs_ends_the_process() -> None:
     runtime: Any = Watched()
-    watching = asyncio.ensure_future(process.watch(runtime, []))
+    watching = asyncio.ensure_future(kopf_thread.watch(runtime, []))
     await until(lambda: runtime.starts, "the start of kopf")
     watching.cancel()
     async with asyncio.timeout(30):
@@ -72,10 +72,10 @@ async def test_a_stop_that_hangs_ends_the_process() -> None:
 
 async def wait_for_restarts(monkeypatch: pytest.MonkeyPatch, runtime: Any, kopf: Any) -> None:
     """Return when `watch` has started `kopf` a third time."""
-    monkeypatch.setattr(process, "run_kopf", kopf)
-    monkeypatch.setattr(process, "RESTART_S", 0.01)
-    monkeypatch.setattr(process, "CHECK_S", 0.01)
-    watching = asyncio.ensure_future(process.watch(runtime, []))
+    monkeypatch.setattr(kopf_thread, "run_kopf", kopf)
+    monkeypatch.setattr(kopf_thread, "RESTART_S", 0.01)
+    monkeypatch.setattr(kopf_thread, "CHECK_S", 0.01)
+    watching = asyncio.ensure_future(kopf_thread.watch(runtime, []))
     try:
         await until(lambda: runtime.starts >= 3, "a third start", 30)
     finally:
@@ -94,7 +94,7 @@ async def test_kopf_is_restarted_when_it_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For example kopf hangs when it waits for credentials."""
-    monkeypatch.setattr(process, "SILENCE_S", 0.05)
+    monkeypatch.setattr(kopf_thread, "SILENCE_S", 0.05)
 
     async def waits(runtime: Any, namespaces: Any) -> None:
         await asyncio.Event().wait()

@@ -11,7 +11,7 @@ from baton_kube.client import Object
 from baton_operator.api.llmservice import Condition
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.plan.refused_pods import Refusal
-from baton_operator.reconcile_problems import InvalidSpec, Problem
+from baton_operator.problems import InvalidSpec, Problem
 from baton_operator.status.diagnose import diagnose
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures

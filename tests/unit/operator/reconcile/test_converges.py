@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from baton_operator.kopf_settings import INACTIVITY_S
 from baton_operator.observe.observation import member
+from baton_operator.process.kopf_settings import INACTIVITY_S
 from support.operator.simulation.convergence_machine import Machine
 from support.operator.simulation.service import KEY, RESYNC_S, Service, settled
 

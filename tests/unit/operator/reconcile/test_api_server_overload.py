@@ -10,11 +10,11 @@ import aiohttp
 import pytest
 
 from baton_kube.client import KubeError
-from baton_operator import controller
-from baton_operator.controller import Controller, Outcome
-from baton_operator.metrics import Metrics, serve
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
+from baton_operator.process.metrics import Metrics, serve
+from baton_operator.reconcile import controller
+from baton_operator.reconcile.controller import Controller, Outcome
 from support.waiting import until
 
 SERVICES = [Key("ns", f"service-{number}") for number in range(200)]

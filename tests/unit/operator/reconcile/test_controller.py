@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 
 from baton_kube.client import KubeError
-from baton_operator import controller as module
-from baton_operator.controller import Controller, Outcome, Reconcile
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness, StaleReadError
+from baton_operator.reconcile import controller as module
+from baton_operator.reconcile.controller import Controller, Outcome, Reconcile
 from support.waiting import until
 
 A, B = Key("ns", "a"), Key("ns", "b")

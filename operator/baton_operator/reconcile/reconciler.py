@@ -15,18 +15,9 @@ import msgspec
 
 from baton_kube.client import KubeError, Object
 from baton_operator import logs, names
-from baton_operator.apply import (
-    apply_members,
-    apply_objects,
-    collect_config_maps,
-    ensure_service_key,
-)
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.builders import service_key
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_operator.controller import Outcome
-from baton_operator.desired import Desired, compute_desired, resolve
-from baton_operator.drain import drain_members
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
@@ -36,13 +27,22 @@ from baton_operator.plan.plan_expert_group import ExpertGroupPlan
 from baton_operator.plan.plan_members import plan_members
 from baton_operator.plan.refused_pods import RefusedPods
 from baton_operator.plan.topology_view import TopologyView, filter_by_service_key, recorded_for
-from baton_operator.reconcile_problems import (
+from baton_operator.problems import (
     GatewayAPIMissing,
     InvalidSpec,
     Paused,
     Problem,
     problem_of,
 )
+from baton_operator.reconcile.apply import (
+    apply_members,
+    apply_objects,
+    collect_config_maps,
+    ensure_service_key,
+)
+from baton_operator.reconcile.controller import Outcome
+from baton_operator.reconcile.desired import Desired, compute_desired, resolve
+from baton_operator.reconcile.drain import drain_members
 from baton_operator.revisions import (
     PreviousRevision,
     find_previous_revisions,

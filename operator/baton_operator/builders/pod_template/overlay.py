@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton_operator.builders.free_form_fields import must_be
+from baton_operator.builders.pod_template.free_form_fields import must_be
 
 #: Merge keys of lists that do not merge by `name`. `ports` merges by `name` here, but by
 #: `containerPort` in Kubernetes.

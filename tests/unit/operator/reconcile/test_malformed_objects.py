@@ -15,12 +15,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton_kube.client import Object
-from baton_operator import names, reconcile
+from baton_operator import names
 from baton_operator.builders import gateway
-from baton_operator.builders.free_form_fields import MAX_DEPTH
 from baton_operator.builders.member import MemberTemplate
-from baton_operator.desired import compute_desired
+from baton_operator.builders.pod_template.free_form_fields import MAX_DEPTH
 from baton_operator.plan.plan_members import plan_members
+from baton_operator.reconcile import reconciler as reconcile
+from baton_operator.reconcile.desired import compute_desired
 from support.operator.services import resolved
 from support.operator.simulation.api_server import service_path
 from support.operator.simulation.service import KEY, NAME, Service

@@ -14,19 +14,19 @@ from baton_operator import names
 from baton_operator.builders import service_key
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService, controlled_by
-from baton_operator.desired import Desired
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.observation import Observation
 from baton_operator.plan.plan_group import Delete, GroupPlan
 from baton_operator.plan.refused_pods import Refusal, refusal_of
-from baton_operator.reconcile_problems import (
+from baton_operator.problems import (
     GatewayAPIMissing,
     NameConflict,
     Problem,
     ServiceKeyUnusable,
     problem_of,
 )
+from baton_operator.reconcile.desired import Desired
 from baton_operator.revisions import PreviousRevision
 from baton_protocol.service_key import ServiceKey
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton_operator.builders.free_form_fields import (
+from baton_operator.builders.pod_template.free_form_fields import (
     MAX_DEPTH,
     check_depth,
     check_resources,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton_operator.drain import drain_members
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.observation import Observation, member
+from baton_operator.reconcile.drain import drain_members
 from support.operator.services import pod
 
 

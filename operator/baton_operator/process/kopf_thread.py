@@ -1,26 +1,18 @@
-"""The operator's process: runs kopf and the reconciles while it holds the Lease."""
+"""Run kopf, which watches the objects, in its own thread, and restart it when necessary."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import os
-import signal
 import threading
 import time
-import uuid
 from collections.abc import Collection, Coroutine
 from typing import Any
 
 import kopf
 
-from baton_operator import handlers as handlers  # registers the handlers of kopf
-from baton_operator import kopf_settings
-from baton_operator.kube.kinds import Kube
-from baton_operator.kube.leader import Election, Elector
-from baton_operator.metrics import serve
-from baton_operator.runtime import Runtime, open_runtime
+from baton_operator.process import kopf_settings
+from baton_operator.process.runtime import Runtime
 
 logger = logging.getLogger("baton_operator")
 
@@ -43,80 +35,6 @@ class RestartError(Exception):
     """kopf still runs, but must be restarted."""
 
 
-async def run(args: argparse.Namespace) -> None:
-    """Run the operator until SIGTERM or SIGINT.
-
-    Args:
-        args: as parsed by `cli`.
-
-    Raises:
-        ConfigException: no cluster is configured.
-        AddressError: the HTTP port cannot be used.
-        LeaseLostError: another process may hold the Lease.
-        KopfHangsError: kopf did not stop.
-    """
-    stop = asyncio.Event()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(signum, stop.set)
-    operator_namespace = os.environ.get("POD_NAMESPACE") if args.kubeconfig is None else None
-    async with (
-        open_runtime(args.kubeconfig, args.resync, operator_namespace) as runtime,
-        serve(args.host, args.http_port, runtime.metrics, runtime.stuck),
-    ):
-        if not args.leader_elect:
-            runtime.metrics.leader.set(1)
-            await _run_first_of(runtime.run(), watch(runtime, args.namespace), stop.wait())
-            return
-        identity = f"{os.environ.get('POD_NAME', os.uname().nodename)}_{uuid.uuid4()}"
-        election = Election(identity, args.lease_duration)
-        lease_client = runtime.kube.client.sibling()  # not limited by `write_timeout_s`
-        elector = Elector(Kube(lease_client), election, args.lease_namespace, args.lease_name)
-        runtime.kube.client.write_timeout_s = lambda: election.may_write_s
-        runtime.metrics.leader.set_function(lambda: float(election.held_s > 0))
-        try:
-            await _run_first_of(_lead(elector, runtime, args.namespace), stop.wait())
-        finally:
-            await elector.release()
-
-
-async def _run_first_of(*work: Coroutine[Any, Any, object]) -> None:
-    """Run the coroutines concurrently until one of them ends, then cancel the others.
-
-    The other coroutines are cancelled one by one, in the order of `work`.
-
-    Raises:
-        KopfHangsError: kopf did not stop. This error takes priority over other errors and over a
-            cancellation.
-        Exception: the error of the first coroutine in `work` that failed.
-    """
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-            await asyncio.wait([task])
-        errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]
-        for error in errors:
-            if isinstance(error, KopfHangsError):
-                raise error
-    for error in errors:
-        raise error
-
-
-async def _lead(elector: Elector, runtime: Runtime, namespaces: Collection[str]) -> None:
-    """Acquire the Lease, then watch and reconcile while this process holds it.
-
-    Raises:
-        LeaseLostError: another process may hold the Lease.
-        KopfHangsError: kopf did not stop.
-    """
-    await elector.acquire()
-    # `elector.keep` comes last, so that it is cancelled last. The Lease is renewed until the
-    # reconciles, which may still write, have ended.
-    await _run_first_of(runtime.run(), watch(runtime, namespaces), elector.keep())
-
-
 async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
     """Run kopf until cancelled, and restart it when necessary.
 
@@ -134,7 +52,7 @@ async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
         runtime.answered_at = time.monotonic()
         why = "kopf ended"
         try:
-            await _run_first_of(
+            await run_first_of(
                 _check(runtime, runtime.kube.http_routes), run_kopf(runtime, namespaces)
             )
         except RestartError as error:
@@ -227,3 +145,28 @@ async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.
         raise KopfHangsError("the watches (kopf) did not stop, even after they were cancelled")
     finally:
         stop.set()  # later errors are ignored
+
+
+async def run_first_of(*work: Coroutine[Any, Any, object]) -> None:
+    """Run the coroutines concurrently until one of them ends, then cancel the others.
+
+    The other coroutines are cancelled one by one, in the order of `work`.
+
+    Raises:
+        KopfHangsError: kopf did not stop. This error takes priority over other errors and over a
+            cancellation.
+        Exception: the error of the first coroutine in `work` that failed.
+    """
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+            await asyncio.wait([task])
+        errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]
+        for error in errors:
+            if isinstance(error, KopfHangsError):
+                raise error
+    for error in errors:
+        raise error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_operator.apply import contains
+from baton_operator.reconcile.apply import contains
 
 
 def test_contains_ignores_added_fields_and_detects_missing_ones() -> None:

@@ -17,7 +17,7 @@ from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate, headless_service
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import Observation, gateway_schemes
-from baton_operator.reconcile_problems import InvalidSpec
+from baton_operator.problems import InvalidSpec
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):

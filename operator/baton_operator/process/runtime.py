@@ -19,12 +19,12 @@ from baton_kube.client import KubeError, connect
 from baton_operator import names
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.autoscale.scrape import Scraper
-from baton_operator.controller import TIMEOUT_S, Controller, Outcome, Reconcile
 from baton_operator.kube.kinds import PLURALS, Kube, resource_of
-from baton_operator.metrics import Metrics
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
-from baton_operator.reconcile import Reconciler
+from baton_operator.process.metrics import Metrics
+from baton_operator.reconcile.controller import TIMEOUT_S, Controller, Outcome, Reconcile
+from baton_operator.reconcile.reconciler import Reconciler
 from baton_operator.status.status_probes import StatusProbes
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_operator.builders.overlay import merge
+from baton_operator.builders.pod_template.overlay import merge
 
 
 def test_objects_are_merged_by_field_and_a_null_removes_a_field() -> None:

@@ -15,7 +15,7 @@ from kubernetes.aio import client
 
 from baton_kube.client import KubeClient, KubeError, WritesForbiddenError
 from baton_operator.kube.kinds import Kube
-from baton_operator.kube.leader import Election, Elector, LeaseLostError, Record
+from baton_operator.process.leader import Election, Elector, LeaseLostError, Record
 from support.waiting import until
 
 LEASE_S = 15.0

@@ -8,7 +8,8 @@ from typing import Any
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import Template
-from baton_operator.builders import config, free_form_fields, model, overlay, service_key
+from baton_operator.builders import config, model, service_key
+from baton_operator.builders.pod_template import free_form_fields, overlay
 from baton_operator.builders.resolved_service import ResolvedService
 
 #: User and group of all images (see docker/).

@@ -1,0 +1,8 @@
+"""The process of the operator.
+
+- `run`: acquires the Lease, then watches and reconciles.
+- `leader`: acquires and renews the Lease.
+- `kopf_thread`, `kopf_settings`: runs kopf in a thread, with everything but its watches turned off.
+- `runtime`: the parts of the process, except kopf.
+- `metrics`: the metrics, and the HTTP server of `/metrics` and `/health`.
+"""
