@@ -146,9 +146,7 @@ class _Rollout:
     def _apply(self, role: names.MemberRole, plan: GroupPlan) -> list[Action]:
         """Carry out `plan` on the simulated cluster, and return the actions.
 
-        The operator carries out a plan with requests to the API server, in the same order.
-        `Reconciler._move_group` requests the topology. Then `apply_members` marks members as
-        draining, deletes members and creates members. A change of that order is also needed here.
+        `GroupPlan` defines the order of the actions.
         """
         cluster, template = self._cluster, self._templates[role]
         replicas, update = self._owner.replicas(role), update_of(self._owner, role)

@@ -73,7 +73,7 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
 class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
     """The next step of an expert-parallel group."""
 
-    request: TopologyRequest | None = None  # to send to the coordinator
+    request: TopologyRequest | None = None  # to send to the coordinator, before all other actions
 
     @property
     def acts(self) -> bool:

@@ -99,12 +99,15 @@ class Delete(msgspec.Struct, frozen=True):
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The next step of one group."""
+    """The next step of one group.
 
-    create: list[int] = []  # ordinals
-    restore: list[int] = []  # ordinals of members to create with the previous revision
+    The operator and `baton plan` take the actions in the order of these fields.
+    """
+
     drain: list[str] = []  # members to mark as draining
     delete: list[Delete] = []
+    create: list[int] = []  # ordinals
+    restore: list[int] = []  # ordinals of members to create with the previous revision
     #: Plan again after this many seconds, because a change without a watch event is expected.
     revisit_s: float | None = None
 
