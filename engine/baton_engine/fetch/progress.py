@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler
 
 import msgspec
 
-from baton_engine.http.json_server import JSONHandler, JSONServer
+from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
 from baton_protocol.progress import Health, LoadProgress
 
 logger = logging.getLogger(__name__)
@@ -72,14 +72,15 @@ class Progress:
             logger.info("%s %s", health.message, health.progress or "")
 
 
-class _Server(JSONServer):
+class _Server(BoundedHTTPServer):
     progress: Progress
 
 
-class _Handler(JSONHandler, BaseHTTPRequestHandler):
+class _Handler(BoundedHandler, BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
+        self.ignore_body()
         if self.path == "/health":
             self._answer(200, msgspec.json.encode(self.server.progress.health()))
         else:
@@ -97,7 +98,7 @@ def serve(progress: Progress, host: str, port: int) -> int:
     Raises:
         OSError: the address is in use.
     """
-    server = _Server((host, port), _Handler)
+    server = _Server(host, port, _Handler)
     server.progress = progress
     threading.Thread(target=server.serve_forever, name="http", daemon=True).start()
     return int(server.server_address[1])

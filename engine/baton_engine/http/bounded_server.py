@@ -1,4 +1,6 @@
-"""An HTTP server for untrusted clients, with limits on connections, time and bytes.
+"""The HTTP server of engines, coordinators and fetchers, which responds in JSON.
+
+Its clients are untrusted, so it has limits on connections, time and bytes.
 
 The server has one thread per connection. A request that cannot be read gets status 400, 405, 411,
 413, 414 or 431 and the body {reason, message}. Then the connection is closed.
@@ -11,14 +13,15 @@ import http
 import logging
 import socket
 import socketserver
+import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import msgspec
 
-from baton_engine.http.json_server import JSONHandler, JSONServer
 from baton_engine.untrusted import SparseLog, one_line
 
 logger = logging.getLogger(__name__)
@@ -27,6 +30,8 @@ logger = logging.getLogger(__name__)
 MAX_CONNECTIONS = 128
 #: Maximum time from the start of a connection, or from its last response, to its next response.
 REQUEST_TIMEOUT_S = 20.0
+#: A client that sends or reads nothing for this long is disconnected.
+SOCKET_TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 2**20
 #: Pause after an accept that failed, for example because no file descriptor was free.
 ACCEPT_PAUSE_S = 0.1
@@ -35,9 +40,10 @@ ACCEPT_PAUSE_S = 0.1
 LINGER_S = 1.0
 
 
-class BoundedHTTPServer(JSONServer):
+class BoundedHTTPServer(ThreadingHTTPServer):
     """An HTTP server with limits. A subclass of BoundedHandler handles the requests."""
 
+    daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, handler: type[BoundedHandler]) -> None:
@@ -103,12 +109,22 @@ class BoundedHTTPServer(JSONServer):
             self._since.pop(request, None)
         super().shutdown_request(request)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log an exception of a handler. A disconnected client is logged at debug level only."""
+        error = sys.exception()
+        if isinstance(error, ConnectionError | TimeoutError):
+            logger.debug("an HTTP client disconnected: %s", one_line(error))
+        else:
+            logger.error("a handler of an HTTP request failed", exc_info=error)
 
-class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
+
+class BoundedHandler(BaseHTTPRequestHandler):
     """The base class of request handlers. Refuses requests that exceed a limit."""
 
     server: BoundedHTTPServer
     disable_nagle_algorithm = True
+    timeout = SOCKET_TIMEOUT_S
+    protocol_version = "HTTP/1.1"
 
     def handle_one_request(self) -> None:
         super().handle_one_request()
@@ -164,6 +180,35 @@ class BoundedHandler(JSONHandler, BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         logger.debug("http %s: %s", self.client_address[0], one_line(format % args))
+
+    def _send_reason(self, status: int, reason: str, message: str) -> None:
+        self._answer(status, msgspec.json.encode({"reason": reason, "message": message}))
+
+    def _unauthorized(self) -> None:
+        """Respond with 401 and close the connection, because the request's body is not read."""
+        message = (
+            "this request needs the service's key: send `Authorization: Bearer TOKEN`, where TOKEN "
+            "is the HMAC-SHA256 of baton/http with that key, in hex"
+        )
+        body = msgspec.json.encode({"reason": "Unauthorized", "message": message})
+        self._answer(
+            401, body, headers={"WWW-Authenticate": 'Bearer realm="baton"', "Connection": "close"}
+        )
+
+    def _answer(
+        self,
+        status: int,
+        body: bytes,
+        content_type: str = "application/json",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
     def _refuse(self, code: int, message: str) -> None:
         """Respond with an error and close the connection. Unread bytes are discarded."""

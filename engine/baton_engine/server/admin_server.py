@@ -18,14 +18,12 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from baton_engine.http.json_server import JSONHandler, JSONServer
+from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
 from baton_engine.server.access import Access
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health, LoadProgress
 
 logger = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 64 * 2**10
 
 #: Utility methods of the engine core by HTTP method. The path is /<name>, and the query holds the
 #: arguments.
@@ -123,7 +121,7 @@ class AdminServer:
         Raises:
             OSError: the address is in use.
         """
-        self._server = _Server((host, port), _Handler)
+        self._server = _Server(host, port, _Handler)
         self._server.admin, self._server.registry = admin, registry
         self._server.access = access or Access()
         self.port = int(self._server.server_address[1])
@@ -137,22 +135,36 @@ class AdminServer:
         self._server.server_close()
 
 
-class _Server(JSONServer):
+class _Server(BoundedHTTPServer):
     admin: EngineAdmin
     registry: CollectorRegistry
     access: Access
 
+    def __init__(self, host: str, port: int, handler: type[BoundedHandler]) -> None:
+        super().__init__(host, port, handler)
+        self._metrics_lock = threading.Lock()
 
-class _Handler(JSONHandler, BaseHTTPRequestHandler):
+    def metrics_text(self) -> bytes:
+        """Return the metrics.
+
+        One thread at a time computes them. With many requests, the threads would otherwise take
+        the interpreter's lock from the engine's loop.
+        """
+        with self._metrics_lock:
+            return generate_latest(self.registry)
+
+
+class _Handler(BoundedHandler, BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
+        self.ignore_body()
         if self.path == "/health":
             self._send_probe(self.server.admin.health())
         elif self.path == "/ready":
             self._send_probe(self.server.admin.readiness())
         elif self.path == "/metrics":
-            self._answer(200, generate_latest(self.server.registry), CONTENT_TYPE_PLAIN_0_0_4)
+            self._answer(200, self.server.metrics_text(), CONTENT_TYPE_PLAIN_0_0_4)
         elif self.path == "/drain":
             self._drain(start=False)
         else:
@@ -162,13 +174,8 @@ class _Handler(JSONHandler, BaseHTTPRequestHandler):
         if not self.server.access.admits(self.headers.get("Authorization")):
             self._unauthorized()
             return
-        length = self.headers.get("Content-Length") or "0"
-        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
-            self.close_connection = True  # the body is not read
-            message = f"Content-Length must be in [0, {MAX_BODY_BYTES}]; no path reads a body"
-            self._send_reason(400, "BadRequest", message)
+        if self.body() is None:
             return
-        self.rfile.read(int(length))
         if self.path == "/drain":
             self._drain(start=True)
         else:

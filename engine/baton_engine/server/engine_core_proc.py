@@ -64,6 +64,11 @@ STUCK_MARGIN_S = 30.0
 CALL_STUCK_AFTER_S = 1800.0
 #: Time that an HTTP request waits for the loop.
 ADMIN_TIMEOUT_S = 10.0
+#: Utility methods whose result is in the stats. For these, HTTP requests do not call the loop.
+FROM_STATS: dict[str, Callable[[EngineStats], bool]] = {
+    "is_paused": lambda stats: stats.paused,
+    "is_sleeping": lambda stats: stats.sleep_level is not None,
+}
 #: Maximum age of the KV connector's statistics while steps run.
 CONNECTOR_STATS_INTERVAL_S = 1.0
 #: Window of `Pong.longest_step_s`, which includes a step for one to two windows.
@@ -298,9 +303,9 @@ class EngineCoreProc:
             self._drain_requested = True
         if self.state is not State.SERVING:
             return DrainStatus(draining=self._drain_requested, unfinished=0)
-        # The loop first handles the ADD messages that are already in the input queue, so the stats
-        # count these requests.
-        stats: EngineStats = self._ask_loop(EngineCore.drain if start else EngineCore.get_stats)
+        # Only requests with the service key call the loop. To start the drain, the loop first
+        # handles the ADD messages that are already in the input queue, so the stats count them.
+        stats: EngineStats = self._ask_loop(EngineCore.drain) if start else self._stats
         return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
 
     def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
@@ -318,14 +323,22 @@ class EngineCoreProc:
         arguments = utility_calls.bind_query(method, query)
         if self.state is not State.SERVING:
             raise RuntimeError(f"the engine is not serving: {self.state.value}")
+        if method in FROM_STATS:
+            return FROM_STATS[method](self._stats)
+        deadline = time.monotonic() + ADMIN_TIMEOUT_S
         result = self._ask_loop(lambda core: getattr(core, method)(**arguments))
         if not isinstance(result, Future):
             return result
-        wait_for_futures([result], timeout=ADMIN_TIMEOUT_S)
-        return result.result() if result.done() else Pending()
+        wait_for_futures([result], timeout=max(0.0, deadline - time.monotonic()))
+        if not result.done():
+            return Pending()
+        self._ask_loop(lambda core: None)  # refreshes the stats
+        return result.result()
 
     def _ask_loop(self, run: Callable[[EngineCore], Any]) -> Any:
         """Run a function in the loop's thread, and return its result.
+
+        Later calls of `stats` include the effect of the function.
 
         Raises:
             TimeoutError: the loop did not answer within ADMIN_TIMEOUT_S.
@@ -490,7 +503,9 @@ class EngineCoreProc:
         elif isinstance(payload, _LocalCall):
             with self._calling():
                 try:
-                    payload.future.set_result(payload.run(core))
+                    result = payload.run(core)
+                    self._stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S)
+                    payload.future.set_result(result)
                 except Exception as error:
                     payload.future.set_exception(error)
         elif kind is RequestType.EXECUTOR_FAILED:

@@ -365,16 +365,38 @@ def test_a_client_that_sends_a_message_above_the_limit_is_disconnected(start):
             client.socket.close()
 
 
-@pytest.mark.parametrize("length", ["junk", "-1", "99999999999"])
-def test_a_request_with_an_invalid_content_length_is_refused_at_once(start, length):
+@pytest.mark.parametrize(
+    ("length", "status"), [("junk", "400"), ("-1", "400"), ("99999999999", "413")]
+)
+def test_a_request_with_an_invalid_content_length_is_refused_at_once(start, length, status):
     engine = start()
     engine.wait_ready()
     with socket.create_connection((HOST, engine.http_port), timeout=DEADLINE_S) as connection:
         connection.sendall(
             f"POST /drain HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode()
         )
-        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")
+        assert connection.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
     assert engine.http("GET", "/ready")[0] == 200
+
+
+def test_reads_of_the_state_do_not_call_the_loop(monkeypatch):
+    """Clients without the service key may send them, in any number."""
+    from baton_engine.server import engine_core_proc
+    from baton_protocol.config import EngineConfig, ModelConfig
+
+    monkeypatch.setattr(engine_core_proc, "ADMIN_TIMEOUT_S", 0.0)
+    config = EngineConfig(model=ModelConfig(path="/nowhere"), engine_port=0)
+    proc = engine_core_proc.EngineCoreProc(config, HOST)
+    proc.state = engine_core_proc.State.SERVING  # although no loop runs
+    try:
+        assert proc.drain_status(start=False).unfinished == 0
+        assert proc.call_utility("is_paused", {}) is False
+        assert proc.call_utility("is_sleeping", {}) is False
+        assert proc.io.input_queue.empty()
+        with pytest.raises(TimeoutError, match="did not answer"):
+            proc.drain_status(start=True)
+    finally:
+        proc.io.close()
 
 
 def test_a_silent_client_loses_its_requests():

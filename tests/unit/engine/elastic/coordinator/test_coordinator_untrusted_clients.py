@@ -23,9 +23,7 @@ from baton_engine.elastic.coordinator.checks import (
 )
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator import Coordinator
-from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
 from baton_engine.elastic.rank.rank_link import RankLink
-from baton_engine.http import bounded_server
 from baton_protocol.topology import (
     Generation,
     Member,
@@ -33,7 +31,6 @@ from baton_protocol.topology import (
     StartWave,
     Status,
     TopologyRequest,
-    TopologyStatus,
 )
 from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 from support.waiting import eventually
@@ -173,95 +170,6 @@ def test_requests_on_one_connection_do_not_wait_for_acknowledgements(
                 answer += connection.recv(2**16)
             took_s.append(time.monotonic() - started)
     assert min(took_s[-25:]) < 0.03, "all requests are slow, not only some as on a busy machine"
-
-
-# The HTTP server alone, with shorter timeouts
-
-
-class Admin:
-    """An empty group."""
-
-    def admits(self, authorization: str | None) -> bool:
-        return True
-
-    def topology(self) -> TopologyStatus:
-        return TopologyStatus(generation=0, desired=[], members=[])
-
-    def request_topology(self, request: TopologyRequest) -> None:
-        return None
-
-    def request_rebalance(self) -> None:
-        pass
-
-    def metrics_text(self) -> bytes:
-        return b""
-
-    def is_healthy(self) -> bool:
-        return True
-
-
-def get(port: int) -> bytes:
-    with connect(port) as connection:
-        connection.sendall(b"GET /topology HTTP/1.1\r\nConnection: close\r\n\r\n")
-        return connection.recv(12)
-
-
-def is_closed(connection: socket.socket) -> bool:
-    with contextlib.suppress(ConnectionError):
-        return connection.recv(1) == b""
-    return True
-
-
-def test_a_request_that_never_ends_is_aborted_after_the_timeout(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Bytes arrive all the time, so no read times out."""
-    monkeypatch.setattr(bounded_server, "REQUEST_TIMEOUT_S", 1.0)
-    server = CoordinatorServer(HOST, 0, Admin())
-    server.start()
-    with connect(server.port) as connection:
-        started = time.monotonic()
-        connection.settimeout(0.1)
-        ended = False
-        while not ended and time.monotonic() - started < DEADLINE_S:
-            try:
-                connection.sendall(b"G")
-                ended = connection.recv(1) == b""
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                ended = True
-        assert ended
-        assert time.monotonic() - started < 8.0
-    assert get(server.port) == b"HTTP/1.1 200"
-
-
-def test_the_oldest_connection_is_closed_when_there_are_too_many(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(bounded_server, "MAX_CONNECTIONS", 5)
-    # Idle connections are not closed.
-    monkeypatch.setattr(bounded_server.BoundedHandler, "timeout", 10 * DEADLINE_S)
-    monkeypatch.setattr(bounded_server, "REQUEST_TIMEOUT_S", 10 * DEADLINE_S)
-    server = CoordinatorServer(HOST, 0, Admin())
-    server.start()
-    with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(connect(server.port)) for _ in range(20)]
-        assert all(is_closed(each) for each in silent[:15])
-        assert get(server.port) == b"HTTP/1.1 200"
-        assert is_closed(silent[15])
-
-
-def test_many_simultaneous_clients_get_responses() -> None:
-    """Their connections wait in the backlog, which must be larger than the default of 5."""
-    server = CoordinatorServer(HOST, 0, Admin())
-    with contextlib.ExitStack() as stack:
-        # Before the server accepts.
-        waiting = [stack.enter_context(connect(server.port)) for _ in range(100)]
-        server.start()
-        for each in waiting:
-            each.sendall(b"GET /topology HTTP/1.1\r\nConnection: close\r\n\r\n")
-        assert all(each.recv(12) == b"HTTP/1.1 200" for each in waiting)
 
 
 # Messages of ranks
