@@ -1,7 +1,10 @@
 """`baton serve MODEL`: one engine and its gateway as child processes, without Kubernetes.
 
 The engine listens on 127.0.0.1, and the gateway on --host. The gateway discovers the engine through
-a file in a temporary folder. The child processes end when this process ends, even if it is killed.
+a file in a private temporary folder. The folder also holds a service key, without which other users
+of the machine, and web pages, cannot control the engine or send it requests.
+
+The child processes end when this process ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -33,6 +37,7 @@ from baton_protocol.config import (
     ModelConfig,
 )
 from baton_protocol.options import comma_separated
+from pocketkube.certificates import write_private
 from pocketkube.lifecycle import kill_at_end_of_parent
 from pocketkube.ports import LOOPBACK, free_ports
 
@@ -45,7 +50,15 @@ _EXIT_GRACE_S = 10.0
 _NOTICE_S = 2.0
 _LINE_BYTES = 2**20  # longest line of a child's output that is printed
 #: Engine flags that `baton serve` sets itself, or that have no meaning without Kubernetes.
-_OURS = ("--model", "--config", "--engine-port", "--http-port", "--kv-role", "--kv-port")
+_OURS = (
+    "--model",
+    "--config",
+    "--engine-port",
+    "--http-port",
+    "--kv-role",
+    "--kv-port",
+    "--service-key-file",
+)
 
 
 def flags_parser() -> argparse.ArgumentParser:
@@ -239,6 +252,7 @@ class _Server:
         self._options = options
         self._engine_flags = engine_flags
         self._folder = folder
+        self._service_key_file = folder / "service.key"
         self._children: list[_Child] = []
         self._name = options.served_model_name or Path(model).resolve().name
         self._stop = asyncio.Event()
@@ -283,6 +297,7 @@ class _Server:
             _ChildEndedError: a child has ended.
             TimeoutError: the engine or the gateway was not ready in time.
         """
+        write_private(self._service_key_file, secrets.token_hex(32).encode())
         engine_port, http_port = free_ports(2)
         engine = await self._start_engine(engine_port, http_port)
         gateway = await self._start_gateway(engine_port)
@@ -302,6 +317,7 @@ class _Server:
             *(sys.executable, "-m", "baton_engine.cli"),
             *("--model", self._model, "--served-model-name", self._name),
             *("--engine-port", str(engine_port), "--http-port", str(http_port)),
+            *("--service-key-file", str(self._service_key_file)),
             *("--drain-timeout-s", str(self._options.drain_timeout_s)),
             *self._engine_flags,
         ]
@@ -320,6 +336,7 @@ class _Server:
             discovery=DiscoveryConfig(file=str(discovery)),
             access=AccessConfig(allowed_origins=tuple(self._options.allowed_origins)),
             port=self._options.port,
+            service_key_file=str(self._service_key_file),
             drain_timeout_s=self._options.drain_timeout_s,
             drain_quiet_s=0.0,  # there is no other gateway for new requests
         )

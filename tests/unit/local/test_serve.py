@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +162,21 @@ def test_serve_ends_with_a_reason_and_fails_requests_when_the_engine_is_killed(s
     assert serve.wait() == 1
     assert "baton serve: the engine was killed by SIGKILL" in serve.log.splitlines()[-1]
     serve.assert_no_orphans()
+
+
+def test_the_engine_refuses_requests_without_the_service_key(serve: Serve):
+    """Another user of the machine, or a web page, could stop the engine with one request."""
+    client = client_of(serve.url)
+    command = serve.child("baton_engine.cli").cmdline()
+    port = command[command.index("--http-port") + 1]
+    for path in ("/drain", "/sleep?level=2", "/pause?mode=abort"):
+        attack = urllib.request.Request(f"http://127.0.0.1:{port}{path}", method="POST")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(attack, timeout=30)
+        assert refused.value.code == 401
+    assert next(stream(client, 4)).choices
+    key = Path(command[command.index("--service-key-file") + 1])
+    assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
 
 
 def has_request_in_flight(serve: Serve) -> bool:
