@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from pocketkube.private_folder import create_private_folder
+
 #: Time to wait for the lock. `StateDir.supervisor` may hold it for a moment.
 PROBE_S = 0.5
 
@@ -64,10 +66,13 @@ class StateDir:
         return self.root / "cluster.json"
 
     def make(self) -> None:
-        """Create the state folder and its folder for logs, accessible by their owner only."""
+        """Create the state folder and its folder for logs, accessible by their owner only.
+
+        Existing folders must belong to this process's user, and others must not write to them.
+        """
         with self._usable():
             for folder in (self.root, self.logs):
-                folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+                create_private_folder(folder)
 
     def acquire(self) -> None:
         """Make this process the supervisor: hold the folder's lock until the process ends.

@@ -22,6 +22,7 @@ from typing import IO
 from pocketkube.containers import guardian
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.lifecycle import kill_at_end_of_parent, wait_up_to
+from pocketkube.private_folder import create_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,11 @@ class Guard:
         """Lock the state folder and start the guardian.
 
         Raises:
+            PermissionError: other users control the state folder.
             TimeoutError: another kubelet still holds the lock after `lock_timeout_s`.
         """
         # The folder will hold tokens and Secrets.
-        self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        create_private_folder(self._state_dir)
         self._lock = os.open(self._state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         deadline = asyncio.get_running_loop().time() + lock_timeout_s
         while True:

@@ -21,6 +21,7 @@ from pocketkube.children import ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
 from pocketkube.lifecycle import run_until_terminated, until_stopped
 from pocketkube.ports import LOOPBACK
+from pocketkube.private_folder import create_private_folder
 
 DEFAULT_SERVICE_NETWORK = "127.96.0.0/16"
 
@@ -131,7 +132,7 @@ def main() -> None:
         "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
     )
     arguments = parser.parse_args()
-    arguments.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    create_private_folder(arguments.state_dir)
     plane = EmbeddedControlPlane(arguments.state_dir, service_network=arguments.service_network)
 
     async def run(stop: asyncio.Event) -> None:

@@ -35,6 +35,7 @@ from pocketkube.certificates import (
 from pocketkube.children import Children, ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
 from pocketkube.ports import LOOPBACK, free_ports
+from pocketkube.private_folder import create_private_folder
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
 DEFAULT_SERVICE_NETWORK = "198.19.0.0/16"
@@ -119,6 +120,7 @@ class RealControlPlane:
 
         Raises:
             ComponentError: a process has ended, or was not ready within `timeout_s`.
+            PermissionError: other users control the state folder.
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -141,7 +143,7 @@ class RealControlPlane:
         self._children.check()
 
     def _start(self, deadline: float) -> None:
-        self._state_dir.mkdir(parents=True, mode=0o700, exist_ok=True)
+        create_private_folder(self._state_dir)
         shutil.rmtree(self._state_dir / "etcd", ignore_errors=True)
         pki = self._state_dir / "pki"
         certificate = create_certificates(pki, [LOOPBACK])

@@ -1,0 +1,25 @@
+"""Create the folders of keys, tokens and logs, which other users must not control."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+def create_private_folder(folder: Path) -> None:
+    """Create the folder for its owner only, or check the owner and the mode of an existing one.
+
+    Raises:
+        PermissionError: the folder belongs to another user, or other users may write to it.
+        OSError: the folder cannot be created.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
+        why = "the folder belongs to another user"
+    elif status.st_mode & 0o022:
+        why = "other users may write to the folder (see chmod go-w)"
+    else:
+        return
+    raise PermissionError(errno.EPERM, why, str(folder))
