@@ -34,9 +34,9 @@ class Certificates:
     authority: Path
     certificate: Path
     key: Path
-    #: The API server identifies itself to kubelets with this certificate.
-    kubelet_client_certificate: Path
-    kubelet_client_key: Path
+    #: The API server identifies itself to kubelets and to etcd with this certificate.
+    client_certificate: Path
+    client_key: Path
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -85,17 +85,17 @@ def create_certificates(directory: Path, addresses: list[str]) -> Certificates:
         directory / "ca.crt",
         directory / "apiserver.crt",
         directory / "apiserver.key",
-        directory / "kubelet-client.crt",
-        directory / "kubelet-client.key",
+        directory / "apiserver-client.crt",
+        directory / "apiserver-client.key",
     )
     files.authority.write_bytes(authority.public_bytes(serialization.Encoding.PEM))
     for common_name, usage, certificate_file, key_file in (
         ("pocketkube-apiserver", ExtendedKeyUsageOID.SERVER_AUTH, files.certificate, files.key),
         (
-            "pocketkube-kubelet-client",
+            "pocketkube-apiserver-client",
             ExtendedKeyUsageOID.CLIENT_AUTH,
-            files.kubelet_client_certificate,
-            files.kubelet_client_key,
+            files.client_certificate,
+            files.client_key,
         ),
     ):
         key = ec.generate_private_key(ec.SECP256R1())

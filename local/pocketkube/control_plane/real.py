@@ -2,8 +2,8 @@
 
 The binaries come from `KUBEBUILDER_ASSETS`, or from the cache that `make control-plane` fills. Any
 Kubernetes from 1.20 on works. All processes listen on 127.0.0.1. They end when the thread that
-started them ends. etcd has no authentication, so other users of the machine can read and change
-all objects. Use this control plane for development and tests only.
+started them ends. etcd accepts only clients with a certificate, whose key only the user of this
+process can read. Use this control plane for development and tests only.
 
 `python -m pocketkube.control_plane.real --state-dir D` runs a control plane until SIGTERM or
 SIGINT. `D/kubeconfig` appears when the control plane is ready.
@@ -152,10 +152,12 @@ class RealControlPlane:
         etcd, peer, api = free_ports(3)
         server = f"https://{LOOPBACK}:{api}"
 
-        self._spawn_etcd(etcd, peer)
-        self._await("etcd", lambda: self._answers(f"http://{LOOPBACK}:{etcd}/health"), deadline)
-        self._spawn_apiserver(api, etcd, certificate, accounts_key, pki / "tokens.csv")
+        self._spawn_etcd(etcd, peer, certificate)
         tls = ssl.create_default_context(cafile=str(certificate.authority))
+        tls.load_cert_chain(certificate.client_certificate, certificate.client_key)
+        etcd_health = f"https://{LOOPBACK}:{etcd}/health"
+        self._await("etcd", lambda: self._answers(etcd_health, tls), deadline)
+        self._spawn_apiserver(api, etcd, certificate, accounts_key, pki / "tokens.csv")
         self._await(
             "kube-apiserver",
             lambda: self._answers(f"{server}/readyz", tls, tokens["admin"]),
@@ -169,8 +171,8 @@ class RealControlPlane:
         self._await(component, lambda: self._answers(needed, tls, tokens["admin"]), deadline)
         write_kubeconfig(self.kubeconfig, server, certificate.authority, tokens["admin"])
 
-    def _spawn_etcd(self, port: int, peer_port: int) -> None:
-        client, peer = f"http://{LOOPBACK}:{port}", f"http://{LOOPBACK}:{peer_port}"
+    def _spawn_etcd(self, port: int, peer_port: int, certificate: Certificates) -> None:
+        client, peer = f"https://{LOOPBACK}:{port}", f"https://{LOOPBACK}:{peer_port}"
         self._spawn(
             "etcd",
             f"--data-dir={self._state_dir / 'etcd'}",
@@ -179,6 +181,16 @@ class RealControlPlane:
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
+            "--client-cert-auth",
+            f"--trusted-ca-file={certificate.authority}",
+            f"--cert-file={certificate.certificate}",
+            f"--key-file={certificate.key}",
+            "--peer-client-cert-auth",
+            f"--peer-trusted-ca-file={certificate.authority}",
+            f"--peer-cert-file={certificate.certificate}",
+            f"--peer-key-file={certificate.key}",
+            # The gateway would connect to etcd with the server's certificate, which is refused.
+            "--enable-grpc-gateway=false",
         )
 
     def _spawn_apiserver(
@@ -192,7 +204,10 @@ class RealControlPlane:
         # The endpoint reconciler would publish a loopback address, which kube-apiserver refuses.
         self._spawn(
             "kube-apiserver",
-            f"--etcd-servers=http://{LOOPBACK}:{etcd_port}",
+            f"--etcd-servers=https://{LOOPBACK}:{etcd_port}",
+            f"--etcd-cafile={certificate.authority}",
+            f"--etcd-certfile={certificate.client_certificate}",
+            f"--etcd-keyfile={certificate.client_key}",
             f"--bind-address={LOOPBACK}",
             f"--advertise-address={LOOPBACK}",
             "--endpoint-reconciler-type=none",
@@ -200,8 +215,8 @@ class RealControlPlane:
             f"--cert-dir={self._state_dir / 'pki'}",
             f"--tls-cert-file={certificate.certificate}",
             f"--tls-private-key-file={certificate.key}",
-            f"--kubelet-client-certificate={certificate.kubelet_client_certificate}",
-            f"--kubelet-client-key={certificate.kubelet_client_key}",
+            f"--kubelet-client-certificate={certificate.client_certificate}",
+            f"--kubelet-client-key={certificate.client_key}",
             f"--token-auth-file={tokens}",
             "--authorization-mode=RBAC",
             "--service-account-issuer=https://kubernetes.default.svc",

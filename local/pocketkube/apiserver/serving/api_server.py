@@ -85,7 +85,7 @@ class ApiServer:
         to_kubelets = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         to_kubelets.check_hostname = False
         to_kubelets.verify_mode = ssl.CERT_NONE
-        to_kubelets.load_cert_chain(files.kubelet_client_certificate, files.kubelet_client_key)
+        to_kubelets.load_cert_chain(files.client_certificate, files.client_key)
         self._kubelets = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=to_kubelets)
         )

@@ -66,7 +66,7 @@ def client_context(cluster: Certificates | None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if cluster is not None:
-        context.load_cert_chain(cluster.kubelet_client_certificate, cluster.kubelet_client_key)
+        context.load_cert_chain(cluster.client_certificate, cluster.client_key)
     return context
 
 
