@@ -56,7 +56,7 @@ def run(setting: Setting) -> Result:
         sets = [first, *(_logits(setting, num_rows, vocab_size) for _ in range(others))]
         keys = [noise_key(seed, 7, 0) for seed in range(num_rows)]
         _check_greedy(sets[0])
-        calls: dict[str, list[Call]] = {"greedy": [partial(greedy, logits) for logits in sets]}
+        calls: dict[str, list[Call]] = {"greedy": [partial(_greedy, logits) for logits in sets]}
         for name, one in params.items():
             _check_draws(name, sets[0], [one] * num_rows, keys)
             calls[name] = [partial(draw_tokens, logits, [one] * num_rows, keys) for logits in sets]
@@ -87,7 +87,7 @@ def _logits(setting: Setting, num_rows: int, vocab_size: int) -> Tensor:
 
 
 def _check_greedy(logits: Tensor) -> None:
-    if greedy(logits) != logits.argmax(-1).tolist():
+    if _greedy(logits) != logits.argmax(-1).tolist():
         raise WrongResultError("greedy: not the most likely tokens")
 
 
@@ -110,9 +110,14 @@ def _check_draws(name: str, logits: Tensor, params: list[Filters], keys: list[in
         )
 
 
+def _greedy(logits: Tensor) -> list[int]:
+    token_ids: list[int] = greedy(logits, fallback=0).token_ids.tolist()
+    return token_ids
+
+
 def _peer_greedy(logits: Tensor) -> Tensor:
     tokens = logits.argmax(-1)
-    tokens.tolist()  # greedy reads them as well
+    tokens.tolist()  # as _greedy does
     return tokens
 
 

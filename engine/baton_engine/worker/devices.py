@@ -1,9 +1,11 @@
-"""Selects the device and the dtype of a worker from the configuration and the machine."""
+"""Selects the device and the dtype of a worker, and copies arrays to the device."""
 
 from __future__ import annotations
 
 import logging
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton_engine.models.errors import ConfigurationError
@@ -82,6 +84,17 @@ def check_quantization(quantization: str | None, device: torch.device) -> None:
             f"quantization {quantization} is for CPUs, but the model runs on {device.type}; leave "
             "quantization out, or set device to cpu",
         )
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """Return a tensor with the values of `array` on `device`.
+
+    On a CPU, the tensor shares memory with `array`. The copy to a GPU is asynchronous.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

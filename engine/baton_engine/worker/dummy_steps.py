@@ -110,7 +110,7 @@ def run(
     hidden = forward.run(make_batch(query_lens, seq_len, kv_cache, forward.device), received)
     if model.parallel.is_last_stage:
         logits = model.compute_logits(hidden[: len(query_lens)])
-        greedy(logits)
+        greedy(logits, fallback=0)
         sample(logits, sampling_inputs(len(query_lens)), model.config.eos_token_ids)
 
 

@@ -15,12 +15,12 @@ import torch
 
 from baton_engine.executor.step import CachedRequestData, NewRequestData
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
-from baton_engine.worker.sampling.sampler import SamplingInput
+from baton_engine.worker.devices import to_device
+from baton_engine.worker.sampled_tokens import BoolArray, Int64Array
+from baton_engine.worker.sampling.logits_processing import SamplingInput
 from baton_protocol.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 #: Initial number of columns of token ids. Doubled for longer requests, up to the model's limit.
 INITIAL_WIDTH = 1024
@@ -56,7 +56,7 @@ class InputBatch:
     """Arrays with one row for each of at most `max_num_seqs` requests.
 
     A row holds the token ids of a request (prompt, then generated) and the block table, each with
-    its length. A row also holds the number of tokens whose KV is in the cache, and three flags that
+    its length. A row also holds the number of tokens whose KV is in the cache, and four flags that
     follow from the sampling parameters.
     """
 
@@ -75,6 +75,8 @@ class InputBatch:
         self.num_blocks: Int64Array = np.zeros(max_num_seqs, dtype=np.int64)
         #: Whether the next token is the argmax of the raw logits, without log-probabilities.
         self.is_plain: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        #: Whether log-probabilities of the next token or of beam candidates are reported.
+        self.wants_logprobs: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.wants_prompt_logprobs: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.wants_routed_experts: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self._inputs: list[SamplingInput | None] = [None] * max_num_seqs
@@ -144,6 +146,7 @@ class InputBatch:
         self._append_blocks(row, new.block_ids)
         params = new.sampling_params
         self.is_plain[row] = _is_plain(params)
+        self.wants_logprobs[row] = params.logprobs is not None or bool(params.beam_width)
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
         self.wants_routed_experts[row] = params.return_routed_experts
         ids = self.token_ids[row]
@@ -247,7 +250,7 @@ class InputBatch:
         assert item is not None, f"row {row} is free"
         return item
 
-    def append_tokens(self, rows: Int64Array, token_ids: Sequence[int]) -> None:
+    def append_tokens(self, rows: Int64Array, token_ids: npt.ArrayLike) -> None:
         """Append one token to each row. A later step runs these tokens."""
         ends = self.num_tokens[rows]
         self._make_room(int(ends.max()) + 1)
@@ -285,17 +288,6 @@ class InputBatch:
         self.token_ids = wider
         for row in self._row_of.values():
             self.sampling_input(row).prompt_token_ids = wider[row, : self.num_prompt_tokens[row]]
-
-
-def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Return a tensor with the values of `array` on `device`.
-
-    On a CPU, the tensor shares memory with `array`. The copy to a GPU is asynchronous.
-    """
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _is_plain(params: SamplingParams) -> bool:

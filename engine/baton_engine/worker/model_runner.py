@@ -34,9 +34,10 @@ from baton_engine.worker.devices import (
     dtype_name,
     resolve_device,
     resolve_dtype,
+    to_device,
 )
 from baton_engine.worker.forward_runner import ForwardRunner, graph_backend
-from baton_engine.worker.input_batch import InputBatch, Int64Array, ScheduledRows, to_device
+from baton_engine.worker.input_batch import InputBatch, ScheduledRows
 from baton_engine.worker.memory.block_budget import (
     BlockSize,
     blocks_on_cpu,
@@ -48,8 +49,9 @@ from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.profiler import Profiler
 from baton_engine.worker.reports import prompt_logprobs_of, routed_experts_of
+from baton_engine.worker.sampled_tokens import Int64Array, SampledTokens
 from baton_engine.worker.sampling.logprobs import count_nans
-from baton_engine.worker.sampling.sampler import sample
+from baton_engine.worker.sampling.sampler import fallback_token, report_logprobs, sample
 from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.sampling import greedy
@@ -159,6 +161,11 @@ class ModelRunner:
             files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization
         )
         return compatible, compatibility_hash(files, "", "")
+
+    @cached_property
+    def _fallback_token(self) -> int:
+        """The token of requests for which no token is possible."""
+        return fallback_token(self.model_config.eos_token_ids, self.model_config.vocab_size)
 
     @cached_property
     def max_model_len(self) -> int:
@@ -383,27 +390,24 @@ class ModelRunner:
             output.num_nans_in_logits = dict(
                 zip(step.sampling_ids, count_nans(step.logits), strict=True)
             )
-        token_ids = None
+        eos_token_ids = self.model_config.eos_token_ids
         if grammar is None and batch.is_plain[step.sampling_rows].all():
-            token_ids = greedy(step.logits)
-        if token_ids is None:
+            best = greedy(step.logits, self._fallback_token)
+            tokens = SampledTokens(best.token_ids, best.is_impossible)
+        else:
             bitmask = None if grammar is None else self._expand_bitmask(grammar, step.sampling_ids)
             inputs = batch.sampling_inputs(step.sampling_rows)
-            sampled = sample(step.logits, inputs, self.model_config.eos_token_ids, bitmask)
-            token_ids = sampled.token_ids
-            for row in sampled.impossible_rows:
-                logger.warning(
-                    "request %s is ended: all its logits are NaN or masked, so no token is "
-                    "possible",
-                    step.sampling_ids[row],
-                )
-            output.logprobs = {
-                request_id: logprobs
-                for request_id, logprobs in zip(step.sampling_ids, sampled.logprobs, strict=True)
-                if logprobs is not None
-            }
-        batch.append_tokens(step.sampling_rows, token_ids)
-        output.sampled_token_ids = dict(zip(step.sampling_ids, token_ids, strict=True))
+            sampled = sample(step.logits, inputs, eos_token_ids, bitmask)
+            tokens = SampledTokens(sampled.token_ids, sampled.is_impossible)
+            if batch.wants_logprobs[step.sampling_rows].any():
+                logprobs = report_logprobs(step.logits, sampled, inputs, eos_token_ids)
+                output.logprobs = {
+                    request_id: reported
+                    for request_id, reported in zip(step.sampling_ids, logprobs, strict=True)
+                    if reported is not None
+                }
+        batch.append_tokens(step.sampling_rows, tokens.wait())
+        output.sampled_token_ids = _tokens_by_request(step.sampling_ids, tokens)
         return output
 
     def sleep(self, level: int) -> None:
@@ -589,3 +593,16 @@ class ModelRunner:
         bitmask = np.full((len(sampling_ids), grammar.bitmask.shape[1]), -1, dtype=np.int32)
         bitmask[[row_of[request_id] for request_id in grammar.request_ids]] = grammar.bitmask
         return to_device(bitmask, self.device)
+
+
+def _tokens_by_request(request_ids: list[str], tokens: SampledTokens) -> dict[str, int]:
+    """Return the sampled token of each request, when the tokens are on the host.
+
+    Log the requests for which no token was possible.
+    """
+    for row in tokens.impossible_rows():
+        logger.warning(
+            "request %s is ended: all its logits are NaN or masked, so no token is possible",
+            request_ids[row],
+        )
+    return dict(zip(request_ids, tokens.wait().tolist(), strict=True))

@@ -25,14 +25,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from baton_kernels.cpu import ops_for
 from baton_kernels.sampling.noise import signed
-from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
+from baton_kernels.sampling.parameters import MIN_TEMPERATURE, BestTokens, DrawParams
 from baton_kernels.sampling.torch_cpu import draw_tokens_cpu
 
-__all__ = ["DrawParams", "draw_tokens", "greedy"]
+__all__ = ["BestTokens", "DrawParams", "draw_tokens", "greedy"]
 
 
 def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int]) -> Tensor:
@@ -66,22 +67,29 @@ def draw_tokens(logits: Tensor, params: Sequence[DrawParams], keys: Sequence[int
     return draw_tokens_cpu(logits, params, keys)
 
 
-def greedy(logits: Tensor) -> list[int] | None:
+def greedy(logits: Tensor, fallback: int) -> BestTokens:
     """Return the most likely token of each row; among ties, the lowest id.
 
-    The host waits for the device once, to read the result.
+    On a GPU the call does not wait for the device. The logits are not changed.
 
     Args:
-        logits: float32 of shape [rows, vocab_size].
-
-    Returns:
-        The token ids, or None if a row has a NaN or +inf, or only -inf.
+        logits: float32 of shape [rows, vocab_size]. A NaN counts as -inf.
+        fallback: token of the rows in which all logits are -inf or NaN.
     """
     if logits.is_cuda:
         from baton_kernels.sampling.triton_greedy import greedy_triton
 
-        return greedy_triton(logits)
+        return greedy_triton(logits, fallback)
     values = logits.numpy()
     winners = values.argmax(axis=-1)  # the first NaN, if a row has one
     best = values[np.arange(len(values)), winners]
-    return winners.tolist() if np.isfinite(best).all() else None
+    is_finite = np.isfinite(best)
+    if is_finite.all():
+        return BestTokens(torch.from_numpy(winners), None)
+    unusual = np.flatnonzero(~is_finite)
+    possible = np.where(np.isnan(values[unusual]), -np.inf, values[unusual])
+    winners[unusual] = possible.argmax(axis=-1)
+    is_impossible = np.zeros(len(values), dtype=np.bool_)
+    is_impossible[unusual] = np.isneginf(possible.max(axis=-1))
+    winners[is_impossible] = fallback
+    return BestTokens(torch.from_numpy(winners), torch.from_numpy(is_impossible))

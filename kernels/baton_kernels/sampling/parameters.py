@@ -1,8 +1,10 @@
-"""Sampling parameters of one row of logits."""
+"""Sampling parameters of one row of logits, and the most likely tokens of rows."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
 
 #: Lower temperatures are raised to this value, to avoid overflow. With this value, the most likely
 #: token wins unless other logits are almost equal.
@@ -27,3 +29,13 @@ class DrawParams(Protocol):
     @property
     def min_p(self) -> float:
         """Minimum ratio of a kept token's probability to the highest one. 0 keeps all tokens."""
+
+
+class BestTokens(NamedTuple):
+    """The most likely token of each row, on the device of the logits."""
+
+    #: int64 of shape [rows].
+    token_ids: Tensor
+    #: Whether all logits of the row are -inf or NaN, bool of shape [rows]. None: every row has a
+    #: finite maximum and no NaN. Never None on a GPU, where the host would have to wait to see it.
+    is_impossible: Tensor | None

@@ -38,17 +38,6 @@ def block_maxima(logits: Tensor) -> Tensor:
     return maxima
 
 
-def best_tokens(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's largest logit and the token id of that logit, [rows] each.
-
-    The token id is the lowest among ties. A NaN in a row makes the returned logit NaN.
-    """
-    best, block = block_maxima(logits).max(dim=-1, keepdim=True)
-    token_ids = _tokens_of(block, logits.shape[-1])
-    offset = logits.gather(-1, token_ids).argmax(dim=-1, keepdim=True)
-    return best[:, 0], token_ids.gather(-1, offset)[:, 0]
-
-
 def rank_bound(sorted_maxima: Tensor, rank: Tensor) -> Tensor:
     """Return, for each row, a finite lower bound of the logits of the `rank` most likely tokens.
 

@@ -58,7 +58,7 @@ def checksum(size: int) -> None:
 
 def sample(size: int) -> None:
     sampling.draw_tokens_triton(random(size, 300), [Params()] * size, range(size))
-    greedy_triton(random(size, 300))
+    greedy_triton(random(size, 300), 0)
 
 
 def experts(size: int) -> None:

@@ -26,6 +26,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from baton_engine.worker.devices import to_device
 from baton_protocol.sampling import SamplingParams
 
 TokenIds = npt.NDArray[np.int64]
@@ -115,7 +116,7 @@ class _Places:
         return self._move(self._values)
 
     def _move(self, arrays: Sequence[npt.NDArray[np.generic]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays)).to(self._logits.device, non_blocking=True)
+        return to_device(np.concatenate(arrays), self._logits.device)
 
 
 def _needs_processing(item: SamplingInput) -> bool:
@@ -175,7 +176,7 @@ def _mask_all_but_allowed(logits: Tensor, inputs: Sequence[SamplingInput]) -> No
     if places:
         index = places.index
         allowed = logits[index]
-        logits[rows] = -math.inf
+        logits[to_device(np.array(rows), logits.device)] = -math.inf
         logits[index] = allowed
 
 

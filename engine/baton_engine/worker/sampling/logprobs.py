@@ -78,11 +78,14 @@ def count_nans(logits: Tensor) -> list[int]:
     return logits.isnan().sum(dim=-1).tolist()
 
 
-def without_nans(logits: Tensor) -> Tensor:
-    """Return a copy of the logits, with -inf for NaN and the largest finite number for +inf."""
-    return logits.nan_to_num(
-        nan=-torch.inf, posinf=torch.finfo(logits.dtype).max, neginf=-torch.inf
-    )
+def without_nans(logits: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the logits with -inf for NaN and the largest finite number for +inf.
+
+    Args:
+        out: tensor for the result, which may be `logits` itself. None: a new tensor.
+    """
+    largest = torch.finfo(logits.dtype).max
+    return torch.nan_to_num(logits, nan=-torch.inf, posinf=largest, neginf=-torch.inf, out=out)
 
 
 def _chunk_logprobs(

@@ -16,41 +16,50 @@ batch make no difference.
 Log-probabilities of raw logits are reported, except for beams.
 
 Logits that are NaN count as -inf. If all logits of a row are masked or NaN, the row gets the
-model's EOS, so its request ends and other requests continue. `SamplerOutput.impossible_rows` lists
-such rows.
+model's EOS, so its request ends and other requests continue.
+
+On a GPU, `sample` does not wait for the device. `report_logprobs` waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from baton_engine.worker.devices import to_device
 from baton_engine.worker.sampling.logits_processing import (
     SamplingInput,
     end_token_ids,
     process_logits,
 )
 from baton_engine.worker.sampling.logprobs import beam_candidates, token_logprobs, without_nans
-from baton_kernels.sampling import draw_tokens
+from baton_kernels.sampling import draw_tokens, greedy
 from baton_kernels.sampling.noise import noise_key
-from baton_kernels.sampling.vocabulary_blocks import best_tokens
 from baton_protocol.messages import TokenLogprobs
 
-__all__ = ["SamplerOutput", "SamplingInput", "sample"]
+__all__ = ["Sample", "SamplingInput", "fallback_token", "report_logprobs", "sample"]
 
 
-@dataclass(slots=True)
-class SamplerOutput:
-    """The tokens of a step, and the log-probabilities to report."""
+class Sample(NamedTuple):
+    """One token per row, on the device of the logits."""
 
-    token_ids: list[int]
-    #: None for rows that did not request log-probabilities. For beam searches, see `sample`.
-    logprobs: list[TokenLogprobs | None]
-    #: Rows in which no token was possible. The token of such a row is EOS.
-    impossible_rows: list[int] = field(default_factory=list)
+    #: int64 [rows].
+    token_ids: Tensor
+    #: Whether no token of the row was possible, bool [rows]. The token of such a row is EOS. None:
+    #: there is no such row.
+    is_impossible: Tensor | None
+    #: Processed logits without NaN, float32 [rows, vocab_size]. In an impossible row, only EOS is
+    #: not -inf.
+    processed: Tensor
+
+
+def fallback_token(eos_token_ids: Sequence[int], vocab_size: int) -> int:
+    """Return the token of rows in which no token is possible: the model's EOS, or 0 without EOS."""
+    return next((token for token in eos_token_ids if 0 <= token < vocab_size), 0)
 
 
 def sample(
@@ -58,12 +67,8 @@ def sample(
     inputs: Sequence[SamplingInput],
     eos_token_ids: Sequence[int],
     grammar_bitmask: Tensor | None = None,
-) -> SamplerOutput:
+) -> Sample:
     """Sample one token per row.
-
-    For a row of a beam search, `logprobs[row].top` has the best continuations: at least
-    2 * beam_width, of which at least beam_width are not end tokens. If fewer tokens are possible,
-    `top` has all possible tokens.
 
     Args:
         logits: raw logits, float32 [rows, vocab_size]; not changed.
@@ -72,58 +77,54 @@ def sample(
         grammar_bitmask: int32 [rows, ceil(vocab_size / 32)], on the logits' device, in the form of
             GrammarOutput.bitmask. Rows of requests without a grammar are all -1.
     """
-    if not inputs:
-        return SamplerOutput([], [])
     processed = process_logits(logits, inputs, eos_token_ids, grammar_bitmask)
-    best, tokens = best_tokens(processed)
-    unusual: list[int] = best.isfinite().logical_not_().nonzero()[:, 0].tolist()
-    impossible: list[int] = []
-    if unusual:  # NaN, +inf, or all masked
-        processed = processed.clone() if processed is logits else processed
-        processed[unusual] = without_nans(processed[unusual])
-        best, tokens = best_tokens(processed)
-        impossible = best.eq(-torch.inf).nonzero()[:, 0].tolist()
-
+    fallback = fallback_token(eos_token_ids, logits.shape[-1])
+    token_ids, is_impossible = greedy(processed, fallback)
+    if is_impossible is not None:
+        processed = without_nans(processed, out=None if processed is logits else processed)
+        processed[:, fallback].masked_fill_(is_impossible, 0.0)
     random_rows = [
         row
         for row, item in enumerate(inputs)
-        if item.params.temperature > 0 and not item.params.beam_width and row not in impossible
+        if item.params.temperature > 0 and not item.params.beam_width
     ]
     if random_rows:
         chosen = [inputs[row] for row in random_rows]
         keys = [noise_key(item.params.seed, item.position, item.sample_index) for item in chosen]
         params = [item.params for item in chosen]
         if len(random_rows) == len(inputs):
-            tokens = draw_tokens(processed, params, keys)
+            token_ids = draw_tokens(processed, params, keys)
         else:
-            index = torch.tensor(random_rows, device=logits.device)
-            tokens[index] = draw_tokens(processed[index], params, keys)
-    if impossible:
-        tokens[impossible] = next(
-            (token for token in eos_token_ids if 0 <= token < logits.shape[-1]), 0
-        )
-    token_ids: list[int] = tokens.tolist()
-    return SamplerOutput(
-        token_ids, _logprobs(logits, processed, inputs, eos_token_ids, token_ids), impossible
-    )
+            index = to_device(np.array(random_rows), logits.device)
+            token_ids[index] = draw_tokens(processed[index], params, keys)
+    return Sample(token_ids, is_impossible, processed)
 
 
-def _logprobs(
+def report_logprobs(
     logits: Tensor,
-    processed: Tensor,
+    sampled: Sample,
     inputs: Sequence[SamplingInput],
     eos_token_ids: Sequence[int],
-    token_ids: Sequence[int],
 ) -> list[TokenLogprobs | None]:
+    """Return the log-probabilities to report for each row. None: the row requests none.
+
+    For a row of a beam search, `top` has the best continuations: at least 2 * beam_width, of which
+    at least beam_width are not end tokens. If fewer tokens are possible, `top` has all of these.
+
+    Args:
+        logits: the arguments of `sample`, as are `inputs` and `eos_token_ids`.
+        sampled: the result of `sample`.
+    """
     result: list[TokenLogprobs | None] = [None] * len(inputs)
     beam_rows = [row for row, item in enumerate(inputs) if item.params.beam_width]
     if beam_rows:
         widths = [inputs[row].params.beam_width for row in beam_rows]
         num_ends = [len(end_token_ids(inputs[row].params, eos_token_ids)) for row in beam_rows]
         counts = [width + max(width, ends) for width, ends in zip(widths, num_ends, strict=True)]
-        for row, found in zip(
-            beam_rows, beam_candidates(processed[beam_rows], counts), strict=True
-        ):
+        processed = sampled.processed[beam_rows]
+        if sampled.is_impossible is not None:
+            processed.masked_fill_(sampled.is_impossible[beam_rows, None], -torch.inf)
+        for row, found in zip(beam_rows, beam_candidates(processed, counts), strict=True):
             result[row] = found
     asking = [
         row
@@ -131,10 +132,12 @@ def _logprobs(
         if item.params.logprobs is not None and not item.params.beam_width
     ]
     if asking:
-        raw = logits if len(asking) == len(inputs) else logits[asking]
+        raw, token_ids = logits, sampled.token_ids
+        if len(asking) < len(inputs):
+            raw, token_ids = logits[asking], token_ids[asking]
         num_top = [inputs[row].params.logprobs or 0 for row in asking]
         for row, reported in zip(
-            asking, token_logprobs(raw, [token_ids[row] for row in asking], num_top), strict=True
+            asking, token_logprobs(raw, token_ids.tolist(), num_top), strict=True
         ):
             result[row] = reported
     return result

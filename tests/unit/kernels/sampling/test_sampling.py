@@ -205,16 +205,31 @@ def test_greedy_takes_the_lowest_id_of_the_best(vocab_size: int, triton_device: 
     logits = torch.randn(5, vocab_size).mul_(3).round_()
     logits[1, vocab_size // 2 :] = -math.inf if vocab_size > 1 else 0.0
     expected = [row.index(max(row)) for row in logits.tolist()]
-    assert greedy(logits) == expected
+    on_cpu = greedy(logits, fallback=0)
+    assert on_cpu.token_ids.tolist() == expected
+    assert on_cpu.is_impossible is None
     with launch_constants(CONFIG):
-        assert greedy_triton(logits.to(triton_device)) == expected
+        token_ids, is_impossible = greedy_triton(logits.to(triton_device), 0)
+    assert token_ids.tolist() == expected
+    assert not is_impossible.any()
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_greedy_reports_rows_without_a_finite_maximum(bad: float, triton_device: str) -> None:
-    logits = torch.randn(3, 300)
-    logits[1] = -math.inf
-    logits[1, 170] = bad
-    assert greedy(logits) is None
+def test_greedy_gives_the_fallback_to_rows_without_a_possible_token(triton_device: str) -> None:
+    """A NaN counts as -inf. The lowest finite logit and an infinite one are possible."""
+    nan, inf, lowest = math.nan, math.inf, torch.finfo(torch.float32).min
+    logits = torch.randn(8, 300)
+    logits[:7] = -inf
+    logits[1, :200] = nan
+    logits[2, [0, 170]] = torch.tensor([nan, -7.0])
+    logits[3, [5, 170, 171]] = torch.tensor([3.0, inf, inf])
+    logits[4, 299] = lowest
+    logits[5, [0, 3, 100]] = torch.tensor([inf, nan, 1.0])
+    logits[6] = nan
+    expected = [40, 40, 170, 170, 299, 0, 40, int(logits[7].argmax())]
+    on_cpu = greedy(logits, fallback=40)
     with launch_constants(CONFIG):
-        assert greedy_triton(logits.to(triton_device)) is None
+        on_device = greedy_triton(logits.to(triton_device), 40)
+    for token_ids, is_impossible in (on_cpu, on_device):
+        assert token_ids.tolist() == expected
+        assert is_impossible.nonzero()[:, 0].tolist() == [0, 1, 6]
+    assert greedy(logits[[2]], fallback=40).is_impossible is not None, "the row has a NaN"

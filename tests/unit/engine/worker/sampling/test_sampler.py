@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from baton_engine.worker.sampling.sampler import SamplingInput, sample
+from baton_engine.worker.sampling import sampler
+from baton_engine.worker.sampling.sampler import SamplingInput
+from baton_kernels.sampling import BestTokens
 from baton_kernels.sampling.noise import gumbel_noise, noise_key
 from baton_protocol.sampling import SamplingParams
-from support.engine.sampling_inputs import EOS, sampling_input
+from support.engine.sampling_inputs import EOS, sample, sampling_input
 
 # noise_key(1, 2, 3) and its first noise values.
 PINNED_KEY = 7702586659592502839
@@ -108,6 +110,25 @@ def test_sampling_does_not_change_its_logits() -> None:
     params = SamplingParams(top_k=2, logit_bias={1: 5.0}, min_tokens=3, presence_penalty=1.0)
     sample(logits, [sampling_input(params, [1])], EOS)
     assert torch.equal(logits, before)
+
+
+def test_no_value_of_the_logits_decides_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's host would have to wait. Tensors of the device `meta` have no values to read."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(
+        sampler, "greedy", lambda x, _: BestTokens(x.argmax(-1), x.amax(-1).isneginf())
+    )
+    monkeypatch.setattr(sampler, "draw_tokens", lambda x, params, keys: x.argmax(-1))
+    inputs = [
+        sampling_input(SamplingParams(temperature=0.0, allowed_token_ids=[2, 3])),
+        sampling_input(SamplingParams(seed=1, logit_bias={1: 2.0}, repetition_penalty=1.1), [3]),
+        sampling_input(SamplingParams(presence_penalty=1.0, bad_words_token_ids=[[3]]), [3]),
+        sampling_input(SamplingParams(min_tokens=3)),
+    ]
+    for rows in (slice(None), slice(1, None)):
+        logits = torch.empty(len(inputs[rows]), 40, device="meta")
+        sampled = sampler.sample(logits, inputs[rows], EOS)
+        assert sampled.token_ids.shape == (len(inputs[rows]),)
 
 
 def test_a_temperature_near_zero_is_greedy() -> None:

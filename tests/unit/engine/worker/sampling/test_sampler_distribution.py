@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from baton_engine.worker.sampling.sampler import SamplingInput, sample
+from baton_engine.worker.sampling.sampler import SamplingInput
 from baton_protocol.sampling import SamplingParams
-from support.engine.sampling_inputs import EOS
+from support.engine.sampling_inputs import EOS, sample
 
 VOCAB_SIZE = 24
 #: More blocks than the first set of candidates holds, so most tokens are never read.

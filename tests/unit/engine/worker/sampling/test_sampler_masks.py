@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_engine.worker.sampling.logprobs import MIN_LOGPROB, count_nans, prompt_logprobs
-from baton_engine.worker.sampling.sampler import SamplerOutput, sample
 from baton_kernels.sampling.noise import (
     gumbel,
     keys_tensor,
@@ -22,7 +21,7 @@ from baton_kernels.sampling.noise import (
     noise_mantissa,
 )
 from baton_protocol.sampling import SamplingParams
-from support.engine.sampling_inputs import EOS, sampling_input
+from support.engine.sampling_inputs import EOS, Sampled, sample, sampling_input
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 
@@ -191,7 +190,7 @@ def test_rows_get_the_same_result_in_any_order_and_batch_size() -> None:
         for seed in range(40)
     ]
 
-    def outcome(output: SamplerOutput) -> list[Any]:
+    def outcome(output: Sampled) -> list[Any]:
         return list(zip(output.token_ids, output.logprobs, strict=True))
 
     whole = outcome(sample(logits, inputs, EOS))
