@@ -6,11 +6,16 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from baton_engine import LLM, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
+from baton_engine.worker.model_runner import ModelRunner
+from baton_protocol import sampling
+from baton_protocol.config import CompilationConfig, SchedulerConfig
+from support.engine.step_driver import Request, StepDriver, runner_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,7 +65,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def generate(
-    checkpoint: Path, sleep: bool = False, **options: Any
+    checkpoint: Path, sleep: bool = False, logprobs: int | None = 2, **options: Any
 ) -> tuple[list[list[int]], list[list[dict[int, Any]]]]:
     """Return token ids and the log-probabilities of the best two tokens, per prompt."""
     llm = LLM(
@@ -77,14 +82,16 @@ def generate(
             llm.generate(PROMPTS[:3], SamplingParams(max_tokens=2), use_tqdm=False)
             llm.sleep(1)
             llm.wake_up()
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=logprobs
+        )
         results = [result.outputs[0] for result in llm.generate(PROMPTS, params, use_tqdm=False)]
         metrics = {metric.name: metric.value for metric in llm.get_metrics()}
         assert metrics["baton:num_preemptions_total"] > 0, "nothing was preempted"
     finally:
         llm.close()
     return [list(result.token_ids) for result in results], [
-        list(result.logprobs) for result in results
+        list(result.logprobs or []) for result in results
     ]
 
 
@@ -118,7 +125,11 @@ def test_every_mode_generates_the_tokens_of_the_cpu(
     # At this level the engine checks that the arguments of graphs keep their addresses.
     caplog.set_level(logging.DEBUG, "baton_engine.compilation.graphs")
     options = MODES[mode]
-    tokens, _ = generate(checkpoint, device="cuda", compile_cache_dir=cache_dir, **options)
+    # Only tokens without log-probabilities are pending while the next step is prepared.
+    logprobs = None if options.get("async_scheduling") else 2
+    tokens, _ = generate(
+        checkpoint, logprobs=logprobs, device="cuda", compile_cache_dir=cache_dir, **options
+    )
     assert_same(tokens, on_cpu)
 
 
@@ -134,3 +145,44 @@ def test_graphs_generate_the_tokens_of_the_cpu_after_sleep(
         checkpoint, sleep=True, device="cuda", compile_cache_dir=cache_dir, **MODES[mode]
     )
     assert_same(tokens, on_cpu)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [{"temperature": 0.0}],
+        [{"seed": 3}, {"seed": 4, "top_p": 0.9, "presence_penalty": 0.4}],
+        [{"temperature": 0.0, "allowed_token_ids": list(range(50, 200))}, {"seed": 5, "top_k": 9}],
+    ],
+    ids=["greedy", "random", "mixed"],
+)
+def test_with_asynchronous_scheduling_the_host_waits_only_for_earlier_tokens(
+    checkpoint: Path, kinds: list[dict[str, Any]]
+) -> None:
+    """Every other wait of the host for the GPU raises an error here."""
+    generated = []
+    for ahead in (False, True):
+        config = msgspec.structs.replace(
+            runner_config(checkpoint),
+            device="cuda",
+            scheduler=SchedulerConfig(async_scheduling=ahead),
+            compilation=CompilationConfig(enforce_eager=True),
+        )
+        runner = ModelRunner(config)
+        runner.load_model()
+        runner.allocate_kv_cache(128)
+        runner.warm_up()
+        driver = StepDriver(runner, num_blocks=128)
+        requests = [
+            Request(str(n), prompt, NUM_TOKENS, sampling.SamplingParams(**kinds[n % len(kinds)]))
+            for n, prompt in enumerate(PROMPTS)
+        ]
+        while not all(request.generated for request in requests):
+            driver.step([request for request in requests if not request.done], 32)
+        torch.cuda.set_sync_debug_mode("error" if ahead else "default")
+        try:
+            (driver.run_ahead if ahead else driver.run)(requests)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        generated.append([request.generated for request in requests])
+    assert generated[0] == generated[1]

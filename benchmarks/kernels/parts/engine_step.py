@@ -281,7 +281,9 @@ class _Steps:
     @staticmethod
     def _step(runner: _Runner, step: SchedulerOutput) -> ModelRunnerOutput:
         runner.runner.execute_model(step)
-        return runner.runner.sample_tokens(None)
+        output = runner.runner.sample_tokens(None)
+        assert isinstance(output, ModelRunnerOutput), "scheduling is not asynchronous"
+        return output
 
     def _end(self, runner: _Runner) -> None:
         runner.runner.execute_model(SchedulerOutput([], [], {}, self.ids))

@@ -34,7 +34,7 @@ from baton_engine.executor.startup import (
     refuse_expert_parallel,
     share_threads,
 )
-from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput
+from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, PendingOutput
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.config import EngineConfig, KVRole
@@ -179,7 +179,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
 
     # In the worker's thread
 
-    def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         """Sample the tokens of the last step, and return the results of the output rank.
 
         With one pipeline stage, all ranks sample the same tokens, so nothing is exchanged.

@@ -35,7 +35,12 @@ from baton_engine.executor.startup import (
     refuse_expert_parallel,
     share_threads,
 )
-from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+)
 from baton_engine.models.errors import ConfigurationError
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig, KVRole
@@ -384,7 +389,9 @@ class _RankActor:
         try:
             if self._failure is None:
                 output = self._worker.sample_tokens(grammar)
-                return output if is_output else None
+                if not is_output:
+                    return None
+                return output.result() if isinstance(output, PendingOutput) else output
         except Exception as error:
             self._failure = Failure.of(error, self._rank)
         return self._failure

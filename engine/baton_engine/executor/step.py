@@ -15,6 +15,7 @@ module does not import torch, so tests of the scheduler need no torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -165,3 +166,16 @@ class ModelRunnerOutput:
     #: that this step ran.
     routed_experts: dict[str, RoutedExperts] = field(default_factory=dict)
     connector: ConnectorOutput = field(default_factory=ConnectorOutput)
+
+
+@dataclass(slots=True)
+class PendingOutput:
+    """The results of one step whose sampled tokens are not on the host yet."""
+
+    #: Returns the token of each request that sampled, when the tokens are on the host.
+    wait_for_tokens: Callable[[], dict[str, int]]
+    connector: ConnectorOutput = field(default_factory=ConnectorOutput)
+
+    def result(self) -> ModelRunnerOutput:
+        """Return the results when the tokens are on the host. Any thread may call this method."""
+        return ModelRunnerOutput(self.wait_for_tokens(), connector=self.connector)

@@ -1,6 +1,7 @@
 """The executor of one worker in a thread of the engine's process.
 
-The engine's own thread can schedule while the model runs.
+The engine's own thread can schedule while the model runs. Another thread waits for pending tokens,
+so that the worker can prepare the next step.
 """
 
 from __future__ import annotations
@@ -14,13 +15,19 @@ from typing import Any
 
 from baton_engine.executor.base import Executor, ModelInfo
 from baton_engine.executor.commands import Failure
+from baton_engine.executor.futures import complete
 from baton_engine.executor.startup import (
     initialize_workers,
     load_worker_class,
     num_concurrent_batches,
     share_threads,
 )
-from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+)
 from baton_engine.models.errors import ConfigurationError
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig
@@ -38,6 +45,7 @@ class UniProcExecutor(Executor):
         super().__init__(config, instance_id, wakeup)
         self.max_concurrent_batches = num_concurrent_batches(config)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        self._pending_outputs = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outputs")
         self._worker: Any = None  # of the class that the configuration names
         self._forward: Future[None] | None = None
 
@@ -62,13 +70,23 @@ class UniProcExecutor(Executor):
         forward, self._forward = self._forward, None
         assert forward is not None, "call execute_model() first"
 
-        def sample() -> ModelRunnerOutput:
-            forward.result()  # raises the exception of the forward, if any
-            return self._sample(grammar)
+        result: Future[ModelRunnerOutput] = Future()
 
-        return self._thread.submit(sample)
+        def sample() -> None:
+            try:
+                forward.result()  # raises the exception of the forward, if any
+                output = self._sample(grammar)
+                if isinstance(output, PendingOutput):
+                    self._pending_outputs.submit(complete, result, output.result)
+                else:
+                    result.set_result(output)
+            except BaseException as error:
+                result.set_exception(error)
 
-    def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+        self._thread.submit(sample)
+        return result
+
+    def _sample(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         """Sample the tokens of the last step. Return its results. Runs in the worker's thread."""
         return self._worker.sample_tokens(grammar)
 
@@ -117,6 +135,8 @@ class UniProcExecutor(Executor):
                         self.shutdown_timeout_s,
                     )
                     self._thread.shutdown(wait=False)
+                    self._pending_outputs.shutdown(wait=False)
                     return
                 ended.result()
         self._thread.shutdown()
+        self._pending_outputs.shutdown(wait=False)  # a GPU that hangs holds this thread

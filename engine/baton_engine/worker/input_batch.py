@@ -16,7 +16,7 @@ import torch
 from baton_engine.executor.step import CachedRequestData, NewRequestData
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.worker.devices import to_device
-from baton_engine.worker.sampled_tokens import BoolArray, Int64Array
+from baton_engine.worker.sampled_tokens import BoolArray, Int64Array, SampledTokens
 from baton_engine.worker.sampling.logits_processing import SamplingInput
 from baton_protocol.sampling import SamplingParams
 
@@ -58,6 +58,9 @@ class InputBatch:
     A row holds the token ids of a request (prompt, then generated) and the block table, each with
     its length. A row also holds the number of tokens whose KV is in the cache, and four flags that
     follow from the sampling parameters.
+
+    The tokens that the last step sampled can be pending: on the device, but not in `token_ids`.
+    A row has at most one pending token, its last one. Methods that need the token on the host wait.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
@@ -79,6 +82,9 @@ class InputBatch:
         self.wants_logprobs: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.wants_prompt_logprobs: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
         self.wants_routed_experts: BoolArray = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._pending: SampledTokens | None = None
+        #: For each row, the index in `_pending` of its pending token; -1: it has none.
+        self._pending_index: Int64Array = np.full(max_num_seqs, -1, dtype=np.int64)
         self._inputs: list[SamplingInput | None] = [None] * max_num_seqs
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
@@ -112,6 +118,7 @@ class InputBatch:
             row = self._row_of.pop(request_id, None)
             if row is not None:
                 self._inputs[row] = None
+                self._pending_index[row] = -1
                 self._free_rows.append(row)
                 self._last_rows = ([], self._last_rows[1][:0])
 
@@ -196,7 +203,7 @@ class InputBatch:
         """Return the input tensors of the step's forward.
 
         On a CPU, the tensors share memory with numpy arrays. To a GPU, the arrays are copied
-        asynchronously.
+        asynchronously. Pending tokens are copied on the device, without a wait.
         """
         starts, ends = scheduled.starts, scheduled.ends
         if scheduled.one_token_each:
@@ -226,7 +233,10 @@ class InputBatch:
             kv_cache=kv_cache,
             max_seqlen_q=longest,
         )
-        return ForwardBatch(move(self.token_ids[row_of, positions]), move(positions), context)
+        input_ids = move(self.token_ids[row_of, positions])
+        if self._pending is not None:
+            self._fill_in(input_ids, scheduled, self._pending)
+        return ForwardBatch(input_ids, move(positions), context)
 
     def reaches_last_token(self, scheduled: ScheduledRows) -> BoolArray:
         """Return for each request whether its last known token runs. If so, the request samples."""
@@ -237,6 +247,7 @@ class InputBatch:
 
         The token ids in the inputs are views, which are valid until the batch changes.
         """
+        self.settle()
         inputs = []
         ends, prompt_ends = self.num_tokens[rows].tolist(), self.num_prompt_tokens[rows].tolist()
         for row, prompt_end, end in zip(rows.tolist(), prompt_ends, ends, strict=True):
@@ -252,10 +263,44 @@ class InputBatch:
 
     def append_tokens(self, rows: Int64Array, token_ids: npt.ArrayLike) -> None:
         """Append one token to each row. A later step runs these tokens."""
+        positions = self._extend(rows)
+        self.token_ids[rows, positions] = token_ids
+
+    def append_pending(self, rows: Int64Array, tokens: SampledTokens) -> None:
+        """Append one token to each row, without a wait until the tokens are on the host."""
+        self._extend(rows)
+        self._pending = tokens
+        self._pending_index[rows] = np.arange(len(rows))
+
+    def settle(self) -> None:
+        """Write the pending tokens to `token_ids`. Wait until they are on the host."""
+        if self._pending is None:
+            return
+        token_ids = self._pending.wait()
+        self._pending = None
+        rows = np.flatnonzero(self._pending_index >= 0)
+        self.token_ids[rows, self.num_tokens[rows] - 1] = token_ids[self._pending_index[rows]]
+        self._pending_index[rows] = -1
+
+    def _extend(self, rows: Int64Array) -> Int64Array:
+        """Make room for one more token in each row. Return the positions of these tokens."""
+        self.settle()
         ends = self.num_tokens[rows]
         self._make_room(int(ends.max()) + 1)
-        self.token_ids[rows, ends] = token_ids
         self.num_tokens[rows] = ends + 1
+        return ends
+
+    def _fill_in(
+        self, input_ids: torch.Tensor, scheduled: ScheduledRows, pending: SampledTokens
+    ) -> None:
+        """Copy the pending tokens that a step runs into its `input_ids`, on the device."""
+        sources = self._pending_index[scheduled.rows]
+        is_pending = self.reaches_last_token(scheduled) & (sources >= 0)
+        if is_pending.any():
+            targets = scheduled.first_tokens[1:] - 1
+            places = np.stack((targets[is_pending], sources[is_pending]))
+            target, source = to_device(places, input_ids.device)
+            input_ids[target] = pending.token_ids[source]
 
     def _change(self, row: int, request: CachedRequestData) -> None:
         table = self.block_tables[row, : self.num_blocks[row]]
@@ -263,6 +308,7 @@ class InputBatch:
             table[table == source] = target
         self._append_blocks(row, request.new_block_ids)
         if request.new_token_ids:
+            self.settle()  # these tokens replace a pending one
             start = request.num_computed_tokens
             end = start + len(request.new_token_ids)
             self._make_room(end)

@@ -19,7 +19,12 @@ import torch
 from torch import Tensor
 
 from baton_engine.distributed.group import ParallelContext
-from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+)
 from baton_engine.models.checkpoint_config import CheckpointConfig, load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.models.factory import load_model
@@ -124,6 +129,13 @@ class ModelRunner:
         self._model_on_host: CausalLM | None = None
         self._kv: KVMemory | None = None
         self._in_flight: _StepInFlight | None = None
+        #: Whether a step may end before its tokens are on the host. With pipeline stages, the next
+        #: step carries the tokens to the first stage.
+        self._defers_tokens = (
+            self.device.type == "cuda"
+            and config.scheduler.async_scheduling
+            and config.parallel.pipeline_parallel_size == 1
+        )
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         if self.device.type == "cpu":
@@ -364,13 +376,17 @@ class ModelRunner:
         self._in_flight = self._prepare_sampling(model, scheduled, hidden, experts)
 
     @torch.inference_mode()
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         """Sample a token for each request whose last token ran.
 
         The output also has the logprobs and routed experts for requests that ask for them.
 
         The sampled tokens are appended to the input batch of this worker. The scheduler sends the
         tokens only to other pipeline stages. Stages before the last return an empty output.
+
+        With asynchronous scheduling on a GPU, the output of a step that has only tokens is pending,
+        unless the step has a grammar. The caller can then prepare the next step while the GPU still
+        runs this step.
         """
         output = ModelRunnerOutput()
         if self._in_flight is None:
@@ -406,9 +422,16 @@ class ModelRunner:
                     for request_id, reported in zip(step.sampling_ids, logprobs, strict=True)
                     if reported is not None
                 }
+        if self._defers_tokens and grammar is None and output == ModelRunnerOutput():
+            batch.append_pending(step.sampling_rows, tokens)
+            return PendingOutput(partial(_tokens_by_request, step.sampling_ids, tokens))
         batch.append_tokens(step.sampling_rows, tokens.wait())
         output.sampled_token_ids = _tokens_by_request(step.sampling_ids, tokens)
         return output
+
+    def finish_steps(self) -> None:
+        """Wait until the device has run the steps whose tokens are pending."""
+        self._input_batch.settle()
 
     def sleep(self, level: int) -> None:
         """Release memory until `wake_up`.
@@ -425,6 +448,7 @@ class ModelRunner:
                 f"got {level}"
             )
         self._in_flight = None
+        self.finish_steps()
         if self._forward_runner is not None:
             self._forward_runner.drop_graphs()
         if self._kv is not None:
@@ -598,7 +622,7 @@ class ModelRunner:
 def _tokens_by_request(request_ids: list[str], tokens: SampledTokens) -> dict[str, int]:
     """Return the sampled token of each request, when the tokens are on the host.
 
-    Log the requests for which no token was possible.
+    Log the requests for which no token was possible. This function may run in any thread.
     """
     for row in tokens.impossible_rows():
         logger.warning(

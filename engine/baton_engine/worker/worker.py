@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,12 @@ from baton_engine.distributed.process_group import create_parallel_context, join
 from baton_engine.distributed.store.handshake import store_secret
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import ModelInfo
-from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+)
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.devices import resolve_device
 from baton_engine.worker.memory.peer_memory import PeerMemory
@@ -237,8 +243,11 @@ class Worker:
                 raise
         self._publish_blocks()
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample the last executed step's tokens. Return the tokens and the ended KV transfers."""
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
+        """Sample the last executed step's tokens. Return the tokens and the ended KV transfers.
+
+        On a GPU the tokens may be pending, see `ModelRunner.sample_tokens`.
+        """
         assert self._step is not None, "execute_model() first"
         step, self._step = self._step, None
         output = (
@@ -335,6 +344,9 @@ class Worker:
 
     def shutdown(self) -> None:
         """Disconnect from peers and leave all groups. Idempotent."""
+        if self._info is not None:  # steps may be running on the device
+            with suppress(RuntimeError):  # a failed step has reported its error
+                self._loaded.finish_steps()
         if self.connector is not None:
             self.connector.shutdown()
             self.connector = None

@@ -29,15 +29,15 @@ def _greedy_kernel(
     x = tl.load(
         logits_ptr + row * stride_logits_row + token, mask=token < vocab_size, other=float("-inf")
     )
-    token_key = (logit_key(x).to(tl.int64) << 32) - token
-    token_key = tl.where(x > float("-inf"), token_key, _LOWEST)  # not for a NaN
-    tl.atomic_max(best_ptr + row, tl.max(token_key, axis=0))
+    packed = (logit_key(x).to(tl.int64) << 32) - token
+    packed = tl.where(x > float("-inf"), packed, _LOWEST)  # not for a NaN
+    tl.atomic_max(best_ptr + row, tl.max(packed, axis=0))
 
 
 def greedy_triton(logits: Tensor, fallback: int) -> BestTokens:
     """Implement `baton_kernels.sampling.greedy` in Triton."""
     num_rows, vocab_size = logits.shape
-    # Less than the token key of any possible token.
+    # Less than the packed key of any possible token.
     nothing = (_MASKED_KEY << 32) - fallback
     best = torch.full((num_rows,), nothing, dtype=torch.int64, device=logits.device)
     if num_rows:

@@ -9,11 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from baton_engine.executor.base import ModelInfo
-from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import (
+    GrammarOutput,
+    ModelRunnerOutput,
+    PendingOutput,
+    SchedulerOutput,
+)
 from baton_engine.models.errors import ModelInvalid
 from baton_kv_transfer.connector import ConnectorOutput, ConnectorStats, FailureReason, LoadResult
 from baton_kv_transfer.memory.layout import HeadRange, RankAddress
@@ -78,6 +84,7 @@ class FakeWorker:
         self.calls: list[str] = []
         self.ranks: list[RankAddress] = []
         self._step: SchedulerOutput | None = None
+        self._released = threading.Event()
         self._wakeup: Callable[[], None] | None = None
 
     def join_groups(
@@ -121,7 +128,7 @@ class FakeWorker:
         """Execute the commands in `finished_request_ids`.
 
         The commands are raise:RANK, kill:RANK, hang[:RANK] and slow. `sample_tokens()` executes the
-        command loaded:RANK.
+        commands loaded:RANK, pending (until `release`) and lost (pending, and then an error).
         """
         assert self._step is None, "sample_tokens() was not called"
         self._step = step
@@ -138,7 +145,7 @@ class FakeWorker:
             if action == "slow":
                 time.sleep(0.05)
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
         step, self._step = self._step, None
         output = ModelRunnerOutput(sampled_token_ids={"r": step.step_id})
         if f"loaded:{self.rank}" in step.finished_request_ids:
@@ -147,7 +154,15 @@ class FakeWorker:
             output.sampled_token_ids |= {
                 request_id: int(grammar.bitmask.sum()) for request_id in grammar.request_ids
             }
+        for command in {"pending", "lost"}.intersection(step.finished_request_ids):
+            return PendingOutput(partial(self._wait, command, step.step_id), output.connector)
         return output
+
+    def _wait(self, command: str, token_id: int) -> dict[str, int]:
+        self._released.wait()
+        if command == "lost":
+            raise ValueError("the device broke")
+        return {"r": token_id}
 
     def connector_stats(self) -> ConnectorStats | None:
         stats = ConnectorStats(blocks_sent=10 + self.rank)
@@ -181,6 +196,10 @@ class FakeWorker:
 
     def get_calls(self) -> list[str]:
         return self.calls
+
+    def release(self) -> None:
+        """End the wait for all pending tokens."""
+        self._released.set()
 
     def echo(self, value: Any) -> Any:
         return value

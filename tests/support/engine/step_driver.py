@@ -1,8 +1,8 @@
 """A minimal scheduler without a policy, which drives a ModelRunner in chunks of random size.
 
-`run` ends each step before the next is scheduled. `run_ahead` schedules a step before the previous
-one has run, as asynchronous scheduling does. Between steps a test can swap requests out and in,
-fork them, make their blocks writable, or replace a token.
+`run` ends each step before the next is scheduled. `run_ahead` runs a step before it has the tokens
+of the previous step, as asynchronous scheduling does. Between steps a test can swap requests out
+and in, fork them, make their blocks writable, or replace a token.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from baton_engine.executor.step import (
     GrammarOutput,
     ModelRunnerOutput,
     NewRequestData,
+    PendingOutput,
     SchedulerOutput,
 )
 from baton_engine.worker.model_runner import ModelRunner
@@ -48,7 +49,7 @@ class Runner(Protocol):
 
     def execute_model(self, step: SchedulerOutput) -> None: ...
 
-    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput: ...
+    def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput: ...
 
 
 def runner_config(
@@ -108,6 +109,16 @@ class Request:
         return len(self.generated) + self.num_placeholders >= self.max_tokens
 
 
+@dataclass
+class _Step:
+    """A step, its sequences, and the ids of the sequences that sample in it."""
+
+    output: SchedulerOutput
+    sequences: list[Request]
+    sampling: set[str]
+    result: ModelRunnerOutput | PendingOutput | None = None
+
+
 class StepDriver:
     """Runs sequences to their end in chunks of random size.
 
@@ -150,22 +161,28 @@ class StepDriver:
                 self.release(sequence)
 
     def run_ahead(self, sequences: Sequence[Request], max_chunk: int = 24) -> None:
-        """Run all sequences to their end. Schedule each step before the previous step has run."""
-        ahead: tuple[SchedulerOutput, list[Request], set[str]] | None = None
-        while ahead is not None or not all(s.done for s in sequences):
-            behind, ahead = ahead, None
+        """Run all sequences to their end. Read each step's tokens after the next step has run."""
+        behind: _Step | None = None
+        while behind is not None or not all(s.done for s in sequences):
             running = [s for s in sequences if not s.done]
-            if running:
-                ahead = self._schedule(running, max_chunk)
+            step = self._schedule(running, max_chunk) if running else None
+            if step is not None:
+                self.runner.execute_model(step.output)
             if behind is not None:
-                self._run(*behind)
+                self._finish(behind)
+            if step is not None:
+                step.result = self.runner.sample_tokens(None)
+            behind = step
         for sequence in sequences:
             self.release(sequence)
 
     def step(
         self, sequences: Sequence[Request], max_chunk: int, grammar: GrammarOutput | None = None
     ) -> None:
-        self._run(*self._schedule(sequences, max_chunk), grammar)
+        step = self._schedule(sequences, max_chunk)
+        self.runner.execute_model(step.output)
+        step.result = self.runner.sample_tokens(grammar)
+        self._finish(step)
 
     def release(self, sequence: Request) -> None:
         """End or preempt a sequence: free its blocks and remove it from the worker."""
@@ -213,10 +230,7 @@ class StepDriver:
         sequence.generated[-1] = token_id
         sequence.new_token_ids = [token_id]
 
-    def _schedule(
-        self, sequences: Sequence[Request], max_chunk: int
-    ) -> tuple[SchedulerOutput, list[Request], set[str]]:
-        """Return a step, its sequences, and the ids of those that sample a token in it."""
+    def _schedule(self, sequences: Sequence[Request], max_chunk: int) -> _Step:
         output = SchedulerOutput([], [], {}, self.finished)
         output.swap_out, output.swap_in, output.block_copies = (
             self.swapping_out,
@@ -264,21 +278,18 @@ class StepDriver:
             if end == sequence.num_tokens:
                 sampling.add(sequence.request_id)
                 sequence.num_placeholders += 1
-        return output, list(sequences), sampling
+        return _Step(output, list(sequences), sampling)
 
-    def _run(
-        self,
-        step: SchedulerOutput,
-        sequences: Sequence[Request],
-        sampling: set[str],
-        grammar: GrammarOutput | None = None,
-    ) -> None:
-        self.runner.execute_model(step)
-        result = self.runner.sample_tokens(grammar)
-        assert set(result.sampled_token_ids) == sampling
-        for sequence in sequences:
+    def _finish(self, step: _Step) -> None:
+        """Append the tokens and reports of a step to its sequences."""
+        result = step.result
+        if isinstance(result, PendingOutput):
+            result = result.result()
+        assert result is not None
+        assert set(result.sampled_token_ids) == step.sampling
+        for sequence in step.sequences:
             request_id = sequence.request_id
-            if request_id in sampling:
+            if request_id in step.sampling:
                 sequence.generated.append(result.sampled_token_ids[request_id])
                 sequence.num_placeholders -= 1
             if request_id in result.logprobs:

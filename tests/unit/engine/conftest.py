@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton_engine.worker import model_runner
 from support.engine.engine_process import EngineProcess
 
 
@@ -15,6 +16,12 @@ from support.engine.engine_process import EngineProcess
 def one_thread() -> None:
     """Run torch in one thread: tensors are tiny, so more threads only add waits."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def _restore_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo `support.engine.late_tokens.defer_tokens` after the test."""
+    monkeypatch.setattr(model_runner, "SampledTokens", model_runner.SampledTokens)
 
 
 @pytest.fixture

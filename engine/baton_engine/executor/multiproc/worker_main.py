@@ -17,6 +17,7 @@ import select
 import signal
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -42,6 +43,7 @@ from baton_engine.executor.commands import (
 from baton_engine.executor.multiproc.interrupts import watch_interrupts
 from baton_engine.executor.multiproc.shm_ring import RingMemory, RingReader
 from baton_engine.executor.startup import load_worker_class
+from baton_engine.executor.step import ModelRunnerOutput, PendingOutput
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +56,17 @@ class WorkerProcess:
     def __init__(self, start: StartWorker, connection: Connection) -> None:
         self._start = start
         self._connection = connection
-        self._send_lock = threading.Lock()  # the connector's thread sends wake-ups
+        self._send_lock = threading.Lock()  # the threads of connector and results send, too
         self._commands = RingReader(
             RingMemory(start.ring_fd, *start.ring_geometry), start.rank, connection
         )
         self._worker: Any = None  # of the class that the configuration names
+        #: Set by the thread of `_results`, too.
         self._step_failed = False
+        #: Waits for pending tokens and sends the results of steps, in order.
+        self._results = ThreadPoolExecutor(max_workers=1, thread_name_prefix="results")
+        #: The last results for `_results` to send.
+        self._last_result: Future[None] | None = None
         #: Failure of the last `ExecuteModel`. None: it succeeded, and its tokens can be sampled.
         self._broken: Failure | None = None
 
@@ -82,6 +89,7 @@ class WorkerProcess:
         while True:
             command: Command = pickle.loads(self._commands.get())
             if isinstance(command, Shutdown):
+                self._results.shutdown()  # when all results are sent
                 self._worker.shutdown()
                 return
             self._obey(command)
@@ -96,10 +104,7 @@ class WorkerProcess:
             try:
                 self._run_step(command)
             except Exception as error:
-                logger.exception("a step failed; this worker runs no more steps")
-                # No step can follow, because this worker's KV differs from the scheduler's state.
-                self._step_failed = True
-                self._send(StepFailed(self._failure(error)))
+                self._fail_step(error)
 
     def _run_step(self, command: ExecuteModel | SampleTokens) -> None:
         if isinstance(command, ExecuteModel):
@@ -118,9 +123,31 @@ class WorkerProcess:
             return
         output = self._worker.sample_tokens(command.grammar)
         if self._start.is_output_rank:
-            self._send(StepDone(command.number, output))
+            self._send_result(command.number, output)
         elif output.connector:
             self._send(TransfersEnded(output.connector))
+
+    def _send_result(self, number: int, output: ModelRunnerOutput | PendingOutput) -> None:
+        """Send the results of a step after those of earlier steps. Do not wait for its tokens."""
+        is_behind = self._last_result is not None and not self._last_result.done()
+        if is_behind or isinstance(output, PendingOutput):
+            self._last_result = self._results.submit(self._wait_and_send, number, output)
+        else:
+            self._send(StepDone(number, output))
+
+    def _wait_and_send(self, number: int, output: ModelRunnerOutput | PendingOutput) -> None:
+        try:
+            if isinstance(output, PendingOutput):
+                output = output.result()
+            self._send(StepDone(number, output))
+        except Exception as error:
+            self._fail_step(error)
+
+    def _fail_step(self, error: Exception) -> None:
+        logger.error("a step failed; this worker runs no more steps", exc_info=error)
+        # No step can follow, because this worker's KV differs from the scheduler's state.
+        self._step_failed = True
+        self._send(StepFailed(self._failure(error)))
 
     def _call(self, call: Call) -> Any:
         if call.method == "open_connector":

@@ -95,6 +95,39 @@ def test_results_arrive_in_the_order_of_the_steps(shared: MultiprocExecutor) -> 
     assert [f.result(WAIT_S).sampled_token_ids["r"] for f in futures] == list(range(20))
 
 
+def test_the_workers_go_on_while_tokens_are_pending(
+    make: Callable[..., MultiprocExecutor],
+) -> None:
+    executor = make(engine_config(tensor=2))
+    futures = [run(executor, number, *["pending"] * (number in (1, 2))) for number in range(5)]
+    assert futures[0].result(WAIT_S).sampled_token_ids == {"r": 0}
+    assert executor.collective_rpc("echo", (1,), timeout_s=WAIT_S) == [1, 1], "step 4 has run"
+    assert not any(future.done() for future in futures[1:]), "results arrive in order"
+    executor.collective_rpc("release", timeout_s=WAIT_S)
+    assert [f.result(WAIT_S).sampled_token_ids["r"] for f in futures] == list(range(5))
+    assert run(executor, 5).result(WAIT_S).sampled_token_ids == {"r": 5}
+
+
+def test_an_error_of_pending_tokens_fails_the_steps_in_flight_and_all_later_ones(
+    make: Callable[..., MultiprocExecutor],
+) -> None:
+    executor = make(engine_config(tensor=2))
+    before, lost, later = (run(executor, n, *c) for n, c in enumerate([["pending"], ["lost"], []]))
+    executor.collective_rpc("release", timeout_s=WAIT_S)
+    assert before.result(WAIT_S).sampled_token_ids == {"r": 0}
+    for future in (lost, later, run(executor, 3)):
+        with pytest.raises(WorkerError, match=r"failed in a step: ValueError: the device broke"):
+            future.result(WAIT_S)
+
+
+def test_tokens_that_stay_pending_fail_at_the_step_timeout(
+    make: Callable[..., MultiprocExecutor],
+) -> None:
+    executor = make(engine_config(step_timeout_s=1.0))
+    with pytest.raises(WorkerDiedError, match=r"have not answered step 0 for 1 s"):
+        run(executor, 0, "pending").result(WAIT_S)
+
+
 def test_starting_a_step_does_not_wait_for_the_model(shared: MultiprocExecutor) -> None:
     futures = [run(shared, number, "slow") for number in range(3)]
     assert not futures[-1].done()

@@ -39,6 +39,39 @@ def test_steps_end_in_order_and_calls_wait_for_them(executor: UniProcExecutor) -
     executor.shutdown()
 
 
+def test_the_worker_goes_on_while_tokens_are_pending(executor: UniProcExecutor) -> None:
+    executor.execute_model(step(0, "pending"))
+    pending = executor.sample_tokens(None)
+    executor.execute_model(step(1))
+    assert executor.sample_tokens(None).result(WAIT_S).sampled_token_ids == {"r": 1}
+    assert not pending.done()
+    executor.collective_rpc("release", timeout_s=WAIT_S)
+    assert pending.result(WAIT_S).sampled_token_ids == {"r": 0}
+    executor.shutdown()
+
+
+def test_an_error_of_pending_tokens_fails_their_step(executor: UniProcExecutor) -> None:
+    executor.execute_model(step(0, "lost"))
+    pending = executor.sample_tokens(None)
+    executor.collective_rpc("release", timeout_s=WAIT_S)
+    with pytest.raises(ValueError, match="the device broke"):
+        pending.result(WAIT_S)
+
+
+def test_tokens_that_stay_pending_do_not_hold_the_shutdown(executor: UniProcExecutor) -> None:
+    worker = executor._worker
+    executor.execute_model(step(0, "pending"))
+    pending = executor.sample_tokens(None)
+    executor.collective_rpc("echo", (1,), timeout_s=WAIT_S)  # the step has run
+    shutdown = threading.Thread(target=executor.shutdown)
+    shutdown.start()
+    shutdown.join(WAIT_S)
+    ended = not shutdown.is_alive()
+    assert not pending.done()
+    worker.release()
+    assert ended
+
+
 def test_a_failed_step_fails_its_future(executor: UniProcExecutor) -> None:
     executor.execute_model(step(0, "raise:0"))
     with pytest.raises(ValueError, match="the model broke"):

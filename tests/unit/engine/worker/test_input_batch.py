@@ -12,6 +12,7 @@ from baton_engine.executor.step import BlockCopy, CachedRequestData, NewRequestD
 from baton_engine.worker import input_batch
 from baton_engine.worker.input_batch import InputBatch
 from baton_protocol.sampling import SamplingParams
+from support.engine.late_tokens import NOT_COPIED, LateTokens
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 4
@@ -26,11 +27,16 @@ def new_request(
     return NewRequestData(request_id, list(range(num_tokens)), [], params, 0, blocks, 0)
 
 
+@pytest.mark.parametrize("pending", [0.0, 0.5, 1.0], ids=["at once", "some late", "all late"])
 @pytest.mark.parametrize("seed", range(5))
 def test_random_steps_give_the_batches_of_a_simple_model(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, pending: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests join, run chunks, get or replace blocks, get tokens, sample and leave."""
+    """Requests join, run chunks, get or replace blocks, get tokens, sample and leave.
+
+    Args:
+        pending: probability that a step's tokens reach the host after the step.
+    """
     monkeypatch.setattr(input_batch, "INITIAL_WIDTH", 5)
     draw = random.Random(seed)
     batch = InputBatch(max_num_seqs=6, max_model_len=80, block_size=BLOCK_SIZE)
@@ -99,7 +105,9 @@ def test_random_steps_give_the_batches_of_a_simple_model(
         reaches = batch.reaches_last_token(scheduled)
         assert reaches.tolist() == [span.stop == len(tokens[r]) for r, span in spans.items()]
         sampled = [draw.randrange(1000) for _ in range(int(reaches.sum()))]
-        if sampled:
+        if sampled and draw.random() < pending:
+            batch.append_pending(scheduled.rows[reaches], LateTokens(torch.tensor(sampled), None))
+        elif sampled:
             batch.append_tokens(scheduled.rows[reaches], sampled)
         for r, token in zip(
             [r for r, samples in zip(spans, reaches, strict=True) if samples], sampled, strict=True
@@ -107,8 +115,29 @@ def test_random_steps_give_the_batches_of_a_simple_model(
             tokens[r].append(token)
         for r, span in spans.items():
             computed[r] = span.stop
+        if draw.random() < pending:
+            continue
         for item, r in zip(batch.sampling_inputs(scheduled.rows), spans, strict=True):
             assert [*item.prompt_token_ids, *item.generated_token_ids] == tokens[r]
+
+
+def test_pending_tokens_do_not_reach_a_row_that_another_request_has_taken() -> None:
+    batch = InputBatch(max_num_seqs=2, max_model_len=40, block_size=BLOCK_SIZE)
+    batch.add(new_request("stays", 8))
+    batch.add(new_request("ends", 8))
+    rows = batch.rows(["ends", "stays"])
+    batch.append_pending(rows, LateTokens(torch.tensor([901, 902]), None))
+    batch.remove(["ends"])
+    batch.add(new_request("joins", 9))  # its last token has the place of the pending one
+    assert batch.rows(["joins"]) == rows[:1]
+    batch.update([CachedRequestData("stays", [2], 8)])
+    scheduled = batch.schedule({"joins": 9, "stays": 1})
+    forward = batch.make_forward_batch(scheduled, NO_CACHE, CPU)
+    assert forward.input_ids.tolist() == [*range(9), 902]
+    assert batch.token_ids[rows[1], 8] != 902, "building a step has waited for the tokens"
+    batch.settle()
+    assert batch.token_ids[rows, 8].tolist() == [8, 902]
+    assert NOT_COPIED not in batch.token_ids
 
 
 def test_rows_are_looked_up_again_after_requests_left_and_came_back() -> None:

@@ -133,7 +133,7 @@ def test_a_request_with_nans_in_its_logits_ends_and_the_nans_are_counted(
     while not (sound.generated and poisoned.generated):
         driver.step([r for r in (sound, poisoned) if not r.generated], 50)
     kv_cache[poisoned.block_ids[0]] = float("nan")
-    step, _, _ = driver._schedule([sound, poisoned], 1)
+    step = driver._schedule([sound, poisoned], 1).output
     runner.execute_model(step)
     result = runner.sample_tokens(None)
     assert result.num_nans_in_logits == {"sound": 0, "poisoned": VOCAB_SIZE}

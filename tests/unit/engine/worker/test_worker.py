@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.worker.worker import Worker
@@ -20,6 +21,11 @@ class ScriptedRunner:
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
         self.reports = self.fails = False
+
+    def finish_steps(self) -> None:
+        self.calls.append("finish")
+        if self.fails:
+            raise RuntimeError("the device broke")
 
     def execute_model(self, step: SchedulerOutput, kv_written: Callable[[], None]) -> None:
         self.calls.append("layers")
@@ -80,3 +86,17 @@ def test_blocks_of_a_broken_expert_group_are_not_published(
     runner.fails = False
     worker.execute_model(step("next"))
     assert calls == ["layers", "layers", "logits", "next"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_shutdown_waits_for_the_device_before_it_leaves_the_groups(
+    worker: Worker, runner: ScriptedRunner, calls: list[str], fails: bool
+) -> None:
+    """Other ranks may still need this rank's part of an exchange between GPUs."""
+    runner.fails = fails
+    worker.connector = None
+    worker._info = SimpleNamespace()  # type: ignore[assignment]
+    group = SimpleNamespace(close=lambda: calls.append("close"))
+    worker.parallel = ParallelContext(tensor=group, pipeline=group)  # type: ignore[arg-type]
+    worker.shutdown()
+    assert calls == ["finish", "close", "close"]
