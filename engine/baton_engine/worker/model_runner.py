@@ -461,6 +461,7 @@ class ModelRunner:
             self._model_on_host.to("cpu")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.accelerator.empty_host_cache()  # pinned host blocks
         return_freed_memory()
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -72,7 +72,7 @@ class _Connection:
     async def put(self, data: bytes | None) -> None:
         """Send bytes to the pod; None ends them. Bytes after their end are dropped.
 
-        Wait while the pod does not read. Reset the connection after `_STALL_S`.
+        Wait while the pod does not read. Reset the connection after `_STALL_S` without a read.
         """
         await self._started.wait()
         writer = self._writer
@@ -83,10 +83,11 @@ class _Connection:
                 self._has_input_ended = True
                 writer.write_eof()
                 return
-            writer.write(data)
             try:
-                async with asyncio.timeout(_STALL_S):
-                    await writer.drain()
+                for start in range(0, len(data), _READ_BYTES):
+                    writer.write(data[start : start + _READ_BYTES])
+                    async with asyncio.timeout(_STALL_S):
+                        await writer.drain()
             except TimeoutError:
                 self.has_stalled = True
                 _reset(writer)

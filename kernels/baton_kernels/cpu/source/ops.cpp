@@ -17,7 +17,7 @@
 
 #include <cerrno>
 #include <cstring>
-#include <map>
+#include <list>
 #include <mutex>
 
 #include "attention.h"
@@ -105,16 +105,17 @@ class FreedResults {
     // Returns kept memory of nbytes to 2 * nbytes, or maps memory.
     HugePages take(size_t nbytes) {
         const std::lock_guard lock(mutex_);
-        const auto found = kept_.lower_bound(nbytes);
-        if (found == kept_.end() || found->first > 2 * nbytes) return HugePages::map(nbytes);
-        const HugePages pages = found->second;
-        drop(found);
-        return pages;
+        auto best = kept_.end();
+        for (auto one = kept_.begin(); one != kept_.end(); ++one) {
+            if (one->nbytes < nbytes || one->nbytes > 2 * nbytes) continue;
+            if (best == kept_.end() || one->nbytes < best->nbytes) best = one;
+        }
+        return best == kept_.end() ? HugePages::map(nbytes) : remove(best);
     }
 
     void keep(const HugePages& pages) {
         const std::lock_guard lock(mutex_);
-        kept_.emplace(pages.nbytes, pages);
+        kept_.push_back(pages);
         kept_nbytes_ += pages.nbytes;
         unmap_until(MAX_KEPT_NBYTES);
     }
@@ -125,22 +126,19 @@ class FreedResults {
     }
 
   private:
-    using Kept = std::multimap<size_t, HugePages>;
-
     void unmap_until(size_t max_nbytes) {
-        while (kept_nbytes_ > max_nbytes) {
-            kept_.begin()->second.unmap();
-            drop(kept_.begin());
-        }
+        while (kept_nbytes_ > max_nbytes) remove(kept_.begin()).unmap();
     }
 
-    void drop(Kept::iterator one) {
-        kept_nbytes_ -= one->first;
+    HugePages remove(std::list<HugePages>::iterator one) {
+        const HugePages pages = *one;
+        kept_nbytes_ -= pages.nbytes;
         kept_.erase(one);
+        return pages;
     }
 
     std::mutex mutex_;
-    Kept kept_;  // by size
+    std::list<HugePages> kept_;  // the first one was freed first
     size_t kept_nbytes_ = 0;
 };
 

@@ -305,6 +305,19 @@ def test_large_results_use_memory_of_freed_results_until_it_is_returned() -> Non
     assert page_faults() > 10
 
 
+def test_memory_of_the_largest_results_is_not_kept_in_place_of_smaller_ones() -> None:
+    assert cpu.OPS is not None
+    weight = torch.ones(1024)
+    large, small = torch.zeros(240 * 1024, 1024), torch.zeros(25 * 1024, 1024)  # 960 and 100 MiB
+    cpu.OPS.rms_norm(large, weight, 1e-6)
+    cpu.OPS.rms_norm(small, weight, 1e-6)  # both exceed the limit of 1 GiB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    cpu.OPS.rms_norm(small, weight, 1e-6)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    cpu.OPS.return_freed_results()
+    assert faults < 10  # 50 huge pages, if the memory were new
+
+
 def test_live_results_have_memory_of_their_own() -> None:
     gate_up = torch.ones(1024, 2 * 9000)
     first, second = silu_and_mul(gate_up), silu_and_mul(2 * gate_up)

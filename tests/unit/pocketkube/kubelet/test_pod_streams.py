@@ -465,6 +465,31 @@ async def test_a_connection_whose_pod_does_not_read_does_not_stop_the_others(
         assert isinstance(await errors.get(), ConnectionResetError)
 
 
+async def test_a_pod_that_reads_slowly_is_not_reset(
+    listen: Callable[..., Awaitable[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(port_forward, "_STALL_S", 0.5)
+    num_read: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def read_slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        total = 0
+        while part := await reader.read(2**20):
+            total += len(part)
+            await asyncio.sleep(0.1 * len(part) / 2**20)  # 10 MiB/s
+        num_read.set_result(total)
+        writer.close()
+
+    async def ignore(_: bytes) -> None:
+        """The pod sends nothing."""
+
+    connection = port_forward._Connection("127.0.0.1", await listen(read_slowly), ignore)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(connection.run())
+        await connection.put(bytes(3 * 2**23))
+        await connection.put(None)
+        assert (connection.has_stalled, await num_read) == (False, 3 * 2**23)
+
+
 async def test_data_after_the_end_of_a_stream_is_dropped(
     tunnel: SpdyClient, listen: Callable[..., Awaitable[int]]
 ) -> None:
