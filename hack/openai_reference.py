@@ -20,11 +20,12 @@ from baton_gateway.requests import job_builder, prompts
 from baton_operator.api.crd import field_comments
 from baton_protocol import sampling
 from baton_protocol.config import GatewayConfig
-from baton_text import completion_request, generation_request, messages, responses
-from baton_text import structured_outputs as structures
-from baton_text.chat_request import ChatCompletionRequest
-from baton_text.generation_request import SAMPLING_FIELDS, GenerationRequest
-from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
+from baton_text import messages, responses
+from baton_text.requests import completion_request, generation_request
+from baton_text.requests import structured_outputs as structures
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.generation_request import SAMPLING_FIELDS, GenerationRequest
+from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
 Struct = type[msgspec.Struct]
 START = (

@@ -52,7 +52,6 @@ import msgspec
 
 import report
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.client import EngineClient
 from baton_protocol.config import (
     ENGINE_PORT,
     KV_PORT,
@@ -64,6 +63,7 @@ from baton_protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
+from baton_protocol.engine_client.client import EngineClient
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
 from baton_protocol.sampling import SamplingParams
 from report import Goal

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         RequestOutput,
     )
     from baton_engine.llm.params import BeamSearchParams, SamplingParams
-    from baton_text.structured_outputs import StructuredOutputsParams
+    from baton_text.requests.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -63,7 +63,7 @@ _HOMES = {
     "RequestOutput": "baton_engine.llm.outputs",
     "BeamSearchParams": "baton_engine.llm.params",
     "SamplingParams": "baton_engine.llm.params",
-    "StructuredOutputsParams": "baton_text.structured_outputs",
+    "StructuredOutputsParams": "baton_text.requests.structured_outputs",
 }
 
 

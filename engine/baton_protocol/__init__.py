@@ -2,9 +2,7 @@
 
 Every component may import this package. The package imports no other component, and no torch.
 
-client            the gateway's client of one engine
-request_stream    async iterator over the outputs of one request
-heartbeat         liveness and reported load of one engine
+engine_client     the gateway's client of one engine
 messages          messages between an engine and its clients
 topology          messages between ranks and their coordinator
 sampling          sampling parameters of one sequence

@@ -2,15 +2,10 @@
 
 The gateway and the offline API use this package. It imports neither torch nor `transformers`.
 
-chat_request         the body of POST /v1/chat/completions
-completion_request   the body of POST /v1/completions
-generation_request   the fields that both bodies share, and their checks
+requests             the bodies of requests, their fields and their checks
 generation_defaults  default sampling parameters, from the checkpoint
-tokenize_requests    the bodies of /tokenize and /detokenize
-parsing              parses JSON bodies and checks the requests
 messages             converts chat messages to the form that chat templates take
 chat_template        renders messages to a prompt text
-structured_outputs   the fields of structured outputs, and bad words
 tokenizer            converts text to token ids and back
 detokenizer          converts token ids to pieces of text as they arrive
 stop                 ends a text at a stop string

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from baton_protocol.sampling import SamplingParams
-from baton_text.generation_request import GenerationRequest
+from baton_text.requests.generation_request import GenerationRequest
 
 FILE = "generation_config.json"
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -87,7 +87,7 @@ def check(
     "enable_prefix_caching", [True, False], ids=["prefix-cache", "no-prefix-cache"]
 )
 @pytest.mark.parametrize("chunk", [1, 5, 16, 512])
-def test_one_worker_with_chunked_prefill(case, chunk, enable_prefix_caching):
+def test_one_worker_with_chunked_prefill(case, chunk, enable_prefix_caching) -> None:
     with engine(
         case,
         max_num_batched_tokens=chunk,
@@ -102,7 +102,7 @@ def test_one_worker_with_chunked_prefill(case, chunk, enable_prefix_caching):
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_preemption(case, mode):
+def test_preemption(case, mode) -> None:
     # Few more blocks than the longest request needs, so that running requests preempt each other.
     with engine(
         case, num_blocks=10, max_num_batched_tokens=64, max_model_len=128, preemption_mode=mode
@@ -113,13 +113,13 @@ def test_preemption(case, mode):
         assert (metric(llm, "baton:num_swapped_out_blocks_total") > 0) == (mode == "swap")
 
 
-def test_asynchronous_scheduling(case):
+def test_asynchronous_scheduling(case) -> None:
     with engine(case, max_num_batched_tokens=64, async_scheduling=True) as llm:
         check(case, llm, "asynchronous scheduling")
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)], ids=["tensor-2", "pipeline-2"])
-def test_several_workers(case, tensor, pipeline):
+def test_several_workers(case, tensor, pipeline) -> None:
     with engine(
         case,
         tensor_parallel_size=tensor,

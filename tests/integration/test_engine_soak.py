@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -20,20 +22,20 @@ SOAK_SECONDS = float(os.environ.get("BATON_SOAK_SECONDS", "0"))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "llama"
     return create_checkpoint(folder, "llama", num_layers=2, hidden_size=64, seed=3)
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint):
+def reference(checkpoint) -> Iterator[ReferenceEngine]:
     engine = ReferenceEngine(checkpoint)
     yield engine
     engine.close()
 
 
 @pytest.mark.parametrize("seed", [1, 3, 9, 11, 13, 15, 16, 17])
-def test_soak(checkpoint, reference, seed):
+def test_soak(checkpoint, reference, seed) -> None:
     soak = Soak(checkpoint, reference, seed, NUM_REQUESTS)
     soak.run()
     assert soak.num_compared > 0
@@ -41,7 +43,7 @@ def test_soak(checkpoint, reference, seed):
 
 @pytest.mark.skipif(not SOAK_SECONDS, reason="set BATON_SOAK_SECONDS to run it")
 @pytest.mark.timeout(SOAK_SECONDS + 600)
-def test_long_soak(checkpoint, reference):
+def test_long_soak(checkpoint, reference) -> None:
     end = time.monotonic() + SOAK_SECONDS
     seed = first = int(os.environ.get("BATON_SOAK_SEED", "1000"))
     while time.monotonic() < end:

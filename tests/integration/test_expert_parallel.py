@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.client import EngineClient
 from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
+from baton_protocol.engine_client.client import EngineClient
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
 from baton_protocol.sampling import SamplingParams
 from support.elastic.expert_group import ExpertGroup
@@ -83,7 +83,7 @@ async def scale(group: ExpertGroup, names: list[str]) -> None:
 
 async def test_running_requests_keep_their_rank_while_the_group_changes(
     checkpoint, model, processes
-):
+) -> None:
     group = ExpertGroup(processes, checkpoint, num_redundant_experts=2)
     names = [group.add_rank() for _ in range(3)]
     await scale(group, names[:2])
@@ -117,7 +117,9 @@ async def test_running_requests_keep_their_rank_while_the_group_changes(
     assert pauses == 4, "formed, grown, shrunk and recovered"
 
 
-async def test_a_rank_of_two_workers_survives_the_death_of_another(checkpoint, model, processes):
+async def test_a_rank_of_two_workers_survives_the_death_of_another(
+    checkpoint, model, processes
+) -> None:
     group = ExpertGroup(processes, checkpoint, tensor_parallel_size=2)
     names = [group.add_rank() for _ in range(2)]
     await scale(group, names)

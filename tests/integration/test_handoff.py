@@ -9,7 +9,6 @@ import signal
 import openai
 import pytest
 
-from baton_protocol.client import EngineClient
 from baton_protocol.config import (
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
@@ -18,6 +17,7 @@ from baton_protocol.config import (
     KVRole,
     SchedulerConfig,
 )
+from baton_protocol.engine_client.client import EngineClient
 from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
 from support.integration.completions import VOCAB, complete, complete_samples, generate
@@ -26,7 +26,7 @@ from support.pods import pods
 from support.waiting import until
 
 
-async def test_an_engine_alone_generates_the_greedy_tokens_of_transformers(stack):
+async def test_an_engine_alone_generates_the_greedy_tokens_of_transformers(stack) -> None:
     asked = prompts(32, VOCAB, longest=150, seed=1)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     async with EngineClient(stack.prefill.address, ENGINE_PORT, client_id="test") as client:
@@ -41,7 +41,7 @@ async def test_an_engine_alone_generates_the_greedy_tokens_of_transformers(stack
     assert_greedy(stack.reference, asked, list(outputs), f"{stack.arch} engine alone")
 
 
-async def test_a_hand_off_gives_greedy_tokens_without_computing_the_prompt_again(stack):
+async def test_a_hand_off_gives_greedy_tokens_without_computing_the_prompt_again(stack) -> None:
     asked = prompts(32, VOCAB, longest=150, seed=2)
     before = stack.decode.metric("baton:prompt_tokens_computed_total")
     sent_before = stack.prefill.metric("baton:prompt_tokens_computed_total")
@@ -56,7 +56,7 @@ async def test_a_hand_off_gives_greedy_tokens_without_computing_the_prompt_again
     assert moved >= sum(map(len, asked))
 
 
-async def test_a_seed_gives_the_same_tokens_beside_other_requests(stack):
+async def test_a_seed_gives_the_same_tokens_beside_other_requests(stack) -> None:
     prompt = list(range(20, 60))
     alone = await complete(stack.url, prompt, temperature=1.0, seed=1234)
     crowd = [
@@ -73,7 +73,7 @@ async def test_a_seed_gives_the_same_tokens_beside_other_requests(stack):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 24])
-async def test_samples_of_a_prompt_cost_one_prefill_and_one_transfer(stack, max_tokens):
+async def test_samples_of_a_prompt_cost_one_prefill_and_one_transfer(stack, max_tokens) -> None:
     """Their tokens are those of an engine that computes the prompt itself."""
 
     def counts() -> list[float]:
@@ -126,7 +126,7 @@ async def test_samples_of_a_prompt_cost_one_prefill_and_one_transfer(stack, max_
     assert len(set(map(tuple, tokens))) > 1
 
 
-async def test_an_engine_continues_the_request_of_another_engine(stack):
+async def test_an_engine_continues_the_request_of_another_engine(stack) -> None:
     """A pod needs only the prompt, the generated ids and the seed to continue."""
     params = SamplingParams(
         temperature=0.9, top_p=0.95, frequency_penalty=0.3, seed=99, max_tokens=40, ignore_eos=True
@@ -148,7 +148,9 @@ async def test_an_engine_continues_the_request_of_another_engine(stack):
             assert rest == whole
 
 
-async def test_requests_survive_a_killed_prefill_engine_and_use_it_after_its_restart(own_stack):
+async def test_requests_survive_a_killed_prefill_engine_and_use_it_after_its_restart(
+    own_stack,
+) -> None:
     prompt = list(range(30, 130))
     sampling = {"temperature": 1.0, "seed": 11}
     expected = await complete(own_stack.url, prompt)
@@ -169,7 +171,7 @@ async def test_requests_survive_a_killed_prefill_engine_and_use_it_after_its_res
     await until(is_handed_over, "a hand-off to the restarted engine", 120, every_s=0.2)
 
 
-async def test_running_requests_survive_the_death_of_the_decode_engine(own_stack):
+async def test_running_requests_survive_the_death_of_the_decode_engine(own_stack) -> None:
     """The gateway resends the tokens so far, and the restarted pod continues after them."""
     asked = prompts(4, VOCAB, longest=60)
     sampling = {"temperature": 1.0, "seed": 12}
@@ -190,7 +192,7 @@ async def test_running_requests_survive_the_death_of_the_decode_engine(own_stack
     assert_greedy(own_stack.reference, asked, list(resumed), "resumed")
 
 
-async def test_sigterm_drains_running_streams_and_exits_zero(own_stack):
+async def test_sigterm_drains_running_streams_and_exits_zero(own_stack) -> None:
     async with openai.AsyncOpenAI(
         base_url=own_stack.url, api_key="unused", max_retries=0
     ) as client:
@@ -212,7 +214,9 @@ async def test_sigterm_drains_running_streams_and_exits_zero(own_stack):
     assert own_stack.decode.process.wait(timeout=60) == 0
 
 
-async def test_an_overloaded_prefill_engine_leaves_no_prompt_to_the_decode_engine(stack, tmp_path):
+async def test_an_overloaded_prefill_engine_leaves_no_prompt_to_the_decode_engine(
+    stack, tmp_path
+) -> None:
     """Twelve clients share an engine that runs four requests. Their loads wait for memory, too."""
     if stack.arch != "qwen3":
         pytest.skip("one architecture is enough here")
@@ -249,7 +253,7 @@ async def test_an_overloaded_prefill_engine_leaves_no_prompt_to_the_decode_engin
 
 async def test_a_tiny_block_pool_preempts_and_gives_the_references_tokens(
     checkpoints, stack, tmp_path
-):
+) -> None:
     if stack.arch != "qwen3":
         pytest.skip("one architecture is enough here")
     with pods(tmp_path, 20) as group:

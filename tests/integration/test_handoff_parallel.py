@@ -171,7 +171,7 @@ def engines(checkpoints) -> Iterator[Engines]:
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoints):
+def reference(checkpoints) -> torch.nn.Module:
     return reference_model(checkpoints["llama"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "llama"
     return create_checkpoint(folder, "llama", num_layers=2, hidden_size=64, seed=3)
 
@@ -60,7 +61,7 @@ def generate(
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_restored_prefixes_give_the_same_tokens(checkpoint, expected, name):
+def test_restored_prefixes_give_the_same_tokens(checkpoint, expected, name) -> None:
     options = {"max_tokens": 6, **OPTIONS[name]}
     got, metrics = generate(
         checkpoint, num_blocks=12, max_num_seqs=4, offload_memory_bytes=2**24, **options

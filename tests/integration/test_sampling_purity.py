@@ -84,7 +84,7 @@ def preemptions(llm: LLM) -> float:
 
 def test_samples_of_a_prompt_differ_and_the_first_equals_a_single_sample(
     checkpoint: Path, alone: Tokens
-):
+) -> None:
     three = alone[5]
     assert len({tuple(tokens) for tokens in three}) == 3
     with make_llm(checkpoint) as llm:
@@ -110,7 +110,7 @@ def test_samples_of_a_prompt_differ_and_the_first_equals_a_single_sample(
 )
 def test_tokens_do_not_depend_on_the_engine(
     checkpoint: Path, alone: Tokens, options: dict[str, Any]
-):
+) -> None:
     with make_llm(checkpoint, **options) as llm:
         assert sampled(llm, list(range(len(PROMPTS)))) == alone
         backwards = list(reversed(range(len(PROMPTS))))  # other neighbours in each batch
@@ -118,7 +118,7 @@ def test_tokens_do_not_depend_on_the_engine(
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_tokens_do_not_depend_on_preemption(checkpoint: Path, alone: Tokens, mode: str):
+def test_tokens_do_not_depend_on_preemption(checkpoint: Path, alone: Tokens, mode: str) -> None:
     # Enough blocks only for the largest group.
     with make_llm(
         checkpoint, preemption_mode=mode, num_blocks=20, swap_memory_bytes=2**22, watermark=0.0
@@ -141,7 +141,7 @@ def another_core(checkpoint: Path) -> Iterator[EngineCore]:
 
 def test_another_engine_continues_with_the_same_tokens(
     checkpoint: Path, alone: Tokens, another_core: EngineCore
-):
+) -> None:
     with make_llm(checkpoint) as llm:
         wires = [params.to_wire(llm.get_tokenizer(), seed=0) for params in PARAMS]
     continued: dict[str, list[int]] = {}

@@ -24,7 +24,6 @@ import pytest
 import zmq
 
 from baton_kv_transfer import auth, side_channel
-from baton_protocol.client import EngineClient, EngineDeadError
 from baton_protocol.config import (
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
@@ -32,6 +31,7 @@ from baton_protocol.config import (
     KV_PORT,
     KVRole,
 )
+from baton_protocol.engine_client.client import EngineClient, EngineDeadError
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
     EngineCoreRequest,
@@ -186,7 +186,9 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
-async def test_an_engine_refuses_the_connection_of_an_attacker(service: Service, attacker: str):
+async def test_an_engine_refuses_the_connection_of_an_attacker(
+    service: Service, attacker: str
+) -> None:
     async with service.serving():
         for pod in service.engines:
             before = num_refused(pod, "engine")
@@ -205,7 +207,7 @@ async def test_an_engine_refuses_the_connection_of_an_attacker(service: Service,
 
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
-async def test_an_engine_ignores_requests_of_an_attacker(service: Service, attacker: str):
+async def test_an_engine_ignores_requests_of_an_attacker(service: Service, attacker: str) -> None:
     """The attacker has the instance id, and sends without waiting for a handshake."""
     request_id = f"stolen-{uuid.uuid4().hex}"
     for pod in service.engines:
@@ -255,7 +257,7 @@ async def test_an_engine_ignores_requests_of_an_attacker(service: Service, attac
 )  # type: ignore[union-attr]
 async def test_admin_requests_without_the_key_are_refused(
     service: Service, authorization: str | None
-):
+) -> None:
     async with service.serving():
         for pod in service.engines:
             before = num_refused(pod, "http")
@@ -274,7 +276,7 @@ async def test_admin_requests_without_the_key_are_refused(
                 assert pod.get(ENGINE_HTTP_PORT, open_path)[0] == 200
 
 
-def test_the_gateway_has_no_admin_requests(service: Service):
+def test_the_gateway_has_no_admin_requests(service: Service) -> None:
     for path in ("/drain", "/pause", "/sleep", "/metrics", "/ready", "/health"):
         url = f"http://{service.gateway.address}:{GATEWAY_PORT}{path}"
         for authorization in (None, KEY.bearer):
@@ -290,7 +292,9 @@ def test_the_gateway_has_no_admin_requests(service: Service):
 
 
 @pytest.mark.parametrize("attacker", ATTACKERS)
-async def test_the_kv_side_channel_does_not_answer_an_attacker(service: Service, attacker: str):
+async def test_the_kv_side_channel_does_not_answer_an_attacker(
+    service: Service, attacker: str
+) -> None:
     """The attacker has the instance id and the compatibility hash, and receives no WELCOME."""
     async with EngineClient(
         service.prefill.address, ENGINE_PORT, client_id="trusted", service_key=KEY
@@ -329,7 +333,7 @@ async def test_the_kv_side_channel_does_not_answer_an_attacker(service: Service,
 @pytest.mark.parametrize("attacker", ["no key", "another key"])
 async def test_an_engine_of_another_service_receives_no_kv(
     service: Service, tmp_path: Path, attacker: str
-):
+) -> None:
     """A decode engine without the key cannot load a prompt's KV, so it computes the prompt."""
     key_file = write_key(tmp_path, attacker)
     with pods(tmp_path, 32) as group:
@@ -374,7 +378,7 @@ async def hand_off(prefill: Pod, decode: Pod, decode_key: ServiceKey | None) -> 
     return rest
 
 
-async def test_the_same_hand_off_with_the_key_transfers_the_kv(service: Service):
+async def test_the_same_hand_off_with_the_key_transfers_the_kv(service: Service) -> None:
     before = service.decode.metric("baton:prompt_tokens_remote_total")
     assert len(await hand_off(service.prefill, service.decode, KEY)) == 8
     assert service.decode.metric("baton:prompt_tokens_remote_total") > before
@@ -386,7 +390,7 @@ async def test_the_same_hand_off_with_the_key_transfers_the_kv(service: Service)
 @pytest.mark.parametrize("attacker", ["no key", "another key"])
 def test_a_gateway_without_the_key_warns_once_and_retries_with_backoff(
     service: Service, tmp_path: Path, attacker: str
-):
+) -> None:
     key_file = write_key(tmp_path, attacker)
     with pods(tmp_path, 33) as group:
         engines = {service.prefill: "prefill", service.decode: "decode"}
@@ -417,7 +421,7 @@ def test_a_gateway_without_the_key_warns_once_and_retries_with_backoff(
 @pytest.mark.parametrize("attacker", [*ATTACKERS, "silence"])
 async def test_two_hundred_connections_of_attackers_leave_no_file_descriptor(
     service: Service, attacker: str
-):
+) -> None:
     await complete(service.url, list(range(20)), 4)
     before = {pod: num_descriptors(pod) for pod in service.engines}
     ports = [

@@ -13,7 +13,7 @@ import msgspec
 
 from baton_protocol.sampling import MAX_BEAM_WIDTH, StructuredOutput
 from baton_protocol.sampling import SamplingParams as WireSamplingParams
-from baton_text.structured_outputs import StructuredOutputsParams, bad_words_token_ids
+from baton_text.requests.structured_outputs import StructuredOutputsParams, bad_words_token_ids
 from baton_text.tokenizer import Tokenizer
 
 _INDEX = re.compile(r"\$\[(\d+)\]")

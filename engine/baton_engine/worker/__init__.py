@@ -5,6 +5,7 @@ model_runner.py      one step on one device, from request ids to sampled tokens
 forward_runner.py    a forward by captured graph, by compiled pieces or layer by layer
 compilation_plan.py  which of these ways a configuration selects
 input_batch.py       the persistent batch and the tensors of a step
+sampled_tokens.py    the sampled tokens of a step, which may still be on their way to the host
 static_inputs.py     buffers at fixed addresses for captured graphs
 dummy_steps.py       steps without requests, for warm-up and memory profiling
 reports.py           prompt log-probabilities and routed experts

@@ -6,8 +6,8 @@ import msgspec
 
 from baton_gateway.http.generation_endpoint import GenerationEndpoint, returned_token_ids
 from baton_gateway.requests.job import Choice, Job
-from baton_text.chat_request import ChatCompletionRequest
 from baton_text.output import TextOutput, chat_logprobs, prompt_token_logprobs
+from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.responses import (
     ChatChoice,
     ChatChunkChoice,

@@ -30,11 +30,11 @@ from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.thread_pool import run_off_loop
-from baton_text.chat_request import ChatCompletionRequest
-from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
-from baton_text.generation_request import GenerationRequest
 from baton_text.output import TextOutput
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
+from baton_text.requests.generation_request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from baton_gateway.errors import APIError
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.thread_pool import run_off_loop
 from baton_text.errors import RequestError
-from baton_text.parsing import Checked, parse_request, unknown_fields
+from baton_text.requests.parsing import Checked, parse_request, unknown_fields
 
 logger = logging.getLogger(__name__)
 

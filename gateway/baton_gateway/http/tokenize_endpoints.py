@@ -20,8 +20,8 @@ from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBound
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.config import AccessConfig
+from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_text.responses import DetokenizeResponse, TokenizeResponse
-from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_text.tokenizer import Tokenizer
 
 #: Assumed max_model_len in tokens, until a decode engine has sent the actual one.

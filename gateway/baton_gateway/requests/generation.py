@@ -15,8 +15,8 @@ from baton_gateway.requests.job import Choice, Job, PromptJob, Run
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.messages import EngineCoreOutput, FinishReason
-from baton_text.generation_request import GenerationRequest
 from baton_text.output import TextOutput
+from baton_text.requests.generation_request import GenerationRequest
 
 logger = logging.getLogger(__name__)
 

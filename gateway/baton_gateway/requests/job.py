@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from baton_gateway.routing.sequence import Sequence
 from baton_protocol.messages import EngineCoreOutput, PromptLogprobs
-from baton_text.generation_request import GenerationRequest
 from baton_text.output import OutputProcessor
+from baton_text.requests.generation_request import GenerationRequest
 from baton_text.responses import Usage
 
 

@@ -21,13 +21,13 @@ from baton_gateway.routing.sequence import SampleGroup, Sequence
 from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.config import AccessConfig
 from baton_protocol.sampling import SamplingParams
-from baton_text.chat_request import ChatCompletionRequest
-from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
 from baton_text.generation_defaults import GenerationDefaults
-from baton_text.generation_request import GenerationRequest
 from baton_text.output import OutputProcessor
-from baton_text.structured_outputs import bad_words_token_ids
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
+from baton_text.requests.generation_request import GenerationRequest
+from baton_text.requests.structured_outputs import bad_words_token_ids
 from baton_text.tokenizer import Tokenizer
 
 #: Limit on the entries of logit_bias, and of allowed_token_ids, over all sequences of a request.

@@ -1,7 +1,7 @@
 """Server-side apply: ownership, conflicts, force and removal."""
 
 
-def _map(name, data, **metadata):
+def _map(name, data, **metadata) -> dict[str, object]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -10,7 +10,7 @@ def _map(name, data, **metadata):
     }
 
 
-def test_apply_creates_and_updates(api, core):
+def test_apply_creates_and_updates(api, core) -> None:
     path = f"{core}/configmaps/a"
     created = api.apply(path, _map("a", {"x": "1"}), "one")
     assert created.status_code == 201
@@ -26,20 +26,20 @@ def test_apply_creates_and_updates(api, core):
     assert entry["fieldsV1"]["f:data"]["f:x"] == {}
 
 
-def test_apply_needs_a_field_manager(api, core):
+def test_apply_needs_a_field_manager(api, core) -> None:
     response = api.patch(f"{core}/configmaps/a", _map("a", {}), "apply-patch+yaml")
     assert response.status_code in (400, 422)
     assert "fieldManager" in response.text
 
 
-def test_applying_the_same_object_again_changes_nothing(api, core):
+def test_applying_the_same_object_again_changes_nothing(api, core) -> None:
     path = f"{core}/configmaps/a"
     first = api.apply(path, _map("a", {"x": "1"}), "one").json()
     second = api.apply(path, _map("a", {"x": "1"}), "one").json()
     assert second["metadata"]["resourceVersion"] == first["metadata"]["resourceVersion"]
 
 
-def test_a_field_of_another_manager_conflicts_until_forced(api, core):
+def test_a_field_of_another_manager_conflicts_until_forced(api, core) -> None:
     path = f"{core}/configmaps/a"
     api.apply(path, _map("a", {"x": "1", "y": "1"}), "one")
     refused = api.apply(path, _map("a", {"x": "2"}), "two")
@@ -58,7 +58,7 @@ def test_a_field_of_another_manager_conflicts_until_forced(api, core):
     assert "f:x" in owners["two"]
 
 
-def test_managers_share_an_equal_value_without_a_conflict(api, core):
+def test_managers_share_an_equal_value_without_a_conflict(api, core) -> None:
     path = f"{core}/configmaps/a"
     api.apply(path, _map("a", {"x": "1"}), "one")
     assert api.apply(path, _map("a", {"x": "1"}), "two").status_code == 200
@@ -66,7 +66,7 @@ def test_managers_share_an_equal_value_without_a_conflict(api, core):
     assert dropped.json()["data"] == {"x": "1"}, "two still owns it"
 
 
-def test_fields_no_longer_applied_are_removed(api, core):
+def test_fields_no_longer_applied_are_removed(api, core) -> None:
     path = f"{core}/configmaps/a"
     api.apply(path, _map("a", {"x": "1", "y": "1"}, labels={"l": "1"}), "one")
     left = api.apply(path, _map("a", {"y": "1"}), "one").json()
@@ -74,7 +74,7 @@ def test_fields_no_longer_applied_are_removed(api, core):
     assert not left["metadata"].get("labels")
 
 
-def test_an_update_takes_ownership_of_applied_fields(api, core):
+def test_an_update_takes_ownership_of_applied_fields(api, core) -> None:
     path = f"{core}/configmaps/a"
     api.apply(path, _map("a", {"x": "1"}), "one")
     api.patch(path, {"data": {"x": "edited"}}, fieldManager="editor")
@@ -83,7 +83,7 @@ def test_an_update_takes_ownership_of_applied_fields(api, core):
     assert 'conflict with "editor"' in refused.json()["message"]
 
 
-def test_lists_of_built_in_kinds_merge_by_key(api, apps, deployment):
+def test_lists_of_built_in_kinds_merge_by_key(api, apps, deployment) -> None:
     path = f"{apps}/deployments/web"
     assert api.apply(path, deployment, "one").status_code == 201
     extra = {
@@ -107,7 +107,9 @@ def test_lists_of_built_in_kinds_merge_by_key(api, apps, deployment):
     assert removed["ports"] == [{"containerPort": 80, "protocol": "TCP"}]
 
 
-def test_an_apply_without_replicas_keeps_the_value_of_another_manager(api, apps, deployment):
+def test_an_apply_without_replicas_keeps_the_value_of_another_manager(
+    api, apps, deployment
+) -> None:
     path = f"{apps}/deployments/web"
     del deployment["spec"]["replicas"]
     deployment["spec"]["paused"] = True
@@ -120,7 +122,7 @@ def test_an_apply_without_replicas_keeps_the_value_of_another_manager(api, apps,
     assert api.apply(path, deployment, "one").json()["spec"]["replicas"] == 0
 
 
-def test_lists_of_custom_resources_merge_by_their_schema(api, relays):
+def test_lists_of_custom_resources_merge_by_their_schema(api, relays) -> None:
     one = relays.body("r", ports=[{"name": "a", "port": 1}], zones=["x"], args=["1"])
     two = {**relays.body("r"), "spec": {"ports": [{"name": "b", "port": 2}], "zones": ["y"]}}
     api.apply(relays.at("r"), one, "one")
@@ -137,7 +139,7 @@ def test_lists_of_custom_resources_merge_by_their_schema(api, relays):
     assert refused.json()["details"]["causes"][0]["field"] == ".spec.args"
 
 
-def test_status_is_applied_through_its_own_endpoint(api, relays):
+def test_status_is_applied_through_its_own_endpoint(api, relays) -> None:
     api.apply(relays.at("r"), relays.body("r"), "operator")
     ready = {"type": "Ready", "status": "False", "reason": "Starting", "message": "m"}
     status = {**relays.body("r"), "status": {"conditions": [ready]}}

@@ -20,7 +20,7 @@ async def kube(api) -> AsyncIterator[KubeClient]:
         yield kube
 
 
-async def test_an_object_is_applied_read_listed_and_deleted(kube, core):
+async def test_an_object_is_applied_read_listed_and_deleted(kube, core) -> None:
     path = f"{core}/configmaps"
     body = {
         "apiVersion": "v1",
@@ -55,7 +55,7 @@ async def test_an_object_is_applied_read_listed_and_deleted(kube, core):
     assert (caught.value.status, caught.value.reason) == (404, "NotFound")
 
 
-async def test_a_list_of_many_objects_is_complete(kube, core, monkeypatch):
+async def test_a_list_of_many_objects_is_complete(kube, core, monkeypatch) -> None:
     monkeypatch.setattr("baton_kube.client.PAGE_SIZE", 3)
     for index in range(8):
         await kube.create(
@@ -65,7 +65,9 @@ async def test_a_list_of_many_objects_is_complete(kube, core, monkeypatch):
     assert [item["metadata"]["name"] for item in items] == [f"m{index}" for index in range(8)]
 
 
-async def test_a_watch_ends_after_its_timeout_and_an_expired_version_is_refused(kube, core, relays):
+async def test_a_watch_ends_after_its_timeout_and_an_expired_version_is_refused(
+    kube, core, relays
+) -> None:
     path = f"{core}/configmaps"
     _, version = await kube.list(path)
     await kube.create(path, {"metadata": {"name": "w"}})
@@ -79,7 +81,7 @@ async def test_a_watch_ends_after_its_timeout_and_an_expired_version_is_refused(
     assert caught.value.status == 410
 
 
-async def test_the_reflector_follows_a_selection(kube, core):
+async def test_the_reflector_follows_a_selection(kube, core) -> None:
     path = f"{core}/configmaps"
     await kube.create(path, {"metadata": {"name": "a", "labels": {"in": "yes"}}})
     mirror = Reflector(kube, path, label_selector="in=yes")
@@ -91,7 +93,7 @@ async def test_the_reflector_follows_a_selection(kube, core):
             await anext(changes)
 
 
-async def test_discovery_lists_what_kopf_needs(kube):
+async def test_discovery_lists_what_kopf_needs(kube) -> None:
     """Discovery must list the verbs list and watch, or kopf does not watch a resource.
 
     When it starts, kopf also reads `namespaces`.

@@ -5,14 +5,14 @@ import pytest
 from support.waiting import eventually
 
 
-def test_defaults_are_filled_in(api, relays):
+def test_defaults_are_filled_in(api, relays) -> None:
     spec = api.post(relays.path, relays.body("d", prefill={})).json()["spec"]
     assert spec["model"]["dtype"] == "auto"
     assert spec["decode"] == {"replicas": 1, "parallelism": {"tensor": 1}}
     assert spec["prefill"] == {"replicas": 1, "parallelism": {"tensor": 1}}
 
 
-def test_unknown_fields_are_pruned_where_the_schema_is_closed(api, relays):
+def test_unknown_fields_are_pruned_where_the_schema_is_closed(api, relays) -> None:
     body = relays.body("p", unknown=1, template={"spec": {"anything": [1]}})
     spec = api.post(relays.path, body).json()["spec"]
     assert "unknown" not in spec
@@ -36,7 +36,7 @@ def test_unknown_fields_are_pruned_where_the_schema_is_closed(api, relays):
         ({"args": "not a list"}, "spec.args", "must be of type array"),
     ],
 )
-def test_invalid_values_are_refused_with_the_fields_name(api, relays, spec, field, says):
+def test_invalid_values_are_refused_with_the_fields_name(api, relays, spec, field, says) -> None:
     response = api.post(relays.path, relays.body("bad", **spec))
     status = response.json()
     assert response.status_code == 422, status
@@ -47,14 +47,14 @@ def test_invalid_values_are_refused_with_the_fields_name(api, relays, spec, fiel
     assert status["message"].startswith('Relay.conformance.baton.dev "bad" is invalid: ')
 
 
-def test_the_status_is_validated(api, relays):
+def test_the_status_is_validated(api, relays) -> None:
     api.post(relays.path, relays.body("s"))
     response = api.patch(relays.at("s", "status"), {"status": {"replicas": "many"}})
     assert response.status_code == 422
     assert "status.replicas" in response.json()["message"]
 
 
-def test_an_update_requires_the_resource_version(api, relays):
+def test_an_update_requires_the_resource_version(api, relays) -> None:
     """Updates of built-in kinds such as ConfigMap may omit it."""
     live = api.post(relays.path, relays.body("v")).json()
     for part in ("", "status"):
@@ -64,14 +64,14 @@ def test_an_update_requires_the_resource_version(api, relays):
     assert api.put(relays.at("v"), live).status_code == 200
 
 
-def test_a_wrong_kind_or_version_is_refused(api, relays):
+def test_a_wrong_kind_or_version_is_refused(api, relays) -> None:
     kind = api.post(relays.path, {**relays.body("x"), "kind": "Other"})
     assert kind.status_code == 422
     assert kind.json()["details"]["causes"][0]["field"] == "kind"
     assert api.post(relays.path, {**relays.body("x"), "apiVersion": "other/v1"}).status_code == 400
 
 
-def test_rules_in_the_schema_are_evaluated(api, relay_crd, define, namespace):
+def test_rules_in_the_schema_are_evaluated(api, relay_crd, define, namespace) -> None:
     if api.minor < 25:
         pytest.skip(f"Kubernetes 1.{api.minor} has no CEL rules")
     definition = relay_crd("rules.baton.dev")
@@ -103,7 +103,7 @@ def test_rules_in_the_schema_are_evaluated(api, relay_crd, define, namespace):
     assert "the model is immutable" in changed.json()["message"]
 
 
-def test_the_scale_subresource_reads_and_writes_replicas(api, relays):
+def test_the_scale_subresource_reads_and_writes_replicas(api, relays) -> None:
     api.post(relays.path, relays.body("s", decode={"replicas": 2}))
     api.patch(relays.at("s", "status"), {"status": {"replicas": 1, "selector": "role=decode"}})
     scale = api.get(relays.at("s", "scale")).json()
@@ -119,12 +119,12 @@ def test_the_scale_subresource_reads_and_writes_replicas(api, relays):
     assert stored["metadata"]["generation"] == 3
 
 
-def test_negative_replicas_are_refused_through_scale(api, relays):
+def test_negative_replicas_are_refused_through_scale(api, relays) -> None:
     api.post(relays.path, relays.body("s"))
     assert api.patch(relays.at("s", "scale"), {"spec": {"replicas": -1}}).status_code == 422
 
 
-def test_tables_show_the_printer_columns(api, relays):
+def test_tables_show_the_printer_columns(api, relays) -> None:
     api.post(relays.path, relays.body("t", decode={"replicas": 2}))
     condition = {"type": "Ready", "status": "True", "reason": "r", "message": "m"}
     api.patch(relays.at("t", "status"), {"status": {"conditions": [condition]}})
@@ -140,7 +140,7 @@ def test_tables_show_the_printer_columns(api, relays):
     assert row["object"]["metadata"]["name"] == "t"
 
 
-def test_deleting_a_definition_deletes_its_objects(api, relay_crd, define, namespace):
+def test_deleting_a_definition_deletes_its_objects(api, relay_crd, define, namespace) -> None:
     definition = relay_crd("gone.baton.dev")
     define(definition)
     path = f"/apis/gone.baton.dev/v1alpha1/namespaces/{namespace}/relays"
@@ -159,7 +159,7 @@ def test_deleting_a_definition_deletes_its_objects(api, relay_crd, define, names
     eventually(lambda: api.get(path).status_code == 404, "the path gone")
 
 
-def test_a_definition_must_be_structural_and_well_named(api, relay_crd):
+def test_a_definition_must_be_structural_and_well_named(api, relay_crd) -> None:
     crds = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     misnamed = relay_crd("bad.baton.dev")
     misnamed["metadata"]["name"] = "other.bad.baton.dev"
@@ -173,7 +173,7 @@ def test_a_definition_must_be_structural_and_well_named(api, relay_crd):
     assert "properties[model].type" in response.text
 
 
-def test_discovery_lists_the_custom_resource(api, relays):
+def test_discovery_lists_the_custom_resource(api, relays) -> None:
     resources = {r["name"]: r for r in api.get(f"/apis/{relays.api_version}").json()["resources"]}
     assert resources["relays"]["shortNames"] == ["rly"]
     assert resources["relays/scale"]["kind"] == "Scale"

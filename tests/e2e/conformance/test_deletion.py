@@ -7,7 +7,7 @@ from support.waiting import eventually
 POD = {"terminationGracePeriodSeconds": 20, "containers": [{"name": "c", "image": "i"}]}
 
 
-def test_a_finalizer_keeps_a_deleted_object(api, core):
+def test_a_finalizer_keeps_a_deleted_object(api, core) -> None:
     path = f"{core}/configmaps/f"
     api.post(f"{core}/configmaps", {"metadata": {"name": "f", "finalizers": ["baton.dev/hold"]}})
     held = api.delete(path)
@@ -17,7 +17,7 @@ def test_a_finalizer_keeps_a_deleted_object(api, core):
     assert api.get(path).status_code == 404
 
 
-def test_no_finalizer_is_added_to_a_deleted_object(api, core):
+def test_no_finalizer_is_added_to_a_deleted_object(api, core) -> None:
     path = f"{core}/configmaps/f"
     api.post(f"{core}/configmaps", {"metadata": {"name": "f", "finalizers": ["baton.dev/hold"]}})
     api.delete(path)
@@ -26,14 +26,14 @@ def test_no_finalizer_is_added_to_a_deleted_object(api, core):
     api.patch(path, {"metadata": {"finalizers": None}})
 
 
-def test_delete_obeys_preconditions(api, core):
+def test_delete_obeys_preconditions(api, core) -> None:
     api.post(f"{core}/configmaps", {"metadata": {"name": "p"}})
     body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": "another"}}
     assert api.delete(f"{core}/configmaps/p", body).status_code == 409
     assert api.get(f"{core}/configmaps/p").status_code == 200
 
 
-def test_a_scheduled_pod_is_deleted_with_grace(api, core):
+def test_a_scheduled_pod_is_deleted_with_grace(api, core) -> None:
     path = f"{core}/pods/p"
     api.post(f"{core}/pods", {"metadata": {"name": "p"}, "spec": {**POD, "nodeName": "nowhere"}})
     first = api.delete(path).json()
@@ -46,7 +46,7 @@ def test_a_scheduled_pod_is_deleted_with_grace(api, core):
     assert api.get(path).status_code == 404
 
 
-def test_an_unscheduled_pod_is_deleted_at_once(api, core):
+def test_an_unscheduled_pod_is_deleted_at_once(api, core) -> None:
     api.post(
         f"{core}/pods", {"metadata": {"name": "p"}, "spec": {**POD, "schedulerName": "nobody"}}
     )
@@ -54,7 +54,7 @@ def test_an_unscheduled_pod_is_deleted_at_once(api, core):
     assert api.get(f"{core}/pods/p").status_code == 404
 
 
-def _owned(owner, name, **reference):
+def _owned(owner, name, **reference) -> dict[str, object]:
     metadata = owner["metadata"]
     reference = {
         "apiVersion": "v1",
@@ -66,7 +66,7 @@ def _owned(owner, name, **reference):
     return {"metadata": {"name": name, "ownerReferences": [reference]}}
 
 
-def test_dependents_are_deleted_with_their_owner(api, core):
+def test_dependents_are_deleted_with_their_owner(api, core) -> None:
     owner = api.post(f"{core}/configmaps", {"metadata": {"name": "owner"}}).json()
     api.post(f"{core}/secrets", _owned(owner, "child"))
     api.delete(f"{core}/configmaps/owner", propagationPolicy="Background")
@@ -76,7 +76,7 @@ def test_dependents_are_deleted_with_their_owner(api, core):
 
 
 @pytest.mark.late  # the real garbage collector discovers new kinds every 30 s
-def test_dependents_of_a_custom_resource_are_deleted_with_it(api, relays, core):
+def test_dependents_of_a_custom_resource_are_deleted_with_it(api, relays, core) -> None:
     owner = api.post(relays.path, relays.body("owner")).json()
     api.post(f"{core}/secrets", _owned(owner, "child", apiVersion=relays.api_version, kind="Relay"))
     api.delete(relays.at("owner"))
@@ -87,7 +87,7 @@ def test_dependents_of_a_custom_resource_are_deleted_with_it(api, relays, core):
     )
 
 
-def test_orphaned_dependents_are_kept(api, core):
+def test_orphaned_dependents_are_kept(api, core) -> None:
     owner = api.post(f"{core}/configmaps", {"metadata": {"name": "owner"}}).json()
     api.post(f"{core}/secrets", _owned(owner, "child"))
     api.delete(f"{core}/configmaps/owner", propagationPolicy="Orphan")
@@ -96,7 +96,7 @@ def test_orphaned_dependents_are_kept(api, core):
     assert not child["metadata"].get("ownerReferences")
 
 
-def test_foreground_deletion_waits_for_blocking_dependents(api, core):
+def test_foreground_deletion_waits_for_blocking_dependents(api, core) -> None:
     owner = api.post(f"{core}/configmaps", {"metadata": {"name": "owner"}}).json()
     child = _owned(owner, "child", blockOwnerDeletion=True)
     child["metadata"]["finalizers"] = ["baton.dev/hold"]
@@ -113,7 +113,7 @@ def test_foreground_deletion_waits_for_blocking_dependents(api, core):
     eventually(lambda: api.get(f"{core}/configmaps/owner").status_code == 404, "the owner gone")
 
 
-def test_delete_collection_obeys_selectors(api, core):
+def test_delete_collection_obeys_selectors(api, core) -> None:
     for name, tier in (("a", "x"), ("b", "x"), ("c", "y")):
         api.post(f"{core}/secrets", {"metadata": {"name": name, "labels": {"tier": tier}}})
     assert api.delete(f"{core}/secrets", labelSelector="tier=x").status_code == 200
@@ -121,7 +121,7 @@ def test_delete_collection_obeys_selectors(api, core):
     assert [item["metadata"]["name"] for item in left] == ["c"]
 
 
-def test_deleting_a_namespace_deletes_its_content(api, namespace, core):
+def test_deleting_a_namespace_deletes_its_content(api, namespace, core) -> None:
     api.post(f"{core}/configmaps", {"metadata": {"name": "in"}})
     api.delete(f"/api/v1/namespaces/{namespace}")
     eventually(

@@ -3,13 +3,15 @@
 import json
 
 
-def _run(api, *arguments, stdin=None):
+def _run(api, *arguments, stdin=None) -> str:
     done = api.kubectl(*arguments, stdin=stdin)
     assert done.returncode == 0, f"kubectl {' '.join(arguments)}: {done.stdout}{done.stderr}"
     return done.stdout
 
 
-def test_apply_get_patch_scale_wait_describe_delete_of_a_custom_resource(api, relays, namespace):
+def test_apply_get_patch_scale_wait_describe_delete_of_a_custom_resource(
+    api, relays, namespace
+) -> None:
     body = relays.body("demo", decode={"replicas": 2})
     assert "created" in _run(api, "apply", "-n", namespace, "-f", "-", stdin=body)
     assert "unchanged" in _run(api, "apply", "-n", namespace, "-f", "-", stdin=body)
@@ -41,14 +43,14 @@ def test_apply_get_patch_scale_wait_describe_delete_of_a_custom_resource(api, re
     assert api.get(relays.at("demo")).status_code == 404
 
 
-def test_a_list_is_applied(api, namespace):
+def test_a_list_is_applied(api, namespace) -> None:
     items = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}} for name in "ab"]
     body = {"apiVersion": "v1", "kind": "List", "items": items}
     shown = _run(api, "apply", "-n", namespace, "-f", "-", stdin=body)
     assert shown.split() == ["configmap/a", "created", "configmap/b", "created"]
 
 
-def test_server_side_apply_and_its_conflicts(api, relays, namespace):
+def test_server_side_apply_and_its_conflicts(api, relays, namespace) -> None:
     body = relays.body("demo", args=["a"])
     _run(
         api, "apply", "-n", namespace, "--server-side", "--field-manager=one", "-f", "-", stdin=body
@@ -65,7 +67,7 @@ def test_server_side_apply_and_its_conflicts(api, relays, namespace):
 
 def test_client_side_apply_removes_fields_that_the_file_no_longer_has(
     api, apps, deployment, namespace
-):
+) -> None:
     container = deployment["spec"]["template"]["spec"]["containers"][0]
     container["env"] = [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]
     _run(api, "apply", "-n", namespace, "-f", "-", stdin=deployment)
@@ -85,7 +87,7 @@ def test_client_side_apply_removes_fields_that_the_file_no_longer_has(
     _run(api, "delete", "-n", namespace, "deploy/web", "--timeout=30s")
 
 
-def test_pods_are_shown_described_and_deleted(api, core, namespace):
+def test_pods_are_shown_described_and_deleted(api, core, namespace) -> None:
     pod = {
         "metadata": {"name": "p"},
         "spec": {"nodeName": "nowhere", "containers": [{"name": "c", "image": "i"}]},
@@ -99,7 +101,7 @@ def test_pods_are_shown_described_and_deleted(api, core, namespace):
     assert api.get(f"{core}/pods/p").status_code == 404
 
 
-def test_events_are_shown_with_their_object(api, core, namespace):
+def test_events_are_shown_with_their_object(api, core, namespace) -> None:
     created = api.post(f"{core}/configmaps", {"metadata": {"name": "subject"}}).json()
     event = {
         "metadata": {"name": "subject.1"},

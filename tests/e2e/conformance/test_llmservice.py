@@ -34,7 +34,7 @@ def service(**spec: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", [["create"], ["apply"], ["apply", "--server-side"]])
-def test_kubectl_names_a_misspelled_field(api, services, namespace, how):
+def test_kubectl_names_a_misspelled_field(api, services, namespace, how) -> None:
     document = service(decoder={"replicas": 1}, gateway={"apiKey": {"secretName": "s"}})
 
     # With older servers kubectl validates against a schema that they publish a moment later.
@@ -49,13 +49,13 @@ def test_kubectl_names_a_misspelled_field(api, services, namespace, how):
     assert api.get(f"{services}/demo").status_code == 404
 
 
-def test_without_strict_validation_an_unknown_field_is_dropped(api, services):
+def test_without_strict_validation_an_unknown_field_is_dropped(api, services) -> None:
     """The operator cannot warn of it, because the server does not store it."""
     stored = api.post(services, service(decoder={"replicas": 1})).json()
     assert "decoder" not in stored["spec"]
 
 
-def test_specs_that_break_a_rule_are_refused_from_kubernetes_1_25_on(api, services):
+def test_specs_that_break_a_rule_are_refused_from_kubernetes_1_25_on(api, services) -> None:
     answer = api.post(services, service(gateway={"limits": {"maxConcurrentPerKey": 2}}))
     if api.minor < 25:
         assert answer.status_code == 201, "the operator says InvalidSpec"
@@ -73,7 +73,7 @@ def test_specs_that_break_a_rule_are_refused_from_kubernetes_1_25_on(api, servic
     )
 
 
-def test_lists_and_names_are_bounded(api, services):
+def test_lists_and_names_are_bounded(api, services) -> None:
     for spec, field in (
         ({"gateway": {"httpRoute": {"parentRefs": []}}}, "spec.gateway.httpRoute.parentRefs"),
         ({"gateway": {"tls": {"secretName": "Not A Name"}}}, "spec.gateway.tls.secretName"),
@@ -99,7 +99,9 @@ def test_lists_and_names_are_bounded(api, services):
         ("Demo", ["a lowercase RFC 1123 subdomain must", "metadata.name in body should match"]),
     ],
 )
-def test_a_service_name_from_which_no_pod_name_can_be_made_is_refused(api, services, name, says):
+def test_a_service_name_from_which_no_pod_name_can_be_made_is_refused(
+    api, services, name, says
+) -> None:
     answer = api.post(services, {**service(), "metadata": {"name": name}})
     assert answer.status_code == 422, answer.text
     causes = answer.json()["details"]["causes"]
@@ -109,7 +111,7 @@ def test_a_service_name_from_which_no_pod_name_can_be_made_is_refused(api, servi
     assert api.get(f"{services}/{name}").status_code == 404
 
 
-def test_a_generated_name_is_validated_with_its_suffix(api, services):
+def test_a_generated_name_is_validated_with_its_suffix(api, services) -> None:
     made = api.post(services, {**service(), "metadata": {"generateName": "demo-"}})
     assert made.status_code == 201, made.text
     answer = api.post(services, {**service(), "metadata": {"generateName": "d" * 40}})

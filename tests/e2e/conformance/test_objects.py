@@ -3,7 +3,7 @@
 import pytest
 
 
-def test_a_created_object_gets_its_identity_from_the_server(api, core):
+def test_a_created_object_gets_its_identity_from_the_server(api, core) -> None:
     response = api.post(
         f"{core}/configmaps", {"metadata": {"generateName": "x-"}, "data": {"a": "1"}}
     )
@@ -16,7 +16,7 @@ def test_a_created_object_gets_its_identity_from_the_server(api, core):
     assert int(metadata["resourceVersion"]) > 0
 
 
-def test_creating_a_name_twice_is_already_exists(api, core):
+def test_creating_a_name_twice_is_already_exists(api, core) -> None:
     body = {"metadata": {"name": "twice"}}
     assert api.post(f"{core}/configmaps", body).status_code == 201
     again = api.post(f"{core}/configmaps", body)
@@ -25,7 +25,7 @@ def test_creating_a_name_twice_is_already_exists(api, core):
     assert again.json()["details"]["kind"] == "configmaps"
 
 
-def test_a_missing_object_is_not_found_with_details(api, core):
+def test_a_missing_object_is_not_found_with_details(api, core) -> None:
     response = api.get(f"{core}/pods/nobody")
     assert response.status_code == 404
     status = response.json()
@@ -34,21 +34,21 @@ def test_a_missing_object_is_not_found_with_details(api, core):
     assert status["details"] == {"name": "nobody", "kind": "pods"}
 
 
-def test_an_object_in_a_missing_namespace_is_refused(api):
+def test_an_object_in_a_missing_namespace_is_refused(api) -> None:
     response = api.post("/api/v1/namespaces/nowhere/configmaps", {"metadata": {"name": "x"}})
     assert response.status_code == 404
     assert response.json()["message"] == 'namespaces "nowhere" not found'
 
 
-def test_an_unknown_path_is_not_found(api):
+def test_an_unknown_path_is_not_found(api) -> None:
     assert api.get("/apis/nobody.example.com/v1/things").status_code == 404
 
 
-def test_a_request_without_a_token_is_refused(api):
+def test_a_request_without_a_token_is_refused(api) -> None:
     assert api.as_bearer("wrong", "/api/v1/pods").status_code == 401
 
 
-def test_a_stale_resource_version_conflicts(api, core):
+def test_a_stale_resource_version_conflicts(api, core) -> None:
     first = api.post(f"{core}/configmaps", {"metadata": {"name": "c"}, "data": {"a": "1"}}).json()
     path = f"{core}/configmaps/c"
     assert api.put(path, {**first, "data": {"a": "2"}}).status_code == 200
@@ -59,7 +59,7 @@ def test_a_stale_resource_version_conflicts(api, core):
     assert api.get(path).json()["data"] == {"a": "2"}
 
 
-def test_a_patch_may_carry_a_resource_version(api, core):
+def test_a_patch_may_carry_a_resource_version(api, core) -> None:
     first = api.post(f"{core}/configmaps", {"metadata": {"name": "c"}}).json()
     version = first["metadata"]["resourceVersion"]
     body = {"metadata": {"resourceVersion": version}, "data": {"a": "1"}}
@@ -67,13 +67,13 @@ def test_a_patch_may_carry_a_resource_version(api, core):
     assert api.patch(f"{core}/configmaps/c", {**body, "data": {"a": "2"}}).status_code == 409
 
 
-def test_an_update_that_changes_nothing_keeps_the_resource_version(api, core):
+def test_an_update_that_changes_nothing_keeps_the_resource_version(api, core) -> None:
     first = api.post(f"{core}/configmaps", {"metadata": {"name": "c"}, "data": {"a": "1"}}).json()
     again = api.put(f"{core}/configmaps/c", first).json()
     assert again["metadata"]["resourceVersion"] == first["metadata"]["resourceVersion"]
 
 
-def test_generation_counts_changes_of_the_spec_only(api, relays):
+def test_generation_counts_changes_of_the_spec_only(api, relays) -> None:
     created = api.post(relays.path, relays.body("g")).json()
     assert created["metadata"]["generation"] == 1
     labelled = api.patch(relays.at("g"), {"metadata": {"labels": {"a": "b"}}}).json()
@@ -84,7 +84,9 @@ def test_generation_counts_changes_of_the_spec_only(api, relays):
     assert scaled["metadata"]["generation"] == 2
 
 
-def test_generation_of_a_deployment_also_counts_changes_of_annotations(api, apps, deployment):
+def test_generation_of_a_deployment_also_counts_changes_of_annotations(
+    api, apps, deployment
+) -> None:
     deployment["spec"]["paused"] = True  # so that the controller leaves it alone
     api.post(f"{apps}/deployments", deployment)
     path = f"{apps}/deployments/web"
@@ -98,7 +100,7 @@ def test_generation_of_a_deployment_also_counts_changes_of_annotations(api, apps
     )
 
 
-def test_status_and_spec_are_written_through_their_own_endpoints(api, relays):
+def test_status_and_spec_are_written_through_their_own_endpoints(api, relays) -> None:
     created = api.post(relays.path, {**relays.body("s"), "status": {"replicas": 7}}).json()
     assert "status" not in created
     reported = api.patch(
@@ -114,7 +116,7 @@ def test_status_and_spec_are_written_through_their_own_endpoints(api, relays):
     assert written["spec"]["args"] == ["y"]
 
 
-def test_json_patch(api, core):
+def test_json_patch(api, core) -> None:
     api.post(f"{core}/configmaps", {"metadata": {"name": "p"}, "data": {"a": "1"}})
     operations = [
         {"op": "test", "path": "/data/a", "value": "1"},
@@ -128,14 +130,14 @@ def test_json_patch(api, core):
     assert api.patch(f"{core}/configmaps/p", wrong, "json-patch+json").status_code == 422
 
 
-def test_merge_patch_replaces_lists_and_removes_nulls(api, relays):
+def test_merge_patch_replaces_lists_and_removes_nulls(api, relays) -> None:
     api.post(relays.path, relays.body("m", args=["a", "b"], zones=["z"]))
     patched = api.patch(relays.at("m"), {"spec": {"args": ["c"], "zones": None}}).json()
     assert patched["spec"]["args"] == ["c"]
     assert "zones" not in patched["spec"]
 
 
-def test_strategic_merge_patch_merges_lists_by_key(api, apps, deployment):
+def test_strategic_merge_patch_merges_lists_by_key(api, apps, deployment) -> None:
     api.post(f"{apps}/deployments", deployment)
     sidecar = {"name": "sidecar", "image": "example/sidecar:1"}
     change = {"name": "main", "env": [{"name": "A", "value": "1"}]}
@@ -157,7 +159,7 @@ def test_strategic_merge_patch_merges_lists_by_key(api, apps, deployment):
     assert [c["name"] for c in left] == ["main"]
 
 
-def test_custom_resources_take_no_strategic_merge_patch(api, relays):
+def test_custom_resources_take_no_strategic_merge_patch(api, relays) -> None:
     api.post(relays.path, relays.body("x"))
     response = api.patch(relays.at("x"), {"spec": {}}, "strategic-merge-patch+json")
     assert response.status_code == 415
@@ -165,7 +167,7 @@ def test_custom_resources_take_no_strategic_merge_patch(api, relays):
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-def test_bodies_of_an_unknown_media_type_are_refused(api, core, method):
+def test_bodies_of_an_unknown_media_type_are_refused(api, core, method) -> None:
     api.post(f"{core}/configmaps", {"metadata": {"name": "x"}})
     path = f"{core}/configmaps" if method == "POST" else f"{core}/configmaps/x"
     response = api.request(method, path, {"metadata": {"name": "x"}}, "text/plain")
@@ -178,7 +180,7 @@ def test_bodies_of_an_unknown_media_type_are_refused(api, core, method):
         )
 
 
-def test_a_dry_run_changes_nothing(api, core):
+def test_a_dry_run_changes_nothing(api, core) -> None:
     response = api.post(f"{core}/configmaps", {"metadata": {"name": "dry"}}, dryRun="All")
     assert response.status_code == 201
     assert api.get(f"{core}/configmaps/dry").status_code == 404
@@ -196,7 +198,7 @@ def test_a_dry_run_changes_nothing(api, core):
         ("tier=a,size=big", {"two"}),
     ],
 )
-def test_label_selectors(api, core, selector, expected):
+def test_label_selectors(api, core, selector, expected) -> None:
     for name, labels in (
         ("one", {"tier": "a"}),
         ("two", {"tier": "a", "size": "big"}),
@@ -210,7 +212,7 @@ def test_label_selectors(api, core, selector, expected):
     assert {item["metadata"]["name"] for item in found} == expected
 
 
-def test_field_selectors(api, core):
+def test_field_selectors(api, core) -> None:
     for name in ("one", "two"):
         api.post(f"{core}/configmaps", {"metadata": {"name": name}})
     found = api.get(f"{core}/configmaps", fieldSelector="metadata.name=two").json()["items"]
@@ -218,7 +220,7 @@ def test_field_selectors(api, core):
     assert api.get(f"{core}/configmaps", fieldSelector="data.a=1").status_code == 400
 
 
-def test_lists_come_in_pages(api, core):
+def test_lists_come_in_pages(api, core) -> None:
     for index in range(5):
         api.post(
             f"{core}/configmaps",
@@ -239,7 +241,7 @@ def test_lists_come_in_pages(api, core):
     assert names == [f"page-{index}" for index in range(5)]
 
 
-def test_services_get_and_keep_a_cluster_address(api, core):
+def test_services_get_and_keep_a_cluster_address(api, core) -> None:
     service = {
         "metadata": {"name": "svc"},
         "spec": {"ports": [{"port": 80}], "selector": {"a": "b"}},
@@ -257,7 +259,7 @@ def test_services_get_and_keep_a_cluster_address(api, core):
     assert api.post(f"{core}/services", headless).json()["spec"]["clusterIP"] == "None"
 
 
-def test_pods_get_the_defaults_that_clients_rely_on(api, core):
+def test_pods_get_the_defaults_that_clients_rely_on(api, core) -> None:
     pod = {
         "metadata": {"name": "p"},
         "spec": {"containers": [{"name": "c", "image": "example/i:1"}], "nodeName": "nowhere"},
@@ -298,7 +300,7 @@ def test_pods_get_the_defaults_that_clients_rely_on(api, core):
         ),
     ],
 )
-def test_invalid_pods_are_refused_with_the_fields_name(api, core, change, field):
+def test_invalid_pods_are_refused_with_the_fields_name(api, core, change, field) -> None:
     pod = {
         "metadata": {"name": "p"},
         "spec": {"containers": [{"name": "c", "image": "i"}]},
@@ -309,7 +311,7 @@ def test_invalid_pods_are_refused_with_the_fields_name(api, core, change, field)
     assert field in {cause["field"] for cause in response.json()["details"]["causes"]}
 
 
-def test_a_deployment_selector_must_match_and_never_changes(api, apps, deployment):
+def test_a_deployment_selector_must_match_and_never_changes(api, apps, deployment) -> None:
     wrong = {
         **deployment,
         "spec": {**deployment["spec"], "selector": {"matchLabels": {"app": "other"}}},
@@ -322,12 +324,12 @@ def test_a_deployment_selector_must_match_and_never_changes(api, apps, deploymen
     assert created["spec"]["progressDeadlineSeconds"] == 600
 
 
-def test_mistyped_fields_are_a_bad_request(api, apps, deployment):
+def test_mistyped_fields_are_a_bad_request(api, apps, deployment) -> None:
     deployment["spec"]["replicas"] = "three"
     assert api.post(f"{apps}/deployments", deployment).status_code == 400
 
 
-def test_a_service_account_token_is_accepted(api, core):
+def test_a_service_account_token_is_accepted(api, core) -> None:
     api.post(f"{core}/serviceaccounts", {"metadata": {"name": "robot"}})
     body = {
         "apiVersion": "authentication.k8s.io/v1",
@@ -339,7 +341,7 @@ def test_a_service_account_token_is_accepted(api, core):
     assert api.as_bearer(response.json()["status"]["token"], "/api").status_code == 200
 
 
-def test_pod_binding_assigns_a_node_once(api, core):
+def test_pod_binding_assigns_a_node_once(api, core) -> None:
     pod = {
         "metadata": {"name": "p"},
         "spec": {"schedulerName": "nobody", "containers": [{"name": "c", "image": "i"}]},

@@ -6,7 +6,7 @@ from support.waiting import eventually
 WATCH_S = "4"
 
 
-def _names(events):
+def _names(events) -> list[tuple[str, str]]:
     return [
         (event["type"], event["object"]["metadata"]["name"])
         for event in events
@@ -14,7 +14,7 @@ def _names(events):
     ]
 
 
-def test_a_watch_resumes_after_the_version_it_names(api, core):
+def test_a_watch_resumes_after_the_version_it_names(api, core) -> None:
     path = f"{core}/secrets"
     start = api.get(path).json()["metadata"]["resourceVersion"]
     labels = {"watched": "yes"}
@@ -35,7 +35,7 @@ def test_a_watch_resumes_after_the_version_it_names(api, core):
     ]
 
 
-def test_a_deletion_event_carries_a_version_after_the_creation(api, core):
+def test_a_deletion_event_carries_a_version_after_the_creation(api, core) -> None:
     path = f"{core}/secrets"
     created = api.post(path, {"metadata": {"name": "a"}}).json()["metadata"]["resourceVersion"]
     api.delete(f"{path}/a")
@@ -46,7 +46,7 @@ def test_a_deletion_event_carries_a_version_after_the_creation(api, core):
     assert int(events[0]["object"]["metadata"]["resourceVersion"]) > int(created)
 
 
-def test_a_watch_from_zero_begins_with_existing_objects(api, core):
+def test_a_watch_from_zero_begins_with_existing_objects(api, core) -> None:
     path = f"{core}/secrets"
     api.post(path, {"metadata": {"name": "old", "labels": {"w": "y"}}})
     eventually(
@@ -58,7 +58,7 @@ def test_a_watch_from_zero_begins_with_existing_objects(api, core):
     )
 
 
-def test_objects_enter_and_leave_a_selector(api, core):
+def test_objects_enter_and_leave_a_selector(api, core) -> None:
     path = f"{core}/secrets"
     start = api.post(path, {"metadata": {"name": "a"}}).json()["metadata"]["resourceVersion"]
     api.patch(f"{path}/a", {"metadata": {"labels": {"in": "yes"}}})
@@ -73,7 +73,7 @@ def test_objects_enter_and_leave_a_selector(api, core):
     )
 
 
-def test_a_version_from_before_the_history_is_gone(api, relays):
+def test_a_version_from_before_the_history_is_gone(api, relays) -> None:
     api.post(relays.path, relays.body("w"))
     events = api.watch(relays.path, resourceVersion="1", timeoutSeconds="2")
     assert events[-1]["type"] == "ERROR"
@@ -81,7 +81,7 @@ def test_a_version_from_before_the_history_is_gone(api, relays):
     assert events[-1]["object"]["reason"] in ("Expired", "Gone")
 
 
-def test_custom_resources_can_be_watched(api, relays):
+def test_custom_resources_can_be_watched(api, relays) -> None:
     created = api.post(relays.path, relays.body("w")).json()["metadata"]["resourceVersion"]
     api.patch(relays.at("w", "status"), {"status": {"replicas": 1}})
     events = api.watch(relays.path, resourceVersion=created, timeoutSeconds=WATCH_S)

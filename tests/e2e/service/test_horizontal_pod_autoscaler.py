@@ -30,7 +30,7 @@ HPA = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cluster", ["real"], indirect=True)
-def test_an_hpa_sizes_the_decode_group(cluster, demo):
+def test_an_hpa_sizes_the_decode_group(cluster, demo) -> None:
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(HPA))
     try:
         eventually(

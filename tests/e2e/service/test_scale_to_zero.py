@@ -44,7 +44,9 @@ def decode_status(cluster: LocalClusterUnderTest) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_a_request_scales_up_from_zero_and_the_idle_time_scales_down_again(cluster, checkpoints):
+def test_a_request_scales_up_from_zero_and_the_idle_time_scales_down_again(
+    cluster, checkpoints
+) -> None:
     # The service starts without decode pods. `baton up` sends the first request.
     eventually(
         lambda: "lastScaleTime" in decode_status(cluster)["autoscaling"],
@@ -95,7 +97,7 @@ def test_a_request_scales_up_from_zero_and_the_idle_time_scales_down_again(clust
 
 
 @pytest.mark.timeout(300)
-def test_a_service_scaled_to_zero_by_hand_refuses_at_once_and_keeps_its_gateway(cluster):
+def test_a_service_scaled_to_zero_by_hand_refuses_at_once_and_keeps_its_gateway(cluster) -> None:
     by_hand = {"spec": {"decode": {"autoscaling": None, "replicas": 1}}}
     cluster.kubectl("patch", f"llms/{NAME}", "--type=merge", "-p", json.dumps(by_hand))
     status = cluster.wait_ready(NAME)

@@ -56,7 +56,7 @@ def metric(cluster: LocalClusterUnderTest, name: str, role: str, metric_name: st
 @pytest.mark.parametrize("arch", ["qwen3", "llama", "qwen3_moe"])
 def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(
     cluster, checkpoints, demo, arch
-):
+) -> None:
     name = demo
     if arch != "qwen3":
         name = arch.replace("_", "-")
@@ -100,7 +100,7 @@ def test_greedy_tokens_equal_transformers_and_decode_recomputes_no_prompt(
         )
 
 
-def test_all_kv_moves_over_ucx_and_the_status_names_the_transport(cluster, demo):
+def test_all_kv_moves_over_ucx_and_the_status_names_the_transport(cluster, demo) -> None:
     def moved() -> dict[str, dict[str, int]]:
         status = json.loads(cluster.baton("status", "-o", "json").stdout)
         return {pod["name"]: pod["kv_bytes"] for pod in status["pods"] if pod["role"] != "gateway"}
@@ -122,7 +122,7 @@ def test_all_kv_moves_over_ucx_and_the_status_names_the_transport(cluster, demo)
     )
 
 
-def test_openai_client_streams_through_the_service_and_through_the_ingress(cluster, demo):
+def test_openai_client_streams_through_the_service_and_through_the_ingress(cluster, demo) -> None:
     messages = [{"role": "user", "content": "Who carries the baton?"}]
     direct = client_of(cluster, demo)
     assert [model.id for model in direct.models.list()] == [demo]
@@ -157,7 +157,7 @@ def test_openai_client_streams_through_the_service_and_through_the_ingress(clust
         assert sum(bool(chunk.choices and chunk.choices[0].delta.content) for chunk in chunks) > 1
 
 
-def test_scaling_decode_loses_no_running_request(cluster, demo):
+def test_scaling_decode_loses_no_running_request(cluster, demo) -> None:
     client = client_of(cluster, demo)
     stop = threading.Event()
     done: list[int] = []
@@ -202,7 +202,7 @@ def test_scaling_decode_loses_no_running_request(cluster, demo):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "gateway"])
-def test_a_killed_pod_process_is_restarted_and_reported_in_conditions(cluster, demo, role):
+def test_a_killed_pod_process_is_restarted_and_reported_in_conditions(cluster, demo, role) -> None:
     pod = cluster.pods(demo, role)[0]["metadata"]["name"]
     process = cluster.process_of(pod)
     ready = '.status.conditions[?(@.type=="Ready")]'
@@ -223,7 +223,7 @@ def test_a_killed_pod_process_is_restarted_and_reported_in_conditions(cluster, d
 
 
 @pytest.mark.parametrize("component", ["operator", "proxy", "kubelet"])
-def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo, component):
+def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo, component) -> None:
     def running() -> psutil.Process | None:
         for process in processes_with_home(cluster.home):
             with contextlib.suppress(psutil.Error):
@@ -252,7 +252,7 @@ def test_a_killed_component_of_the_local_cluster_is_started_again(cluster, demo,
     wait_until_answered(cluster, demo, f"an answer after the {component}'s death")
 
 
-def test_a_missing_model_is_reported_until_it_exists(cluster, checkpoints, tmp_path):
+def test_a_missing_model_is_reported_until_it_exists(cluster, checkpoints, tmp_path) -> None:
     path = tmp_path / "later"
     cluster.apply(manifest("late", path, prefill=0))
 
@@ -271,7 +271,7 @@ def test_a_missing_model_is_reported_until_it_exists(cluster, checkpoints, tmp_p
     cluster.kubectl("delete", "llms", "late")
 
 
-def test_kubectl_follows_services_and_logs(cluster, demo):
+def test_kubectl_follows_services_and_logs(cluster, demo) -> None:
     pod = cluster.pods(demo, "decode")[0]["metadata"]["name"]
     assert cluster.kubectl("logs", pod, "--tail=1").count("\n") <= 1
     with (

@@ -43,7 +43,7 @@ def assert_nothing_left(home: LocalClusterUnderTest) -> None:
     )
 
 
-def test_once_streams_an_answer_reports_kv_bytes_and_leaves_nothing(home, checkpoints):
+def test_once_streams_an_answer_reports_kv_bytes_and_leaves_nothing(home, checkpoints) -> None:
     started = time.monotonic()
     done = home.baton("up", "-f", demo_file(home, checkpoints), "--once")
     assert done.returncode == 0, done.stdout + done.stderr + home.component_logs()
@@ -57,7 +57,7 @@ def test_once_streams_an_answer_reports_kv_bytes_and_leaves_nothing(home, checkp
     assert_nothing_left(home)
 
 
-def test_a_failure_is_printed_and_the_exit_code_is_1(home, tmp_path):
+def test_a_failure_is_printed_and_the_exit_code_is_1(home, tmp_path) -> None:
     path = tmp_path / "missing.yaml"
     path.write_text(yaml.safe_dump(manifest("demo", tmp_path / "no-model")))
     done = home.baton("up", "-f", str(path), "--once", "--timeout", "30")
@@ -74,7 +74,7 @@ def test_a_failure_is_printed_and_the_exit_code_is_1(home, tmp_path):
     assert_nothing_left(home)
 
 
-def test_up_detached_then_status_logs_and_down(home, checkpoints):
+def test_up_detached_then_status_logs_and_down(home, checkpoints) -> None:
     done = home.baton("up", "-f", demo_file(home, checkpoints), "--detach")
     assert done.returncode == 0, done.stdout + home.component_logs()
     status = msgspec.json.decode(home.baton("status", "-o", "json").stdout)
@@ -93,7 +93,7 @@ def test_up_detached_then_status_logs_and_down(home, checkpoints):
     assert home.baton("status").returncode == 1
 
 
-def test_the_printed_manifest_can_be_edited_and_applied(home, checkpoints):
+def test_the_printed_manifest_can_be_edited_and_applied(home, checkpoints) -> None:
     require_control_plane("embedded")
     bounds = {"decode": {"surgeTimeoutSeconds": 40}}
     service = manifest(
@@ -129,7 +129,7 @@ def test_the_printed_manifest_can_be_edited_and_applied(home, checkpoints):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
-def test_ctrl_c_and_kill_9_leave_no_process(home, checkpoints, signum):
+def test_ctrl_c_and_kill_9_leave_no_process(home, checkpoints, signum) -> None:
     supervisor = subprocess.Popen(
         [*BATON, "up", "-f", demo_file(home, checkpoints)],
         env=home.env,

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from baton_kv_transfer import side_channel
-from baton_protocol.client import EngineClient, EngineDeadError
 from baton_protocol.config import (
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
@@ -32,6 +31,7 @@ from baton_protocol.config import (
     KVTransferConfig,
     SchedulerConfig,
 )
+from baton_protocol.engine_client.client import EngineClient, EngineDeadError
 from baton_protocol.messages import (
     EngineCoreOutput,
     EngineCoreRequest,

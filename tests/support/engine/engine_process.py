@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from baton_protocol.client import EngineClient
+from baton_protocol.engine_client.client import EngineClient
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
 from support.waiting import eventually

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import openai
 
-from baton_protocol.client import EngineClient
+from baton_protocol.engine_client.client import EngineClient
 from baton_protocol.messages import EngineCoreRequest
 
 VOCAB = 500  # every test checkpoint has the ids below it

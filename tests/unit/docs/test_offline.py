@@ -10,7 +10,7 @@ from baton_engine.checkpoint import create_checkpoint
 PAGE = Path(__file__).parents[3] / "docs" / "use" / "offline.md"
 
 
-def test_all_examples_run(tmp_path: Path):
+def test_all_examples_run(tmp_path: Path) -> None:
     model = create_checkpoint(
         tmp_path / "tiny",
         "qwen3",

@@ -74,7 +74,7 @@ def test_rows_have_default_bounds_role_field_and_readers() -> None:
         "`300.0`",
         "number, 0 or more",
         "`decode.parallelism.rebalance.minIntervalSeconds`",
-        "`baton_engine.elastic.coordinator.balance`",
+        "`baton_engine.elastic.coordinator.placement`",
     ]
     assert rows("baton-operator")["--http-port"][:3] == [
         "`8081`",

@@ -18,17 +18,17 @@ from support.gateway.fake_engine import FakeEngine
 from support.waiting import until
 
 
-def test_no_two_options_share_a_flag():
+def test_no_two_options_share_a_flag() -> None:
     assert len({option.flag for option in OPTIONS}) == len(OPTIONS)
 
 
 @pytest.mark.parametrize("flag", ["--dtype", "--quantization", "--max-model-len"])
-def test_model_options_that_only_engines_read_have_no_flag(flag: str):
+def test_model_options_that_only_engines_read_have_no_flag(flag: str) -> None:
     with pytest.raises(ConfigurationError, match=f"unrecognized arguments: {flag}"):
         load_config(["--model", "/m", "--discovery-file", "f", flag, "1"])
 
 
-def test_flags_override_the_file(tmp_path: Path):
+def test_flags_override_the_file(tmp_path: Path) -> None:
     path = tmp_path / "gateway.json"
     path.write_text(
         json.dumps(
@@ -44,7 +44,7 @@ def test_flags_override_the_file(tmp_path: Path):
     )
 
 
-def test_responses_have_no_time_limit_by_default():
+def test_responses_have_no_time_limit_by_default() -> None:
     config = load_config(["--model", "/m"])
     assert config.request_timeout_s == config.inter_token_timeout_s == 0
 
@@ -86,27 +86,27 @@ def test_responses_have_no_time_limit_by_default():
         (["--model", "/m", "--queue-wait-s", "-1"], "InvalidConfig", "queue_wait_s"),
     ],
 )
-def test_configuration_errors_exit_with_78_and_a_fatal_line(argv, reason, text, capsys):
+def test_configuration_errors_exit_with_78_and_a_fatal_line(argv, reason, text, capsys) -> None:
     assert main(argv) == 78
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"FATAL {reason}: ")
     assert text in last
 
 
-def test_an_unknown_field_in_the_file_is_named(tmp_path: Path):
+def test_an_unknown_field_in_the_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "gateway.json"
     path.write_text('{"model": {"path": "/m"}, "discovery": {"file": "f"}, "prot": 1}')
     with pytest.raises(ConfigurationError, match="prot"):
         load_config(["--config", str(path)])
 
 
-def test_exactly_one_discovery_must_be_configured():
+def test_exactly_one_discovery_must_be_configured() -> None:
     for config in (DiscoveryConfig(), DiscoveryConfig(file="x", service="y")):
         with pytest.raises(ConfigurationError, match="exactly one"):
             make_discovery(config)
 
 
-def test_a_model_without_a_discovery_is_refused(tokenizer_folder: Path, capsys):
+def test_a_model_without_a_discovery_is_refused(tokenizer_folder: Path, capsys) -> None:
     assert main(["--model", str(tokenizer_folder)]) == 78
     assert "FATAL InvalidConfig: discovery" in capsys.readouterr().err
 
@@ -116,7 +116,7 @@ def test_a_model_without_a_discovery_is_refused(tokenizer_folder: Path, capsys):
 )
 def test_an_invalid_service_key_file_is_refused_with_its_path(
     tmp_path: Path, tokenizer_folder: Path, capsys, content, says
-):
+) -> None:
     path = tmp_path / "key"
     if content is not None:
         path.write_text(content)
@@ -136,7 +136,7 @@ def test_an_invalid_service_key_file_is_refused_with_its_path(
 
 async def test_the_process_serves_on_its_pod_ip_and_exits_with_0_on_sigterm(
     tmp_path: Path, tokenizer_folder: Path
-):
+) -> None:
     engine = FakeEngine("d", "decode", [300, 301])
     discovery = tmp_path / "engines.json"
     endpoint = {"name": "d", "role": "decode", "host": "127.0.0.1", "engine_port": engine.port}

@@ -89,7 +89,7 @@ def serve() -> int:
 )
 def test_an_invalid_number_is_refused_with_the_name_of_its_flag(
     main, argv, complaint, monkeypatch, capsys
-):
+) -> None:
     monkeypatch.setattr(sys, "argv", ["command", *argv])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def selection(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         sys.modules.pop(name)
 
 
-def subject(selection, kernel: FakeKernel, candidates: list[Configuration]):
+def subject(selection, kernel: FakeKernel, candidates: list[Configuration]) -> Any:
     return selection.Subject(
         "fake",
         kernel.launch,

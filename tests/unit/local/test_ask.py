@@ -27,7 +27,7 @@ def chunk(text: str) -> dict[str, object]:
     return {"choices": [{"delta": {"content": text}}]}
 
 
-async def test_a_response_is_printed_while_it_is_streamed_and_measured():
+async def test_a_response_is_printed_while_it_is_streamed_and_measured() -> None:
     route = stream(chunk("He"), chunk("llo"), {"choices": [], "usage": {"completion_tokens": 2}})
     printed: list[str] = []
     async with serving(route) as port:
@@ -45,14 +45,14 @@ async def test_a_response_is_printed_while_it_is_streamed_and_measured():
         (stream(chunk("half"), {"error": {"message": "engine died"}}), "engine died"),
     ],
 )
-async def test_an_incomplete_stream_is_an_error(route, complaint):
+async def test_an_incomplete_stream_is_an_error(route, complaint) -> None:
     async with serving(route) as port:
         url = f"http://127.0.0.1:{port}"
         with pytest.raises(AskError, match=complaint):
             await ask(url, "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10)
 
 
-async def test_a_refused_connection_is_an_error_with_the_address():
+async def test_a_refused_connection_is_an_error_with_the_address() -> None:
     with pytest.raises(AskError, match=r"http://127\.0\.0\.1:9"):
         await ask(
             "http://127.0.0.1:9", "m", "hi", max_tokens=2, on_text=lambda _: None, timeout_s=10

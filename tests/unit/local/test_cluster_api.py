@@ -17,7 +17,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlP
     plane.stop()
 
 
-async def test_apply_names_unknown_kinds_and_unknown_fields(plane):
+async def test_apply_names_unknown_kinds_and_unknown_fields(plane) -> None:
     metadata = {"name": "x"}
     async with ClusterApi.connect(plane.kubeconfig) as api:
         for version, kind in (("v1", "Nonsense"), ("none.example/v1", "ConfigMap")):

@@ -24,7 +24,7 @@ SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %
 @pytest.mark.parametrize(
     "command", ["status", "down", "logs", "up -f service.yaml", "up --detach -f service.yaml"]
 )
-def test_a_state_folder_that_is_a_file_is_refused(tmp_path, monkeypatch, capsys, command):
+def test_a_state_folder_that_is_a_file_is_refused(tmp_path, monkeypatch, capsys, command) -> None:
     home = tmp_path / "file"
     home.touch()
     (tmp_path / "service.yaml").write_text(f"{SERVICE % '{name: x}'}\nspec: {{}}\n")
@@ -42,7 +42,7 @@ def test_a_state_folder_that_is_a_file_is_refused(tmp_path, monkeypatch, capsys,
     assert ended.value.code != 0
 
 
-def test_a_state_folder_that_cannot_be_created_is_refused(monkeypatch, capsys):
+def test_a_state_folder_that_cannot_be_created_is_refused(monkeypatch, capsys) -> None:
     monkeypatch.setenv("BATON_HOME", "/proc/self/nowhere")
     monkeypatch.setattr(sys, "argv", ["baton", "up", "--detach", "-f", "service.yaml"])
     with pytest.raises(SystemExit) as ended:
@@ -51,7 +51,7 @@ def test_a_state_folder_that_cannot_be_created_is_refused(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", ["status", "logs"])
-def test_without_a_cluster_the_error_says_how_to_start_one(tmp_path, monkeypatch, command):
+def test_without_a_cluster_the_error_says_how_to_start_one(tmp_path, monkeypatch, command) -> None:
     monkeypatch.setenv("BATON_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["baton", command])
     with pytest.raises(SystemExit) as ended:
@@ -61,7 +61,7 @@ def test_without_a_cluster_the_error_says_how_to_start_one(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("output", ["json", "table"])
-def test_status_of_a_deleted_service_names_the_kubeconfig(monkeypatch, capsys, output):
+def test_status_of_a_deleted_service_names_the_kubeconfig(monkeypatch, capsys, output) -> None:
     async def deleted(_: ClusterInfo) -> None:
         return None
 
@@ -133,7 +133,7 @@ def run_logs(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[int, str, str
     return run
 
 
-def test_logs_of_a_role_are_the_logs_of_its_pods(run_logs):
+def test_logs_of_a_role_are_the_logs_of_its_pods(run_logs) -> None:
     decode = [f"[{name}] log of {name}\n" for name in ("demo-decode-0", "demo-decode-1")]
     assert run_logs("decode") == (0, "".join(decode), "")
     assert run_logs("gateway") == (0, "log of demo-gateway-a\n", "")
@@ -142,12 +142,12 @@ def test_logs_of_a_role_are_the_logs_of_its_pods(run_logs):
     assert run_logs()[1].count("log of") == 3
 
 
-def test_logs_of_an_unknown_name_list_the_names(run_logs):
+def test_logs_of_an_unknown_name_list_the_names(run_logs) -> None:
     names = "decode, demo-decode-0, demo-decode-1, demo-gateway-a, gateway, kubelet"
     assert run_logs("nope") == (1, "", f'pods "nope" not found\ntry one of: {names}\n')
 
 
-def test_output_through_a_pipe_is_not_wrapped(tmp_path, monkeypatch, capsys):
+def test_output_through_a_pipe_is_not_wrapped(tmp_path, monkeypatch, capsys) -> None:
     message = "word " * 60
     long = tmp_path / "a long name of a folder"
     pods = [PodStatus("demo-gateway-" + "x" * 90, "gateway", "", "Pending", False, 1, message)]
@@ -176,7 +176,7 @@ def test_output_through_a_pipe_is_not_wrapped(tmp_path, monkeypatch, capsys):
     assert f"cannot read {long / ('x' * 90)}: No such file" in capsys.readouterr().out
 
 
-def test_serve_without_a_model_names_the_missing_argument():
+def test_serve_without_a_model_names_the_missing_argument() -> None:
     command = [sys.executable, "-m", "baton_local.cli", "serve"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2

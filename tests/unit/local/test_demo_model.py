@@ -17,7 +17,9 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-async def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_links(tmp_path):
+async def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_links(
+    tmp_path,
+) -> None:
     state = StateDir(tmp_path / "home")
     demo, other = model_folder(state.models / "demo"), model_folder(tmp_path / "other")
     links = {
@@ -35,7 +37,7 @@ async def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_lin
 
 
 @pytest.mark.parametrize("uri", ["hf://owner/model", "file:///../../etc", "file:///", None])
-async def test_up_refuses_a_model_if_the_uri_names_no_folder(tmp_path, uri):
+async def test_up_refuses_a_model_if_the_uri_names_no_folder(tmp_path, uri) -> None:
     state = StateDir(tmp_path / "home")
     model = model_folder(tmp_path / "other")
     with pytest.raises(ModelError, match=f"spec.model.uri is {uri}; set it to file:///models/demo"):

@@ -37,7 +37,7 @@ print("waiting", flush=True); time.sleep(600)
 )
 def test_a_service_that_never_answers_ends_the_detached_start(
     tmp_path, monkeypatch, capsys, progress, missing
-):
+) -> None:
     state = StateDir(tmp_path / "home")
     is_waiting = False
 
@@ -58,7 +58,7 @@ def test_a_service_that_never_answers_ends_the_detached_start(
     assert state.supervisor() is None
 
 
-def test_ctrl_c_during_a_detached_start_stops_the_supervisor(tmp_path):
+def test_ctrl_c_during_a_detached_start_stops_the_supervisor(tmp_path) -> None:
     file = tmp_path / "demo.yaml"
     # A service that never becomes ready, so `up` still runs when the signal arrives.
     service = {

@@ -14,7 +14,7 @@ from pocketkube.containers.process import CONTAINER_MARKER
 from support.waiting import eventually
 
 
-def test_tables_print_brackets_literally_and_do_not_truncate_names():
+def test_tables_print_brackets_literally_and_do_not_truncate_names() -> None:
     name, message = "demo-gateway-" + "x" * 40, "unready: [engine] see [/var/log]"
     pods = [PodStatus(name, "gateway", "127.77.0.2", "Running", False, 1, message)]
     conditions = [Condition("Ready", "False", "PodsNotReady", message)]
@@ -27,7 +27,7 @@ def test_tables_print_brackets_literally_and_do_not_truncate_names():
     assert "…" not in console.export_text()
 
 
-def test_status_shows_the_pid_of_a_pods_container():
+def test_status_shows_the_pid_of_a_pods_container() -> None:
     sleeper = ["sleep", "60"]
     process = subprocess.Popen(
         sleeper, env={**os.environ, CONTAINER_MARKER: "a1"}, start_new_session=True

@@ -9,7 +9,7 @@ from baton_local.service_status import PodStatus, ServiceStatus
 from support.http_server import serving
 
 
-async def test_kv_bytes_are_read_from_engines_that_respond(monkeypatch):
+async def test_kv_bytes_are_read_from_engines_that_respond(monkeypatch) -> None:
     async def health(request: web.Request) -> web.Response:
         return web.json_response(
             {"reason": "Serving", "message": "", "kv_bytes": {"ucx tcp/lo": 3 * 2**19}}

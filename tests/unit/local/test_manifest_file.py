@@ -28,7 +28,7 @@ SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %
         (SERVICE.replace("LLMService", "[]") % "{name: x}", r"kind must be a string, got \[\]"),
     ],
 )
-def test_an_invalid_manifest_is_refused_with_path_and_reason(tmp_path, text, complaint):
+def test_an_invalid_manifest_is_refused_with_path_and_reason(tmp_path, text, complaint) -> None:
     path = tmp_path / "service.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=complaint) as error:
@@ -38,7 +38,7 @@ def test_an_invalid_manifest_is_refused_with_path_and_reason(tmp_path, text, com
         load_documents(tmp_path / "nowhere.yaml")
 
 
-def test_a_binary_manifest_is_refused_with_its_path(tmp_path):
+def test_a_binary_manifest_is_refused_with_its_path(tmp_path) -> None:
     path = tmp_path / "service.yaml"
     path.write_bytes(b"\xff\xfe\x00\x80")
     with pytest.raises(ValueError, match=r"service\.yaml is not valid YAML"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ DEMO = SAMPLES / "demo.yaml"
 
 
 @pytest.fixture
-def plan(monkeypatch, capsys):
+def plan(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
     """Return a function that runs the command. It returns the exit code, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
@@ -29,7 +30,7 @@ def plan(monkeypatch, capsys):
 
 
 @pytest.fixture
-def edited(tmp_path):
+def edited(tmp_path) -> Callable[..., Path]:
     """Return a function that writes a sample with replaced texts."""
 
     def write(name: str = "demo", **replaced: str) -> Path:

@@ -124,7 +124,7 @@ def stream(client: openai.OpenAI, max_tokens: int) -> openai.Stream:
     )
 
 
-def test_serve_answers_and_finishes_running_requests_after_sigterm(serve: Serve):
+def test_serve_answers_and_finishes_running_requests_after_sigterm(serve: Serve) -> None:
     client = client_of(serve.url)
     assert [model.id for model in client.models.list()] == ["m"]
     chunks = stream(client, 400)
@@ -140,7 +140,9 @@ def test_serve_answers_and_finishes_running_requests_after_sigterm(serve: Serve)
     assert "baton serve: ready: http://127.0.0.1:" in serve.log
 
 
-def test_serve_ends_with_a_reason_and_fails_requests_when_the_engine_is_killed(serve: Serve):
+def test_serve_ends_with_a_reason_and_fails_requests_when_the_engine_is_killed(
+    serve: Serve,
+) -> None:
     client = client_of(serve.url)
     errors: list[Exception] = []
 
@@ -164,7 +166,7 @@ def test_serve_ends_with_a_reason_and_fails_requests_when_the_engine_is_killed(s
     serve.assert_no_orphans()
 
 
-def test_the_engine_refuses_requests_without_the_service_key(serve: Serve):
+def test_the_engine_refuses_requests_without_the_service_key(serve: Serve) -> None:
     """Another user of the machine, or a web page, could stop the engine with one request."""
     client = client_of(serve.url)
     command = serve.child("baton_engine.cli").cmdline()
@@ -185,7 +187,7 @@ def has_request_in_flight(serve: Serve) -> bool:
         return "baton:requests_in_flight 1.0" in response.read().decode()
 
 
-def test_kill_9_leaves_no_child_process(serve: Serve):
+def test_kill_9_leaves_no_child_process(serve: Serve) -> None:
     assert serve.url
     serve.process.kill()
     serve.process.wait()
@@ -226,7 +228,7 @@ def test_kill_9_leaves_no_child_process(serve: Serve):
 )
 def test_the_last_log_line_names_an_invalid_argument(
     tmp_path: Path, checkpoint: Path, model: str, flags: list[str], code: int, last_line: str
-):
+) -> None:
     serving = Serve(tmp_path, checkpoint / model if model else checkpoint, *flags)
     try:
         assert serving.wait(READY_S) == code, serving.log
@@ -237,7 +239,9 @@ def test_the_last_log_line_names_an_invalid_argument(
         serving.close()
 
 
-def test_serve_ends_when_it_is_not_ready_within_the_timeout(tmp_path: Path, checkpoint: Path):
+def test_serve_ends_when_it_is_not_ready_within_the_timeout(
+    tmp_path: Path, checkpoint: Path
+) -> None:
     serving = Serve(tmp_path, checkpoint, "--ready-timeout-s", "0.1")
     try:
         assert serving.wait(READY_S) == 1
@@ -246,7 +250,7 @@ def test_serve_ends_when_it_is_not_ready_within_the_timeout(tmp_path: Path, chec
         serving.close()
 
 
-def test_request_parameters_reach_the_engine(serve: Serve):
+def test_request_parameters_reach_the_engine(serve: Serve) -> None:
     client = client_of(serve.url)
 
     def ask(**fields: object) -> openai.types.Completion:

@@ -32,11 +32,11 @@ def final_failure(*conditions: tuple[str, str, str]) -> str | None:
          "ModelAvailable"),
     ],
 )  # fmt: skip
-def test_only_failures_that_waiting_does_not_end_are_final(conditions, failed):
+def test_only_failures_that_waiting_does_not_end_are_final(conditions, failed) -> None:
     assert final_failure(*conditions) == failed
 
 
-def test_every_problem_that_is_not_retried_is_final():
+def test_every_problem_that_is_not_retried_is_final() -> None:
     found = [
         kind
         for kind in vars(problems).values()
@@ -48,7 +48,7 @@ def test_every_problem_that_is_not_retried_is_final():
             assert (problem.__name__ in FINAL_REASONS) != problem.is_retried, problem
 
 
-def test_every_reason_of_a_component_is_final_unless_free_memory_ends_it():
+def test_every_reason_of_a_component_is_final_unless_free_memory_ends_it() -> None:
     section = TROUBLESHOOTING.read_text().split("## Reasons from a component")[1].split("\n## ")[0]
     reasons = re.findall(r"^\| `(\w+)`", section, re.MULTILINE)
     assert "InvalidConfig" in reasons

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,7 +23,7 @@ state = StateDir(Path(sys.argv[1])); state.acquire(); print("held", flush=True);
 
 
 @pytest.fixture
-def holder(tmp_path):
+def holder(tmp_path) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE
     )
@@ -36,7 +37,7 @@ def info(pid: int) -> ClusterInfo:
     return ClusterInfo(pid, "/k", "default", "demo", "/f")
 
 
-def test_a_second_supervisor_is_refused_while_the_first_one_runs(holder, tmp_path):
+def test_a_second_supervisor_is_refused_while_the_first_one_runs(holder, tmp_path) -> None:
     state = StateDir(tmp_path)
     assert state.supervisor() == holder.pid
     with pytest.raises(ClusterRunningError, match="baton down"):
@@ -50,7 +51,7 @@ def test_a_second_supervisor_is_refused_while_the_first_one_runs(holder, tmp_pat
     state.acquire()
 
 
-def test_a_process_that_looks_up_the_supervisor_is_not_mistaken_for_it(holder, tmp_path):
+def test_a_process_that_looks_up_the_supervisor_is_not_mistaken_for_it(holder, tmp_path) -> None:
     state = StateDir(tmp_path)
     holder.kill()
     holder.wait()
@@ -59,7 +60,7 @@ def test_a_process_that_looks_up_the_supervisor_is_not_mistaken_for_it(holder, t
         assert state.supervisor() is None
 
 
-def test_the_info_of_a_dead_supervisor_is_ignored(holder, tmp_path):
+def test_the_info_of_a_dead_supervisor_is_ignored(holder, tmp_path) -> None:
     state = StateDir(tmp_path)
     state.write_info(info(holder.pid))
     assert state.read_info() == info(holder.pid)
@@ -69,13 +70,13 @@ def test_the_info_of_a_dead_supervisor_is_ignored(holder, tmp_path):
     )
 
 
-def test_stop_ends_the_supervisor_and_returns_whether_one_ran(holder, tmp_path):
+def test_stop_ends_the_supervisor_and_returns_whether_one_ran(holder, tmp_path) -> None:
     state = StateDir(tmp_path)
     assert state.stop_supervisor(10)
     assert not state.stop_supervisor(10)
 
 
-def test_info_of_another_version_is_an_error_only_if_its_supervisor_runs(holder, tmp_path):
+def test_info_of_another_version_is_an_error_only_if_its_supervisor_runs(holder, tmp_path) -> None:
     (tmp_path / "cluster.json").write_text(json.dumps({"supervisor_pid": holder.pid}))
     with pytest.raises(StateDirError, match="another version of baton"):
         StateDir(tmp_path).read_info()

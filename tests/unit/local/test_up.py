@@ -27,7 +27,9 @@ SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %
         ("spec: {model: /models/demo}", "spec.model must be an object, got '/models/demo'"),
     ],
 )
-def test_up_refuses_an_invalid_spec_before_it_starts_a_process(tmp_path, capsys, spec, complaint):
+def test_up_refuses_an_invalid_spec_before_it_starts_a_process(
+    tmp_path, capsys, spec, complaint
+) -> None:
     path = tmp_path / "service.yaml"
     path.write_text(f"{SERVICE % '{name: x}'}\n{spec}\n")
     options = UpOptions(
@@ -74,7 +76,9 @@ def status_with(reason: str, message: str = "", state: str = "False") -> Service
 
 
 @pytest.mark.parametrize("reason", ["ModelNotFound", "InvalidSpec"])
-async def test_up_ends_at_once_after_a_failure_that_waiting_does_not_end(tmp_path, capsys, reason):
+async def test_up_ends_at_once_after_a_failure_that_waiting_does_not_end(
+    tmp_path, capsys, reason
+) -> None:
     api: Any = FakeApi(status_with("Starting"), status_with(reason, "/models/x does not exist"))
     async with asyncio.timeout(60):  # the options allow 600 s
         with pytest.raises(UpError) as raised:
@@ -84,13 +88,15 @@ async def test_up_ends_at_once_after_a_failure_that_waiting_does_not_end(tmp_pat
     assert "the log of demo-decode-0\n" in capsys.readouterr().out
 
 
-async def test_up_waits_for_failures_that_may_end(tmp_path):
+async def test_up_waits_for_failures_that_may_end(tmp_path) -> None:
     ready = status_with("AllGroupsReady", state="True")
     api: Any = FakeApi(status_with("NoCapacity"), status_with("ReconcileError"), ready)
     assert await make_up(tmp_path)._wait_ready(api) is ready
 
 
-async def test_up_reports_a_deleted_service_once_per_deletion(tmp_path, monkeypatch, capsys):
+async def test_up_reports_a_deleted_service_once_per_deletion(
+    tmp_path, monkeypatch, capsys
+) -> None:
     up, ready = make_up(tmp_path), status_with("AllGroupsReady", state="True")
     gone = KubeError(404, "NotFound", "gone")
     api: Any = FakeApi(ready, gone, gone, ready, gone, ready)

@@ -9,7 +9,7 @@ from pathlib import Path
 README = Path(__file__).parents[3] / "local" / "pocketkube" / "README.md"
 
 
-def test_the_readme_has_the_generated_table_of_kinds():
+def test_the_readme_has_the_generated_table_of_kinds() -> None:
     command = [sys.executable, "-m", "pocketkube.apiserver.resources"]
     table = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=60

@@ -29,7 +29,7 @@ class Config(msgspec.Struct):
     device: Annotated[str, choice("auto", "cpu", "cuda")] = "auto"
 
 
-def test_options_are_the_annotated_fields_of_all_sections_in_order():
+def test_options_are_the_annotated_fields_of_all_sections_in_order() -> None:
     assert [option[:1] + option[2:] for option in options(Config)] == [
         ("tokens per block", "--block-size", "cache.block_size", int),
         ("blocks", "--num-blocks", "cache.blocks", int | None),
@@ -51,18 +51,18 @@ def test_options_are_the_annotated_fields_of_all_sections_in_order():
         ),
     ],
 )
-def test_a_value_out_of_bounds_is_a_problem(config: Config, problems: list[str | None]):
+def test_a_value_out_of_bounds_is_a_problem(config: Config, problems: list[str | None]) -> None:
     assert [option.problem(config) for option in options(Config)] == problems
 
 
-def test_a_choice_may_have_its_own_help_text():
+def test_a_choice_may_have_its_own_help_text() -> None:
     option = choice("pull", "push", help="who copies", flag="--kv-mode")
     assert (option.help, option.flag) == ("who copies", "--kv-mode")
     assert isinstance(option.bound, Bound)
     assert option.bound.text == "be pull or push"
 
 
-def test_a_flag_sets_the_attribute_with_the_path_of_its_option():
+def test_a_flag_sets_the_attribute_with_the_path_of_its_option() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, options(Config))
     assert vars(parser.parse_args(["--num-blocks", "3", "--device", "cpu"])) == {
@@ -72,7 +72,7 @@ def test_a_flag_sets_the_attribute_with_the_path_of_its_option():
     }
 
 
-def test_commas_separate_strings_and_numbers():
+def test_commas_separate_strings_and_numbers() -> None:
     class Lists(msgspec.Struct):
         origins: Annotated[tuple[str, ...], Option("origins")] = ()
         sizes: Annotated[tuple[int, ...], Option("sizes")] = ()
@@ -85,7 +85,7 @@ def test_commas_separate_strings_and_numbers():
     }
 
 
-def test_setting_a_field_creates_its_section():
+def test_setting_a_field_creates_its_section() -> None:
     content = {"cache": {"blocks": 3}}
     set_field(content, "cache.block_size", 8)
     set_field(content, "scheduler.policy", "fcfs")

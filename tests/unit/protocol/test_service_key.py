@@ -100,7 +100,7 @@ def exchange_messages(server: zmq.Socket[bytes], client: zmq.Socket[bytes]) -> N
     assert client.recv() == b"welcome"
 
 
-def test_a_client_with_the_key_exchanges_messages(context):
+def test_a_client_with_the_key_exchanges_messages(context) -> None:
     server, address = make_server(context, OURS)
     exchange_messages(
         server, make_client(context, address, ServiceKey(b"the key of one service").protect_client)
@@ -108,7 +108,7 @@ def test_a_client_with_the_key_exchanges_messages(context):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_client_without_the_key_is_refused_and_both_sides_report_it(context, way):
+def test_a_client_without_the_key_is_refused_and_both_sides_report_it(context, way) -> None:
     server: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     OURS.protect_server(server)
     handshakes = watch_handshakes(server)
@@ -129,7 +129,7 @@ def test_a_client_without_the_key_is_refused_and_both_sides_report_it(context, w
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_untrusted_clients_do_not_affect_clients_with_the_key(context, way):
+def test_untrusted_clients_do_not_affect_clients_with_the_key(context, way) -> None:
     server, address = make_server(context, OURS)
     for _ in range(20):
         make_client(context, address, getattr(UntrustedClients, way))
@@ -143,7 +143,7 @@ def test_untrusted_clients_do_not_affect_clients_with_the_key(context, way):
     assert not server.poll(0), "a message of an untrusted client arrived"
 
 
-def test_a_client_with_a_key_refuses_a_server_without_one(context):
+def test_a_client_with_a_key_refuses_a_server_without_one(context) -> None:
     server, address = make_server(context, None)
     handshakes = watch_handshakes(server)
     client: zmq.Socket[bytes] = context.socket(zmq.DEALER)
@@ -157,7 +157,7 @@ def test_a_client_with_a_key_refuses_a_server_without_one(context):
     handshakes.close()
 
 
-def test_servers_with_different_keys_in_one_context_accept_their_own_clients(context):
+def test_servers_with_different_keys_in_one_context_accept_their_own_clients(context) -> None:
     """Each client has the other server's public key, so only the ZAP domain separates them."""
     servers = {key: make_server(context, key) for key in (OURS, THEIRS)}
     for key, other in ((OURS, THEIRS), (THEIRS, OURS)):
@@ -180,7 +180,7 @@ def test_servers_with_different_keys_in_one_context_accept_their_own_clients(con
         )
 
 
-def test_every_context_has_one_zap_handler_for_its_sockets(context):
+def test_every_context_has_one_zap_handler_for_its_sockets(context) -> None:
     others = [zmq.Context(), zmq.Context()]
     before = set(threading.enumerate())  # threads of earlier tests may still be running
     servers = [make_server(each, OURS) for each in (context, context, *others)]
@@ -192,7 +192,7 @@ def test_every_context_has_one_zap_handler_for_its_sockets(context):
     exchange_messages(servers[0][0], make_client(context, servers[0][1], OURS.protect_client))
 
 
-async def test_an_asyncio_server_is_protected():
+async def test_an_asyncio_server_is_protected() -> None:
     context = zmq.asyncio.Context()
     context.linger = 0
     server = context.socket(zmq.ROUTER)
@@ -212,7 +212,7 @@ async def test_an_asyncio_server_is_protected():
     await asyncio.to_thread(context.term)
 
 
-def test_contexts_can_be_created_and_ended_many_times():
+def test_contexts_can_be_created_and_ended_many_times() -> None:
     before = set(threading.enumerate())
     for _ in range(50):
         context = zmq.Context()
@@ -231,7 +231,7 @@ def test_contexts_can_be_created_and_ended_many_times():
     ]
 
 
-def test_every_client_is_refused_when_the_zap_handler_has_ended(context, monkeypatch):
+def test_every_client_is_refused_when_the_zap_handler_has_ended(context, monkeypatch) -> None:
     """Without a handler ZeroMQ accepts every client that has the server's public key."""
 
     class Gone:
@@ -257,7 +257,7 @@ def child(queue: Any) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_protects_its_own_sockets(method):
+def test_a_child_process_protects_its_own_sockets(method) -> None:
     """The process forks while another thread holds the lock that protects a socket."""
     server, address = make_server(zmq.Context.instance(), OURS)
     processes = multiprocessing.get_context(method)
@@ -275,7 +275,7 @@ def test_a_child_process_protects_its_own_sockets(method):
     server.close()
 
 
-def test_a_process_with_protected_sockets_ends_when_its_main_thread_does(tmp_path):
+def test_a_process_with_protected_sockets_ends_when_its_main_thread_does(tmp_path) -> None:
     script = """
         import zmq, sys
         from baton_protocol.service_key import ServiceKey
@@ -297,7 +297,7 @@ def test_a_process_with_protected_sockets_ends_when_its_main_thread_does(tmp_pat
 # The key and what is derived from it
 
 
-def test_secrets_differ_by_key_and_purpose_and_are_deterministic():
+def test_secrets_differ_by_key_and_purpose_and_are_deterministic() -> None:
     secrets = {
         (name, purpose): key.secret(purpose)
         for name, key in (("a", OURS), ("b", THEIRS))
@@ -308,7 +308,7 @@ def test_secrets_differ_by_key_and_purpose_and_are_deterministic():
     assert ServiceKey(b"0" * 32).secret("kv").hex().startswith("34e2dd6d140834728ba75520")
 
 
-def test_a_key_file_is_read_below_the_pod_root_and_stripped(tmp_path, monkeypatch):
+def test_a_key_file_is_read_below_the_pod_root_and_stripped(tmp_path, monkeypatch) -> None:
     mounted = tmp_path / "etc/baton/service-key/key"
     mounted.parent.mkdir(parents=True)
     mounted.write_text("  the key of one service\n")
@@ -321,7 +321,9 @@ def test_a_key_file_is_read_below_the_pod_root_and_stripped(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     "content", [None, b"", b" \n", b"fifteen bytes..", b"     12 bytes        "]
 )
-def test_a_file_without_a_key_is_refused_with_its_path(tmp_path: Path, content: bytes | None):
+def test_a_file_without_a_key_is_refused_with_its_path(
+    tmp_path: Path, content: bytes | None
+) -> None:
     path = tmp_path / "key"
     if content is not None:
         path.write_bytes(content)
@@ -330,12 +332,12 @@ def test_a_file_without_a_key_is_refused_with_its_path(tmp_path: Path, content: 
 
 
 @pytest.mark.parametrize("file", ["/", "/nowhere/key", "a\0b"])
-def test_a_path_that_is_no_file_is_refused(file):
+def test_a_path_that_is_no_file_is_refused(file) -> None:
     with pytest.raises(ServiceKeyError, match="cannot be read"):
         ServiceKey.load(file)
 
 
-def test_only_the_bearer_is_admitted():
+def test_only_the_bearer_is_admitted() -> None:
     good = OURS.bearer
     assert OURS.admits(good)
     refused = [
@@ -353,6 +355,6 @@ def test_only_the_bearer_is_admitted():
     assert not any(OURS.admits(each) for each in refused)
 
 
-def test_the_key_is_not_in_the_repr():
+def test_the_key_is_not_in_the_repr() -> None:
     assert "key of" not in f"{OURS} {OURS!r} {[OURS]}"
     assert OURS.secret("http").hex() not in repr(OURS)

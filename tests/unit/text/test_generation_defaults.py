@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton_text.chat_request import ChatCompletionRequest
 from baton_text.generation_defaults import GenerationDefaults
+from baton_text.requests.chat_request import ChatCompletionRequest
 
 
 def written(folder: Path, **content: Any) -> Path:

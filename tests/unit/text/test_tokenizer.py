@@ -123,7 +123,7 @@ TEXTS = ["", "hello world", " 你好 🙂", "<s>hi</s> <tool>x", "a<|im_end|>b",
         },
     ],
 )
-def test_encode_and_decode_equal_autotokenizer(tmp_path: Path, config: dict[str, object]):
+def test_encode_and_decode_equal_autotokenizer(tmp_path: Path, config: dict[str, object]) -> None:
     ours = Tokenizer.from_folder(save(tmp_path, **config))
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
@@ -142,7 +142,7 @@ MESSAGES = [{"role": "system", "content": " be <b> "}, {"role": "user", "content
 
 
 @pytest.mark.parametrize("in_file", [True, False])
-def test_chat_templates_render_as_in_transformers(tmp_path: Path, in_file: bool):
+def test_chat_templates_render_as_in_transformers(tmp_path: Path, in_file: bool) -> None:
     if in_file:
         save(tmp_path, chat_template="not this one")
         (tmp_path / "chat_template.jinja").write_text(CHATML)
@@ -158,7 +158,7 @@ def test_chat_templates_render_as_in_transformers(tmp_path: Path, in_file: bool)
             assert ours.render(MESSAGES, add_generation_prompt=generation, **extra) == expected
 
 
-def test_a_template_may_raise_an_exception_but_not_leave_the_sandbox():
+def test_a_template_may_raise_an_exception_but_not_leave_the_sandbox() -> None:
     refusing = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         refusing.render(MESSAGES)
@@ -172,7 +172,7 @@ def test_a_template_may_raise_an_exception_but_not_leave_the_sandbox():
     assert ChatTemplate("{% generation %}a{% endgeneration %}", {}).render([]) == "a"
 
 
-def test_missing_and_invalid_folders_raise_different_errors(tmp_path: Path):
+def test_missing_and_invalid_folders_raise_different_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -180,7 +180,7 @@ def test_missing_and_invalid_folders_raise_different_errors(tmp_path: Path):
         Tokenizer.from_folder(tmp_path)
 
 
-def test_token_bytes_are_the_bytes_of_the_text():
+def test_token_bytes_are_the_bytes_of_the_text() -> None:
     for kind in ("byte_level", "byte_fallback"):
         ids = tokenizer(kind).encode("h你🙂", add_special_tokens=False)
         assert (
@@ -206,7 +206,9 @@ def pieces_of(kind: str, ids: list[int], cuts: list[int], *, skip: bool = True) 
     cuts=st.lists(st.integers(0, 40), max_size=40),
     skip=st.booleans(),
 )
-def test_pieces_of_any_tokens_add_up_to_the_whole_text(ids: list[int], cuts: list[int], skip: bool):
+def test_pieces_of_any_tokens_add_up_to_the_whole_text(
+    ids: list[int], cuts: list[int], skip: bool
+) -> None:
     """Random tokens of a byte-level vocabulary are mostly invalid UTF-8."""
     whole = tokenizer("byte_level").decode(ids, skip_special_tokens=skip)
     assert "".join(pieces_of("byte_level", ids, cuts, skip=skip)) == whole
@@ -218,14 +220,16 @@ def test_pieces_of_any_tokens_add_up_to_the_whole_text(ids: list[int], cuts: lis
     ids=st.lists(st.integers(0, 274), max_size=30), cuts=st.lists(st.integers(0, 30), max_size=30)
 )
 @example(ids=[3, 270, 131], cuts=[2])  # an id without a token inside a run of bytes
-def test_pieces_of_byte_fallback_tokens_add_up_to_the_whole_text(ids: list[int], cuts: list[int]):
+def test_pieces_of_byte_fallback_tokens_add_up_to_the_whole_text(
+    ids: list[int], cuts: list[int]
+) -> None:
     whole = tokenizer("byte_fallback").decode(ids)
     assert "".join(pieces_of("byte_fallback", ids, cuts)) == whole
 
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(max_size=30), kind=st.sampled_from(["byte_level", "byte_fallback"]))
-def test_no_piece_ends_inside_a_character(text: str, kind: str):
+def test_no_piece_ends_inside_a_character(text: str, kind: str) -> None:
     ids = tokenizer(kind).encode(text, add_special_tokens=False)
     whole = tokenizer(kind).decode(ids)
     pieces = pieces_of(kind, ids, list(range(len(ids))))
@@ -233,7 +237,7 @@ def test_no_piece_ends_inside_a_character(text: str, kind: str):
     assert sum(piece.count("\ufffd") for piece in pieces) == whole.count("\ufffd")
 
 
-def test_the_window_stays_small_for_invalid_bytes():
+def test_the_window_stays_small_for_invalid_bytes() -> None:
     kind = tokenizer("byte_level")
     broken = next(i for i in range(kind.vocab_size) if kind.token_bytes(i) == b"\x80")
     detokenizer = IncrementalDetokenizer(kind)
@@ -264,7 +268,7 @@ def reference(text: str, stops: list[str], include: bool) -> tuple[str, str | No
 )
 def test_stop_strings_are_found_wherever_the_text_is_cut(
     text: str, stops: list[str], cuts: list[int], include: bool
-):
+) -> None:
     scanner = StopScanner(stops, include_stop=include)
     bounds = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
     sent = ""
@@ -276,7 +280,7 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(
     assert (sent, scanner.matched) == (expected, stop)
 
 
-def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
+def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
     scanner = StopScanner(["</end>"])
     assert scanner.push("text </e") == "text "
     assert scanner.push("x") == "</ex"
@@ -289,7 +293,7 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
     text=st.text(max_size=200) | st.text(alphabet="hello wrd▁", max_size=200),
     kind=st.sampled_from(["byte_level", "byte_fallback"]),
 )
-def test_fewest_tokens_is_a_lower_bound_of_the_number_of_tokens(text: str, kind: str):
+def test_fewest_tokens_is_a_lower_bound_of_the_number_of_tokens(text: str, kind: str) -> None:
     assert tokenizer(kind).fewest_tokens(text) <= len(
         tokenizer(kind).encode(text, add_special_tokens=False)
     )

@@ -10,9 +10,7 @@ controller_config.py    deadlines and thresholds
 roster.py               the latest status of each rank
 observation.py          the change that is needed now
 operation.py            one change of the topology, and its progress on the ranks
-expert_placement.py     the placement of experts on ranks
-balance.py              load of the experts, and when to rebalance
-rebalance_steps.py      the moves with the highest gain, for a rebalance with a limit
+placement/              the placement of experts on ranks, and its balance
 retries.py              delays after failures
 stalls.py               detection of stalled engine loops
 topology_report.py      the response to GET /topology

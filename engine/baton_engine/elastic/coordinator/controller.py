@@ -16,10 +16,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from baton_engine.elastic.coordinator.balance import Balance, experts_of
 from baton_engine.elastic.coordinator.checks import MAX_FAILURE, Refusal, check_request
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
-from baton_engine.elastic.coordinator.expert_placement import count_moves
 from baton_engine.elastic.coordinator.observation import Observation
 from baton_engine.elastic.coordinator.operation import (
     Ended,
@@ -36,6 +34,8 @@ from baton_engine.elastic.coordinator.operation import (
     resumed,
     unprepared,
 )
+from baton_engine.elastic.coordinator.placement.balance import Balance, experts_of
+from baton_engine.elastic.coordinator.placement.expert_placement import count_moves
 from baton_engine.elastic.coordinator.retries import FEW_FAILURES, Retries
 from baton_engine.elastic.coordinator.roster import Roster, key_of, nonce_of, serves_in
 from baton_engine.elastic.coordinator.stalls import Stalls

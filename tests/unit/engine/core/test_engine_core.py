@@ -55,7 +55,7 @@ def generate(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
     return list(texts.values())
 
 
-def test_batching_chunking_prefix_hits_and_preemption_do_not_change_greedy_text(checkpoint):
+def test_batching_chunking_prefix_hits_and_preemption_do_not_change_greedy_text(checkpoint) -> None:
     core = make_core(checkpoint)
     alone = [generate(core, [prompt])[0] for prompt in PROMPTS]
     core.reset_prefix_cache()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_protocol.client import EngineClient, EngineDeadError
+from baton_protocol.engine_client.client import EngineClient, EngineDeadError
 from baton_protocol.messages import BlocksStored, ErrorCode, FinishReason, KVEventBatch
 from support.engine.engine_fakes import continuation
 from support.engine.engine_process import DEADLINE_S, collect, connect, request, tokens, wait_for
@@ -45,7 +45,7 @@ def call_and_wait(client: EngineClient) -> asyncio.Task[object]:
     return asyncio.create_task(client.call("pause", "wait", timeout_s=None))
 
 
-async def test_kill_9_of_the_engine_ends_every_wait_of_every_client_with_a_reason(start):
+async def test_kill_9_of_the_engine_ends_every_wait_of_every_client_with_a_reason(start) -> None:
     engine = start(BATON_FAKE_STEP_S="0.2")
     async with await connect(engine, heartbeat_interval_s=0.1) as one, await connect(engine) as two:
         waiting = [*add_long_requests(one, [1], [2]), *add_long_requests(two, [3])]
@@ -57,7 +57,7 @@ async def test_kill_9_of_the_engine_ends_every_wait_of_every_client_with_a_reaso
         await assert_all_fail(waiting, "connection lost")
 
 
-async def test_kill_9_of_a_worker_ends_every_wait_even_while_a_step_hangs(start):
+async def test_kill_9_of_a_worker_ends_every_wait_even_while_a_step_hangs(start) -> None:
     engine = start(*WORKER_PROCESS)
     async with await connect(engine) as one, await connect(engine) as two:
         waiting = [*add_long_requests(one, HANGS, [1]), *add_long_requests(two, [3])]
@@ -70,7 +70,7 @@ async def test_kill_9_of_a_worker_ends_every_wait_even_while_a_step_hangs(start)
     assert "the crash dump is" in engine.text
 
 
-async def test_a_step_that_hangs_ends_the_engine_and_its_clients_at_the_step_timeout(start):
+async def test_a_step_that_hangs_ends_the_engine_and_its_clients_at_the_step_timeout(start) -> None:
     engine = start(*WORKER_PROCESS, "--step-timeout-s", "1")
     async with await connect(engine) as client:
         waiting = add_long_requests(client, HANGS)
@@ -79,7 +79,7 @@ async def test_a_step_that_hangs_ends_the_engine_and_its_clients_at_the_step_tim
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 1
 
 
-async def test_kill_9_of_a_worker_of_an_idle_engine_ends_the_engine_and_its_clients(start):
+async def test_kill_9_of_a_worker_of_an_idle_engine_ends_the_engine_and_its_clients(start) -> None:
     engine = start(*WORKER_PROCESS)
     async with await connect(engine) as client:
         pid = int(
@@ -93,7 +93,9 @@ async def test_kill_9_of_a_worker_of_an_idle_engine_ends_the_engine_and_its_clie
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 1
 
 
-async def test_a_failed_step_ends_the_engine_and_names_the_file_with_its_input(start, tmp_path):
+async def test_a_failed_step_ends_the_engine_and_names_the_file_with_its_input(
+    start, tmp_path
+) -> None:
     engine = start("--crash-dump-dir", str(tmp_path / "dumps"))
     async with await connect(engine) as client:
         with pytest.raises(
@@ -107,7 +109,7 @@ async def test_a_failed_step_ends_the_engine_and_names_the_file_with_its_input(s
     assert "r" in json.loads(Path(path).read_text())["step"]["num_scheduled_tokens"]
 
 
-async def test_a_second_sigterm_does_not_wait_for_running_requests(start):
+async def test_a_second_sigterm_does_not_wait_for_running_requests(start) -> None:
     engine = start("--drain-timeout-s", "60", BATON_FAKE_STEP_S="0.1")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2], 250))
@@ -122,7 +124,7 @@ async def test_a_second_sigterm_does_not_wait_for_running_requests(start):
         assert time.monotonic() - started < 10
 
 
-async def test_a_pause_that_waits_does_not_block_the_engine_loop(start):
+async def test_a_pause_that_waits_does_not_block_the_engine_loop(start) -> None:
     engine = start(BATON_FAKE_STEP_S="0.02")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2], 30))
@@ -138,7 +140,7 @@ async def test_a_pause_that_waits_does_not_block_the_engine_loop(start):
         assert tokens(await collect(late)) == continuation([5, 6], 4, ignore_eos=True)
 
 
-async def test_sleep_and_wake_up_over_the_admin_port_keep_requests(start):
+async def test_sleep_and_wake_up_over_the_admin_port_keep_requests(start) -> None:
     engine = start(BATON_FAKE_STEP_S="0.01")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2, 3], 60))
@@ -178,13 +180,13 @@ async def test_sleep_and_wake_up_over_the_admin_port_keep_requests(start):
         ("/is_paused", 404, "GET /health"),
     ],
 )
-def test_the_admin_port_explains_bad_calls_in_json(shared_engine, path, status, message):
+def test_the_admin_port_explains_bad_calls_in_json(shared_engine, path, status, message) -> None:
     got, body = shared_engine.http("POST", path)
     assert got == status, body
     assert message in json.loads(body)["message"]
 
 
-async def test_metrics_count_requests_that_a_pause_aborted(start):
+async def test_metrics_count_requests_that_a_pause_aborted(start) -> None:
     engine = start(BATON_FAKE_STEP_S="0.01")
     async with await connect(engine) as client:
         assert len(tokens(await collect(client.add(request("served", [1, 2], 5))))) == 5
@@ -202,7 +204,7 @@ async def test_metrics_count_requests_that_a_pause_aborted(start):
     assert 'baton:inter_token_latency_seconds_count{model_name="nowhere"}' in metrics
 
 
-async def test_subscribers_receive_kv_events_without_gaps(start):
+async def test_subscribers_receive_kv_events_without_gaps(start) -> None:
     engine = start("--enable-kv-events")
     early: list[KVEventBatch] = []
     late: list[KVEventBatch] = []
@@ -232,7 +234,7 @@ async def test_subscribers_receive_kv_events_without_gaps(start):
     assert {event.block_size for event in stored} == {4}
 
 
-def test_a_max_model_len_beyond_the_kv_memory_is_fatal_with_both_numbers(start):
+def test_a_max_model_len_beyond_the_kv_memory_is_fatal_with_both_numbers(start) -> None:
     engine = start("--max-model-len", "300")
     assert engine.process.wait(DEADLINE_S) == 78
     last = engine.text.splitlines()[-1]

@@ -82,7 +82,7 @@ def texts(request: pytest.FixtureRequest) -> Texts:
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_sleep_that_keeps_requests_does_not_change_their_text(texts, level):
+def test_sleep_that_keeps_requests_does_not_change_their_text(texts, level) -> None:
     texts.add(*PROMPTS)
     texts.run(max_steps=5)
     assert texts.core.sleep(level, "keep") is None
@@ -103,7 +103,7 @@ def test_sleep_that_keeps_requests_does_not_change_their_text(texts, level):
     assert not texts.core.is_paused()
 
 
-def test_a_request_that_arrives_during_a_pause_waits_for_resume(texts):
+def test_a_request_that_arrives_during_a_pause_waits_for_resume(texts) -> None:
     assert texts.core.pause("keep") is None
     texts.add("r1")
     texts.run()
@@ -117,7 +117,7 @@ def test_a_request_that_arrives_during_a_pause_waits_for_resume(texts):
     texts.assert_complete()
 
 
-def test_a_pause_that_waits_for_running_requests_leaves_waiting_ones_queued():
+def test_a_pause_that_waits_for_running_requests_leaves_waiting_ones_queued() -> None:
     texts = Texts(scheduler=SchedulerConfig(max_num_seqs=1))
     texts.add("r1", "r2")
     texts.run(max_steps=2)
@@ -132,7 +132,7 @@ def test_a_pause_that_waits_for_running_requests_leaves_waiting_ones_queued():
     texts.assert_complete()
 
 
-def test_a_pause_that_aborts_ends_every_request(texts):
+def test_a_pause_that_aborts_ends_every_request(texts) -> None:
     texts.add(*PROMPTS)
     texts.run(max_steps=3)
     assert texts.core.pause("abort") is None
@@ -142,7 +142,7 @@ def test_a_pause_that_aborts_ends_every_request(texts):
     assert texts.core.get_stats().kv_cache_usage == 0
 
 
-def test_resume_answers_pending_calls_of_pause(texts):
+def test_resume_answers_pending_calls_of_pause(texts) -> None:
     texts.add("r1")
     texts.run(max_steps=2)
     first = texts.core.pause("wait")
@@ -156,7 +156,7 @@ def test_resume_answers_pending_calls_of_pause(texts):
     assert texts.core.is_paused()
 
 
-def test_a_sleeping_engine_cannot_be_resumed_but_can_wake_in_parts(texts):
+def test_a_sleeping_engine_cannot_be_resumed_but_can_wake_in_parts(texts) -> None:
     texts.add("r1")
     texts.core.sleep(1, "keep")
     with pytest.raises(RuntimeError, match=r"sleeps at level 1; call wake_up\(\) first"):
@@ -174,7 +174,7 @@ def test_a_sleeping_engine_cannot_be_resumed_but_can_wake_in_parts(texts):
     texts.assert_complete()
 
 
-def test_an_engine_that_was_paused_before_it_slept_stays_paused(texts):
+def test_an_engine_that_was_paused_before_it_slept_stays_paused(texts) -> None:
     texts.core.pause("keep")
     texts.core.sleep(1)
     texts.core.wake_up()
@@ -185,7 +185,7 @@ def test_an_engine_that_was_paused_before_it_slept_stays_paused(texts):
 @pytest.mark.parametrize("can_wake_up", [True, False])
 def test_a_failure_of_one_worker_to_sleep_leaves_all_workers_awake_or_asleep(
     texts, monkeypatch, can_wake_up
-):
+) -> None:
     calls: list[str] = []
 
     def fail(method: str, args: tuple[object, ...] = ()) -> list[object]:
@@ -212,7 +212,7 @@ def test_a_failure_of_one_worker_to_sleep_leaves_all_workers_awake_or_asleep(
     texts.assert_complete()
 
 
-def test_a_reset_of_the_prefix_cache_can_preempt_running_requests(texts):
+def test_a_reset_of_the_prefix_cache_can_preempt_running_requests(texts) -> None:
     texts.add(*PROMPTS)
     texts.run(max_steps=5)
     texts.core.reset_prefix_cache(True)
@@ -271,12 +271,12 @@ class PauseMachine(RuleBasedStateMachine):
             self.futures.append(future)
 
     @rule(mode=MODES)
-    def pause(self, mode):
+    def pause(self, mode) -> None:
         self.take(self.control.pause(mode))
         assert self.control.is_paused
 
     @rule(level=st.sampled_from([0, 1, 2]), mode=MODES)
-    def sleep(self, level, mode):
+    def sleep(self, level, mode) -> None:
         try:
             self.take(self.control.sleep(level, mode))
         except RuntimeError:
@@ -284,7 +284,7 @@ class PauseMachine(RuleBasedStateMachine):
         assert self.control.is_paused
 
     @rule()
-    def resume(self):
+    def resume(self) -> None:
         if self.control.memory_dropped:
             with pytest.raises(RuntimeError, match="wake_up"):
                 self.control.resume()
@@ -296,30 +296,30 @@ class PauseMachine(RuleBasedStateMachine):
         tags=st.none()
         | st.lists(st.sampled_from(["weights", "kv_cache", "scheduling"]), unique=True)
     )
-    def wake_up(self, tags):
+    def wake_up(self, tags) -> None:
         self.control.wake_up(tags)
         if tags is None:
             assert self.control.sleep_level is None
 
     @precondition(lambda self: self.engine.state is PauseState.UNPAUSED)
     @rule()
-    def requests_start(self):
+    def requests_start(self) -> None:
         self.engine.running = 3
 
     @precondition(lambda self: self.engine.state is not PauseState.PAUSED_ALL)
     @rule()
-    def requests_end(self):
+    def requests_end(self) -> None:
         self.engine.running = 0
         self.control.advance()
 
     @rule(held=st.booleans())
-    def transfers(self, held):
+    def transfers(self, held) -> None:
         if self.engine.awake or not held:
             self.engine.held_blocks = held
             self.control.advance()
 
     @invariant()
-    def states_agree(self):
+    def states_agree(self) -> None:
         assert (self.engine.state is not PauseState.UNPAUSED) == self.control.is_paused
         assert self.control.memory_dropped == (self.engine.awake != {"weights", "kv_cache"})
         if self.control.memory_dropped:
@@ -327,12 +327,12 @@ class PauseMachine(RuleBasedStateMachine):
             assert self.control.is_paused
 
     @invariant()
-    def waits_end_with_requests_and_transfers(self):
+    def waits_end_with_requests_and_transfers(self) -> None:
         waits_for_requests = self.engine.state is PauseState.PAUSED_NEW and self.engine.running
         if not waits_for_requests and not self.engine.held_blocks:
             assert all(future.done() for future in self.futures)
 
-    def teardown(self):
+    def teardown(self) -> None:
         self.control.wake_up()
         self.control.resume()
         assert all(future.done() for future in self.futures), "a call is never answered"
@@ -346,7 +346,7 @@ TestPauseMachine = PauseMachine.TestCase
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_an_engine_with_kv_transfer_refuses_to_sleep_and_keeps_its_requests(level, mode):
+def test_an_engine_with_kv_transfer_refuses_to_sleep_and_keeps_its_requests(level, mode) -> None:
     texts = Texts(kv_transfer=KVTransferConfig(role=KVRole.PRODUCER))
     texts.add(*PROMPTS)
     texts.run(max_steps=3)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from baton_engine.core.engine_core import EngineCore, StepFailedError
+from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.scheduler import Scheduler
@@ -53,7 +54,7 @@ class RecordingScheduler(Scheduler):
 class HeldExecutor(FakeExecutor):
     """Ends a step on `release`."""
 
-    def initialize(self):
+    def initialize(self) -> ModelInfo:
         self.held: list[tuple[Future[ModelRunnerOutput], ModelRunnerOutput]] = []
         return super().initialize()
 
@@ -125,7 +126,7 @@ RECORDING = SchedulerConfig(scheduler_class=f"{__name__}.RecordingScheduler")
 PIPELINE = ParallelConfig(pipeline_parallel_size=2)
 
 
-def test_the_grammar_mask_is_computed_between_execute_and_sample():
+def test_the_grammar_mask_is_computed_between_execute_and_sample() -> None:
     core = make_core(HeldExecutor, scheduler=RECORDING, parallel=PIPELINE)
     core.add_request(request("r", [1, 2]))
     calls.clear()
@@ -133,7 +134,7 @@ def test_the_grammar_mask_is_computed_between_execute_and_sample():
     assert [call.split()[0] for call in calls] == ["execute", "grammar", "sample"]
 
 
-def test_steps_start_until_the_batch_queue_is_full_and_end_in_order():
+def test_steps_start_until_the_batch_queue_is_full_and_end_in_order() -> None:
     core = make_core(HeldExecutor, scheduler=RECORDING, parallel=PIPELINE)
     core.add_request(request("a", [1, 2], 2))
     calls.clear()
@@ -155,7 +156,7 @@ def test_steps_start_until_the_batch_queue_is_full_and_end_in_order():
     ]
 
 
-def test_no_empty_step_is_sent_while_all_requests_are_in_flight():
+def test_no_empty_step_is_sent_while_all_requests_are_in_flight() -> None:
     core = make_core(HeldExecutor, scheduler=RECORDING, parallel=PIPELINE)
     core.add_request(request("a", [1, 2], 2))
     core.step_fn()
@@ -166,7 +167,7 @@ def test_no_empty_step_is_sent_while_all_requests_are_in_flight():
     assert [call.split()[0] for call in calls] == ["update"]
 
 
-def test_aborts_that_arrive_during_a_step_are_applied_before_its_update():
+def test_aborts_that_arrive_during_a_step_are_applied_before_its_update() -> None:
     config = make_config(scheduler=RECORDING)
     aborts: list[str] = []
     core = EngineCore(
@@ -193,7 +194,7 @@ def test_aborts_that_arrive_during_a_step_are_applied_before_its_update():
     ],
     ids=["one by one", "pipeline", "asynchronous", "asynchronous in chunks"],
 )
-def test_text_does_not_depend_on_how_steps_overlap(sections):
+def test_text_does_not_depend_on_how_steps_overlap(sections) -> None:
     core = make_core(**sections)
     prompts = {f"r{i}": list(range(1, 2 + 3 * i)) for i in range(6)}
     texts = generate(
@@ -206,7 +207,7 @@ def test_text_does_not_depend_on_how_steps_overlap(sections):
     assert core.get_stats().kv_cache_usage == 0
 
 
-def test_a_failed_step_writes_its_input_to_a_file(tmp_path):
+def test_a_failed_step_writes_its_input_to_a_file(tmp_path) -> None:
     core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path / "dumps")))
     generate(core, request("before", [1, 2], 2))
     long = EngineCoreRequest("long", list(range(1, 101)), SamplingParams(max_tokens=2))
@@ -234,7 +235,9 @@ def test_a_failed_step_writes_its_input_to_a_file(tmp_path):
     assert dump["config"]["cache"]["num_blocks"] == 64
 
 
-def test_a_crash_dump_is_written_to_the_volume_of_a_pod_of_the_local_cluster(tmp_path, monkeypatch):
+def test_a_crash_dump_is_written_to_the_volume_of_a_pod_of_the_local_cluster(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("POCKETKUBE_POD_ROOT", str(tmp_path))
     (tmp_path / "dumps").mkdir()
     core = make_core(observability=ObservabilityConfig(crash_dump_dir="/dumps"))
@@ -244,7 +247,7 @@ def test_a_crash_dump_is_written_to_the_volume_of_a_pod_of_the_local_cluster(tmp
     assert len(list((tmp_path / "dumps").iterdir())) == 1
 
 
-def test_a_scheduling_failure_writes_the_engine_state_to_a_file(tmp_path, monkeypatch):
+def test_a_scheduling_failure_writes_the_engine_state_to_a_file(tmp_path, monkeypatch) -> None:
     core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path)))
     core.add_request(request("r", [1, 2]))
     monkeypatch.setattr(core.scheduler.state.kv, "allocate", lambda *args, **options: 1 / 0)
@@ -258,7 +261,7 @@ def test_a_scheduling_failure_writes_the_engine_state_to_a_file(tmp_path, monkey
     assert dump["stats"]["num_requests_waiting"] == 1
 
 
-def test_a_failed_crash_dump_does_not_hide_the_error_of_the_step(tmp_path):
+def test_a_failed_crash_dump_does_not_hide_the_error_of_the_step(tmp_path) -> None:
     (tmp_path / "file").touch()
     core = make_core(observability=ObservabilityConfig(crash_dump_dir=str(tmp_path / "file")))
     core.add_request(request("bad", [13, 13, 13]))
@@ -266,7 +269,7 @@ def test_a_failed_crash_dump_does_not_hide_the_error_of_the_step(tmp_path):
         core.step_fn()
 
 
-def test_a_worker_that_dies_ends_the_wait_for_its_step():
+def test_a_worker_that_dies_ends_the_wait_for_its_step() -> None:
     core = make_core(HeldExecutor)
     core.add_request(request("r", [1, 2]))
     core.executor.failure_callback("worker 1 was killed")
@@ -274,7 +277,7 @@ def test_a_worker_that_dies_ends_the_wait_for_its_step():
         core.step_fn()
 
 
-def test_a_step_that_ends_just_after_a_wait_timed_out_has_succeeded():
+def test_a_step_that_ends_just_after_a_wait_timed_out_has_succeeded() -> None:
     core = make_core(LateExecutor)
     assert generate(core, request("a", [1, 2])) == {"a": continuation([1, 2], 6)}
     core.shutdown()
@@ -312,13 +315,13 @@ class WatchingExecutor(MoreSilentExecutor):
 
 
 @pytest.mark.parametrize("executor", [SilentExecutor, WatchingExecutor])
-def test_a_step_may_take_until_the_step_timeout_or_until_the_executor_fails_it(executor):
+def test_a_step_may_take_until_the_step_timeout_or_until_the_executor_fails_it(executor) -> None:
     core = make_core(executor, parallel=ParallelConfig(step_timeout_s=2.0))
     assert generate(core, request("a", [1, 2])) == {"a": continuation([1, 2], 6)}
     core.shutdown()
 
 
-def test_a_step_without_an_answer_fails_at_the_step_timeout():
+def test_a_step_without_an_answer_fails_at_the_step_timeout() -> None:
     core = make_core(MoreSilentExecutor, parallel=ParallelConfig(step_timeout_s=2.0))
     with pytest.raises(
         StepFailedError,
@@ -329,7 +332,7 @@ def test_a_step_without_an_answer_fails_at_the_step_timeout():
     core.shutdown()
 
 
-def test_max_model_len_is_fitted_to_the_kv_memory_unless_it_is_configured(caplog):
+def test_max_model_len_is_fitted_to_the_kv_memory_unless_it_is_configured(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         assert make_core().ready.max_model_len == 256
     assert "256 tokens, limited by the KV memory; the model's maximum is 512" in caplog.text
@@ -346,7 +349,7 @@ def test_max_model_len_is_fitted_to_the_kv_memory_unless_it_is_configured(caplog
         make_core(model=ModelConfig(path="/nowhere", max_model_len=300))
 
 
-def test_a_scheduler_class_that_does_not_exist_is_a_configuration_error():
+def test_a_scheduler_class_that_does_not_exist_is_a_configuration_error() -> None:
     with pytest.raises(
         ConfigurationError,
         match=r"scheduler\.scheduler_class: cannot load scheduler nowhere\.Nothing",
@@ -354,14 +357,14 @@ def test_a_scheduler_class_that_does_not_exist_is_a_configuration_error():
         make_core(scheduler=SchedulerConfig(scheduler_class="nowhere.Nothing"))
 
 
-def test_an_unknown_short_name_of_a_scheduler_is_a_configuration_error():
+def test_an_unknown_short_name_of_a_scheduler_is_a_configuration_error() -> None:
     with pytest.raises(
         ConfigurationError, match=r"cannot load scheduler 'nope': it is neither a known name"
     ):
         make_core(scheduler=SchedulerConfig(scheduler_class="nope"))
 
 
-def test_iterations_are_logged_on_request(caplog):
+def test_iterations_are_logged_on_request(caplog) -> None:
     with caplog.at_level(logging.INFO):
         generate(
             make_core(observability=ObservabilityConfig(log_iterations=True)),
@@ -377,7 +380,7 @@ def test_iterations_are_logged_on_request(caplog):
     assert "0 prefill tokens of 0 requests, 1 decode tokens" in lines[1]
 
 
-def test_the_last_chunk_of_a_prompt_is_logged_as_a_prefill_even_with_one_token(caplog):
+def test_the_last_chunk_of_a_prompt_is_logged_as_a_prefill_even_with_one_token(caplog) -> None:
     with caplog.at_level(logging.INFO):
         generate(
             make_core(
@@ -393,7 +396,7 @@ def test_the_last_chunk_of_a_prompt_is_logged_as_a_prefill_even_with_one_token(c
     ]
 
 
-def test_profiling_without_a_folder_names_the_flag_to_set(tmp_path: Path):
+def test_profiling_without_a_folder_names_the_flag_to_set(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="--profiler-dir"):
         make_core().start_profile()
     core = make_core(observability=ObservabilityConfig(profiler_dir=str(tmp_path)))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from baton_engine.executor.step import ModelRunnerOutput
 from baton_protocol.messages import ErrorCode
 from baton_protocol.topology import Activity, RankPhase, StartWave
 from support.engine.engine_fakes import continuation
@@ -42,7 +43,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ranks_with_uneven_load_generate_the_text_of_one_engine(start, size):
+def test_ranks_with_uneven_load_generate_the_text_of_one_engine(start, size) -> None:
     ranks = start(size)
     form(ranks)
     lengths = {}
@@ -64,7 +65,7 @@ def test_ranks_with_uneven_load_generate_the_text_of_one_engine(start, size):
         )
 
 
-def test_a_wave_ends_without_requests_and_the_next_starts_with_a_request(start, network):
+def test_a_wave_ends_without_requests_and_the_next_starts_with_a_request(start, network) -> None:
     ranks = start(3)
     form(ranks)
     for number in range(3):
@@ -79,7 +80,7 @@ def test_a_wave_ends_without_requests_and_the_next_starts_with_a_request(start, 
     assert all(rank.topology().num_steps == steps[0] for rank in ranks)
 
 
-def test_a_wave_starts_despite_lost_start_messages_and_ignores_late_ones(start, network):
+def test_a_wave_starts_despite_lost_start_messages_and_ignores_late_ones(start, network) -> None:
     ranks = start(2)
     form(ranks)
     network.lost_starts = 3
@@ -96,7 +97,7 @@ def test_a_wave_starts_despite_lost_start_messages_and_ignores_late_ones(start, 
     assert ranks[1].executor.num_wave_steps - steps == 6
 
 
-def test_a_group_grows_during_requests_and_the_new_rank_serves(start):
+def test_a_group_grows_during_requests_and_the_new_rank_serves(start) -> None:
     ranks = start(3)
     form(ranks[:2])
     for rank in ranks[:2]:
@@ -113,7 +114,7 @@ def test_a_group_grows_during_requests_and_the_new_rank_serves(start):
     assert ranks[2].core.ready.data_parallel_rank == 2
 
 
-def test_an_idle_group_commits_a_generation_without_running_a_step(start):
+def test_an_idle_group_commits_a_generation_without_running_a_step(start) -> None:
     ranks = start(3)
     form(ranks)
     commit(generation(2, ranks[:2]), ranks, serving=ranks[:2])
@@ -122,7 +123,7 @@ def test_an_idle_group_commits_a_generation_without_running_a_step(start):
     assert all(rank.status().commit_seen == "nonce-2" for rank in ranks)
 
 
-def test_requests_of_a_removed_rank_end_with_draining_and_can_continue_elsewhere(start):
+def test_requests_of_a_removed_rank_end_with_draining_and_can_continue_elsewhere(start) -> None:
     ranks = start(3)
     form(ranks)
     for rank in ranks:
@@ -147,7 +148,7 @@ def test_requests_of_a_removed_rank_end_with_draining_and_can_continue_elsewhere
 
 
 @pytest.mark.parametrize("where", ["exchange", "step"])
-def test_survivors_of_a_lost_rank_keep_their_requests_and_tokens(start, where):
+def test_survivors_of_a_lost_rank_keep_their_requests_and_tokens(start, where) -> None:
     ranks = start(3)
     form(ranks)
     for number, rank in enumerate(ranks):
@@ -174,7 +175,9 @@ def test_survivors_of_a_lost_rank_keep_their_requests_and_tokens(start, where):
     assert ranks[0].status().failure == ""
 
 
-def test_an_urgent_target_replaces_a_frozen_rank_which_is_dismissed_when_it_wakes(start, network):
+def test_an_urgent_target_replaces_a_frozen_rank_which_is_dismissed_when_it_wakes(
+    start, network
+) -> None:
     ranks = start(3)
     form(ranks)
     for rank in ranks:
@@ -198,7 +201,9 @@ def test_an_urgent_target_replaces_a_frozen_rank_which_is_dismissed_when_it_wake
 
 
 @pytest.mark.parametrize("cause", ["workers", "control group"])
-def test_a_failed_preparation_is_reported_and_the_old_generation_keeps_serving(start, cause):
+def test_a_failed_preparation_is_reported_and_the_old_generation_keeps_serving(
+    start, cause
+) -> None:
     ranks = start(2)
     form(ranks[:1])
     if cause == "workers":
@@ -216,7 +221,7 @@ def test_a_failed_preparation_is_reported_and_the_old_generation_keeps_serving(s
     commit(generation(3, ranks), ranks, serving=ranks)
 
 
-def test_a_target_withdrawn_or_replaced_before_its_commit_is_dropped(start):
+def test_a_target_withdrawn_or_replaced_before_its_commit_is_dropped(start) -> None:
     ranks = start(3)
     form(ranks[:2])
     first = generation(2, ranks)
@@ -234,7 +239,7 @@ def test_a_target_withdrawn_or_replaced_before_its_commit_is_dropped(start):
     assert ranks[2].status().phase is RankPhase.STANDBY
 
 
-def test_a_rank_that_has_seen_a_commit_completes_it(start):
+def test_a_rank_that_has_seen_a_commit_completes_it(start) -> None:
     ranks = start(2)
     form(ranks)
     target = generation(2, [ranks[1], ranks[0]])
@@ -256,7 +261,7 @@ def test_a_rank_that_has_seen_a_commit_completes_it(start):
         assert rank.status().committed is None
 
 
-def test_a_rank_that_voted_commits_when_a_rank_that_has_not_voted_is_lost(start):
+def test_a_rank_that_voted_commits_when_a_rank_that_has_not_voted_is_lost(start) -> None:
     ranks = start(3)
     form(ranks)
     target = generation(2, ranks[:2])
@@ -271,7 +276,7 @@ def test_a_rank_that_voted_commits_when_a_rank_that_has_not_voted_is_lost(start)
     ranks[0].until(lambda: ranks[0].serves(target), "committed, as no further vote is possible")
 
 
-def test_an_urgent_target_above_a_committed_one_follows_it(start):
+def test_an_urgent_target_above_a_committed_one_follows_it(start) -> None:
     ranks = start(3)
     form(ranks)
     for rank in ranks:
@@ -295,7 +300,7 @@ def test_an_urgent_target_above_a_committed_one_follows_it(start):
     assert ranks[2].status().phase is RankPhase.STANDBY
 
 
-def test_a_removed_rank_leaves_once_if_an_urgent_target_follows_the_commit(start):
+def test_a_removed_rank_leaves_once_if_an_urgent_target_follows_the_commit(start) -> None:
     ranks = start(3)
     form(ranks)
     target = generation(2, ranks[:2])
@@ -306,7 +311,7 @@ def test_a_removed_rank_leaves_once_if_an_urgent_target_follows_the_commit(start
     commit(generation(4, ranks), ranks, serving=ranks)
 
 
-def test_a_new_rank_commits_and_joins_when_a_wave_of_its_generation_starts(start, network):
+def test_a_new_rank_commits_and_joins_when_a_wave_of_its_generation_starts(start, network) -> None:
     ranks = start(2)
     network.repeats = False
     form(ranks[:1])
@@ -324,7 +329,7 @@ def test_a_new_rank_commits_and_joins_when_a_wave_of_its_generation_starts(start
     assert ranks[1].status().commit_seen == target.nonce
 
 
-def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_committed(start):
+def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_committed(start) -> None:
     ranks = start(2)
     form(ranks)
     for rank in ranks:
@@ -337,7 +342,7 @@ def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_commit
         rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
     original = ranks[1].core._execute
 
-    def break_in_the_last_step(step, schedule_s=0.0):
+    def break_in_the_last_step(step, schedule_s=0.0) -> None:
         if (
             step.wave_tokens
             and ranks[1].core._standby is not None
@@ -355,7 +360,7 @@ def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_commit
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_a_pause_of_one_rank_does_not_stop_the_others(start, mode):
+def test_a_pause_of_one_rank_does_not_stop_the_others(start, mode) -> None:
     ranks = start(2)
     form(ranks)
     for rank in ranks:
@@ -376,7 +381,7 @@ def test_a_pause_of_one_rank_does_not_stop_the_others(start, mode):
         assert ranks[0].text("long") == continuation([2, 2], 60, ignore_eos=True)
 
 
-def test_a_rank_refuses_sleep_and_requests_for_another_rank(start):
+def test_a_rank_refuses_sleep_and_requests_for_another_rank(start) -> None:
     (rank, other) = start(2)
     form([rank, other])
     for method in ("sleep", "wake_up"):
@@ -390,7 +395,7 @@ def test_a_rank_refuses_sleep_and_requests_for_another_rank(start):
     assert other.text("right") == continuation([1], 5, ignore_eos=True)
 
 
-def test_targets_older_than_the_current_generation_are_ignored(start):
+def test_targets_older_than_the_current_generation_are_ignored(start) -> None:
     ranks = start(2)
     form(ranks)
     commit(generation(5, ranks), ranks, serving=ranks)
@@ -404,7 +409,7 @@ def test_targets_older_than_the_current_generation_are_ignored(start):
     )
 
 
-def test_a_rank_in_standby_accepts_an_older_generation_number(start):
+def test_a_rank_in_standby_accepts_an_older_generation_number(start) -> None:
     ranks = start(2)
     form(ranks)
     commit(generation(5, ranks), ranks, serving=ranks)
@@ -414,7 +419,7 @@ def test_a_rank_in_standby_accepts_an_older_generation_number(start):
     commit(generation(2, ranks, nonce="of a restarted coordinator"), ranks, serving=ranks)
 
 
-def test_the_position_shows_which_rank_waits_and_which_is_stalled(start):
+def test_the_position_shows_which_rank_waits_and_which_is_stalled(start) -> None:
     ranks = start(2)
     form(ranks)
     ranks[1].frozen.set()
@@ -425,7 +430,7 @@ def test_the_position_shows_which_rank_waits_and_which_is_stalled(start):
     assert ranks[1].core.position == (0, Activity.RESTS)
     held, run = threading.Event(), ranks[1].executor._run
 
-    def hang(step):
+    def hang(step) -> ModelRunnerOutput:
         assert held.wait(DEADLINE_S)
         return run(step)
 
@@ -440,7 +445,7 @@ def test_the_position_shows_which_rank_waits_and_which_is_stalled(start):
     assert ranks[0].core.position == ranks[1].core.position
 
 
-def test_a_status_reports_expert_loads_and_the_shape_of_the_model(start):
+def test_a_status_reports_expert_loads_and_the_shape_of_the_model(start) -> None:
     ranks = start(2)
     form(ranks)
     eventually(lambda: ranks[0].status().loads, timeout_s=10, what="loads")

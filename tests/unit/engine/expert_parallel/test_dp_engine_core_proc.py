@@ -14,8 +14,8 @@ from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.expert_parallel.dp_engine_core_proc import DPEngineCoreProc
 from baton_engine.models.errors import ConfigurationError
-from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
 from baton_protocol.config import EngineConfig, ModelConfig, ParallelConfig
+from baton_protocol.engine_client.client import EngineClient, EngineDeadError, UtilityError
 from baton_protocol.messages import ErrorCode
 from baton_protocol.topology import Activity, RankPhase
 from support.engine.engine_fakes import continuation
@@ -83,7 +83,7 @@ async def until_draining(client: EngineClient, draining: bool) -> None:
 
 async def test_a_rank_is_ready_with_its_first_generation_and_reports_every_later_one(
     ranks, coordinator
-):
+) -> None:
     engines = ranks("a", "b")
     a = engines["a"]
     assert a.http("GET", "/health")[0] == 200
@@ -124,7 +124,7 @@ async def test_a_rank_is_ready_with_its_first_generation_and_reports_every_later
     assert status.member.engine_port == a.engine_port
 
 
-def test_stores_delete_the_keys_of_old_generations(ranks, coordinator):
+def test_stores_delete_the_keys_of_old_generations(ranks, coordinator) -> None:
     """A store has a limit, so old keys would stop a group after many topology changes."""
     ranks("a", "b")
     coordinator.commit(1, ["a", "b"])
@@ -147,7 +147,9 @@ def test_stores_delete_the_keys_of_old_generations(ranks, coordinator):
     )
 
 
-async def test_a_removed_rank_ends_its_requests_with_draining_and_stays_healthy(ranks, coordinator):
+async def test_a_removed_rank_ends_its_requests_with_draining_and_stays_healthy(
+    ranks, coordinator
+) -> None:
     engines = ranks("a", "b", BATON_FAKE_STEP_S="0.02")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     async with await connect(engines["b"], heartbeat_interval_s=0.1) as client:
@@ -168,7 +170,7 @@ async def test_a_removed_rank_ends_its_requests_with_draining_and_stays_healthy(
         assert tokens(await collect(client.add(request("again", [1], 5))))
 
 
-async def test_ranks_keep_their_requests_after_kill_9_of_another_rank(ranks, coordinator):
+async def test_ranks_keep_their_requests_after_kill_9_of_another_rank(ranks, coordinator) -> None:
     engines = ranks("a", "b", "c", BATON_FAKE_STEP_S="0.02")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b", "c"])
     async with await connect(engines["a"]) as client, await connect(engines["c"]) as other:
@@ -190,7 +192,9 @@ async def test_ranks_keep_their_requests_after_kill_9_of_another_rank(ranks, coo
         assert tokens(await collect(more)) == continuation([9], 10, ignore_eos=True)
 
 
-async def test_a_frozen_rank_stalls_the_others_until_a_generation_without_it(ranks, coordinator):
+async def test_a_frozen_rank_stalls_the_others_until_a_generation_without_it(
+    ranks, coordinator
+) -> None:
     engines = ranks("a", "b", BATON_FAKE_STEP_S="0.005")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     async with await connect(engines["a"]) as client:
@@ -207,7 +211,7 @@ async def test_a_frozen_rank_stalls_the_others_until_a_generation_without_it(ran
         )
 
 
-async def test_a_rank_waits_after_sigterm_for_a_generation_without_it(ranks, coordinator):
+async def test_a_rank_waits_after_sigterm_for_a_generation_without_it(ranks, coordinator) -> None:
     engines = ranks("a", "b")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     engines["b"].process.send_signal(signal.SIGTERM)
@@ -224,7 +228,9 @@ async def test_a_rank_waits_after_sigterm_for_a_generation_without_it(ranks, coo
     assert coordinator.statuses["a"].phase is RankPhase.SERVING
 
 
-async def test_a_leaving_rank_ends_at_its_drain_timeout_or_at_a_second_signal(ranks, coordinator):
+async def test_a_leaving_rank_ends_at_its_drain_timeout_or_at_a_second_signal(
+    ranks, coordinator
+) -> None:
     engines = ranks("a", "b", "c", drain_timeout_s=15, BATON_FAKE_STEP_S="0.1")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b", "c"])
     async with await connect(engines["b"]) as client, await connect(engines["c"]) as other:
@@ -242,7 +248,7 @@ async def test_a_leaving_rank_ends_at_its_drain_timeout_or_at_a_second_signal(ra
         assert await asyncio.to_thread(engines["c"].process.wait, DEADLINE_S) == 0
 
 
-async def test_all_ranks_end_after_sigterm_when_they_are_dismissed(ranks, coordinator):
+async def test_all_ranks_end_after_sigterm_when_they_are_dismissed(ranks, coordinator) -> None:
     engines = ranks("a", "b", drain_timeout_s=600, BATON_FAKE_STEP_S="0.005")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b"])
     async with await connect(engines["a"]) as client:
@@ -259,7 +265,7 @@ async def test_all_ranks_end_after_sigterm_when_they_are_dismissed(ranks, coordi
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S / 2) == 0
 
 
-async def test_a_dismissed_rank_with_a_stalled_loop_fails_its_requests(ranks, coordinator):
+async def test_a_dismissed_rank_with_a_stalled_loop_fails_its_requests(ranks, coordinator) -> None:
     engines = ranks("a", BATON_FAKE_STEP_S="600")
     await asyncio.to_thread(coordinator.commit, 1, ["a"])
     async with await connect(engines["a"], heartbeat_interval_s=0.1) as client:
@@ -274,13 +280,13 @@ async def test_a_dismissed_rank_with_a_stalled_loop_fails_its_requests(ranks, co
     assert (status, json.loads(body)["reason"]) == (503, "Failed")
 
 
-def test_sigterm_in_standby_ends_the_rank_at_once(ranks, coordinator):
+def test_sigterm_in_standby_ends_the_rank_at_once(ranks, coordinator) -> None:
     engines = ranks("a")
     engines["a"].process.send_signal(signal.SIGTERM)
     assert engines["a"].process.wait(DEADLINE_S) == 0
 
 
-def test_sigterm_of_the_only_rank_ends_it_at_once(ranks, coordinator):
+def test_sigterm_of_the_only_rank_ends_it_at_once(ranks, coordinator) -> None:
     engines = ranks("a")
     coordinator.commit(1, ["a"])
     engines["a"].process.send_signal(signal.SIGTERM)

@@ -30,7 +30,7 @@ def run(kv: KVCacheManager, tokens: list[int], salt: str = "") -> Request:
     return request
 
 
-def test_a_request_gets_only_the_blocks_that_its_tokens_need():
+def test_a_request_gets_only_the_blocks_that_its_tokens_need() -> None:
     kv = manager()
     request = make_request(list(range(9)))
     for num_tokens, num_blocks in ((9, 3), (12, 3), (13, 4)):
@@ -39,7 +39,7 @@ def test_a_request_gets_only_the_blocks_that_its_tokens_need():
     assert kv.pool.num_free_blocks == 4
 
 
-def test_full_blocks_of_an_ended_request_are_found_and_shared():
+def test_full_blocks_of_an_ended_request_are_found_and_shared() -> None:
     kv = manager()
     first = run(kv, list(range(10)))
     kept = first.block_ids
@@ -54,7 +54,7 @@ def test_full_blocks_of_an_ended_request_are_found_and_shared():
     assert [block.ref_count for block in third.blocks] == [1, 1, 1]
 
 
-def test_cached_free_blocks_that_are_reused_count_as_allocated():
+def test_cached_free_blocks_that_are_reused_count_as_allocated() -> None:
     kv = manager(num_blocks=3)
     kv.free(run(kv, list(range(8))))
     request = make_request(list(range(16)))
@@ -65,7 +65,7 @@ def test_cached_free_blocks_that_are_reused_count_as_allocated():
     assert kv.pool.num_free_blocks == 3
 
 
-def test_blocks_that_were_not_computed_are_not_found():
+def test_blocks_that_were_not_computed_are_not_found() -> None:
     kv = manager()
     request = make_request(list(range(8)))
     kv.allocate(request, 8)
@@ -73,7 +73,7 @@ def test_blocks_that_were_not_computed_are_not_found():
     assert len(kv.find_cached_prefix(make_request(list(range(8))), 8)) == 1
 
 
-def test_other_salts_and_disabled_prefix_caching_find_no_blocks():
+def test_other_salts_and_disabled_prefix_caching_find_no_blocks() -> None:
     kv = manager()
     run(kv, list(range(8)), salt="a")
     assert kv.find_cached_prefix(make_request(list(range(8)), salt="b"), 8) == []
@@ -82,7 +82,7 @@ def test_other_salts_and_disabled_prefix_caching_find_no_blocks():
     assert off.find_cached_prefix(make_request(list(range(8))), 8) == []
 
 
-def test_uncached_blocks_are_evicted_first_then_the_least_recently_used_tail():
+def test_uncached_blocks_are_evicted_first_then_the_least_recently_used_tail() -> None:
     kv = manager(num_blocks=4)
     first = run(kv, list(range(8)))
     second = run(kv, list(range(100, 106)))  # one full block, one partial
@@ -93,7 +93,7 @@ def test_uncached_blocks_are_evicted_first_then_the_least_recently_used_tail():
     assert order == [second_ids[1], first_ids[1], first_ids[0], second_ids[0]]
 
 
-def test_a_reset_clears_the_prefix_cache_but_not_held_blocks():
+def test_a_reset_clears_the_prefix_cache_but_not_held_blocks() -> None:
     kv = manager()
     request = run(kv, list(range(8)))
     kv.reset_prefix_cache()
@@ -102,7 +102,7 @@ def test_a_reset_clears_the_prefix_cache_but_not_held_blocks():
     assert kv.pool.num_free_blocks == 8
 
 
-def test_freeing_twice_is_an_error():
+def test_freeing_twice_is_an_error() -> None:
     kv = manager()
     blocks = kv.pool.allocate(1)
     kv.pool.free(blocks)
@@ -110,7 +110,7 @@ def test_freeing_twice_is_an_error():
         kv.pool.free(blocks)
 
 
-def test_block_hashes_follow_the_protocol_and_the_growth_of_the_tokens():
+def test_block_hashes_follow_the_protocol_and_the_growth_of_the_tokens() -> None:
     kv = manager()
     request = make_request(list(range(10)))
     root = root_hash("model", "")
@@ -130,7 +130,7 @@ def fork(kv: KVCacheManager, parent: Request, num_tokens: int) -> Request:
     return child
 
 
-def test_a_fork_shares_all_blocks_including_a_partial_one():
+def test_a_fork_shares_all_blocks_including_a_partial_one() -> None:
     kv = manager()
     parent = run(kv, list(range(10)))
     child = fork(kv, parent, 10)
@@ -142,7 +142,7 @@ def test_a_fork_shares_all_blocks_including_a_partial_one():
     assert kv.num_free_blocks == 8
 
 
-def test_writers_copy_a_shared_block_but_the_last_holder_writes_in_place():
+def test_writers_copy_a_shared_block_but_the_last_holder_writes_in_place() -> None:
     kv = manager()
     parent = run(kv, list(range(10)))
     first, second = fork(kv, parent, 10), fork(kv, parent, 10)
@@ -157,7 +157,7 @@ def test_writers_copy_a_shared_block_but_the_last_holder_writes_in_place():
     assert first.block_ids[:2] == second.block_ids[:2] == parent.block_ids[:2]
 
 
-def test_a_write_to_an_inherited_cached_block_removes_it_from_the_prefix_cache():
+def test_a_write_to_an_inherited_cached_block_removes_it_from_the_prefix_cache() -> None:
     kv = manager()
     parent = run(kv, list(range(8)))
     child = fork(kv, parent, 6)
@@ -169,7 +169,7 @@ def test_a_write_to_an_inherited_cached_block_removes_it_from_the_prefix_cache()
     assert len(kv.find_cached_prefix(make_request([*range(6), 60, 70]), 8)) == 2
 
 
-def test_a_fork_keeps_only_the_block_hashes_of_its_own_tokens():
+def test_a_fork_keeps_only_the_block_hashes_of_its_own_tokens() -> None:
     kv = manager()
     parent = run(kv, list(range(12)))
     child = make_request([*range(6), 99, 98])
@@ -177,7 +177,7 @@ def test_a_fork_keeps_only_the_block_hashes_of_its_own_tokens():
     assert kv.block_hashes(child) == hash_blocks(root_hash("model"), child.token_ids, BLOCK)
 
 
-def test_invalid_forks_and_writes_are_refused():
+def test_invalid_forks_and_writes_are_refused() -> None:
     kv = manager()
     parent = run(kv, list(range(8)))
     with pytest.raises(ValueError, match="holds 2 KV blocks"):
@@ -191,7 +191,7 @@ def test_invalid_forks_and_writes_are_refused():
 # --- swapping
 
 
-def test_a_group_keeps_its_shared_blocks_across_swapping():
+def test_a_group_keeps_its_shared_blocks_across_swapping() -> None:
     kv = KVCacheManager(8, BLOCK, "model", num_swap_blocks=4)
     parent = run(kv, list(range(10)))
     child = fork(kv, parent, 10)
@@ -212,7 +212,7 @@ def test_a_group_keeps_its_shared_blocks_across_swapping():
     assert kv.swap_pool.num_free_blocks == 4
 
 
-def test_swapping_out_keeps_shared_blocks_on_the_device_and_cached_ones_findable():
+def test_swapping_out_keeps_shared_blocks_on_the_device_and_cached_ones_findable() -> None:
     kv = KVCacheManager(8, BLOCK, "model", num_swap_blocks=4)
     parent = run(kv, list(range(10)))
     other = fork(kv, parent, 4)
@@ -222,7 +222,7 @@ def test_swapping_out_keeps_shared_blocks_on_the_device_and_cached_ones_findable
     assert len(kv.find_cached_prefix(make_request(list(range(10))), 9)) == 2
 
 
-def test_swapping_twice_is_refused():
+def test_swapping_twice_is_refused() -> None:
     kv = KVCacheManager(4, BLOCK, "model", num_swap_blocks=3)
     request = run(kv, list(range(8)))
     with pytest.raises(ValueError, match="on the device"):
@@ -235,7 +235,7 @@ def test_swapping_twice_is_refused():
 # --- reserves, events, statistics
 
 
-def test_an_allocation_keeps_a_reserve_free_unless_it_needs_no_blocks():
+def test_an_allocation_keeps_a_reserve_free_unless_it_needs_no_blocks() -> None:
     kv = manager(num_blocks=4)
     request = make_request(list(range(12)))
     assert not kv.can_allocate(request, 12, keep_free=2)
@@ -244,7 +244,7 @@ def test_an_allocation_keeps_a_reserve_free_unless_it_needs_no_blocks():
     assert kv.can_allocate(request, 12, keep_free=4)
 
 
-def test_events_report_stored_removed_and_cleared_blocks():
+def test_events_report_stored_removed_and_cleared_blocks() -> None:
     kv = KVCacheManager(2, BLOCK, "model", enable_events=True)
     root = root_hash("model", "salt")
     hashes = hash_blocks(root, list(range(8)), BLOCK)
@@ -263,7 +263,7 @@ def test_events_report_stored_removed_and_cleared_blocks():
     assert kv.take_events() == [BlocksRemoved(hashes[1:]), AllBlocksCleared()]
 
 
-def test_one_event_reports_all_blocks_of_a_long_chunk():
+def test_one_event_reports_all_blocks_of_a_long_chunk() -> None:
     kv = KVCacheManager(4, BLOCK, "model", enable_events=True)
     run(kv, list(range(14)))
     root = root_hash("model")
@@ -272,13 +272,13 @@ def test_one_event_reports_all_blocks_of_a_long_chunk():
     ]
 
 
-def test_events_are_off_by_default():
+def test_events_are_off_by_default() -> None:
     kv = manager()
     run(kv, list(range(14)))
     assert kv.take_events() == []
 
 
-def test_a_reset_does_not_clear_the_lookup_counts():
+def test_a_reset_does_not_clear_the_lookup_counts() -> None:
     kv = manager()
     kv.count_lookup(100, 100)
     kv.reset_prefix_cache()

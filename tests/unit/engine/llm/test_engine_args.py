@@ -38,7 +38,7 @@ def argument_type(option: Option) -> object:
     return Sequence[int] if kind == tuple[int, ...] else kind
 
 
-def test_the_arguments_are_the_options_that_are_not_for_servers_with_their_types():
+def test_the_arguments_are_the_options_that_are_not_for_servers_with_their_types() -> None:
     assert get_type_hints(EngineArgs) == {
         option.flag.removeprefix("--").replace("-", "_"): argument_type(option)
         for option in options(EngineConfig)
@@ -56,12 +56,12 @@ def test_the_arguments_are_the_options_that_are_not_for_servers_with_their_types
         ({"capture_sizes": [1, 600]}, r"capture_sizes .* max_num_batched_tokens=512"),
     ],
 )
-def test_the_error_about_an_invalid_argument_names_it(args, message):
+def test_the_error_about_an_invalid_argument_names_it(args, message) -> None:
     with pytest.raises(ValueError, match=message):
         engine_config("/m", args)
 
 
-def test_arguments_set_their_fields_of_the_configuration():
+def test_arguments_set_their_fields_of_the_configuration() -> None:
     config = engine_config("/m", {"executor": "ray", "capture_sizes": [1, 2], "num_blocks": None})
     assert config.parallel.executor_class == "ray"
     assert config.compilation.capture_sizes == (1, 2)

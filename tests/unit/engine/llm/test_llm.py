@@ -19,6 +19,7 @@ from tqdm import tqdm
 from baton_engine import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
+from baton_protocol.messages import EngineCoreOutput
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 from support.parity import assert_greedy, prompts, reference_model
 
@@ -51,7 +52,7 @@ def reference(checkpoint: Path) -> torch.nn.Module:
     return reference_model(checkpoint)
 
 
-def test_the_import_of_the_package_does_not_import_torch():
+def test_the_import_of_the_package_does_not_import_torch() -> None:
     code = (
         "import sys, baton_engine; from baton_engine import SamplingParams; "
         "assert 'torch' not in sys.modules"
@@ -59,7 +60,7 @@ def test_the_import_of_the_package_does_not_import_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_greedy_tokens_match_transformers(llm: LLM, reference: torch.nn.Module):
+def test_greedy_tokens_match_transformers(llm: LLM, reference: torch.nn.Module) -> None:
     ids = prompts(8, 512, longest=60)
     outputs = llm.generate(ids, GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == ids
@@ -71,7 +72,7 @@ def test_greedy_tokens_match_transformers(llm: LLM, reference: torch.nn.Module):
     )
 
 
-def test_outputs_are_in_the_order_of_the_prompts_for_every_form_of_prompt(llm: LLM):
+def test_outputs_are_in_the_order_of_the_prompts_for_every_form_of_prompt(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.encode("hello")
     forms = ["hello", ids, {"prompt": "hello"}, {"prompt_token_ids": ids}]
@@ -86,7 +87,7 @@ def test_outputs_are_in_the_order_of_the_prompts_for_every_form_of_prompt(llm: L
     assert llm.generate([], GREEDY) == []
 
 
-def test_each_prompt_can_have_its_own_sampling_params(llm: LLM):
+def test_each_prompt_can_have_its_own_sampling_params(llm: LLM) -> None:
     params = [
         SamplingParams(max_tokens=length, temperature=0, ignore_eos=True) for length in (3, 9, 1)
     ]
@@ -96,7 +97,7 @@ def test_each_prompt_can_have_its_own_sampling_params(llm: LLM):
         llm.generate(["a", "b"], params)
 
 
-def test_n_samples_differ_and_the_same_seed_repeats_them(llm: LLM):
+def test_n_samples_differ_and_the_same_seed_repeats_them(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=7, max_tokens=10, ignore_eos=True)
     [first], [again] = (llm.generate("hello", params, use_tqdm=False) for _ in range(2))
     texts = [output.token_ids for output in first.outputs]
@@ -111,7 +112,7 @@ def test_n_samples_differ_and_the_same_seed_repeats_them(llm: LLM):
 
 def test_requests_without_a_seed_get_seeds_drawn_from_the_seed_of_the_llm(
     llm: LLM, checkpoint: Path
-):
+) -> None:
     params = SamplingParams(max_tokens=10, ignore_eos=True)
     texts = [
         output.outputs[0].token_ids
@@ -130,7 +131,7 @@ def test_requests_without_a_seed_get_seeds_drawn_from_the_seed_of_the_llm(
     assert drawn[0] == drawn[1]
 
 
-def test_best_of_returns_the_most_likely_samples_first(llm: LLM):
+def test_best_of_returns_the_most_likely_samples_first(llm: LLM) -> None:
     every = SamplingParams(n=6, seed=1, max_tokens=8, logprobs=0, ignore_eos=True)
     [all_six] = llm.generate("hello", every, use_tqdm=False)
     ranked = sorted(
@@ -143,7 +144,7 @@ def test_best_of_returns_the_most_likely_samples_first(llm: LLM):
     assert output.outputs[0].logprobs is None, "logprobs were not requested"
 
 
-def test_logprobs_match_transformers(llm: LLM, reference: torch.nn.Module):
+def test_logprobs_match_transformers(llm: LLM, reference: torch.nn.Module) -> None:
     params = SamplingParams(
         temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True
     )
@@ -174,7 +175,7 @@ def test_logprobs_match_transformers(llm: LLM, reference: torch.nn.Module):
         )
 
 
-def test_prompt_logprobs_are_not_repeated_for_n_samples(llm: LLM):
+def test_prompt_logprobs_are_not_repeated_for_n_samples(llm: LLM) -> None:
     plain, several = (
         llm.generate(
             "hello world", SamplingParams(n=n, max_tokens=3, prompt_logprobs=1), use_tqdm=False
@@ -186,7 +187,7 @@ def test_prompt_logprobs_are_not_repeated_for_n_samples(llm: LLM):
         assert one.keys() == other.keys()
 
 
-def test_a_stop_string_ends_the_text_and_the_request(llm: LLM):
+def test_a_stop_string_ends_the_text_and_the_request(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     [whole] = llm.generate("hello", params, use_tqdm=False)
     text = whole.outputs[0].text
@@ -213,7 +214,7 @@ def metric(llm: LLM, name: str) -> float:
     return next(item.value for item in llm.get_metrics() if item.name == name)
 
 
-def test_a_stop_token_is_the_stop_reason_and_not_part_of_the_text(llm: LLM):
+def test_a_stop_token_is_the_stop_reason_and_not_part_of_the_text(llm: LLM) -> None:
     [whole] = llm.generate("hello", GREEDY, use_tqdm=False)
     token_id = whole.outputs[0].token_ids[3]
     params = SamplingParams(
@@ -226,7 +227,7 @@ def test_a_stop_token_is_the_stop_reason_and_not_part_of_the_text(llm: LLM):
     assert sample.text == llm.get_tokenizer().decode(sample.token_ids[:-1])
 
 
-def test_bad_words_are_not_generated(llm: LLM):
+def test_bad_words_are_not_generated(llm: LLM) -> None:
     [whole] = llm.generate("hello", GREEDY, use_tqdm=False)
     tokenizer = llm.get_tokenizer()
     words = [tokenizer.decode([token_id]) for token_id in whole.outputs[0].token_ids]
@@ -244,7 +245,7 @@ def test_bad_words_are_not_generated(llm: LLM):
     assert not banned & set(pairs)
 
 
-def test_chat_equals_generate_on_the_rendered_chat_template(llm: LLM):
+def test_chat_equals_generate_on_the_rendered_chat_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     [answer] = llm.chat(messages, GREEDY, use_tqdm=False)
     assert answer.prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -260,7 +261,9 @@ def test_chat_equals_generate_on_the_rendered_chat_template(llm: LLM):
 
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 1.5])
-def test_beams_match_transformers(llm: LLM, reference: torch.nn.Module, length_penalty: float):
+def test_beams_match_transformers(
+    llm: LLM, reference: torch.nn.Module, length_penalty: float
+) -> None:
     ids = llm.get_tokenizer().encode("hello world")
     params = BeamSearchParams(
         beam_width=4, max_tokens=8, length_penalty=length_penalty, ignore_eos=True
@@ -285,7 +288,7 @@ def test_beams_match_transformers(llm: LLM, reference: torch.nn.Module, length_p
     assert result.sequences[0].text == llm.get_tokenizer().decode(result.sequences[0].tokens)
 
 
-def test_the_text_follows_structured_outputs(llm: LLM):
+def test_the_text_follows_structured_outputs(llm: LLM) -> None:
     choice = SamplingParams(
         max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["left", "right"])
     )
@@ -349,14 +352,14 @@ def test_the_text_follows_structured_outputs(llm: LLM):
 )
 def test_invalid_sampling_params_are_refused_by_name_and_leave_no_request(
     llm: LLM, params: SamplingParams, message: str
-):
+) -> None:
     with pytest.raises(ValueError, match=message):
         llm.generate(["good", "bad"], [GREEDY, params], use_tqdm=False)
     assert metric(llm, "baton:num_requests_running") == 0
     assert metric(llm, "baton:num_requests_waiting") == 0
 
 
-def test_invalid_prompts_are_refused_with_their_index(llm: LLM):
+def test_invalid_prompts_are_refused_with_their_index(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"prompt 1.*\b600\b"):
         llm.generate([[5], [5] * 600], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="prompt 0 is empty"):
@@ -383,7 +386,7 @@ def test_invalid_prompts_are_refused_with_their_index(llm: LLM):
     assert llm.generate("still there", GREEDY, use_tqdm=False)[0].finished
 
 
-def test_invalid_conversations_are_refused(llm: LLM):
+def test_invalid_conversations_are_refused(llm: LLM) -> None:
     user = {"role": "user", "content": "hello"}
     for wrong, kind, message in (
         ("hello", TypeError, "messages must be a list"),
@@ -397,7 +400,7 @@ def test_invalid_conversations_are_refused(llm: LLM):
         llm.chat([user], GREEDY, use_tqdm=False, chat_template_kwargs={"messages": []})
 
 
-def test_arguments_are_fields_of_the_engines_configuration(llm: LLM, checkpoint: Path):
+def test_arguments_are_fields_of_the_engines_configuration(llm: LLM, checkpoint: Path) -> None:
     assert (llm.config.cache.num_blocks, llm.config.model.max_model_len) == (96, 512)
     with pytest.raises(TypeError, match=r"no argument 'num_block'; there are .*num_blocks"):
         make_llm(checkpoint, num_block=3)
@@ -407,7 +410,9 @@ def test_arguments_are_fields_of_the_engines_configuration(llm: LLM, checkpoint:
         make_llm(checkpoint, num_blocks="many")
 
 
-def test_prompts_without_parameters_get_those_of_the_checkpoint(checkpoint: Path, tmp_path: Path):
+def test_prompts_without_parameters_get_those_of_the_checkpoint(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     path = shutil.copytree(checkpoint, tmp_path / "tuned")
     content = {"temperature": 0.0, "top_k": 9, "max_new_tokens": 5}
     (path / "generation_config.json").write_text(json.dumps(content))
@@ -425,7 +430,7 @@ def test_prompts_without_parameters_get_those_of_the_checkpoint(checkpoint: Path
         make_llm(path, generation_config="vllm")
 
 
-def test_nan_logits_are_counted_in_outputs_and_metrics(checkpoint: Path, tmp_path: Path):
+def test_nan_logits_are_counted_in_outputs_and_metrics(checkpoint: Path, tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint, tmp_path / "broken")
     weights = load_file(path / "model.safetensors")
     weights["lm_head.weight"][7] = torch.nan
@@ -437,7 +442,7 @@ def test_nan_logits_are_counted_in_outputs_and_metrics(checkpoint: Path, tmp_pat
     assert metrics["baton:num_nans_in_logits_total"] == 12
 
 
-def test_generate_on_a_closed_llm_is_an_error(checkpoint: Path):
+def test_generate_on_a_closed_llm_is_an_error(checkpoint: Path) -> None:
     with make_llm(checkpoint) as llm:
         pass
     llm.close()
@@ -445,7 +450,7 @@ def test_generate_on_a_closed_llm_is_an_error(checkpoint: Path):
         llm.generate("hello")
 
 
-def test_sleep_and_wake_up_do_not_change_the_output(llm: LLM):
+def test_sleep_and_wake_up_do_not_change_the_output(llm: LLM) -> None:
     [before] = llm.generate("hello", GREEDY, use_tqdm=False)
     llm.sleep(1)
     with pytest.raises(RuntimeError, match="wake_up"):
@@ -455,7 +460,7 @@ def test_sleep_and_wake_up_do_not_change_the_output(llm: LLM):
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-def test_a_repeated_prompt_comes_from_the_prefix_cache(llm: LLM):
+def test_a_repeated_prompt_comes_from_the_prefix_cache(llm: LLM) -> None:
     llm.reset_prefix_cache()
     ids = [list(range(3, 50))]
     counts = [llm.generate(ids, GREEDY, use_tqdm=False)[0].num_cached_tokens for _ in range(2)]
@@ -464,7 +469,7 @@ def test_a_repeated_prompt_comes_from_the_prefix_cache(llm: LLM):
 
 def test_the_progress_bar_counts_prompts_and_estimates_speed(
     llm: LLM, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     llm.generate(["a", "b", "c"], GREEDY)
     shown = capsys.readouterr().err
     assert "Processed prompts" in shown
@@ -482,11 +487,11 @@ def test_the_progress_bar_counts_prompts_and_estimates_speed(
 
 def test_ctrl_c_aborts_running_requests_and_the_llm_can_be_used_again(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     steps = 0
     step = EngineCore.step
 
-    def interrupted_step(core: EngineCore):
+    def interrupted_step(core: EngineCore) -> list[EngineCoreOutput]:
         nonlocal steps
         steps += 1
         if steps == 3:
@@ -503,7 +508,7 @@ def test_ctrl_c_aborts_running_requests_and_the_llm_can_be_used_again(
     assert llm.generate("hello", GREEDY, use_tqdm=False)[0].finished
 
 
-def test_generate_can_be_called_by_several_threads_at_once(llm: LLM):
+def test_generate_can_be_called_by_several_threads_at_once(llm: LLM) -> None:
     results: dict[int, list[int]] = {}
 
     def work(index: int) -> None:
@@ -520,7 +525,7 @@ def test_generate_can_be_called_by_several_threads_at_once(llm: LLM):
 
 def test_a_failed_engine_is_reported_and_refuses_later_calls(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     with make_llm(checkpoint) as llm:
 
         def fail() -> None:

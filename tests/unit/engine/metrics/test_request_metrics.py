@@ -45,7 +45,9 @@ def observed(metrics: RequestMetrics, name: str) -> tuple[int, float]:
     return histogram.cumulative()[-1][1], pytest.approx(histogram.sum)  # type: ignore[return-value]
 
 
-def test_a_finished_request_is_observed_in_every_latency_and_length_histogram(metrics, clock):
+def test_a_finished_request_is_observed_in_every_latency_and_length_histogram(
+    metrics, clock
+) -> None:
     metrics.on_add(EngineCoreRequest("r", [1] * 30, SamplingParams(max_tokens=3)))
     scheduled = EngineCoreEvent(EngineCoreEventType.SCHEDULED, 102.0)
     again = EngineCoreEvent(EngineCoreEventType.SCHEDULED, 104.5)
@@ -71,7 +73,7 @@ def test_a_finished_request_is_observed_in_every_latency_and_length_histogram(me
     }
 
 
-def test_tokens_of_one_output_share_the_time_since_the_previous_token(metrics, clock):
+def test_tokens_of_one_output_share_the_time_since_the_previous_token(metrics, clock) -> None:
     metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
     metrics.on_outputs([EngineCoreOutput("r", [7])])
     clock.now += 0.75
@@ -81,7 +83,7 @@ def test_tokens_of_one_output_share_the_time_since_the_previous_token(metrics, c
     assert next(count for bound, count in buckets if bound >= 0.25) == 3
 
 
-def test_aborted_requests_are_not_in_the_end_to_end_latency(metrics):
+def test_aborted_requests_are_not_in_the_end_to_end_latency(metrics) -> None:
     metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
     metrics.on_outputs([EngineCoreOutput("r", [], finish_reason=FinishReason.ABORT)])
     assert observed(metrics, "e2e_request_latency_seconds") == (0, 0.0)
@@ -89,7 +91,7 @@ def test_aborted_requests_are_not_in_the_end_to_end_latency(metrics):
     metrics.on_add(EngineCoreRequest("r", [1], SamplingParams()))
 
 
-def test_a_bucket_includes_its_upper_bound():
+def test_a_bucket_includes_its_upper_bound() -> None:
     histogram = Histogram("text", [1.0, 2.0])
     for value in (0.5, 1.0, 1.5, 2.5):
         histogram.observe(value)
@@ -98,7 +100,7 @@ def test_a_bucket_includes_its_upper_bound():
 
 def test_busy_time_counts_overlapping_steps_once_and_steps_without_tokens_not_at_all(
     metrics, clock
-):
+) -> None:
     clock.now = 103.0
     metrics.on_step(5, started=101.0)
     clock.now = 104.0
@@ -110,12 +112,12 @@ def test_busy_time_counts_overlapping_steps_once_and_steps_without_tokens_not_at
 
 
 @pytest.mark.parametrize("name", ["time_to_first_token_seconds", "inter_token_latency_seconds"])
-def test_buckets_of_latencies_with_targets_are_at_most_a_quarter_apart(metrics, name):
+def test_buckets_of_latencies_with_targets_are_at_most_a_quarter_apart(metrics, name) -> None:
     bounds = [bound for bound, _ in metrics.histograms[name].cumulative() if 0.005 <= bound <= 5.0]
     assert all(after <= 1.26 * before for before, after in pairwise(bounds))
 
 
-def test_prometheus_gets_the_expected_names_and_labels(metrics):
+def test_prometheus_gets_the_expected_names_and_labels(metrics) -> None:
     stats = EngineStats(num_requests_swapped=2, requests_finished={"stop": 3}, sleep_level=1)
     metrics.on_step(12, 99.0)
     text = generate_latest(engine_registry(lambda: stats, metrics, "m")).decode()
@@ -135,7 +137,7 @@ def test_prometheus_gets_the_expected_names_and_labels(metrics):
         assert line in text, f"{line} is not in\n{text}"
 
 
-def test_every_connector_statistic_is_a_metric_and_failures_are_labelled_by_reason(metrics):
+def test_every_connector_statistic_is_a_metric_and_failures_are_labelled_by_reason(metrics) -> None:
     counted = ConnectorStats(bytes_moved={"ucx tcp/eth0": 5, "ucx rc_mlx5/mlx5_0:1": 6})
     for number, field in enumerate(msgspec.structs.fields(ConnectorStats)):
         if field.type in (int, float):

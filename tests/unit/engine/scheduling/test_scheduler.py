@@ -11,7 +11,7 @@ from support.engine.scheduling.fake_runner import continuation, next_token
 from support.engine.scheduling.scheduler_engine import Engine
 
 
-def test_long_prompts_are_chunked_and_do_not_stall_decodes():
+def test_long_prompts_are_chunked_and_do_not_stall_decodes() -> None:
     engine = Engine(budget=8)
     engine.add("short", [1, 2], 30)
     engine.step()
@@ -22,7 +22,7 @@ def test_long_prompts_are_chunked_and_do_not_stall_decodes():
     assert engine.text("long") == continuation(list(range(1, 31)), 2, ignore_eos=True)
 
 
-def test_requests_run_by_lower_priority_value_then_by_arrival():
+def test_requests_run_by_lower_priority_value_then_by_arrival() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add("late", [1], arrival_time=2.0)
     engine.add("early", [2], arrival_time=1.0)
@@ -31,7 +31,7 @@ def test_requests_run_by_lower_priority_value_then_by_arrival():
     assert list(engine.outputs) == ["urgent", "early", "late"]
 
 
-def test_the_last_request_in_order_is_preempted_and_its_text_does_not_change():
+def test_the_last_request_in_order_is_preempted_and_its_text_does_not_change() -> None:
     engine = Engine(num_blocks=8, budget=64)
     prompts = {"a": [1] * 12, "b": [2] * 12}
     for request_id, prompt in prompts.items():
@@ -45,7 +45,7 @@ def test_the_last_request_in_order_is_preempted_and_its_text_does_not_change():
     assert engine.kv.pool.num_free_blocks == 8
 
 
-def test_a_repeated_prompt_computes_only_its_last_block():
+def test_a_repeated_prompt_computes_only_its_last_block() -> None:
     engine = Engine()
     prompt = list(range(1, 9))
     engine.add("first", prompt)
@@ -71,7 +71,7 @@ def test_a_repeated_prompt_computes_only_its_last_block():
         (None, FinishReason.LENGTH),
     ],
 )
-def test_requests_end_at_stop_tokens_or_length(stop, expected):
+def test_requests_end_at_stop_tokens_or_length(stop, expected) -> None:
     engine = Engine()
     third = continuation([5], 3, ignore_eos=True)[2]
     params = SamplingParams(
@@ -86,7 +86,7 @@ def test_requests_end_at_stop_tokens_or_length(stop, expected):
     assert len(engine.text("r")) == (3 if stop else 6)
 
 
-def test_stop_tokens_before_min_tokens_do_not_end_a_request():
+def test_stop_tokens_before_min_tokens_do_not_end_a_request() -> None:
     engine = Engine()
     first = next_token([5])
     params = SamplingParams(max_tokens=4, min_tokens=3, stop_token_ids=[first])
@@ -95,7 +95,7 @@ def test_stop_tokens_before_min_tokens_do_not_end_a_request():
     assert len(engine.text("r")) == 4
 
 
-def test_refusals_have_an_error_code_and_name_the_limit():
+def test_refusals_have_an_error_code_and_name_the_limit() -> None:
     engine = Engine(num_blocks=4, max_queue=1)
     with pytest.raises(RequestRefusedError, match=r"16 prompt .* 16 tokens") as refused:
         engine.add("long", [1] * 16)

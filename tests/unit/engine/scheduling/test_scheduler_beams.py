@@ -15,7 +15,7 @@ PROMPT = list(range(1, 11))
 
 def expected(
     prompt: list[int], max_tokens: int, width: int, stops: frozenset[int] = frozenset(), **params
-):
+) -> list[list[int]]:
     return beam_search(
         prompt, SamplingParams(max_tokens=max_tokens, beam_width=width, **params), stops
     )
@@ -32,7 +32,7 @@ def beams_of(engine: Engine, request_id: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize(("width", "max_tokens"), [(1, 5), (2, 9), (4, 7), (3, 1)])
-def test_beams_equal_those_of_the_reference_search(width, max_tokens, prefix_caching):
+def test_beams_equal_those_of_the_reference_search(width, max_tokens, prefix_caching) -> None:
     engine = Engine(prefix_caching=prefix_caching)
     engine.add("r", PROMPT, max_tokens, {"beam_width": width})
     engine.run()
@@ -43,7 +43,7 @@ def test_beams_equal_those_of_the_reference_search(width, max_tokens, prefix_cac
 
 @pytest.mark.parametrize("early_stopping", [True, False])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
-def test_stop_tokens_end_a_hypothesis(early_stopping, length_penalty):
+def test_stop_tokens_end_a_hypothesis(early_stopping, length_penalty) -> None:
     engine = Engine()
     first = candidates(PROMPT, 2)[0][0]
     stops = [candidates([*PROMPT, first], 1)[0][0], candidates(PROMPT, 2)[1][0]]
@@ -55,7 +55,7 @@ def test_stop_tokens_end_a_hypothesis(early_stopping, length_penalty):
         assert {beam.stop_token_id for beam in engine.last("r").beams or []} & set(stops)
 
 
-def test_eos_ends_a_hypothesis_unless_it_is_ignored():
+def test_eos_ends_a_hypothesis_unless_it_is_ignored() -> None:
     for ignore_eos in (True, False):
         engine = Engine()
         eos = candidates(PROMPT, 1)[0][0]
@@ -67,7 +67,7 @@ def test_eos_ends_a_hypothesis_unless_it_is_ignored():
         )
 
 
-def test_beams_run_with_other_requests_within_the_budget():
+def test_beams_run_with_other_requests_within_the_budget() -> None:
     engine = Engine(budget=4, max_num_seqs=4)
     engine.add("r", PROMPT, 6, {"beam_width": 3})
     engine.add("single", [5, 6], 9)
@@ -76,7 +76,7 @@ def test_beams_run_with_other_requests_within_the_budget():
     assert len(engine.text("single")) == 9
 
 
-def test_a_search_counts_as_many_sequences_as_it_has_beams():
+def test_a_search_counts_as_many_sequences_as_it_has_beams() -> None:
     engine = Engine(max_num_seqs=4)
     engine.add("r", PROMPT, 6, {"beam_width": 3})
     engine.add("a", [5], 4)
@@ -91,7 +91,7 @@ def test_a_search_counts_as_many_sequences_as_it_has_beams():
 
 
 @pytest.mark.parametrize("preemption_mode", ["auto", "recompute"])
-def test_a_preempted_search_finds_the_same_beams(preemption_mode):
+def test_a_preempted_search_finds_the_same_beams(preemption_mode) -> None:
     engine = Engine(num_blocks=14, num_swap_blocks=24, preemption_mode=preemption_mode)
     engine.add("first", [50] * 8, 36, priority=-1)
     engine.step()
@@ -108,7 +108,9 @@ def test_a_preempted_search_finds_the_same_beams(preemption_mode):
 @pytest.mark.parametrize(
     ("first", "length"), [(4, 7), (4, 9), (6, 8), (7, 4), (8, 5), (8, 10), (10, 6)]
 )
-def test_a_search_swapped_out_while_its_step_is_in_flight_finds_the_same_beams(first, length):
+def test_a_search_swapped_out_while_its_step_is_in_flight_finds_the_same_beams(
+    first, length
+) -> None:
     engine = Engine(num_blocks=12, num_swap_blocks=24)
     engine.add("first", [50] * first, 28, priority=-1)
     engine.schedule()  # from now on two steps are in flight
@@ -124,7 +126,7 @@ def test_a_search_swapped_out_while_its_step_is_in_flight_finds_the_same_beams(f
     assert beams_of(engine, "r") == expected(prompt, 16, 4)
 
 
-def test_a_search_that_uses_all_kv_blocks_ends_with_an_error():
+def test_a_search_that_uses_all_kv_blocks_ends_with_an_error() -> None:
     engine = Engine(num_blocks=6)
     engine.add("r", PROMPT, 12, {"beam_width": 4})
     engine.run()
@@ -133,7 +135,7 @@ def test_a_search_that_uses_all_kv_blocks_ends_with_an_error():
     assert engine.kv.num_free_blocks == 6
 
 
-def test_a_search_whose_first_tokens_do_not_fit_is_refused():
+def test_a_search_whose_first_tokens_do_not_fit_is_refused() -> None:
     engine = Engine(num_blocks=6)
     with pytest.raises(
         RequestRefusedError,
@@ -143,7 +145,7 @@ def test_a_search_whose_first_tokens_do_not_fit_is_refused():
     assert refused.value.code is ErrorCode.LENGTH
 
 
-def test_an_aborted_search_frees_its_blocks_and_worker_sequences():
+def test_an_aborted_search_frees_its_blocks_and_worker_sequences() -> None:
     engine = Engine()
     engine.add("r", PROMPT, 12, {"beam_width": 4})
     for _ in range(4):
@@ -155,7 +157,7 @@ def test_an_aborted_search_frees_its_blocks_and_worker_sequences():
     assert list(engine.runner.sequences) == ["next"], "the worker still has the beams"
 
 
-def test_beams_report_the_logprobs_of_their_tokens():
+def test_beams_report_the_logprobs_of_their_tokens() -> None:
     engine = Engine()
     engine.add("r", PROMPT, 3, {"beam_width": 2, "logprobs": 1})
     engine.run()
@@ -167,7 +169,7 @@ def test_beams_report_the_logprobs_of_their_tokens():
         assert all(len(entry.top) == 1 for entry in beam.logprobs)
 
 
-def test_a_request_id_that_could_be_that_of_a_beam_is_refused():
+def test_a_request_id_that_could_be_that_of_a_beam_is_refused() -> None:
     engine = Engine()
     engine.add("r", PROMPT, 3, {"beam_width": 2})
     with pytest.raises(RequestRefusedError, match="r#1 could be the id of a beam") as refused:
@@ -187,7 +189,7 @@ def test_a_request_id_that_could_be_that_of_a_beam_is_refused():
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5])
 @pytest.mark.parametrize("num_blocks", [7, 8, 10])
-def test_a_search_wider_than_the_budget_leaks_no_blocks(budget, num_blocks):
+def test_a_search_wider_than_the_budget_leaks_no_blocks(budget, num_blocks) -> None:
     engine = Engine(budget=max(budget, 4), num_blocks=num_blocks, prefix_caching=False)
     engine.add("other", [5, 6, 7], 8)
     engine.add("r", PROMPT, 6, {"beam_width": 4})
@@ -202,7 +204,7 @@ def test_a_search_wider_than_the_budget_leaks_no_blocks(budget, num_blocks):
     assert engine.kv.num_free_blocks == num_blocks
 
 
-def test_a_preempted_search_waits_until_it_has_the_blocks_to_progress():
+def test_a_preempted_search_waits_until_it_has_the_blocks_to_progress() -> None:
     engine = Engine(num_blocks=12, prefix_caching=False, max_num_seqs=8, budget=32)
     engine.add("long", [7] * 4, 28)  # grows to 8 of the 12 blocks
     engine.add("r", PROMPT, 12, {"beam_width": 4})

@@ -39,7 +39,7 @@ def lose(engine: Engine, loss: Loss) -> SchedulerOutput:
     return step
 
 
-def test_requests_keep_their_kv_and_run_the_tokens_of_the_lost_step_again(loss):
+def test_requests_keep_their_kv_and_run_the_tokens_of_the_lost_step_again(loss) -> None:
     engine = Engine()
     engine.add("a", list(range(1, 8)), 6)
     engine.step()
@@ -58,7 +58,7 @@ def test_requests_keep_their_kv_and_run_the_tokens_of_the_lost_step_again(loss):
     assert engine.kv.num_free_blocks == 32
 
 
-def test_a_request_that_ended_during_the_lost_step_stays_ended(loss):
+def test_a_request_that_ended_during_the_lost_step_stays_ended(loss) -> None:
     engine = Engine(max_num_seqs=1)
     engine.add("a", [1, 2, 3], 6)
     engine.step()
@@ -72,7 +72,7 @@ def test_a_request_that_ended_during_the_lost_step_stays_ended(loss):
     assert not engine.runner.sequences.keys() - {"b"}
 
 
-def test_blocks_are_published_by_the_step_that_computes_them_again(loss):
+def test_blocks_are_published_by_the_step_that_computes_them_again(loss) -> None:
     engine = Engine(budget=6)
     engine.add(
         "r", list(range(1, 11)), 1, kv_transfer=KVTransferParams(KVSide.PRODUCE, "t", "decode-1")
@@ -90,7 +90,7 @@ def test_blocks_are_published_by_the_step_that_computes_them_again(loss):
     assert engine.kv.num_free_blocks == 32
 
 
-def test_a_group_waits_for_its_prompt_after_a_lost_step(loss):
+def test_a_group_waits_for_its_prompt_after_a_lost_step(loss) -> None:
     engine = Engine()
     for index in range(3):
         engine.add(f"s{index}", [7] * 6, 4, sample_index=index, group_id="g")
@@ -104,7 +104,7 @@ def test_a_group_waits_for_its_prompt_after_a_lost_step(loss):
     )
 
 
-def test_prefixes_of_a_lost_step_are_not_found_before_they_are_computed(loss):
+def test_prefixes_of_a_lost_step_are_not_found_before_they_are_computed(loss) -> None:
     engine = Engine()
     engine.add("a", [5] * 9, 3)
     lose(engine, loss)

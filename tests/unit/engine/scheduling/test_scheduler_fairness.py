@@ -15,7 +15,9 @@ LONG = list(range(1, 61))
 
 @pytest.mark.parametrize("num_blocks", [64, 20])
 @pytest.mark.parametrize("policy", ["priority", "fcfs"])
-def test_a_long_prompt_ends_in_bounded_steps_under_a_stream_of_short_ones(policy, num_blocks):
+def test_a_long_prompt_ends_in_bounded_steps_under_a_stream_of_short_ones(
+    policy, num_blocks
+) -> None:
     engine = Engine(
         num_blocks=num_blocks, budget=8, max_num_seqs=8, max_queue=10_000, policy=policy
     )
@@ -37,7 +39,7 @@ def test_a_long_prompt_ends_in_bounded_steps_under_a_stream_of_short_ones(policy
         assert engine.scheduler.stats().num_preemptions > 0
 
 
-def test_the_long_prefill_threshold_leaves_budget_to_shorter_prompts():
+def test_the_long_prefill_threshold_leaves_budget_to_shorter_prompts() -> None:
     engine = Engine(budget=16, long_prefill_token_threshold=5)
     engine.add("long", LONG, 2)
     engine.add("short", [7] * 6, 2)
@@ -49,7 +51,7 @@ def test_the_long_prefill_threshold_leaves_budget_to_shorter_prompts():
     assert engine.text("long") == continuation(LONG, 2, ignore_eos=True)
 
 
-def test_without_chunked_prefill_a_prompt_runs_in_one_step():
+def test_without_chunked_prefill_a_prompt_runs_in_one_step() -> None:
     engine = Engine(budget=16, enable_chunked_prefill=False)
     for name in ("a", "b", "c"):
         engine.add(name, [ord(name)] * 10, 3)
@@ -60,7 +62,7 @@ def test_without_chunked_prefill_a_prompt_runs_in_one_step():
     assert refused.value.code is ErrorCode.LENGTH
 
 
-def test_without_chunked_prefill_a_preempted_request_beyond_the_budget_resumes():
+def test_without_chunked_prefill_a_preempted_request_beyond_the_budget_resumes() -> None:
     engine = Engine(budget=12, num_blocks=8, enable_chunked_prefill=False, prefix_caching=False)
     prompts = {"a": [1] * 10, "b": [2] * 10}
     for name, prompt in prompts.items():
@@ -71,7 +73,7 @@ def test_without_chunked_prefill_a_preempted_request_beyond_the_budget_resumes()
         assert engine.text(name) == continuation(prompt, 14, ignore_eos=True)
 
 
-def test_admission_keeps_the_watermark_free_while_other_requests_run():
+def test_admission_keeps_the_watermark_free_while_other_requests_run() -> None:
     engine = Engine(num_blocks=8, watermark_blocks=2)
     engine.add("a", [1] * 11, 2)
     engine.add("b", [2] * 13, 2)  # fits, but leaves one block free
@@ -82,7 +84,7 @@ def test_admission_keeps_the_watermark_free_while_other_requests_run():
     assert len(engine.text("b")) == len(engine.text("whole")) == 2
 
 
-def test_a_request_of_higher_priority_preempts_the_running_one_of_lowest_priority():
+def test_a_request_of_higher_priority_preempts_the_running_one_of_lowest_priority() -> None:
     engine = Engine(num_blocks=9)
     engine.add("low", [1] * 8, 16, priority=2)
     engine.add("middle", [2] * 8, 16, priority=1)
@@ -99,7 +101,7 @@ def test_a_request_of_higher_priority_preempts_the_running_one_of_lowest_priorit
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_the_fcfs_policy_ignores_priorities(policy):
+def test_the_fcfs_policy_ignores_priorities(policy) -> None:
     engine = Engine(max_num_seqs=1, policy=policy)
     engine.add("early", [1], arrival_time=1.0, priority=5)
     engine.add("late", [2], arrival_time=2.0, priority=0)
@@ -107,7 +109,7 @@ def test_the_fcfs_policy_ignores_priorities(policy):
     assert next(iter(engine.outputs)) == ("early" if policy == "fcfs" else "late")
 
 
-def test_swap_mode_swaps_single_requests_and_recomputes_when_the_host_is_full():
+def test_swap_mode_swaps_single_requests_and_recomputes_when_the_host_is_full() -> None:
     for num_swap_blocks, swapped in ((24, True), (1, False)):
         engine = Engine(
             num_blocks=8, budget=64, num_swap_blocks=num_swap_blocks, preemption_mode="swap"
@@ -126,7 +128,7 @@ def test_swap_mode_swaps_single_requests_and_recomputes_when_the_host_is_full():
             assert engine.text(name) == continuation(prompt, 18, ignore_eos=True)
 
 
-def test_swapped_requests_resume_before_new_ones_are_admitted():
+def test_swapped_requests_resume_before_new_ones_are_admitted() -> None:
     engine = Engine(
         num_blocks=8, budget=64, num_swap_blocks=24, preemption_mode="swap", max_num_seqs=2
     )
@@ -144,7 +146,7 @@ def test_swapped_requests_resume_before_new_ones_are_admitted():
     assert engine.text("new") == continuation([3], 2, ignore_eos=True)
 
 
-def test_blocks_freed_by_a_preemption_go_to_running_requests():
+def test_blocks_freed_by_a_preemption_go_to_running_requests() -> None:
     engine = Engine(num_blocks=8, budget=64, max_num_seqs=2)
     engine.add("a", [1] * 12, 18)
     engine.add("b", [2] * 12, 18)
@@ -156,7 +158,7 @@ def test_blocks_freed_by_a_preemption_go_to_running_requests():
     assert list(engine.step().num_scheduled_tokens) == ["a", "urgent"]
 
 
-def test_a_prompt_can_be_preempted_between_its_chunks():
+def test_a_prompt_can_be_preempted_between_its_chunks() -> None:
     engine = Engine(num_blocks=8, budget=3, prefix_caching=False)
     engine.add("decodes", [1] * 3, 20)
     engine.step()
@@ -169,7 +171,7 @@ def test_a_prompt_can_be_preempted_between_its_chunks():
     assert engine.text("long") == continuation(list(range(1, 25)), 2, ignore_eos=True)
 
 
-def test_a_swapped_request_resumes_only_after_its_steps_in_flight():
+def test_a_swapped_request_resumes_only_after_its_steps_in_flight() -> None:
     engine = Engine(
         num_blocks=8, num_swap_blocks=24, preemption_mode="swap", async_scheduling=True, budget=64
     )
@@ -188,7 +190,7 @@ def test_a_swapped_request_resumes_only_after_its_steps_in_flight():
     assert engine.text("b") == continuation([2] * 12, 18, ignore_eos=True)
 
 
-def test_aborted_requests_are_removed_from_the_waiting_queue():
+def test_aborted_requests_are_removed_from_the_waiting_queue() -> None:
     engine = Engine()
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     engine.add("first", [1, 2], 2)

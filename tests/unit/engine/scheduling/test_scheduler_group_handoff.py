@@ -57,7 +57,9 @@ def check_texts(engine: Engine, names: list[str], max_tokens: int = 6) -> None:
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize("max_tokens", [1, 6])
-def test_all_samples_start_from_the_blocks_that_the_first_one_loads(prefix_caching, max_tokens):
+def test_all_samples_start_from_the_blocks_that_the_first_one_loads(
+    prefix_caching, max_tokens
+) -> None:
     engine = Engine(prefix_caching=prefix_caching)
     names = group(engine, max_tokens=max_tokens)
     engine.run()
@@ -77,7 +79,7 @@ def test_all_samples_start_from_the_blocks_that_the_first_one_loads(prefix_cachi
 
 
 @pytest.mark.parametrize("prompt_len", [1, 4, 5])
-def test_samples_share_a_prompt_of_any_length(prompt_len):
+def test_samples_share_a_prompt_of_any_length(prompt_len) -> None:
     engine, prompt = Engine(), PROMPT[:prompt_len]
     names = group(engine, prompt=prompt)
     engine.step()
@@ -90,7 +92,7 @@ def test_samples_share_a_prompt_of_any_length(prompt_len):
     assert engine.kv.num_free_blocks == 32
 
 
-def test_samples_that_wait_for_a_load_do_not_block_other_requests():
+def test_samples_that_wait_for_a_load_do_not_block_other_requests() -> None:
     engine = Engine(max_num_seqs=1)
     group(engine)
     engine.add("other", [7, 8], 2)
@@ -99,7 +101,7 @@ def test_samples_that_wait_for_a_load_do_not_block_other_requests():
     assert engine.outputs.keys() == {"other"}
 
 
-def test_the_missing_part_of_a_failed_load_is_computed_once():
+def test_the_missing_part_of_a_failed_load_is_computed_once() -> None:
     engine = Engine()
     names = group(engine)
     engine.step()
@@ -113,7 +115,7 @@ def test_the_missing_part_of_a_failed_load_is_computed_once():
 
 
 @pytest.mark.parametrize("arrival", ["before the request", "before the load"])
-def test_a_prompt_whose_prefill_stage_fails_at_once_is_computed_once(arrival):
+def test_a_prompt_whose_prefill_stage_fails_at_once_is_computed_once(arrival) -> None:
     engine = Engine()
     failed = PrefillResult("s0", error="prefill died")
     if arrival == "before the request":
@@ -126,7 +128,7 @@ def test_a_prompt_whose_prefill_stage_fails_at_once_is_computed_once(arrival):
     assert engine.scheduler.stats().prompt_tokens_computed == 10 + 3
 
 
-def test_the_fail_policy_ends_all_samples_that_wait_for_the_load():
+def test_the_fail_policy_ends_all_samples_that_wait_for_the_load() -> None:
     engine = Engine(fail=True)
     names = group(engine)
     engine.step()
@@ -141,7 +143,9 @@ def test_the_fail_policy_ends_all_samples_that_wait_for_the_load():
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_the_others_compute_the_prompt_once_if_the_first_is_aborted_during_its_load(is_loaded):
+def test_the_others_compute_the_prompt_once_if_the_first_is_aborted_during_its_load(
+    is_loaded,
+) -> None:
     engine = Engine(prefix_caching=False)
     names = group(engine)
     engine.step()
@@ -158,7 +162,7 @@ def test_the_others_compute_the_prompt_once_if_the_first_is_aborted_during_its_l
     assert engine.scheduler.stats().prompt_tokens_computed == 10 + 2
 
 
-def test_the_others_share_loaded_blocks_while_the_first_waits_for_its_grammar():
+def test_the_others_share_loaded_blocks_while_the_first_waits_for_its_grammar() -> None:
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars, prefix_caching=False)
     even = {"structured_output": StructuredOutput(StructuredOutputKind.REGEX, "3")}
@@ -179,7 +183,7 @@ def test_the_others_share_loaded_blocks_while_the_first_waits_for_its_grammar():
     assert engine.kv.num_free_blocks == 32
 
 
-def test_loaded_samples_that_lose_their_memory_compute_the_prompt_once():
+def test_loaded_samples_that_lose_their_memory_compute_the_prompt_once() -> None:
     engine = Engine(prefix_caching=False)
     names = group(engine)
     engine.step()
@@ -194,7 +198,7 @@ def test_loaded_samples_that_lose_their_memory_compute_the_prompt_once():
     assert engine.scheduler.stats().prompt_tokens_computed == 10 + 3
 
 
-def test_a_later_load_of_a_running_group_is_a_load_of_its_own():
+def test_a_later_load_of_a_running_group_is_a_load_of_its_own() -> None:
     engine = Engine()
     names = group(engine, 2, max_tokens=12)
     engine.step()

@@ -22,7 +22,7 @@ def group(
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_a_group_computes_its_prompt_once_and_shares_its_full_blocks(prefix_caching):
+def test_a_group_computes_its_prompt_once_and_shares_its_full_blocks(prefix_caching) -> None:
     engine = Engine(prefix_caching=prefix_caching)
     names = group(engine, 4)
     first = engine.step()
@@ -40,7 +40,7 @@ def test_a_group_computes_its_prompt_once_and_shares_its_full_blocks(prefix_cach
     assert engine.kv.num_free_blocks == 32
 
 
-def test_members_that_wait_for_the_prompt_do_not_block_other_requests():
+def test_members_that_wait_for_the_prompt_do_not_block_other_requests() -> None:
     engine = Engine(budget=4)
     group(engine, 3)
     engine.add("other", [7, 8], 2)
@@ -54,7 +54,7 @@ def test_members_that_wait_for_the_prompt_do_not_block_other_requests():
 
 
 @pytest.mark.parametrize("how", ["abort", "preempt"])
-def test_the_next_member_computes_the_prompt_if_the_first_is_aborted_or_preempted(how):
+def test_the_next_member_computes_the_prompt_if_the_first_is_aborted_or_preempted(how) -> None:
     engine = Engine(budget=4, prefix_caching=False)
     names = group(engine, 3)
     engine.step()
@@ -69,7 +69,7 @@ def test_the_next_member_computes_the_prompt_if_the_first_is_aborted_or_preempte
     assert engine.kv.num_free_blocks == 32
 
 
-def test_no_member_shares_a_block_that_the_same_step_copies_to():
+def test_no_member_shares_a_block_that_the_same_step_copies_to() -> None:
     """The first sample is preempted in its step, so the others start from each other."""
     engine = Engine(async_scheduling=True, prefix_caching=False)
     names = group(engine, 3)
@@ -83,7 +83,7 @@ def test_no_member_shares_a_block_that_the_same_step_copies_to():
         assert engine.text(name) == continuation(PROMPT, 6, ignore_eos=True)
 
 
-def test_the_end_of_a_member_does_not_free_blocks_of_the_others():
+def test_the_end_of_a_member_does_not_free_blocks_of_the_others() -> None:
     engine = Engine()
     names = group(engine, 3, max_tokens=9)
     engine.step()
@@ -96,7 +96,7 @@ def test_the_end_of_a_member_does_not_free_blocks_of_the_others():
         assert engine.text(name) == continuation(PROMPT, 9, ignore_eos=True)
 
 
-def test_a_late_member_shares_the_computed_blocks_of_the_first():
+def test_a_late_member_shares_the_computed_blocks_of_the_first() -> None:
     engine = Engine()
     engine.add("s0", PROMPT, 12, group_id="g")
     for _ in range(5):
@@ -109,7 +109,7 @@ def test_a_late_member_shares_the_computed_blocks_of_the_first():
     assert engine.text("s1") == continuation(PROMPT, 12, ignore_eos=True)
 
 
-def test_a_member_with_another_prompt_is_refused():
+def test_a_member_with_another_prompt_is_refused() -> None:
     engine = Engine()
     engine.add("a", [1, 2], group_id="g")
     with pytest.raises(RequestRefusedError, match="equal prompts") as refused:
@@ -119,7 +119,7 @@ def test_a_member_with_another_prompt_is_refused():
     engine.add("c", [1, 3], group_id="g")  # the group has ended, so its id can be used again
 
 
-def test_a_group_is_swapped_out_as_a_whole_and_shares_blocks_after_its_return():
+def test_a_group_is_swapped_out_as_a_whole_and_shares_blocks_after_its_return() -> None:
     engine = Engine(num_blocks=12, num_swap_blocks=24, prefix_caching=False)
     engine.add("first", [50] * 10, 24, priority=-1)
     engine.step()
@@ -138,7 +138,7 @@ def test_a_group_is_swapped_out_as_a_whole_and_shares_blocks_after_its_return():
     assert engine.kv.swap_pool.num_free_blocks == 24
 
 
-def test_a_group_that_lacks_blocks_for_itself_preempts_only_its_last_member():
+def test_a_group_that_lacks_blocks_for_itself_preempts_only_its_last_member() -> None:
     engine = Engine(num_blocks=8, num_swap_blocks=24, preemption_mode="swap", prefix_caching=False)
     names = group(engine, 3, max_tokens=16)
     for _ in range(100):
@@ -149,7 +149,7 @@ def test_a_group_that_lacks_blocks_for_itself_preempts_only_its_last_member():
     assert engine.last("s0").finish_reason is FinishReason.LENGTH
 
 
-def test_a_member_with_another_cache_salt_is_refused():
+def test_a_member_with_another_cache_salt_is_refused() -> None:
     engine = Engine()
     engine.add("s0", PROMPT, group_id="g", cache_salt="salt")
     with pytest.raises(RequestRefusedError, match="the same cache_salt") as refused:
@@ -186,14 +186,14 @@ def start_of_late_member(*, async_scheduling: bool, steps: int) -> set[int]:
     return started
 
 
-def test_a_late_member_shares_a_prompt_whose_step_is_still_in_flight():
+def test_a_late_member_shares_a_prompt_whose_step_is_still_in_flight() -> None:
     assert start_of_late_member(async_scheduling=True, steps=2) == {9}
     assert start_of_late_member(async_scheduling=True, steps=1) == {9}, (
         "the member must wait for the chunk that is not scheduled"
     )
 
 
-def test_a_late_member_waits_until_a_preempted_member_has_recomputed_the_prompt():
+def test_a_late_member_waits_until_a_preempted_member_has_recomputed_the_prompt() -> None:
     engine = Engine(prefix_caching=False)
     group(engine, 1)
     engine.step()

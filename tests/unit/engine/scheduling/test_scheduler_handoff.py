@@ -19,7 +19,7 @@ def consume(transfer_id: str) -> KVTransferParams:
     return KVTransferParams(KVSide.CONSUME, transfer_id, "prefill-1", "127.0.0.1", 5558)
 
 
-def test_a_producer_publishes_blocks_per_chunk_and_keeps_them_until_fetched():
+def test_a_producer_publishes_blocks_per_chunk_and_keeps_them_until_fetched() -> None:
     engine = Engine(budget=6)
     prompt = list(range(1, 11))
     engine.add("r", prompt, 1, kv_transfer=produce("t"))
@@ -46,7 +46,7 @@ def test_a_producer_publishes_blocks_per_chunk_and_keeps_them_until_fetched():
     assert engine.scheduler.stats().num_unfinished == 0
 
 
-def test_blocks_from_the_prefix_cache_are_published_with_the_first_step():
+def test_blocks_from_the_prefix_cache_are_published_with_the_first_step() -> None:
     engine = Engine()
     engine.add("first", list(range(1, 11)))
     engine.run()
@@ -55,7 +55,7 @@ def test_blocks_from_the_prefix_cache_are_published_with_the_first_step():
     assert (save.first_block_index, len(save.block_ids), save.last) == (0, 3, True)
 
 
-def test_an_aborted_producer_keeps_its_blocks_until_the_transfer_ends():
+def test_an_aborted_producer_keeps_its_blocks_until_the_transfer_ends() -> None:
     engine = Engine(budget=4)
     engine.add("r", list(range(1, 11)), 1, kv_transfer=produce("t"))
     engine.step()
@@ -70,7 +70,7 @@ def test_an_aborted_producer_keeps_its_blocks_until_the_transfer_ends():
 
 
 @pytest.mark.parametrize("first", ["load", "result"])
-def test_a_consumer_continues_after_the_peers_first_token_without_recomputing(first):
+def test_a_consumer_continues_after_the_peers_first_token_without_recomputing(first) -> None:
     engine = Engine()
     prompt = list(range(1, 11))
     engine.add("r", prompt, 5, kv_transfer=consume("t"))
@@ -96,7 +96,7 @@ def test_a_consumer_continues_after_the_peers_first_token_without_recomputing(fi
     assert engine.kv.pool.num_free_blocks == 32
 
 
-def test_blocks_that_did_not_arrive_are_recomputed():
+def test_blocks_that_did_not_arrive_are_recomputed() -> None:
     engine = Engine()
     prompt = list(range(1, 11))
     engine.add("r", prompt, 3, kv_transfer=consume("t"))
@@ -113,7 +113,7 @@ def test_blocks_that_did_not_arrive_are_recomputed():
     assert stats.kv_transfer_recomputed_tokens == 6
 
 
-def test_the_fail_policy_ends_the_request_with_a_kv_load_error():
+def test_the_fail_policy_ends_the_request_with_a_kv_load_error() -> None:
     engine = Engine(fail=True)
     engine.add("r", list(range(1, 11)), 3, kv_transfer=consume("t"))
     engine.step()
@@ -125,7 +125,7 @@ def test_the_fail_policy_ends_the_request_with_a_kv_load_error():
     assert engine.kv.pool.num_free_blocks == 32
 
 
-def test_an_aborted_consumer_frees_its_blocks_after_the_load_ends():
+def test_an_aborted_consumer_frees_its_blocks_after_the_load_ends() -> None:
     engine = Engine()
     engine.add("r", list(range(1, 11)), 3, kv_transfer=consume("t"))
     engine.step()
@@ -138,7 +138,7 @@ def test_an_aborted_consumer_frees_its_blocks_after_the_load_ends():
     assert engine.kv.pool.num_free_blocks == 32
 
 
-def test_a_consumer_with_all_blocks_cached_still_starts_and_ends_a_load():
+def test_a_consumer_with_all_blocks_cached_still_starts_and_ends_a_load() -> None:
     engine = Engine()
     prompt = list(range(1, 9))
     engine.add("first", prompt)
@@ -153,7 +153,7 @@ def test_a_consumer_with_all_blocks_cached_still_starts_and_ends_a_load():
     assert engine.scheduler.stats().prompt_tokens_computed == 8  # by the first request
 
 
-def test_requests_that_wait_for_remote_kv_do_not_block_others():
+def test_requests_that_wait_for_remote_kv_do_not_block_others() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add("remote", list(range(1, 11)), 3, kv_transfer=consume("t"))
     engine.add("local", [1, 2, 3], 3)
@@ -162,7 +162,7 @@ def test_requests_that_wait_for_remote_kv_do_not_block_others():
     assert engine.scheduler.stats().num_requests_waiting_for_remote_kv == 1
 
 
-def test_a_late_prefill_result_is_not_applied_to_a_later_request_with_the_same_id():
+def test_a_late_prefill_result_is_not_applied_to_a_later_request_with_the_same_id() -> None:
     engine = Engine()
     prompt = list(range(1, 11))
     engine.add("r", prompt, 5, kv_transfer=consume("t1"))
@@ -181,7 +181,7 @@ def test_a_late_prefill_result_is_not_applied_to_a_later_request_with_the_same_i
     assert engine.text("r") == continuation(prompt, 5, ignore_eos=True)[1:]
 
 
-def test_a_prefill_token_that_reaches_max_tokens_ends_the_request():
+def test_a_prefill_token_that_reaches_max_tokens_ends_the_request() -> None:
     engine = Engine()
     prompt = list(range(1, 11))
     engine.add("r", prompt, 1, kv_transfer=consume("t"))
@@ -197,7 +197,7 @@ def test_a_prefill_token_that_reaches_max_tokens_ends_the_request():
     assert engine.kv.pool.num_free_blocks == 32
 
 
-def test_loaded_requests_do_not_take_the_slot_of_an_earlier_waiting_one():
+def test_loaded_requests_do_not_take_the_slot_of_an_earlier_waiting_one() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add("running", [9], 6, arrival_time=0.0)
     engine.step()
@@ -215,7 +215,7 @@ def test_loaded_requests_do_not_take_the_slot_of_an_earlier_waiting_one():
     assert engine.text("plain") == continuation([1, 2, 3], 2, ignore_eos=True)
 
 
-def test_later_loads_do_not_take_the_memory_of_an_earlier_waiting_request():
+def test_later_loads_do_not_take_the_memory_of_an_earlier_waiting_request() -> None:
     engine = Engine(num_blocks=8, max_num_seqs=1)
     engine.add("running", [9], 6, arrival_time=0.0)
     engine.step()
@@ -236,7 +236,7 @@ def test_later_loads_do_not_take_the_memory_of_an_earlier_waiting_request():
     )
 
 
-def test_loads_leave_one_block_to_each_decoding_or_loaded_request():
+def test_loads_leave_one_block_to_each_decoding_or_loaded_request() -> None:
     engine = Engine(num_blocks=12, max_num_seqs=8)
     engine.add("running", [9], 16, arrival_time=0.0)  # 5 blocks in the end
     engine.step()
@@ -264,7 +264,7 @@ def test_loads_leave_one_block_to_each_decoding_or_loaded_request():
     )
 
 
-def test_recomputing_the_last_token_does_not_write_into_a_shared_block():
+def test_recomputing_the_last_token_does_not_write_into_a_shared_block() -> None:
     engine = Engine()
     prompt = list(range(1, 9))
     engine.add("first", prompt, 20)
@@ -287,7 +287,7 @@ def test_recomputing_the_last_token_does_not_write_into_a_shared_block():
 )
 def test_a_loaded_request_that_waits_is_preempted_for_an_earlier_running_one(
     params, max_tokens, num_blocks
-):
+) -> None:
     engine = Engine(num_blocks=num_blocks, max_num_seqs=2 if params else 1)
     engine.add("running", [9], max_tokens, params, arrival_time=0.0)
     engine.step()
@@ -311,7 +311,7 @@ def test_a_loaded_request_that_waits_is_preempted_for_an_earlier_running_one(
 @pytest.mark.parametrize("params", [{}, {"beam_width": 2}])
 def test_a_request_that_needs_blocks_held_by_a_transfer_waits_without_preemptions(
     preemption_mode, params
-):
+) -> None:
     engine = Engine(
         num_blocks=8, num_swap_blocks=8, preemption_mode=preemption_mode, prefix_caching=False
     )

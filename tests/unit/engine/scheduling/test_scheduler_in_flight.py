@@ -25,7 +25,7 @@ def run_with(engine: Engine, depth: int) -> None:
     raise AssertionError(f"requests did not end: {list(engine.scheduler.state.requests.values())}")
 
 
-def test_in_a_pipeline_a_request_is_in_one_step_at_a_time():
+def test_in_a_pipeline_a_request_is_in_one_step_at_a_time() -> None:
     engine = Engine(max_num_seqs=2)
     engine.add("a", [1, 2, 3])
     first = engine.schedule()
@@ -43,7 +43,7 @@ def test_in_a_pipeline_a_request_is_in_one_step_at_a_time():
     assert engine.text("b") == continuation([4, 5], 4, ignore_eos=True)
 
 
-def test_async_scheduling_runs_a_decode_before_its_token_is_known():
+def test_async_scheduling_runs_a_decode_before_its_token_is_known() -> None:
     engine = Engine(async_scheduling=True)
     engine.add("a", [1, 2, 3], 5)
     engine.schedule()
@@ -58,7 +58,7 @@ def test_async_scheduling_runs_a_decode_before_its_token_is_known():
 
 
 @pytest.mark.parametrize("limit", ["max_tokens", "max_model_len"])
-def test_async_scheduling_stops_at_max_tokens_and_max_model_len(limit):
+def test_async_scheduling_stops_at_max_tokens_and_max_model_len(limit) -> None:
     engine = Engine(async_scheduling=True, num_blocks=2)  # max_model_len is 8
     engine.add("a", [1, 2, 3], 3 if limit == "max_tokens" else 99)
     num_tokens = 0
@@ -72,7 +72,7 @@ def test_async_scheduling_stops_at_max_tokens_and_max_model_len(limit):
     assert len(engine.text("a")) == expected
 
 
-def test_tokens_after_a_stop_are_dropped_and_the_blocks_are_freed_at_once():
+def test_tokens_after_a_stop_are_dropped_and_the_blocks_are_freed_at_once() -> None:
     engine = Engine(async_scheduling=True)
     stop = continuation([5], 3, ignore_eos=True)[2]
     engine.add("a", [5], 20, {"stop_token_ids": [stop]})
@@ -90,7 +90,7 @@ def test_tokens_after_a_stop_are_dropped_and_the_blocks_are_freed_at_once():
     assert engine.text("b") == continuation([6] * 9, 4, ignore_eos=True)
 
 
-def test_async_scheduling_runs_several_chunks_of_a_prompt_in_flight():
+def test_async_scheduling_runs_several_chunks_of_a_prompt_in_flight() -> None:
     engine = Engine(async_scheduling=True, budget=4)
     engine.add("a", list(range(1, 11)), 2)
     assert [engine.schedule().total_num_scheduled_tokens for _ in range(5)] == [4, 4, 2, 1, 0]
@@ -98,7 +98,7 @@ def test_async_scheduling_runs_several_chunks_of_a_prompt_in_flight():
     assert engine.text("a") == continuation(list(range(1, 11)), 2, ignore_eos=True)
 
 
-def test_a_preempted_request_waits_for_its_steps_in_flight_and_keeps_their_tokens():
+def test_a_preempted_request_waits_for_its_steps_in_flight_and_keeps_their_tokens() -> None:
     engine = Engine(async_scheduling=True)
     engine.add("a", [1, 2, 3], 5)
     engine.schedule()
@@ -116,7 +116,7 @@ def test_a_preempted_request_waits_for_its_steps_in_flight_and_keeps_their_token
     assert engine.text("a") == continuation([1, 2, 3], 5, ignore_eos=True)
 
 
-def test_blocks_are_found_only_after_the_update_of_their_step():
+def test_blocks_are_found_only_after_the_update_of_their_step() -> None:
     engine = Engine()
     prompt = list(range(1, 10))
     engine.add("a", prompt)
@@ -128,7 +128,7 @@ def test_blocks_are_found_only_after_the_update_of_their_step():
     assert engine.schedule().num_scheduled_tokens["c"] == 1
 
 
-def test_blocks_of_a_step_are_not_found_if_the_request_was_preempted_during_it():
+def test_blocks_of_a_step_are_not_found_if_the_request_was_preempted_during_it() -> None:
     engine = Engine()
     prompt = list(range(1, 10))
     engine.add("a", prompt)
@@ -143,7 +143,7 @@ def test_blocks_of_a_step_are_not_found_if_the_request_was_preempted_during_it()
 
 
 @pytest.mark.parametrize("feature", ["grammar", "beams"])
-def test_async_scheduling_does_not_run_grammars_and_beams_ahead(feature):
+def test_async_scheduling_does_not_run_grammars_and_beams_ahead(feature) -> None:
     grammars = FakeGrammars()
     engine = Engine(async_scheduling=True, grammars=grammars)
     if feature == "grammar":
@@ -158,7 +158,7 @@ def test_async_scheduling_does_not_run_grammars_and_beams_ahead(feature):
     assert engine.last("a").finish_reason is FinishReason.LENGTH
 
 
-def test_a_request_with_the_id_of_an_aborted_one_does_not_get_its_tokens():
+def test_a_request_with_the_id_of_an_aborted_one_does_not_get_its_tokens() -> None:
     engine = Engine()
     engine.add("a", [1, 2, 3])
     engine.schedule()

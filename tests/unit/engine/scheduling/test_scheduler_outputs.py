@@ -27,7 +27,7 @@ def even(prompt: list[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def test_requests_wait_for_their_grammar_without_blocking_others():
+def test_requests_wait_for_their_grammar_without_blocking_others() -> None:
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars, max_num_seqs=1)
     engine.add("json", [1, 2], 9, grammar("3"))
@@ -41,7 +41,7 @@ def test_requests_wait_for_their_grammar_without_blocking_others():
     assert engine.last("json").stop_token_id is None
 
 
-def test_a_grammar_that_cannot_continue_ends_its_request_as_invalid():
+def test_a_grammar_that_cannot_continue_ends_its_request_as_invalid() -> None:
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
     engine.add("big", [1, 2], 9, grammar("5"))
@@ -55,7 +55,7 @@ def test_a_grammar_that_cannot_continue_ends_its_request_as_invalid():
     assert last.error == "structured_output cannot continue: too many states"
 
 
-def test_a_grammar_accepts_the_generated_tokens_of_a_continued_request():
+def test_a_grammar_accepts_the_generated_tokens_of_a_continued_request() -> None:
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
     known = even([1, 2], 2)
@@ -72,7 +72,7 @@ def test_a_grammar_accepts_the_generated_tokens_of_a_continued_request():
     )
 
 
-def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason():
+def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason() -> None:
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
     engine.add("r", [1, 2], 9, grammar("bad"))
@@ -85,7 +85,7 @@ def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason():
         Engine().add("r", [1, 2], 9, grammar("3"))
 
 
-def test_stats_do_not_change_after_they_were_returned():
+def test_stats_do_not_change_after_they_were_returned() -> None:
     engine = Engine()
     engine.add("r", [1, 2], 6)
     engine.step()
@@ -96,7 +96,7 @@ def test_stats_do_not_change_after_they_were_returned():
     assert engine.scheduler.stats().generation_tokens > before.generation_tokens
 
 
-def test_paused_new_admits_no_requests_and_paused_all_runs_none():
+def test_paused_new_admits_no_requests_and_paused_all_runs_none() -> None:
     engine = Engine()
     engine.add("a", [1], 6)
     engine.step()
@@ -112,7 +112,7 @@ def test_paused_new_admits_no_requests_and_paused_all_runs_none():
     assert engine.text("b") == continuation([2], 6, ignore_eos=True)
 
 
-def test_preempt_all_frees_all_kv_and_loses_no_text():
+def test_preempt_all_frees_all_kv_and_loses_no_text() -> None:
     engine = Engine(num_swap_blocks=8)
     engine.add("a", [1, 2, 3], 6)
     engine.add("beams", [4, 5], 6, {"beam_width": 2})
@@ -125,7 +125,7 @@ def test_preempt_all_frees_all_kv_and_loses_no_text():
 
 
 @pytest.mark.parametrize("reset_running", [False, True])
-def test_a_reset_of_the_prefix_cache_can_include_running_requests(reset_running):
+def test_a_reset_of_the_prefix_cache_can_include_running_requests(reset_running) -> None:
     engine = Engine()
     engine.add("a", list(range(1, 10)), 6)
     engine.step()
@@ -137,7 +137,7 @@ def test_a_reset_of_the_prefix_cache_can_include_running_requests(reset_running)
     assert engine.text("a") == continuation(list(range(1, 10)), 6, ignore_eos=True)
 
 
-def test_a_repetitive_output_ends_its_request():
+def test_a_repetitive_output_ends_its_request() -> None:
     engine = Engine()
     engine.add("r", [1], 9, {"repetition_detection": RepetitionDetection(1, 1, 3)})
     token = continuation([1], 1, ignore_eos=True)[0]
@@ -150,7 +150,7 @@ def test_a_repetitive_output_ends_its_request():
         step = engine.scheduler.schedule()
 
 
-def test_events_are_sent_with_the_next_output():
+def test_events_are_sent_with_the_next_output() -> None:
     engine = Engine()
     engine.add("r", [1, 2], 4)
     engine.step()
@@ -171,7 +171,7 @@ def test_events_are_sent_with_the_next_output():
 
 
 @pytest.mark.parametrize("preempt_after", [None, 1, 2])
-def test_prompt_logprobs_are_sent_in_full_with_the_first_token(preempt_after):
+def test_prompt_logprobs_are_sent_in_full_with_the_first_token(preempt_after) -> None:
     engine = Engine(budget=4)
     prompt = list(range(1, 11))
     engine.add("fills the cache", prompt, 1)
@@ -188,7 +188,7 @@ def test_prompt_logprobs_are_sent_in_full_with_the_first_token(preempt_after):
     assert not any(output.prompt_logprobs for output in others)
 
 
-def test_outputs_carry_routed_experts_and_nan_counts():
+def test_outputs_carry_routed_experts_and_nan_counts() -> None:
     engine = Engine(budget=4)
     engine.add("r", list(range(1, 11)), 2, {"return_routed_experts": True})
     engine.run()
@@ -206,7 +206,7 @@ def test_outputs_carry_routed_experts_and_nan_counts():
     assert output.num_nans_in_logits == 7
 
 
-def test_a_crash_of_a_grammar_compilation_ends_only_its_request():
+def test_a_crash_of_a_grammar_compilation_ends_only_its_request() -> None:
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
     engine.add("r", [1, 2], params=grammar("3"))
@@ -218,7 +218,7 @@ def test_a_crash_of_a_grammar_compilation_ends_only_its_request():
     assert len(engine.text("other")) == 4
 
 
-def test_the_grammar_compilation_of_an_aborted_request_is_cancelled():
+def test_the_grammar_compilation_of_an_aborted_request_is_cancelled() -> None:
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
     engine.add("r", [1, 2], params=grammar("3"))

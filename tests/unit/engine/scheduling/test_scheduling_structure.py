@@ -45,13 +45,13 @@ def callables(source: str) -> list[str]:
     return found
 
 
-def test_no_constructor_in_scheduling_takes_a_callable():
+def test_no_constructor_in_scheduling_takes_a_callable() -> None:
     files = sorted(FOLDER.rglob("*.py"))
     assert FOLDER / "scheduler.py" in files
     assert {file.name: found for file in files if (found := callables(file.read_text()))} == {}
 
 
-def test_the_check_finds_callables_in_constructors_and_in_fields():
+def test_the_check_finds_callables_in_constructors_and_in_fields() -> None:
     source = """
 class Planner:
     def __init__(self, kv: KV, *, finish: Callable[[Request], None], queue: list) -> None: ...
@@ -64,7 +64,7 @@ class Rules(NamedTuple):
     assert callables(source) == ["Planner.finish", "Rules.stop"]
 
 
-def test_every_parameter_of_a_constructor_in_scheduling_has_an_annotation():
+def test_every_parameter_of_a_constructor_in_scheduling_has_an_annotation() -> None:
     for file in FOLDER.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
@@ -98,13 +98,13 @@ def assigned_fields(source: str) -> set[str]:
     return names
 
 
-def test_each_field_of_a_request_has_one_writer():
+def test_each_field_of_a_request_has_one_writer() -> None:
     for file in [*FOLDER.rglob("*.py"), *(FOLDER.parent / "kv_cache").glob("*.py")]:
         others = {name for name, writer in WRITERS.items() if writer != file.name}
         assert assigned_fields(file.read_text()) & others == set(), file.name
 
 
-def test_the_check_finds_assignments_to_fields():
+def test_the_check_finds_assignments_to_fields() -> None:
     source = """
 request.blocks[0] = b
 sequence.worker.is_known = True

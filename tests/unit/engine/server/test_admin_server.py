@@ -59,7 +59,7 @@ def server(admin: FakeAdmin) -> Iterator[AdminServer]:
     server.close()
 
 
-def test_an_early_disconnect_of_a_client_is_not_logged_as_an_error(server, capfd, caplog):
+def test_an_early_disconnect_of_a_client_is_not_logged_as_an_error(server, capfd, caplog) -> None:
     caplog.set_level(logging.DEBUG)
     connection = socket.create_connection(("127.0.0.1", server.port))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -74,7 +74,7 @@ def test_an_early_disconnect_of_a_client_is_not_logged_as_an_error(server, capfd
     assert capfd.readouterr().err == ""
 
 
-def test_a_request_that_fails_is_logged(server, admin, capfd, caplog, monkeypatch):
+def test_a_request_that_fails_is_logged(server, admin, capfd, caplog, monkeypatch) -> None:
     monkeypatch.setattr(admin, "health", lambda: 1 / 0)
     with pytest.raises(ConnectionError):
         urllib.request.urlopen(f"http://127.0.0.1:{server.port}/health", timeout=30)
@@ -101,7 +101,7 @@ def ask(
         return error.code, json.load(error)
 
 
-def test_readiness_reports_the_progress_of_loading(server):
+def test_readiness_reports_the_progress_of_loading(server) -> None:
     loading = {
         "reason": "Loading",
         "message": "loading x",
@@ -111,7 +111,7 @@ def test_readiness_reports_the_progress_of_loading(server):
     assert ask(server, "GET", "/health") == (200, {"reason": "Serving", "message": ""})
 
 
-def test_health_reports_the_kv_compatibility(server, admin):
+def test_health_reports_the_kv_compatibility(server, admin) -> None:
     kv = KVCompatibility(
         version=2, checkpoint="c", dtype="float32", quantization="none", layout="NHL2BD",
         block_size=16, num_layers=2, num_kv_heads=4, head_dim=8, transport="ucx",
@@ -121,12 +121,12 @@ def test_health_reports_the_kv_compatibility(server, admin):
     assert (status, body["kv"]) == (200, msgspec.to_builtins(kv))
 
 
-def test_health_reports_the_kv_bytes_of_every_transport(server, admin):
+def test_health_reports_the_kv_bytes_of_every_transport(server, admin) -> None:
     admin.health = lambda: ProbeResult(True, "Serving", "", kv_bytes={"ucx tcp/lo": 7})
     assert ask(server, "GET", "/health")[1]["kv_bytes"] == {"ucx tcp/lo": 7}
 
 
-def test_a_call_passes_its_query_to_the_method_and_returns_the_result(server, admin):
+def test_a_call_passes_its_query_to_the_method_and_returns_the_result(server, admin) -> None:
     admin.answer = True
     assert ask(server, "POST", "/wake_up?tags=weights&tags=kv_cache") == (200, {"result": True})
     assert admin.called == ("wake_up", {"tags": ["weights", "kv_cache"]})
@@ -141,14 +141,16 @@ def test_a_call_passes_its_query_to_the_method_and_returns_the_result(server, ad
         (RuntimeError("the engine sleeps"), 409, "Failed"),
     ],
 )
-def test_a_pending_or_failed_call_has_a_status_and_a_reason(server, admin, answer, status, reason):
+def test_a_pending_or_failed_call_has_a_status_and_a_reason(
+    server, admin, answer, status, reason
+) -> None:
     admin.answer = answer
     got, body = ask(server, "POST", "/pause?mode=wait")
     assert (got, body["reason"]) == (status, reason)
     assert body["message"]
 
 
-def test_unknown_paths_and_wrong_methods_are_answered_with_the_known_paths(server, admin):
+def test_unknown_paths_and_wrong_methods_are_answered_with_the_known_paths(server, admin) -> None:
     for method, path in (
         ("GET", "/pause"),
         ("POST", "/is_paused"),
@@ -187,7 +189,9 @@ def refusals(access: Access, door: str) -> float:
 @pytest.mark.parametrize(
     "authorization", [None, "Bearer wrong", ServiceKey(b"another service's key").bearer]
 )
-def test_a_post_without_the_service_key_is_refused(locked, admin, access, path, authorization):
+def test_a_post_without_the_service_key_is_refused(
+    locked, admin, access, path, authorization
+) -> None:
     status, body = ask(locked, "POST", path, authorization)
     assert (status, body["reason"]) == (401, "Unauthorized")
     assert "Authorization" in body["message"]
@@ -196,21 +200,21 @@ def test_a_post_without_the_service_key_is_refused(locked, admin, access, path, 
     assert refusals(access, "engine") == 0
 
 
-def test_a_post_with_the_service_key_is_accepted(locked, admin, access):
+def test_a_post_with_the_service_key_is_accepted(locked, admin, access) -> None:
     admin.answer = True
     assert ask(locked, "POST", "/pause", KEY.bearer) == (200, {"result": True})
     assert ask(locked, "POST", "/drain", KEY.bearer) == (200, {"draining": True, "unfinished": 0})
     assert refusals(access, "http") == 0
 
 
-def test_reads_need_no_service_key(locked):
+def test_reads_need_no_service_key(locked) -> None:
     for path in ("/health", "/ready", "/metrics"):
         with contextlib.suppress(urllib.error.HTTPError, json.JSONDecodeError):
             assert ask(locked, "GET", path)[0] != 401
     assert ask(locked, "GET", "/drain")[0] == 200
 
 
-def test_the_body_of_a_refused_request_is_not_parsed_as_the_next_request(locked, admin):
+def test_the_body_of_a_refused_request_is_not_parsed_as_the_next_request(locked, admin) -> None:
     """The server closes the connection instead."""
     smuggled = (
         b"POST /drain HTTP/1.1\r\nHost: x\r\nAuthorization: " + KEY.bearer.encode() + b"\r\n\r\n"
@@ -227,7 +231,7 @@ def test_the_body_of_a_refused_request_is_not_parsed_as_the_next_request(locked,
     assert b"WWW-Authenticate: Bearer" in response
 
 
-def test_refusals_are_logged_once_per_interval_with_their_number(caplog):
+def test_refusals_are_logged_once_per_interval_with_their_number(caplog) -> None:
     now = [0.0]
     access = Access(KEY, clock=lambda: now[0])
     for _ in range(100):

@@ -13,23 +13,23 @@ from baton_engine.models.errors import ConfigurationError
 from baton_protocol.engine_options import OPTIONS
 
 
-def test_no_two_options_share_a_flag():
+def test_no_two_options_share_a_flag() -> None:
     assert len({option.flag for option in OPTIONS}) == len(OPTIONS)
 
 
 @pytest.mark.parametrize("flags", [[], ["--dtype", "float32"]])
-def test_a_missing_model_is_refused_with_its_flag(flags: list[str]):
+def test_a_missing_model_is_refused_with_its_flag(flags: list[str]) -> None:
     with pytest.raises(ConfigurationError, match="pass --model: the folder of a checkpoint"):
         parse_config(flags)
 
 
-def test_an_unknown_flag_is_refused_without_the_usage(capsys):
+def test_an_unknown_flag_is_refused_without_the_usage(capsys) -> None:
     assert main(["--model", "/m", "--frobnicate"]) == os.EX_CONFIG
     printed = capsys.readouterr().err
     assert printed == "FATAL InvalidConfig: unrecognized arguments: --frobnicate\n"
 
 
-def test_flags_override_the_file(tmp_path):
+def test_flags_override_the_file(tmp_path) -> None:
     path = tmp_path / "engine.json"
     path.write_text('{"model": {"path": "/a"}, "scheduler": {"max_num_seqs": 3, "policy": "fcfs"}}')
     config, _ = parse_config(
@@ -131,7 +131,7 @@ def test_flags_override_the_file(tmp_path):
         ),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_field(flags, message):
+def test_a_wrong_value_is_refused_with_its_field(flags, message) -> None:
     with pytest.raises(ConfigurationError, match=message):
         parse_config(["--model", "/m", *flags.split()])
 
@@ -141,7 +141,7 @@ def test_a_wrong_value_is_refused_with_its_field(flags, message):
 )
 def test_an_invalid_service_key_ends_the_engine_with_the_name_of_the_file(
     tmp_path, capsys, content, message
-):
+) -> None:
     path = tmp_path / "key"
     if content is not None:
         path.write_text(content)
@@ -152,7 +152,7 @@ def test_an_invalid_service_key_ends_the_engine_with_the_name_of_the_file(
     assert message in last
 
 
-def test_a_missing_model_is_fatal_before_the_engine_starts(capsys, monkeypatch, tmp_path):
+def test_a_missing_model_is_fatal_before_the_engine_starts(capsys, monkeypatch, tmp_path) -> None:
     def start(*_: object) -> None:
         raise AssertionError("the engine was started")
 
@@ -166,12 +166,12 @@ def test_a_missing_model_is_fatal_before_the_engine_starts(capsys, monkeypatch, 
 @pytest.mark.parametrize(
     "flags", ["--executor ray", "--executor some.Executor", "--worker-class some.Worker"]
 )
-def test_the_model_is_not_checked_when_other_code_reads_it(flags, monkeypatch, tmp_path):
+def test_the_model_is_not_checked_when_other_code_reads_it(flags, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("baton_engine.cli._serve", lambda config: 0)
     assert main(["--model", str(tmp_path / "nowhere"), *flags.split()]) == 0
 
 
-def test_the_process_ends_with_its_exit_code_after_its_exit_handlers(tmp_path):
+def test_the_process_ends_with_its_exit_code_after_its_exit_handlers(tmp_path) -> None:
     """It waits for no thread. One exit handler removes temporary folders."""
     program = """
 import sys, tempfile, threading

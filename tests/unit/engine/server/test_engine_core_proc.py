@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from baton_engine.server.engine_io import MAX_MESSAGE_BYTES
-from baton_protocol.client import EngineDeadError, HandshakeFailedError, UtilityError
+from baton_protocol.engine_client.client import EngineDeadError, HandshakeFailedError, UtilityError
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
     EngineCoreRequest,
@@ -51,7 +51,7 @@ from support.waiting import eventually, until
 @pytest.mark.parametrize(
     "flags", [(), ("--async-scheduling",), ("--pipeline-parallel-size", "2")], ids=str
 )
-async def test_concurrent_requests_get_their_own_text_with_gapless_offsets(start, flags):
+async def test_concurrent_requests_get_their_own_text_with_gapless_offsets(start, flags) -> None:
     async with await connect(start(*flags)) as client:
         prompts = [[1, 2, 3] * n for n in range(1, 9)]
         streams = [client.add(request(f"r{i}", prompt, 20)) for i, prompt in enumerate(prompts)]
@@ -62,7 +62,7 @@ async def test_concurrent_requests_get_their_own_text_with_gapless_offsets(start
             assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
-async def test_a_request_with_generated_tokens_continues_after_them(start):
+async def test_a_request_with_generated_tokens_continues_after_them(start) -> None:
     async with await connect(start()) as client:
         whole = continuation([5, 6], 10, ignore_eos=True)
         outputs = await collect(client.add(request("r", [5, 6], 10, generated_token_ids=whole[:4])))
@@ -70,7 +70,7 @@ async def test_a_request_with_generated_tokens_continues_after_them(start):
         assert outputs[0].token_offset == 4
 
 
-async def test_bad_requests_are_refused_with_a_reason_and_the_engine_serves_the_next(start):
+async def test_bad_requests_are_refused_with_a_reason_and_the_engine_serves_the_next(start) -> None:
     async with await connect(start("--max-model-len", "32")) as client:
         bad = {
             "long": (request("long", list(range(1, 33))), "32"),
@@ -91,7 +91,7 @@ async def test_bad_requests_are_refused_with_a_reason_and_the_engine_serves_the_
         assert tokens(await collect(client.add(request("good", [1]))))
 
 
-async def test_an_abort_ends_the_stream_and_frees_the_blocks(start):
+async def test_an_abort_ends_the_stream_and_frees_the_blocks(start) -> None:
     async with await connect(start(BATON_FAKE_STEP_S="0.01")) as client:
         stream = client.add(request("r", [1, 2], 200))
         await anext(stream)
@@ -103,7 +103,7 @@ async def test_an_abort_ends_the_stream_and_frees_the_blocks(start):
         assert stats["requests_finished"] == {"abort": 1}
 
 
-async def test_only_listed_utility_methods_with_valid_arguments_can_be_called(start):
+async def test_only_listed_utility_methods_with_valid_arguments_can_be_called(start) -> None:
     async with await connect(start()) as client:
         assert await client.call("reset_prefix_cache") is None
         assert await client.call("reset_prefix_cache", True) is None
@@ -117,7 +117,7 @@ async def test_only_listed_utility_methods_with_valid_arguments_can_be_called(st
             await client.call("get_stats", 1)
 
 
-async def test_http_reports_loading_ready_and_draining(start):
+async def test_http_reports_loading_ready_and_draining(start) -> None:
     engine = start(BATON_FAKE_LOAD_S="3.0")
     status, body = engine.http("GET", "/ready")
     assert (status, json.loads(body)["reason"]) == (503, "Loading")
@@ -146,7 +146,9 @@ async def test_http_reports_loading_ready_and_draining(start):
         assert engine.http("GET", "/nothing")[0] == 404
 
 
-async def test_pauses_and_sleeps_are_reported_in_heartbeats_and_by_the_readiness_probe(start):
+async def test_pauses_and_sleeps_are_reported_in_heartbeats_and_by_the_readiness_probe(
+    start,
+) -> None:
     engine = start(BATON_FAKE_STEP_S="0.01")
 
     def why_not_ready() -> str:
@@ -177,7 +179,7 @@ async def test_pauses_and_sleeps_are_reported_in_heartbeats_and_by_the_readiness
 
 
 @pytest.mark.parametrize("level", [1, 2])
-async def test_clients_learn_the_hash_of_weights_that_changed_in_a_sleep(start, level):
+async def test_clients_learn_the_hash_of_weights_that_changed_in_a_sleep(start, level) -> None:
     async with await connect(start()) as client:
         before = client.init
         await client.call("sleep", level)
@@ -189,7 +191,7 @@ async def test_clients_learn_the_hash_of_weights_that_changed_in_a_sleep(start, 
         assert changed == (level == 2)
 
 
-async def test_requests_that_a_pause_leaves_waiting_make_no_progress(start):
+async def test_requests_that_a_pause_leaves_waiting_make_no_progress(start) -> None:
     async with await connect(start("--max-num-seqs", "1", BATON_FAKE_STEP_S="0.01")) as client:
         running, waiting = (client.add(request(name, [1, 2], 20)) for name in ("r", "w"))
         await anext(running)
@@ -201,14 +203,14 @@ async def test_requests_that_a_pause_leaves_waiting_make_no_progress(start):
         await collect(waiting)
 
 
-async def test_a_step_that_does_not_end_is_reported_in_heartbeats(start):
+async def test_a_step_that_does_not_end_is_reported_in_heartbeats(start) -> None:
     async with await connect(start(BATON_FAKE_STEP_S="600")) as client:
         client.add(request("r", [1, 2], 50))
         await until(lambda: client.status and client.status.stalled_s > 2, "a stalled loop")
         assert client.dead_reason is None
 
 
-async def test_sigterm_drains_running_requests_and_exits_with_0(start):
+async def test_sigterm_drains_running_requests_and_exits_with_0(start) -> None:
     engine = start(BATON_FAKE_STEP_S="0.02")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2], 50))
@@ -218,7 +220,7 @@ async def test_sigterm_drains_running_requests_and_exits_with_0(start):
         assert await asyncio.to_thread(engine.process.wait, DEADLINE_S) == 0
 
 
-def test_an_engine_with_a_failed_kv_connector_is_neither_healthy_nor_ready(start):
+def test_an_engine_with_a_failed_kv_connector_is_neither_healthy_nor_ready(start) -> None:
     engine = start("--executor", "support.engine.engine_fakes.FailedTransferExecutor")
     wait_for(lambda: engine.http("GET", "/health")[0] == 503, "503 of /health", engine)
     for path in ("/health", "/ready"):
@@ -227,7 +229,7 @@ def test_an_engine_with_a_failed_kv_connector_is_neither_healthy_nor_ready(start
         assert "a defect" in json.loads(body)["message"]
 
 
-def test_sigterm_while_the_model_loads_ends_the_process_with_0(start):
+def test_sigterm_while_the_model_loads_ends_the_process_with_0(start) -> None:
     engine = start(BATON_FAKE_LOAD_S="30")
     engine.process.send_signal(signal.SIGTERM)
     assert engine.process.wait(25) == 0
@@ -236,7 +238,7 @@ def test_sigterm_while_the_model_loads_ends_the_process_with_0(start):
 @pytest.mark.parametrize(("drain_timeout_s", "is_paused"), [("0.3", False), ("60", True)])
 async def test_requests_that_cannot_end_within_the_drain_timeout_end_with_draining(
     start, drain_timeout_s, is_paused
-):
+) -> None:
     engine = start("--drain-timeout-s", drain_timeout_s, BATON_FAKE_STEP_S="0.05")
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2], 200))
@@ -295,7 +297,7 @@ KEY = ServiceKey(b"the key of this service")
 )
 async def test_an_engine_with_a_service_key_refuses_and_logs_clients_without_it(
     start, tmp_path, other_key
-):
+) -> None:
     (tmp_path / "key").write_text("the key of this service\n")
     engine = start("--service-key-file", str(tmp_path / "key"))
     async with await connect(engine, service_key=KEY) as client:
@@ -319,12 +321,12 @@ async def test_an_engine_with_a_service_key_refuses_and_logs_clients_without_it(
     assert "the key of this service" not in engine.text
 
 
-async def test_a_client_with_a_service_key_does_not_connect_to_an_engine_without_one(start):
+async def test_a_client_with_a_service_key_does_not_connect_to_an_engine_without_one(start) -> None:
     with pytest.raises(HandshakeFailedError, match="does not accept our service key, or has none"):
         await connect(start(), service_key=KEY)
 
 
-def test_invalid_messages_are_refused_and_the_engine_serves_the_next(raw):
+def test_invalid_messages_are_refused_and_the_engine_serves_the_next(raw) -> None:
     raw.send(b"junk")
     assert "3 frames" in raw.receive_refused().reason
     nested = b"\x91" * 100_000
@@ -350,7 +352,7 @@ def test_invalid_messages_are_refused_and_the_engine_serves_the_next(raw):
     assert raw.receive()[0] is EngineCoreResponseType.PONG
 
 
-def test_a_client_that_sends_a_message_above_the_limit_is_disconnected(start):
+def test_a_client_that_sends_a_message_above_the_limit_is_disconnected(start) -> None:
     engine = start()
     engine.wait_ready()
     greedy, other = RawClient(engine), RawClient(engine)
@@ -368,7 +370,7 @@ def test_a_client_that_sends_a_message_above_the_limit_is_disconnected(start):
 @pytest.mark.parametrize(
     ("length", "status"), [("junk", "400"), ("-1", "400"), ("99999999999", "413")]
 )
-def test_a_request_with_an_invalid_content_length_is_refused_at_once(start, length, status):
+def test_a_request_with_an_invalid_content_length_is_refused_at_once(start, length, status) -> None:
     engine = start()
     engine.wait_ready()
     with socket.create_connection((HOST, engine.http_port), timeout=DEADLINE_S) as connection:
@@ -379,7 +381,7 @@ def test_a_request_with_an_invalid_content_length_is_refused_at_once(start, leng
     assert engine.http("GET", "/ready")[0] == 200
 
 
-def test_reads_of_the_state_do_not_call_the_loop(monkeypatch):
+def test_reads_of_the_state_do_not_call_the_loop(monkeypatch) -> None:
     """Clients without the service key may send them, in any number."""
     from baton_engine.server import engine_core_proc
     from baton_protocol.config import EngineConfig, ModelConfig
@@ -399,7 +401,7 @@ def test_reads_of_the_state_do_not_call_the_loop(monkeypatch):
         proc.io.close()
 
 
-def test_a_silent_client_loses_its_requests():
+def test_a_silent_client_loses_its_requests() -> None:
     from baton_engine.server.engine_core_proc import EngineCoreProc
     from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 
@@ -453,7 +455,9 @@ def test_a_silent_client_loses_its_requests():
         ),
     ],
 )
-def test_configuration_errors_end_with_code_78_and_one_fatal_line(tmp_path, content, reason):
+def test_configuration_errors_end_with_code_78_and_one_fatal_line(
+    tmp_path, content, reason
+) -> None:
     config = tmp_path / "engine.json"
     config.write_text(content)
     ended = subprocess.run(

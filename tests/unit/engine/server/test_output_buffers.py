@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ LARGE = list(range(ZERO_COPY_BYTES))
 
 
 @pytest.fixture
-def pair():
+def pair() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
     context = zmq.Context.instance()
     push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
@@ -32,7 +33,7 @@ def receive(pull: zmq.Socket[bytes]) -> object:
     return msgspec.msgpack.decode(pull.recv())
 
 
-def test_later_messages_do_not_overwrite_a_message_that_is_being_sent(pair):
+def test_later_messages_do_not_overwrite_a_message_that_is_being_sent(pair) -> None:
     push, pull = pair
     buffers = OutputBuffers()
     messages = [
@@ -45,7 +46,7 @@ def test_later_messages_do_not_overwrite_a_message_that_is_being_sent(pair):
         assert receive(pull) == message
 
 
-def test_a_buffer_is_free_again_after_its_message_was_sent(pair):
+def test_a_buffer_is_free_again_after_its_message_was_sent(pair) -> None:
     push, pull = pair
     buffers = OutputBuffers()
     deadline = time.monotonic() + 60
@@ -60,7 +61,7 @@ def test_a_buffer_is_free_again_after_its_message_was_sent(pair):
         receive(pull)
 
 
-def test_one_message_can_be_sent_several_times(pair):
+def test_one_message_can_be_sent_several_times(pair) -> None:
     push, pull = pair
     buffers = OutputBuffers()
     with buffers.encode(LARGE) as payload:

@@ -24,7 +24,7 @@ async def stream(rig: GatewayRig) -> str:
 
 async def test_requests_without_an_engine_are_held_until_one_is_ready(
     make_rig: MakeRig,
-):
+) -> None:
     rig = make_rig(hold_s=30.0)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start()
@@ -37,7 +37,7 @@ async def test_requests_without_an_engine_are_held_until_one_is_ready(
     assert rig.metric(HELD) == 0
 
 
-async def test_requests_are_held_again_after_the_engines_left(make_rig: MakeRig):
+async def test_requests_are_held_again_after_the_engines_left(make_rig: MakeRig) -> None:
     rig = make_rig(hold_s=30.0)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
@@ -51,7 +51,7 @@ async def test_requests_are_held_again_after_the_engines_left(make_rig: MakeRig)
     assert await requests == TEXT
 
 
-async def test_the_number_of_held_requests_is_limited(make_rig: MakeRig):
+async def test_the_number_of_held_requests_is_limited(make_rig: MakeRig) -> None:
     rig = make_rig(hold_s=30.0, max_held_requests=2)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start()
@@ -65,7 +65,9 @@ async def test_the_number_of_held_requests_is_limited(make_rig: MakeRig):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_held_time_does_not_count_for_the_request_timeout(make_rig: MakeRig, streamed: bool):
+async def test_held_time_does_not_count_for_the_request_timeout(
+    make_rig: MakeRig, streamed: bool
+) -> None:
     rig = make_rig(hold_s=30.0, request_timeout_s=1.0)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start()
@@ -78,7 +80,7 @@ async def test_held_time_does_not_count_for_the_request_timeout(make_rig: MakeRi
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_request_is_held_no_longer_than_hold_s(make_rig: MakeRig, streamed: bool):
+async def test_a_request_is_held_no_longer_than_hold_s(make_rig: MakeRig, streamed: bool) -> None:
     rig = make_rig(hold_s=0.3)
     await rig.start()
     status, body, headers = await rig.post("/v1/completions", {**BODY, "stream": streamed})
@@ -87,7 +89,7 @@ async def test_a_request_is_held_no_longer_than_hold_s(make_rig: MakeRig, stream
     assert rig.metric(HELD) == 0
 
 
-async def test_an_invalid_request_is_refused_and_not_held(make_rig: MakeRig):
+async def test_an_invalid_request_is_refused_and_not_held(make_rig: MakeRig) -> None:
     rig = make_rig(hold_s=30.0)
     await rig.start()
     assert (await rig.post("/v1/completions", {**BODY, "model": "other"}))[0] == 404
@@ -95,7 +97,9 @@ async def test_an_invalid_request_is_refused_and_not_held(make_rig: MakeRig):
     assert rig.metric(HELD) == 0
 
 
-async def test_a_request_is_removed_from_the_queue_when_its_client_disconnects(make_rig: MakeRig):
+async def test_a_request_is_removed_from_the_queue_when_its_client_disconnects(
+    make_rig: MakeRig,
+) -> None:
     rig = make_rig(hold_s=30.0)
     await rig.start()
     requests = asyncio.create_task(rig.complete())
@@ -106,7 +110,7 @@ async def test_a_request_is_removed_from_the_queue_when_its_client_disconnects(m
 
 async def test_a_held_stream_gets_keep_alive_comments(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(scale_from_zero_queue, "KEEP_ALIVE_S", 0.05)
     rig = make_rig(hold_s=30.0)
     engine = rig.engine("d", "decode", TEXT)
@@ -127,7 +131,7 @@ async def test_a_held_stream_gets_keep_alive_comments(
 
 async def test_a_held_stream_with_keep_alive_comments_ends_with_an_error_event(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(scale_from_zero_queue, "KEEP_ALIVE_S", 0.05)
     rig = make_rig(hold_s=0.5)
     await rig.start()
@@ -143,7 +147,7 @@ async def test_a_held_stream_with_keep_alive_comments_ends_with_an_error_event(
     assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="503") == 1
 
 
-async def test_held_requests_fail_when_the_gateway_stops(make_rig: MakeRig):
+async def test_held_requests_fail_when_the_gateway_stops(make_rig: MakeRig) -> None:
     rig = make_rig(hold_s=30.0, drain_timeout_s=0.1)
     await rig.start()
     requests = asyncio.create_task(rig.post("/v1/completions", BODY))
@@ -160,7 +164,9 @@ def scaled_to_zero_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("scaled_to_zero_by_hand")
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_a_service_scaled_to_zero_by_hand_refuses_at_once(make_rig: MakeRig, streamed: bool):
+async def test_a_service_scaled_to_zero_by_hand_refuses_at_once(
+    make_rig: MakeRig, streamed: bool
+) -> None:
     rig = make_rig(queue_wait_s=600.0)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
@@ -176,7 +182,7 @@ async def test_a_service_scaled_to_zero_by_hand_refuses_at_once(make_rig: MakeRi
 @pytest.mark.usefixtures("scaled_to_zero_by_hand")
 async def test_a_new_gateway_of_a_service_scaled_to_zero_by_hand_is_ready(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     rig = make_rig(queue_wait_s=600.0)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start()
@@ -192,13 +198,17 @@ async def test_a_new_gateway_of_a_service_scaled_to_zero_by_hand_is_ready(
 
 
 @pytest.mark.usefixtures("scaled_to_zero_by_hand")
-async def test_an_engine_that_is_left_serves_a_service_scaled_to_zero_by_hand(make_rig: MakeRig):
+async def test_an_engine_that_is_left_serves_a_service_scaled_to_zero_by_hand(
+    make_rig: MakeRig,
+) -> None:
     rig = make_rig()
     await rig.start(rig.engine("d", "decode", TEXT))
     assert await rig.complete() == TEXT
 
 
-async def test_without_hold_s_requests_are_held_only_until_the_first_engine(make_rig: MakeRig):
+async def test_without_hold_s_requests_are_held_only_until_the_first_engine(
+    make_rig: MakeRig,
+) -> None:
     rig = make_rig(queue_wait_s=600.0, max_held_requests=2)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start()

@@ -131,7 +131,7 @@ async def refused(rig: GatewayRig, path: str, body: object, status: int = 400) -
     return error
 
 
-async def test_invalid_fields_are_named(ready: GatewayRig):
+async def test_invalid_fields_are_named(ready: GatewayRig) -> None:
     for path, good, cases in (
         ("/v1/chat/completions", CHAT, BAD_CHATS),
         ("/v1/completions", TEXT, BAD_COMPLETIONS),
@@ -148,13 +148,15 @@ async def test_invalid_fields_are_named(ready: GatewayRig):
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)]
 )
-async def test_missing_fields_are_named(ready: GatewayRig, path: str, body: dict[str, object]):
+async def test_missing_fields_are_named(
+    ready: GatewayRig, path: str, body: dict[str, object]
+) -> None:
     name = (body.keys() - {"model"}).pop()
     error = await refused(ready, path, {"model": "m"})
     assert (error["param"], error["message"]) == (name, f"{name} is required")
 
 
-async def test_fields_of_other_servers_and_nulls_are_ignored(ready: GatewayRig):
+async def test_fields_of_other_servers_and_nulls_are_ignored(ready: GatewayRig) -> None:
     nulls = {
         "temperature": None,
         "stop": None,
@@ -181,7 +183,7 @@ async def test_fields_of_other_servers_and_nulls_are_ignored(ready: GatewayRig):
         assert status == 200, body
 
 
-async def test_malformed_json_is_refused(ready: GatewayRig):
+async def test_malformed_json_is_refused(ready: GatewayRig) -> None:
     headers = {"Content-Type": "application/json"}
     for body in (b"{", b"", b'{"model": NaN}', b"\xff\xfe", b'{"model": "m\xff"}'):
         status, answer, _ = await ready.post("/v1/completions", body, headers=headers)
@@ -191,7 +193,7 @@ async def test_malformed_json_is_refused(ready: GatewayRig):
     assert "JSON object" in answer["error"]["message"]
 
 
-async def test_json_that_is_nested_too_deeply_is_refused(ready: GatewayRig):
+async def test_json_that_is_nested_too_deeply_is_refused(ready: GatewayRig) -> None:
     for field in ("guided_json", "a_field_nobody_knows"):
         nested = b'{"a": ' * 50_000 + b"1" + b"}" * 50_000
         body = b'{"model": "m", "prompt": "hi", "%s": ' % field.encode() + nested + b"}"
@@ -201,13 +203,13 @@ async def test_json_that_is_nested_too_deeply_is_refused(ready: GatewayRig):
         assert (status, answer["error"]["code"]) == (400, "invalid_json")
 
 
-async def test_a_body_that_contradicts_its_headers_is_refused(ready: GatewayRig):
+async def test_a_body_that_contradicts_its_headers_is_refused(ready: GatewayRig) -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     status, answer, _ = await ready.post("/v1/completions", b"not gzip", headers=headers)
     assert (status, answer["error"]["code"]) == (400, "invalid_body")
 
 
-async def test_template_variables_may_have_any_name(ready: GatewayRig):
+async def test_template_variables_may_have_any_name(ready: GatewayRig) -> None:
     status, answer, _ = await ready.post(
         "/v1/chat/completions", CHAT | {"chat_template_kwargs": {"self": 1, "values": 2}}
     )
@@ -215,7 +217,7 @@ async def test_template_variables_may_have_any_name(ready: GatewayRig):
 
 
 @pytest.mark.parametrize("option", ["request_timeout_s", "client_timeout_s"])
-async def test_a_body_that_never_ends_times_out(make_rig: MakeRig, option: str):
+async def test_a_body_that_never_ends_times_out(make_rig: MakeRig, option: str) -> None:
     rig = make_rig(**{option: 0.3})
     await rig.start(rig.engine("d", "decode"))
     port = int(rig.url.rsplit(":", 1)[1])
@@ -231,7 +233,7 @@ async def test_a_body_that_never_ends_times_out(make_rig: MakeRig, option: str):
     writer.close()
 
 
-async def test_an_unknown_model_is_refused(ready: GatewayRig):
+async def test_an_unknown_model_is_refused(ready: GatewayRig) -> None:
     error = await refused(ready, "/v1/completions", TEXT | {"model": "gpt-9"}, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "'m'" in error["message"]
@@ -239,7 +241,7 @@ async def test_an_unknown_model_is_refused(ready: GatewayRig):
         await ready.client().models.retrieve("org/gpt-9")
 
 
-async def test_an_invalid_content_type_route_or_method_is_refused(ready: GatewayRig):
+async def test_an_invalid_content_type_route_or_method_is_refused(ready: GatewayRig) -> None:
     status, answer, _ = await ready.post(
         "/v1/completions", json.dumps(TEXT).encode(), headers={"Content-Type": "text/plain"}
     )
@@ -253,7 +255,7 @@ async def test_an_invalid_content_type_route_or_method_is_refused(ready: Gateway
     assert (status, json.loads(text)["error"]["code"]) == (405, "method_not_allowed")
 
 
-async def test_a_body_that_is_too_large_is_refused(ready: GatewayRig):
+async def test_a_body_that_is_too_large_is_refused(ready: GatewayRig) -> None:
     body = b'{"model": "m", "prompt": "' + b"a" * MAX_BODY_BYTES + b'"}'
     status, answer, _ = await ready.post(
         "/v1/completions", body, headers={"Content-Type": "application/json"}
@@ -261,7 +263,7 @@ async def test_a_body_that_is_too_large_is_refused(ready: GatewayRig):
     assert (status, answer["error"]["code"]) == (413, "request_too_large")
 
 
-async def test_prompts_that_do_not_fit_are_refused_with_numbers(ready: GatewayRig):
+async def test_prompts_that_do_not_fit_are_refused_with_numbers(ready: GatewayRig) -> None:
     limit = ready.engines[0].max_model_len
     error = await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * 200, "max_tokens": 57})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")

@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_text.chat_request import ChatCompletionRequest
-from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
-from baton_text.parsing import parse_request
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
+from baton_text.requests.parsing import parse_request
 from support.gateway.gateway_rig import GatewayRig
 from support.install.rendered_chart import ROOT
 

@@ -29,7 +29,9 @@ def text_of(chunks: list, index: int = 0) -> str:
     return "".join(choice.delta.content or "" for choice in choices)
 
 
-async def test_a_completion_has_the_first_token_of_prefill_and_the_rest_of_decode(rig: GatewayRig):
+async def test_a_completion_has_the_first_token_of_prefill_and_the_rest_of_decode(
+    rig: GatewayRig,
+) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
     answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=50)
@@ -57,7 +59,7 @@ async def test_a_completion_has_the_first_token_of_prefill_and_the_rest_of_decod
     assert rig.metric("baton:gateway_time_to_first_token_seconds_count") == 1
 
 
-async def test_the_first_token_is_streamed_before_decode_starts(rig: GatewayRig):
+async def test_the_first_token_is_streamed_before_decode_starts(rig: GatewayRig) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     decode.hold_after = 1
     await rig.start(prefill, decode)
@@ -71,7 +73,9 @@ async def test_the_first_token_is_streamed_before_decode_starts(rig: GatewayRig)
     assert first.choices[0].text + "".join(rest) == TEXT
 
 
-async def test_a_chat_streams_role_text_finish_reason_and_usage_in_this_order(rig: GatewayRig):
+async def test_a_chat_streams_role_text_finish_reason_and_usage_in_this_order(
+    rig: GatewayRig,
+) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     chunks = await chat_pieces(
         rig.client(), stream_options={"include_usage": True}, max_completion_tokens=99
@@ -86,7 +90,7 @@ async def test_a_chat_streams_role_text_finish_reason_and_usage_in_this_order(ri
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_every_token_of_a_stream_has_a_chunk(rig: GatewayRig):
+async def test_every_token_of_a_stream_has_a_chunk(rig: GatewayRig) -> None:
     """Clients measure the time between tokens by the chunks, even for tokens without text."""
     engine = rig.engine("d", "decode", "你好")
     await rig.start(engine)
@@ -99,7 +103,7 @@ async def test_every_token_of_a_stream_has_a_chunk(rig: GatewayRig):
     assert len(completion) == len(engine.answer)
 
 
-async def test_a_chat_renders_the_template_without_more_special_tokens(rig: GatewayRig):
+async def test_a_chat_renders_the_template_without_more_special_tokens(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     messages = [
@@ -112,7 +116,7 @@ async def test_a_chat_renders_the_template_without_more_special_tokens(rig: Gate
     assert prompt == "<|system|>be brief\n<|user|>a\nb\n<|assistant|>\n"
 
 
-async def test_eos_ends_the_response_with_stop_and_is_not_in_the_text(rig: GatewayRig):
+async def test_eos_ends_the_response_with_stop_and_is_not_in_the_text(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", "hello")
     engine.answer = [*engine.answer, EOS_ID, *engine.answer]
     await rig.start(engine)
@@ -123,7 +127,7 @@ async def test_eos_ends_the_response_with_stop_and_is_not_in_the_text(rig: Gatew
     assert answer.choices[0].model_extra["token_ids"][-1] == EOS_ID
 
 
-async def test_a_first_token_that_ends_the_request_aborts_decode(rig: GatewayRig):
+async def test_a_first_token_that_ends_the_request_aborts_decode(rig: GatewayRig) -> None:
     prefill, decode = rig.engine("p", "prefill"), rig.engine("d", "decode")
     prefill.answer = [EOS_ID]
     await rig.start(prefill, decode)
@@ -133,7 +137,7 @@ async def test_a_first_token_that_ends_the_request_aborts_decode(rig: GatewayRig
     assert not decode.prefill_results
 
 
-async def test_max_tokens_1_ends_with_the_first_token(rig: GatewayRig):
+async def test_max_tokens_1_ends_with_the_first_token(rig: GatewayRig) -> None:
     prefill, decode = rig.engine("p", "prefill"), rig.engine("d", "decode")
     await rig.start(prefill, decode)
     answer = await rig.client().completions.create(model="m", prompt="go", max_tokens=1)
@@ -145,7 +149,7 @@ async def test_max_tokens_1_ends_with_the_first_token(rig: GatewayRig):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_across_token_boundaries_ends_the_text_and_aborts_the_engine(
     rig: GatewayRig, stream: bool
-):
+) -> None:
     engine = rig.engine("d", "decode", TEXT)
     engine.answer = [rig.tokenizer.encode(char, add_special_tokens=False)[0] for char in TEXT]
     engine.hold_after = len("hello world, the") + 3
@@ -164,7 +168,7 @@ async def test_a_stop_string_across_token_boundaries_ends_the_text_and_aborts_th
     await until(lambda: engine.aborts, "ABORT at the engine")
 
 
-async def test_a_stop_string_may_be_kept_in_the_text(rig: GatewayRig):
+async def test_a_stop_string_may_be_kept_in_the_text(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     answer = await rig.client().completions.create(
         model="m",
@@ -176,13 +180,13 @@ async def test_a_stop_string_may_be_kept_in_the_text(rig: GatewayRig):
     assert answer.choices[0].text == "hello world"
 
 
-async def test_text_held_back_for_a_stop_string_is_sent_at_the_end(rig: GatewayRig):
+async def test_text_held_back_for_a_stop_string_is_sent_at_the_end(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode", "hello world"))
     chunks = await chat_pieces(rig.client(), stop=["world!"])
     assert text_of(chunks) == "hello world"
 
 
-async def test_a_character_of_several_tokens_is_sent_as_a_whole(rig: GatewayRig):
+async def test_a_character_of_several_tokens_is_sent_as_a_whole(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", "a你🙂b")
     await rig.start(engine)
     assert len(engine.answer) > 4
@@ -191,7 +195,7 @@ async def test_a_character_of_several_tokens_is_sent_as_a_whole(rig: GatewayRig)
     assert not any("\ufffd" in (c.choices[0].delta.content or "") for c in chunks)
 
 
-async def test_n_samples_are_child_requests_with_their_own_sample_index(rig: GatewayRig):
+async def test_n_samples_are_child_requests_with_their_own_sample_index(rig: GatewayRig) -> None:
     engines = [rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)]
     await rig.start(*engines)
     answer = await rig.client().completions.create(
@@ -207,13 +211,13 @@ async def test_n_samples_are_child_requests_with_their_own_sample_index(rig: Gat
     assert answer.usage.completion_tokens == 4 * len(engines[0].answer)
 
 
-async def test_streamed_samples_carry_their_index(rig: GatewayRig):
+async def test_streamed_samples_carry_their_index(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     chunks = await chat_pieces(rig.client(), n=3)
     assert [text_of(chunks, index) for index in range(3)] == [TEXT] * 3
 
 
-async def test_logprobs_of_a_chat(rig: GatewayRig):
+async def test_logprobs_of_a_chat(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", "你")
     await rig.start(engine)
     answer = await rig.client().chat.completions.create(
@@ -225,7 +229,9 @@ async def test_logprobs_of_a_chat(rig: GatewayRig):
     assert all(len(item.top_logprobs) == 2 for item in content)
 
 
-async def test_logprobs_of_a_streamed_completion_equal_those_of_a_whole_one(rig: GatewayRig):
+async def test_logprobs_of_a_streamed_completion_equal_those_of_a_whole_one(
+    rig: GatewayRig,
+) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     client = rig.client()
     options = {"model": "m", "prompt": "go", "max_tokens": 50, "logprobs": 1}
@@ -242,7 +248,7 @@ async def test_logprobs_of_a_streamed_completion_equal_those_of_a_whole_one(rig:
     assert [offset for part in parts for offset in part.text_offset] == whole.text_offset
 
 
-async def test_token_id_prompts_and_echo(rig: GatewayRig):
+async def test_token_id_prompts_and_echo(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", " world")
     await rig.start(engine)
     ids = rig.tokenizer.encode("hello")
@@ -251,7 +257,7 @@ async def test_token_id_prompts_and_echo(rig: GatewayRig):
     assert answer.choices[0].text == "hello world"
 
 
-async def test_a_missing_seed_is_drawn(rig: GatewayRig):
+async def test_a_missing_seed_is_drawn(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     for _ in range(2):
@@ -260,7 +266,7 @@ async def test_a_missing_seed_is_drawn(rig: GatewayRig):
     assert seeds[0] != seeds[1]
 
 
-async def test_a_client_that_disconnects_aborts_its_request(rig: GatewayRig):
+async def test_a_client_that_disconnects_aborts_its_request(rig: GatewayRig) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     decode.hold_after = 1
     await rig.start(prefill, decode)
@@ -278,7 +284,7 @@ async def test_a_client_that_disconnects_aborts_its_request(rig: GatewayRig):
     await until(lambda: rig.metric("baton:requests_in_flight") == 0, "no request in flight")
 
 
-async def test_short_prompts_skip_the_prefill_stage(make_rig):
+async def test_short_prompts_skip_the_prefill_stage(make_rig) -> None:
     rig = make_rig(prefill_threshold_tokens=5)
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
@@ -289,7 +295,9 @@ async def test_short_prompts_skip_the_prefill_stage(make_rig):
     assert len(prefill.adds) == 1
 
 
-async def test_requests_get_the_sampling_parameters_of_the_checkpoint_that_they_leave_out(make_rig):
+async def test_requests_get_the_sampling_parameters_of_the_checkpoint_that_they_leave_out(
+    make_rig,
+) -> None:
     defaults = GenerationDefaults(temperature=0.6, top_k=20, repetition_penalty=1.1, max_tokens=7)
     rig = make_rig(defaults=defaults)
     decode = rig.engine("d", "decode", TEXT)
@@ -308,7 +316,7 @@ async def test_requests_get_the_sampling_parameters_of_the_checkpoint_that_they_
     assert all(one.repetition_penalty == 1.1 and one.top_p == 1.0 for one in params)
 
 
-async def test_choices_report_nan_logits(rig: GatewayRig):
+async def test_choices_report_nan_logits(rig: GatewayRig) -> None:
     decode = rig.engine("d", "decode", TEXT)
     await rig.start(decode)
     client = rig.client()
@@ -324,7 +332,7 @@ async def test_choices_report_nan_logits(rig: GatewayRig):
     assert sum(counts) == 2 * 3
 
 
-async def test_endpoints_for_models_health_version_and_metrics(rig: GatewayRig):
+async def test_endpoints_for_models_health_version_and_metrics(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode"))
     client = rig.client()
     [model] = (await client.models.list()).data
@@ -341,7 +349,7 @@ async def test_endpoints_for_models_health_version_and_metrics(rig: GatewayRig):
 @pytest.mark.parametrize("variant", ["{}/", "/{}", "{}///?a=b"])
 async def test_extra_slashes_of_a_path_are_ignored_without_a_redirect(
     rig: GatewayRig, variant: str
-):
+) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     message = {"role": "user", "content": "go"}
     for path, body in (
@@ -361,7 +369,7 @@ async def test_extra_slashes_of_a_path_are_ignored_without_a_redirect(
 
 
 @pytest.mark.parametrize("target", ["http://h//v1/models/?a=b", "/v1/models?a=//", "//v1/models/"])
-async def test_extra_slashes_are_ignored_in_raw_targets(rig: GatewayRig, target: str):
+async def test_extra_slashes_are_ignored_in_raw_targets(rig: GatewayRig, target: str) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
     writer.write(f"GET {target} HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n".encode())
@@ -373,7 +381,7 @@ async def test_extra_slashes_are_ignored_in_raw_targets(rig: GatewayRig, target:
 @pytest.mark.parametrize(
     "path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
 )
-async def test_the_model_may_be_left_out(rig: GatewayRig, path: str):
+async def test_the_model_may_be_left_out(rig: GatewayRig, path: str) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     bodies = {
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
@@ -389,7 +397,7 @@ async def test_the_model_may_be_left_out(rig: GatewayRig, path: str):
             assert chunk["model"] == "m"
 
 
-async def test_the_server_header_names_no_versions(rig: GatewayRig):
+async def test_the_server_header_names_no_versions(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     for body in ({}, GO, GO | {"stream": True}):
         async with (

@@ -21,7 +21,7 @@ from support.waiting import until
 
 async def test_a_stream_that_is_not_read_is_ended_before_it_is_buffered_completely(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     sent: list[web.Request] = []
 
     class RecordedStream(EventStream):
@@ -60,7 +60,7 @@ async def run_unread_request(rig: GatewayRig, *, streamed: bool) -> None:
         await until(lambda: not rig.metric("baton:requests_in_flight"), "the end of the request")
 
 
-async def test_a_stream_that_is_not_read_is_ended_at_the_deadline(make_rig: MakeRig):
+async def test_a_stream_that_is_not_read_is_ended_at_the_deadline(make_rig: MakeRig) -> None:
     rig = make_rig(request_timeout_s=2.0)
     await run_unread_request(rig, streamed=True)
     assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="200") == 0
@@ -69,13 +69,13 @@ async def test_a_stream_that_is_not_read_is_ended_at_the_deadline(make_rig: Make
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_an_answer_that_is_not_read_is_ended_without_a_request_timeout(
     make_rig: MakeRig, streamed: bool
-):
+) -> None:
     rig = make_rig(request_timeout_s=0.0, client_timeout_s=1.0)
     await run_unread_request(rig, streamed=streamed)
     assert rig.metric("baton:gateway_generation_tokens_total") == 20_000
 
 
-async def test_a_client_may_wait_longer_than_its_timeout_for_an_answer(make_rig: MakeRig):
+async def test_a_client_may_wait_longer_than_its_timeout_for_an_answer(make_rig: MakeRig) -> None:
     rig = make_rig(request_timeout_s=0.0, client_timeout_s=0.3)
     decode = rig.engine("d", "decode", "hello world")
     decode.hold_after = 2
@@ -90,7 +90,7 @@ async def test_a_client_may_wait_longer_than_its_timeout_for_an_answer(make_rig:
 
 async def test_a_response_that_is_not_read_counts_as_running_until_the_timeout(
     make_rig: MakeRig,
-):
+) -> None:
     rig = make_rig(client_timeout_s=5.0, max_concurrent_requests=1)
     engine = rig.engine("d", "decode")
     engine.max_model_len = 400_000

@@ -20,12 +20,12 @@ from baton_gateway.requests.job_builder import MAX_OPTION_ENTRIES
 from baton_gateway.requests.prompts import TEXT_FACTOR
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_protocol.config import AccessConfig
-from baton_text.chat_request import ChatCompletionRequest
-from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
-from baton_text.generation_request import MAX_STOP_LENGTH
 from baton_text.output import OutputProcessor
-from baton_text.tokenize_requests import DetokenizeRequest, TokenizeRequest
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
+from baton_text.requests.generation_request import MAX_STOP_LENGTH
+from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
@@ -131,7 +131,7 @@ async def test_other_requests_are_served_while_a_large_one_is_processed(
     name: str,
     path: str,
     body: dict[str, Any],
-):
+) -> None:
     rig = large_rig(make_rig)
     await rig.start(*rig.engines)
     owner = {"tokenizer": rig.tokenizer, "chat_template": rig.tokenizer.chat_template}.get(
@@ -156,7 +156,7 @@ async def post(rig: GatewayRig, path: str, body: dict[str, Any]) -> tuple[int, o
     return status, answer
 
 
-async def test_large_requests_get_the_same_responses_as_small_ones(make_rig: MakeRig):
+async def test_large_requests_get_the_same_responses_as_small_ones(make_rig: MakeRig) -> None:
     rig = large_rig(make_rig)
     await rig.start(*rig.engines)
     ids = rig.tokenizer.encode(LONG)
@@ -197,7 +197,7 @@ async def refusal(rig: GatewayRig, path: str, body: dict[str, Any]) -> tuple[str
 
 async def test_more_messages_than_the_model_length_are_not_rendered(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     await rig.start(rig.engine("d", "decode"))
     spy = Spy(monkeypatch, rig.tokenizer.chat_template, "render")
     limit = rig.engines[0].max_model_len
@@ -213,7 +213,7 @@ async def test_more_messages_than_the_model_length_are_not_rendered(
 @pytest.mark.parametrize(("path", "factor"), [("/v1/completions", 1), ("/tokenize", TEXT_FACTOR)])
 async def test_tokenization_of_a_text_stops_when_it_has_too_many_tokens(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch, path: str, factor: int
-):
+) -> None:
     engine = rig.engine("d", "decode")
     engine.max_model_len = 4096
     await rig.start(engine)
@@ -232,7 +232,7 @@ async def test_tokenization_of_a_text_stops_when_it_has_too_many_tokens(
 
 async def test_max_prompt_tokens_also_limits_texts(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     rig = make_rig(access=AccessConfig(max_prompt_tokens=10))
     await rig.start(rig.engine("d", "decode"))
     status, answer, _ = await rig.post("/tokenize", {"prompt": "z" * 10 * TEXT_FACTOR})
@@ -251,7 +251,7 @@ async def test_max_prompt_tokens_also_limits_texts(
     )
 
 
-async def test_texts_are_limited_before_an_engine_has_connected(rig: GatewayRig):
+async def test_texts_are_limited_before_an_engine_has_connected(rig: GatewayRig) -> None:
     await rig.start()
     status, answer, _ = await rig.post("/tokenize", {"prompt": "hello world"})
     assert (status, answer["max_model_len"]) == (200, None)
@@ -273,14 +273,14 @@ async def test_texts_are_limited_before_an_engine_has_connected(rig: GatewayRig)
 )
 async def test_a_body_of_too_many_values_is_not_parsed(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
-):
+) -> None:
     await rig.start(rig.engine("d", "decode"))
     spy = Spy(monkeypatch, request_body, "parse_request")
     code, _ = await refusal(rig, path, body)
     assert (code, spy.sizes) == ("request_too_large", [])
 
 
-async def test_punctuation_in_texts_does_not_count_as_values(rig: GatewayRig):
+async def test_punctuation_in_texts_does_not_count_as_values(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode"))
     for text in ("[{,:" * 2**19, '"\\' * MAX_VALUES, ',"' * MAX_VALUES):
         assert await refusal(rig, "/v1/completions", {"prompt": text}) == (
@@ -312,7 +312,7 @@ def count_values(value: Any) -> tuple[int, int]:
 
 
 @given(value=_JSON, ascii_only=st.booleans())
-def test_values_are_counted_exactly_for_any_json(value: Any, ascii_only: bool):
+def test_values_are_counted_exactly_for_any_json(value: Any, ascii_only: bool) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     values, containers = count_values(value)
     check_values(body, values, containers)
@@ -324,7 +324,7 @@ def test_values_are_counted_exactly_for_any_json(value: Any, ascii_only: bool):
 
 
 @given(body=st.text(alphabet='"\\[{,:a').map(str.encode), most=st.integers(0, 3))
-def test_invalid_json_is_counted_without_other_errors(body: bytes, most: int):
+def test_invalid_json_is_counted_without_other_errors(body: bytes, most: int) -> None:
     try:
         check_values(body, most, most)
     except RequestError as error:
@@ -345,7 +345,7 @@ async def test_tokenization_counts_as_a_running_request(
     kind: type,
     path: str,
     body: dict[str, Any],
-):
+) -> None:
     (tmp_path / "ann").write_text("ann-key")
     (tmp_path / "bob").write_text("bob-key")
     rig = large_rig(
@@ -370,7 +370,7 @@ async def test_tokenization_counts_as_a_running_request(
     assert status == 200, "an ended request still counts"
 
 
-async def test_a_draining_gateway_refuses_tokenization(rig: GatewayRig):
+async def test_a_draining_gateway_refuses_tokenization(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode"))
     rig.gateway.admission.is_closed = True
     for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
@@ -378,7 +378,7 @@ async def test_a_draining_gateway_refuses_tokenization(rig: GatewayRig):
         assert (status, answer["error"]["code"]) == (503, "draining")
 
 
-async def test_long_options_of_many_sequences_are_refused(make_rig: MakeRig):
+async def test_long_options_of_many_sequences_are_refused(make_rig: MakeRig) -> None:
     rig = make_rig()
     engine = rig.engine("d", "decode")
     engine.max_model_len = 100
@@ -395,7 +395,7 @@ async def test_long_options_of_many_sequences_are_refused(make_rig: MakeRig):
 
 async def test_options_are_checked_once_for_all_prompts(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     await rig.start(rig.engine("d", "decode"))
     calls: list[int] = []
     function = CompletionRequest.sampling_params
@@ -420,7 +420,7 @@ async def test_options_are_checked_once_for_all_prompts(
 )
 async def test_large_sequences_are_sent_in_several_event_loop_iterations(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, prompts: int, options: dict[str, Any]
-):
+) -> None:
     rig = large_rig(make_rig)
     await rig.start(*rig.engines)
     turn, turns_of_adds = 0, []
@@ -446,7 +446,7 @@ async def test_large_sequences_are_sent_in_several_event_loop_iterations(
     assert max(map(turns_of_adds.count, turns_of_adds)) <= STAGGERED_TOKENS // 5000 + 1
 
 
-async def test_long_stop_strings_are_refused(rig: GatewayRig):
+async def test_long_stop_strings_are_refused(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode"))
     _, param = await refusal(
         rig, "/v1/completions", {"prompt": "hi", "stop": ["a", "b" * (MAX_STOP_LENGTH + 1)]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
@@ -18,14 +19,14 @@ GO = {"model": "m", "prompt": "go", "max_tokens": 50}
 UNKNOWN_FIELDS = "baton:gateway_unknown_body_fields_total"
 
 
-async def completion(rig: GatewayRig, **fields):
+async def completion(rig: GatewayRig, **fields) -> Any:
     """Return the JSON response to a completion."""
     status, body, _ = await rig.post("/v1/completions", GO | fields)
     assert status == 200, body
     return body
 
 
-async def test_samples_of_a_prompt_are_sent_to_one_engine_as_a_group(rig: GatewayRig):
+async def test_samples_of_a_prompt_are_sent_to_one_engine_as_a_group(rig: GatewayRig) -> None:
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(3)]
     await rig.start(*engines)
     await completion(rig, prompt=["go", "on"], n=3)
@@ -40,7 +41,7 @@ async def test_samples_of_a_prompt_are_sent_to_one_engine_as_a_group(rig: Gatewa
     assert next(add for engine in engines for add in engine.adds[-1:] if add.group_id == "")
 
 
-async def test_best_of_returns_the_most_likely_samples(rig: GatewayRig):
+async def test_best_of_returns_the_most_likely_samples(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     body = await completion(rig, prompt=["go", "on"], n=2, best_of=4, return_token_ids=True)
@@ -60,7 +61,7 @@ async def test_best_of_returns_the_most_likely_samples(rig: GatewayRig):
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_beam_search_is_one_engine_request_with_beams_as_choices(
     rig: GatewayRig, streamed: bool
-):
+) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
     client = rig.client()
@@ -80,7 +81,9 @@ async def test_a_beam_search_is_one_engine_request_with_beams_as_choices(
     assert add.group_id == ""
 
 
-async def test_prompt_logprobs_skip_the_prefill_stage_and_are_requested_once(rig: GatewayRig):
+async def test_prompt_logprobs_skip_the_prefill_stage_and_are_requested_once(
+    rig: GatewayRig,
+) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     decode.hold_after = 3
     await rig.start(prefill, decode)
@@ -107,7 +110,7 @@ async def test_prompt_logprobs_skip_the_prefill_stage_and_are_requested_once(rig
 )
 async def test_prompt_logprobs_are_computed_once_for_all_samples(
     rig: GatewayRig, fields: dict[str, object]
-):
+) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     body = await completion(rig, prompt=[5, 6, 7], prompt_logprobs=1, **fields)
@@ -119,7 +122,7 @@ async def test_prompt_logprobs_are_computed_once_for_all_samples(
     assert asked == [1] + [None] * (len(asked) - 1)
 
 
-async def test_too_many_prompt_logprobs_are_refused(rig: GatewayRig):
+async def test_too_many_prompt_logprobs_are_refused(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     many = GO | {"prompt": [5] * 220, "n": 128}
@@ -132,7 +135,7 @@ async def test_too_many_prompt_logprobs_are_refused(rig: GatewayRig):
     assert not engine.adds
 
 
-async def test_equal_prompts_without_a_seed_get_different_seeds(rig: GatewayRig):
+async def test_equal_prompts_without_a_seed_get_different_seeds(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     await completion(rig, prompt=["a", "a"])
@@ -141,7 +144,7 @@ async def test_equal_prompts_without_a_seed_get_different_seeds(rig: GatewayRig)
     assert [add.sampling_params.seed for add in engine.adds[2:]] == [4, 4]
 
 
-async def test_prompt_logprobs_of_a_chat_are_beside_its_choices(rig: GatewayRig):
+async def test_prompt_logprobs_of_a_chat_are_beside_its_choices(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     messages = [{"role": "user", "content": "hi"}]
@@ -151,7 +154,9 @@ async def test_prompt_logprobs_of_a_chat_are_beside_its_choices(rig: GatewayRig)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_echo_with_logprobs_includes_those_of_the_prompt(rig: GatewayRig, streamed: bool):
+async def test_echo_with_logprobs_includes_those_of_the_prompt(
+    rig: GatewayRig, streamed: bool
+) -> None:
     engine = rig.engine("d", "decode", " world")
     await rig.start(engine)
     options = {"model": "m", "prompt": "hello", "echo": True, "logprobs": 1, "max_tokens": 50}
@@ -169,7 +174,7 @@ async def test_echo_with_logprobs_includes_those_of_the_prompt(rig: GatewayRig, 
     assert engine.adds[0].sampling_params.prompt_logprobs == 1
 
 
-async def test_echo_with_max_tokens_0_returns_the_prompt(rig: GatewayRig):
+async def test_echo_with_max_tokens_0_returns_the_prompt(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     body = await completion(rig, prompt=[5, 6, 7], echo=True, logprobs=0, max_tokens=0)
@@ -183,7 +188,7 @@ async def test_echo_with_max_tokens_0_returns_the_prompt(rig: GatewayRig):
     assert engine.adds[0].sampling_params.max_tokens == 1
 
 
-async def test_a_request_that_no_engine_can_fit_is_a_context_length_error(rig: GatewayRig):
+async def test_a_request_that_no_engine_can_fit_is_a_context_length_error(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode")
     engine.refuse = ErrorCode.LENGTH, "the prompt has 300 tokens, max_model_len is 256"
     await rig.start(engine)
@@ -216,7 +221,9 @@ STRUCTURES = [
 ]
 
 
-async def test_structured_outputs_reach_the_engine_and_errors_name_the_field(rig: GatewayRig):
+async def test_structured_outputs_reach_the_engine_and_errors_name_the_field(
+    rig: GatewayRig,
+) -> None:
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     for fields, kind, spec in STRUCTURES:
@@ -238,7 +245,7 @@ async def test_structured_outputs_reach_the_engine_and_errors_name_the_field(rig
         assert body["error"]["param"] == param
 
 
-async def test_bad_words_and_allowed_tokens_reach_the_engine(rig: GatewayRig):
+async def test_bad_words_and_allowed_tokens_reach_the_engine(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     detection = {"max_pattern_size": 4, "min_count": 3}
@@ -256,7 +263,7 @@ async def test_bad_words_and_allowed_tokens_reach_the_engine(rig: GatewayRig):
     assert params.repetition_detection == RepetitionDetection(4, 1, 3)
 
 
-async def test_a_repetition_is_reported_as_the_finish_reason(rig: GatewayRig):
+async def test_a_repetition_is_reported_as_the_finish_reason(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     engine.repeats = True
     await rig.start(engine)
@@ -264,7 +271,7 @@ async def test_a_repetition_is_reported_as_the_finish_reason(rig: GatewayRig):
     assert body["choices"][0]["finish_reason"] == "repetition"
 
 
-async def test_the_matched_stop_string_is_reported(rig: GatewayRig):
+async def test_the_matched_stop_string_is_reported(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     body = await completion(rig, stop=["quick", "zzz"])
     assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == (
@@ -273,7 +280,7 @@ async def test_the_matched_stop_string_is_reported(rig: GatewayRig):
     )
 
 
-async def test_tokenize_and_detokenize(rig: GatewayRig):
+async def test_tokenize_and_detokenize(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode"))
     ids = rig.tokenizer.encode("hello world")
     _, body, _ = await rig.post("/tokenize", {"prompt": "hello world", "return_token_strs": True})
@@ -287,7 +294,7 @@ async def test_tokenize_and_detokenize(rig: GatewayRig):
     assert body == {"prompt": "hello world"}
 
 
-async def test_invalid_tokenize_requests_are_refused_with_the_field(rig: GatewayRig):
+async def test_invalid_tokenize_requests_are_refused_with_the_field(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode"))
     for path, fields, param in (
         ("/tokenize", {}, "prompt"),
@@ -304,7 +311,7 @@ async def test_invalid_tokenize_requests_are_refused_with_the_field(rig: Gateway
 
 async def test_unknown_fields_are_counted_logged_once_and_ignored(
     rig: GatewayRig, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     await completion(rig)
     assert rig.metric(UNKNOWN_FIELDS) == 0
@@ -319,7 +326,7 @@ async def test_unknown_fields_are_counted_logged_once_and_ignored(
 
 async def test_the_log_of_unknown_fields_is_bounded(
     rig: GatewayRig, caplog: pytest.LogCaptureFixture
-):
+) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
     await completion(rig, **{f"{i}\n" + "x" * 9999: 1 for i in range(MAX_LOGGED_FIELDS + 5)})
     assert rig.metric(UNKNOWN_FIELDS) == MAX_LOGGED_FIELDS + 5

@@ -36,7 +36,7 @@ async def ask(
 
 
 @pytest.mark.parametrize("way", ["body", "header", "both"])
-async def test_a_request_is_sent_to_the_rank_that_it_names(rig: GatewayRig, way: str):
+async def test_a_request_is_sent_to_the_rank_that_it_names(rig: GatewayRig, way: str) -> None:
     engines = await group(rig, 3)
     for rank in (2, 0, 2, 1, 2):
         header = None if way == "body" else str(rank)
@@ -48,7 +48,7 @@ async def test_a_request_is_sent_to_the_rank_that_it_names(rig: GatewayRig, way:
     assert [r.data_parallel_rank for engine in engines for r in engine.adds].count(None) == 1
 
 
-async def test_samples_and_chats_are_sent_to_the_rank_that_they_name(rig: GatewayRig):
+async def test_samples_and_chats_are_sent_to_the_rank_that_they_name(rig: GatewayRig) -> None:
     engines = await group(rig, 3)
     assert (await ask(rig, 1, n=3))[0] == 200
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -70,14 +70,14 @@ async def test_samples_and_chats_are_sent_to_the_rank_that_they_name(rig: Gatewa
 )
 async def test_an_invalid_rank_is_refused(
     rig: GatewayRig, rank: int | None, header: str | None, param: str
-):
+) -> None:
     engines = await group(rig, 3)
     status, body = await ask(rig, rank, header=header)
     assert (status, body["error"]["param"]) == (400, param)
     assert not any(engine.adds for engine in engines)
 
 
-async def test_a_request_waits_for_its_rank_and_then_gets_503(make_rig: MakeRig):
+async def test_a_request_waits_for_its_rank_and_then_gets_503(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, queue_wait_s=0.3)
     engines = await group(rig, 2)
     engines[1].retire()
@@ -90,7 +90,7 @@ async def test_a_request_waits_for_its_rank_and_then_gets_503(make_rig: MakeRig)
     assert not engines[0].adds
 
 
-async def test_a_request_for_a_full_rank_is_refused(rig: GatewayRig):
+async def test_a_request_for_a_full_rank_is_refused(rig: GatewayRig) -> None:
     engines = await group(rig, 2)
     engines[1].refuse = (ErrorCode.OVERLOADED, "full")
     assert (await ask(rig, 1))[0] == 429
@@ -98,7 +98,9 @@ async def test_a_request_for_a_full_rank_is_refused(rig: GatewayRig):
 
 
 @pytest.mark.parametrize("tokens", [0, 3])
-async def test_a_request_of_a_lost_rank_is_resumed_on_any_rank(rig: GatewayRig, tokens: int):
+async def test_a_request_of_a_lost_rank_is_resumed_on_any_rank(
+    rig: GatewayRig, tokens: int
+) -> None:
     engines = await group(rig, 2)
     engines[1].hold_after = tokens
     asking = asyncio.create_task(ask(rig, 1))
@@ -114,7 +116,7 @@ async def test_a_request_of_a_lost_rank_is_resumed_on_any_rank(rig: GatewayRig, 
     )
 
 
-async def test_rank_numbers_are_those_of_the_latest_generation(make_rig: MakeRig):
+async def test_rank_numbers_are_those_of_the_latest_generation(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, queue_wait_s=0.3)
     engines = await group(rig, 3)
     engines[0].retire()  # the first of 3 leaves, so the ranks change
@@ -134,7 +136,7 @@ async def test_rank_numbers_are_those_of_the_latest_generation(make_rig: MakeRig
     assert [len(engine.adds) for engine in engines] == [1, 1, 1]
 
 
-async def test_a_standby_rank_gets_no_requests_until_it_is_ready(make_rig: MakeRig):
+async def test_a_standby_rank_gets_no_requests_until_it_is_ready(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05)
     engines = await group(rig, 2)
     engines[0].draining = True  # reported in heartbeats

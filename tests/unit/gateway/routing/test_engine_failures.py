@@ -19,7 +19,7 @@ TEXT = "hello world, the quick brown fox"
 @pytest.mark.parametrize("code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL])
 async def test_decode_takes_over_from_a_prefill_engine_that_refuses(
     rig: GatewayRig, code: ErrorCode
-):
+) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     prefill.refuse = (code, "not now")
     await rig.start(prefill, decode)
@@ -30,7 +30,7 @@ async def test_decode_takes_over_from_a_prefill_engine_that_refuses(
     assert rig.metric("baton:prefill_fallbacks_total", reason=outcome) == 1
 
 
-async def test_decode_takes_over_from_a_prefill_engine_that_dies(rig: GatewayRig):
+async def test_decode_takes_over_from_a_prefill_engine_that_dies(rig: GatewayRig) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     prefill.die_on_add = True
     await rig.start(prefill, decode)
@@ -44,7 +44,7 @@ async def test_decode_takes_over_from_a_prefill_engine_that_dies(rig: GatewayRig
     assert rig.metric("baton:prefill_fallbacks_total", reason="no_ready_engine") == 1
 
 
-async def test_decode_takes_over_from_a_prefill_engine_without_progress(make_rig: MakeRig):
+async def test_decode_takes_over_from_a_prefill_engine_without_progress(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, stall_timeout_s=30.0)
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     prefill.hold_after = 0
@@ -64,7 +64,7 @@ async def test_decode_takes_over_from_a_prefill_engine_without_progress(make_rig
 
 async def test_prompts_wait_for_an_overloaded_prefill_engine_as_long_as_it_makes_progress(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     rig = make_rig(heartbeat_interval_s=0.05)
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     prefill.hold_after = 0
@@ -87,7 +87,9 @@ async def test_prompts_wait_for_an_overloaded_prefill_engine_as_long_as_it_makes
 @pytest.mark.parametrize(
     "code", [ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD]
 )
-async def test_another_decode_engine_replaces_one_that_refuses(rig: GatewayRig, code: ErrorCode):
+async def test_another_decode_engine_replaces_one_that_refuses(
+    rig: GatewayRig, code: ErrorCode
+) -> None:
     prefill = rig.engine("p", "prefill", TEXT)
     bad, good = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     bad.refuse = (code, "not now")
@@ -103,7 +105,7 @@ async def test_another_decode_engine_replaces_one_that_refuses(rig: GatewayRig, 
 )
 async def test_when_every_decode_engine_refuses_the_client_gets_retry_after(
     rig: GatewayRig, code: ErrorCode, status: int
-):
+) -> None:
     engines = [rig.engine(f"d{i}", "decode") for i in range(2)]
     for engine in engines:
         engine.refuse = (code, "not now")
@@ -114,7 +116,7 @@ async def test_when_every_decode_engine_refuses_the_client_gets_retry_after(
     assert all(len(engine.adds) == 1 for engine in engines)
 
 
-async def test_a_request_that_an_engine_calls_invalid_is_a_client_error(rig: GatewayRig):
+async def test_a_request_that_an_engine_calls_invalid_is_a_client_error(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode")
     engine.refuse = (ErrorCode.INVALID, "logit_bias: token 5000 is outside the vocabulary")
     await rig.start(engine)
@@ -158,7 +160,7 @@ async def die_after(
 )
 async def test_a_request_of_a_dead_decode_engine_is_resumed_on_another(
     rig: GatewayRig, with_prefill: bool, tokens: int
-):
+) -> None:
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(2)]
     prefill = [rig.engine("p", "prefill", TEXT)] if with_prefill else []
     await rig.start(*prefill, *engines)
@@ -171,7 +173,7 @@ async def test_a_request_of_a_dead_decode_engine_is_resumed_on_another(
     assert rig.metric("baton:request_retries_total", reason="engine_lost") == 1
 
 
-async def test_prefill_is_repeated_when_decode_dies_before_the_first_token(rig: GatewayRig):
+async def test_prefill_is_repeated_when_decode_dies_before_the_first_token(rig: GatewayRig) -> None:
     prefill = rig.engine("p", "prefill", TEXT)
     prefill.hold_after = 0
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(2)]
@@ -186,7 +188,7 @@ async def test_prefill_is_repeated_when_decode_dies_before_the_first_token(rig: 
     assert dead.instance_id not in prefill.adds[1].kv_transfer.peer_instance_id
 
 
-async def test_a_stream_waits_for_the_restart_of_its_only_decode_engine(rig: GatewayRig):
+async def test_a_stream_waits_for_the_restart_of_its_only_decode_engine(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     _, reading = await die_after(rig, [engine], 4)
@@ -199,7 +201,7 @@ async def test_a_stream_waits_for_the_restart_of_its_only_decode_engine(rig: Gat
 
 async def test_a_request_is_resumed_only_on_an_engine_with_the_same_compatibility_hash(
     make_rig: MakeRig,
-):
+) -> None:
     rig = make_rig(resume_wait_s=1.0)
     engine = rig.engine("d", "decode", TEXT, compatibility_hash="old")
     await rig.start(engine)
@@ -212,7 +214,7 @@ async def test_a_request_is_resumed_only_on_an_engine_with_the_same_compatibilit
     assert not other.adds
 
 
-async def test_a_stream_that_cannot_be_resumed_ends_with_an_error_event(make_rig: MakeRig):
+async def test_a_stream_that_cannot_be_resumed_ends_with_an_error_event(make_rig: MakeRig) -> None:
     rig = make_rig(resume_wait_s=0.5)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
@@ -228,7 +230,9 @@ async def test_a_stream_that_cannot_be_resumed_ends_with_an_error_event(make_rig
 
 
 @pytest.mark.parametrize(("shift", "kind"), [(1, "gap"), (-1, "repeat")])
-async def test_a_gap_or_a_repeat_in_the_tokens_is_an_error(rig: GatewayRig, shift: int, kind: str):
+async def test_a_gap_or_a_repeat_in_the_tokens_is_an_error(
+    rig: GatewayRig, shift: int, kind: str
+) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     decode.offset_error = shift
     await rig.start(prefill, decode)
@@ -240,7 +244,7 @@ async def test_a_gap_or_a_repeat_in_the_tokens_is_an_error(rig: GatewayRig, shif
 @pytest.mark.parametrize("other", [{"compatibility_hash": "other"}, {"kv_transport": "tcp"}])
 async def test_engines_that_cannot_exchange_kv_blocks_are_not_paired(
     rig: GatewayRig, other: dict[str, str]
-):
+) -> None:
     prefill = rig.engine("p", "prefill", TEXT, **other)
     decode = rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
@@ -251,7 +255,7 @@ async def test_engines_that_cannot_exchange_kv_blocks_are_not_paired(
     assert rig.metric("baton:prefill_fallbacks_total", reason="no_compatible_engine") == 1
 
 
-async def test_a_request_that_times_out_is_aborted(make_rig):
+async def test_a_request_that_times_out_is_aborted(make_rig) -> None:
     rig = make_rig(request_timeout_s=1.0)  # long enough to reach the engine
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 2
@@ -264,7 +268,7 @@ async def test_a_request_that_times_out_is_aborted(make_rig):
     await until(lambda: len(engine.aborts) == 2, "both requests aborted")
 
 
-async def test_too_many_concurrent_sequences_get_429(make_rig):
+async def test_too_many_concurrent_sequences_get_429(make_rig) -> None:
     rig = make_rig(max_concurrent_requests=2)
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 0
@@ -283,7 +287,7 @@ async def test_too_many_concurrent_sequences_get_429(make_rig):
 @pytest.mark.parametrize("queue_wait_s", [0.0, 0.3])
 async def test_without_a_first_decode_engine_requests_wait_no_longer_than_queue_wait_s(
     make_rig: MakeRig, queue_wait_s: float
-):
+) -> None:
     rig = make_rig(queue_wait_s=queue_wait_s)
     await rig.start(rig.engine("p", "prefill"))
     assert (await rig.get("/ready"))[0] == 503
@@ -294,7 +298,9 @@ async def test_without_a_first_decode_engine_requests_wait_no_longer_than_queue_
     assert "Retry-After" in headers
 
 
-async def test_a_stopping_gateway_finishes_streams_and_refuses_new_requests(rig: GatewayRig):
+async def test_a_stopping_gateway_finishes_streams_and_refuses_new_requests(
+    rig: GatewayRig,
+) -> None:
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 3
     await rig.start(engine)
@@ -314,7 +320,7 @@ async def test_a_stopping_gateway_finishes_streams_and_refuses_new_requests(rig:
     await stopping
 
 
-async def test_streams_that_outlast_the_drain_timeout_get_an_error(make_rig):
+async def test_streams_that_outlast_the_drain_timeout_get_an_error(make_rig) -> None:
     rig = make_rig(drain_timeout_s=0.2)
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 3

@@ -18,7 +18,7 @@ TEXT = "hello world, the quick brown fox"
 
 async def test_added_engines_are_used_and_removed_ones_finish_their_requests(
     rig: GatewayRig,
-):
+) -> None:
     old, new = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     old.hold_after = 2
     await rig.start(old)
@@ -33,7 +33,7 @@ async def test_added_engines_are_used_and_removed_ones_finish_their_requests(
     assert not old.aborts
 
 
-async def test_a_draining_engine_gets_no_new_requests(rig: GatewayRig):
+async def test_a_draining_engine_gets_no_new_requests(rig: GatewayRig) -> None:
     leaving, staying = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     await rig.start(leaving, staying)
     rig.announce_endpoints(
@@ -47,7 +47,7 @@ async def test_a_draining_engine_gets_no_new_requests(rig: GatewayRig):
     await rig.connected(leaving, staying)
 
 
-async def test_a_restarted_engine_is_reconnected(rig: GatewayRig):
+async def test_a_restarted_engine_is_reconnected(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
     engine.die()
@@ -60,7 +60,7 @@ async def test_a_restarted_engine_is_reconnected(rig: GatewayRig):
     assert await rig.complete() == TEXT
 
 
-async def test_the_pool_connects_to_an_engine_that_starts_later(rig: GatewayRig):
+async def test_the_pool_connects_to_an_engine_that_starts_later(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     engine.die()
     rig.announce(engine)
@@ -70,7 +70,7 @@ async def test_the_pool_connects_to_an_engine_that_starts_later(rig: GatewayRig)
     await rig.connected(late)
 
 
-async def test_requests_are_sent_to_the_least_loaded_engine(rig: GatewayRig):
+async def test_requests_are_sent_to_the_least_loaded_engine(rig: GatewayRig) -> None:
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(3)]
     for engine in engines:
         engine.hold_after = 0
@@ -85,7 +85,7 @@ async def test_requests_are_sent_to_the_least_loaded_engine(rig: GatewayRig):
     assert await asyncio.gather(*running) == [TEXT] * 9
 
 
-async def test_an_invalid_discovery_file_keeps_the_last_engines(tmp_path, monkeypatch):
+async def test_an_invalid_discovery_file_keeps_the_last_engines(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(file_discovery, "FILE_POLL_S", 0.01)
     path = tmp_path / "engines.json"
     sets = FileDiscovery(path).watch()
@@ -103,7 +103,7 @@ async def test_an_invalid_discovery_file_keeps_the_last_engines(tmp_path, monkey
     await sets.aclose()
 
 
-def test_invalid_discovery_files_are_refused():
+def test_invalid_discovery_files_are_refused() -> None:
     for content in (
         b'{"engines": [{"name": "a", "role": "both", "host": "x"}]}',
         b'{"engines": [{"name": "a", "role": "decode", "host": "x"}, '
@@ -127,7 +127,7 @@ def pod(**changes: object) -> dict[str, object]:
     }
 
 
-def test_a_running_ready_pod_with_an_address_is_an_endpoint():
+def test_a_running_ready_pod_with_an_address_is_an_endpoint() -> None:
     endpoint = endpoint_of(pod())
     assert (endpoint.name, endpoint.role, endpoint.host, endpoint.draining) == (
         "demo-decode-0",
@@ -146,7 +146,7 @@ def test_a_running_ready_pod_with_an_address_is_an_endpoint():
         assert endpoint_of(broken) is None
 
 
-def test_a_terminating_or_annotated_pod_is_draining():
+def test_a_terminating_or_annotated_pod_is_draining() -> None:
     assert endpoint_of(pod(metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})).draining
     assert endpoint_of(
         pod(metadata={"annotations": {"serving.baton.dev/draining": "true"}})

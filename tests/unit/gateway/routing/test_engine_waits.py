@@ -15,14 +15,14 @@ TEXT = "hello world, the quick brown fox"
 HEARTBEATS = {"heartbeat_interval_s": 0.05, "heartbeat_timeout_s": 0.5}
 
 
-def test_the_default_heartbeat_timeout_is_below_5_seconds():
+def test_the_default_heartbeat_timeout_is_below_5_seconds() -> None:
     fields = {field.name: field.default for field in msgspec.structs.fields(GatewayConfig)}
     assert fields["heartbeat_timeout_s"] + fields["heartbeat_interval_s"] < 5.0, (
         "a group must recover within 5 s"
     )
 
 
-async def test_late_outputs_of_a_frozen_engine_are_ignored(make_rig: MakeRig):
+async def test_late_outputs_of_a_frozen_engine_are_ignored(make_rig: MakeRig) -> None:
     rig = make_rig(**HEARTBEATS)
     frozen, other = (rig.engine(f"d{index}", "decode", TEXT) for index in range(2))
     frozen.hold_after, other.hold_after = 2, 4
@@ -46,7 +46,7 @@ async def test_late_outputs_of_a_frozen_engine_are_ignored(make_rig: MakeRig):
     assert len(frozen.adds) > 1, "the engine got no new request"
 
 
-async def test_a_silent_engine_gets_no_new_requests_but_keeps_its_own(make_rig: MakeRig):
+async def test_a_silent_engine_gets_no_new_requests_but_keeps_its_own(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, heartbeat_timeout_s=60.0)
     silent, other = (rig.engine(f"d{index}", "decode", TEXT) for index in range(2))
     silent.hold_after = 2
@@ -68,7 +68,7 @@ async def test_a_silent_engine_gets_no_new_requests_but_keeps_its_own(make_rig: 
     assert [len(request.generated_token_ids) for request in other.adds] == [0] * 6
 
 
-async def test_a_stalled_gateway_does_not_count_engines_as_dead(make_rig: MakeRig):
+async def test_a_stalled_gateway_does_not_count_engines_as_dead(make_rig: MakeRig) -> None:
     rig = make_rig(**HEARTBEATS)
     engine = rig.engine("d", "decode", TEXT)
     engine.hold_after = 2
@@ -83,7 +83,7 @@ async def test_a_stalled_gateway_does_not_count_engines_as_dead(make_rig: MakeRi
     assert rig.metric("baton:request_retries_total", reason="engine_lost") == 0
 
 
-async def test_new_requests_wait_while_a_group_forms(make_rig: MakeRig):
+async def test_new_requests_wait_while_a_group_forms(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, queue_wait_s=10.0)
     engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(2)]
     await rig.start(*engines)
@@ -97,7 +97,7 @@ async def test_new_requests_wait_while_a_group_forms(make_rig: MakeRig):
     assert await asyncio.gather(*request) == [TEXT] * 4
 
 
-async def test_new_requests_wait_no_longer_than_queue_wait_s(make_rig: MakeRig):
+async def test_new_requests_wait_no_longer_than_queue_wait_s(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, queue_wait_s=0.3)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
@@ -114,7 +114,7 @@ async def test_new_requests_wait_no_longer_than_queue_wait_s(make_rig: MakeRig):
     assert rig.metric("baton:requests_in_flight") == 0
 
 
-async def test_a_stream_waits_while_its_group_forms(make_rig: MakeRig):
+async def test_a_stream_waits_while_its_group_forms(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, queue_wait_s=0.0, resume_wait_s=10.0)
     engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(2)]
     for engine in engines:
@@ -132,7 +132,7 @@ async def test_a_stream_waits_while_its_group_forms(make_rig: MakeRig):
     assert await request == TEXT
 
 
-async def test_a_waiting_request_is_dropped_when_its_client_disconnects(make_rig: MakeRig):
+async def test_a_waiting_request_is_dropped_when_its_client_disconnects(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, queue_wait_s=10.0)
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
@@ -147,7 +147,7 @@ async def test_a_waiting_request_is_dropped_when_its_client_disconnects(make_rig
     assert not engine.adds
 
 
-async def test_a_burst_is_balanced_by_heartbeats_and_requests_sent_since(make_rig: MakeRig):
+async def test_a_burst_is_balanced_by_heartbeats_and_requests_sent_since(make_rig: MakeRig) -> None:
     """One engine is busier because of another gateway. A burst fills the other one first."""
     rig = make_rig(heartbeat_interval_s=0.05)
     busy, idle = (rig.engine(f"d{index}", "decode", TEXT) for index in range(2))

@@ -111,7 +111,7 @@ async def next_set(sets: Any) -> list[tuple[str, str, bool]]:
     return [(endpoint.name, endpoint.host, endpoint.draining) for endpoint in endpoints]
 
 
-async def test_pods_are_listed_then_watched(api: ApiServer):
+async def test_pods_are_listed_then_watched(api: ApiServer) -> None:
     api.pods.objects = [pod("a", "10.0.0.1", 5)]
     async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=60).watch()) as sets:
         assert await next_set(sets) == [("a", "10.0.0.1", False)]
@@ -132,7 +132,7 @@ async def test_pods_are_listed_then_watched(api: ApiServer):
     assert {token.lower() for token in api.pods.tokens if token} == {"bearer secret"}
 
 
-async def test_the_next_list_finds_a_lost_deletion(api: ApiServer):
+async def test_the_next_list_finds_a_lost_deletion(api: ApiServer) -> None:
     api.pods.objects = [pod("a", "10.0.0.1", 5)]
     async with contextlib.aclosing(KubernetesDiscovery("ns", "demo", resync_s=1).watch()) as sets:
         assert await next_set(sets) == [("a", "10.0.0.1", False)]
@@ -142,7 +142,7 @@ async def test_the_next_list_finds_a_lost_deletion(api: ApiServer):
 
 async def test_discovery_waits_for_the_service_account(
     api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(kubernetes_discovery, "CONNECT_RETRY_S", 0.05)
     token = tmp_path / ACCOUNT / "token"
     token.unlink()
@@ -154,7 +154,9 @@ async def test_discovery_waits_for_the_service_account(
         assert await first == []
 
 
-async def test_an_annotation_of_the_gateway_service_shows_a_scale_to_zero_by_hand(api: ApiServer):
+async def test_an_annotation_of_the_gateway_service_shows_a_scale_to_zero_by_hand(
+    api: ApiServer,
+) -> None:
     discovery = KubernetesDiscovery("ns", "demo", resync_s=60)
     assert not discovery.is_scaled_to_zero, "nothing is known before the first list"
     api.services.objects = [gateway_service(5, applied="x")]
@@ -171,7 +173,7 @@ async def test_an_annotation_of_the_gateway_service_shows_a_scale_to_zero_by_han
     assert listing == "serving.baton.dev/service=demo,serving.baton.dev/role=gateway"
 
 
-async def test_engines_are_found_without_the_right_to_watch_services(api: ApiServer):
+async def test_engines_are_found_without_the_right_to_watch_services(api: ApiServer) -> None:
     api.services.status = 403
     api.pods.objects = [pod("a", "10.0.0.1", 5)]
     discovery = KubernetesDiscovery("ns", "demo", resync_s=60)

@@ -68,7 +68,7 @@ async def group(rig: GatewayRig) -> list[FakeEngine]:
 @given(case=cases())
 async def test_an_interrupted_request_has_the_same_response(
     rig: GatewayRig, group: list[FakeEngine], path: str, case: dict[str, Any]
-):
+) -> None:
     fields = dict(case["fields"])
     if "chat" in path:
         fields["logprobs"] = None if fields["logprobs"] is None else True

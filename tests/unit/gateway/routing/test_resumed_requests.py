@@ -81,7 +81,7 @@ async def lose(rig: GatewayRig, engine: FakeEngine, how: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_of_a_lost_engine_is_resumed(
     make_rig: MakeRig, how: str, path: str, stream: bool
-):
+) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
     engines = decode_engines(rig, 2)
     for engine in engines:
@@ -142,7 +142,7 @@ def _openai_fields(fields: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_running_request_is_resumed_after_any_error(
     rig: GatewayRig, code: ErrorCode, stream: bool
-):
+) -> None:
     engines = decode_engines(rig, 2)
     engines[0].planned_errors = engines[1].planned_errors
     engines[0].planned_errors.append((3, code))
@@ -157,7 +157,7 @@ async def test_a_running_request_is_resumed_after_any_error(
     assert rig.metric("baton:requests_resumed_total", reason=code.name.lower()) == 1
 
 
-async def test_an_engine_lost_after_the_last_token_is_not_replaced(rig: GatewayRig):
+async def test_an_engine_lost_after_the_last_token_is_not_replaced(rig: GatewayRig) -> None:
     engine = decode_engines(rig, 1)[0]
     engine.planned_errors.append((3, ErrorCode.DRAINING))
     await rig.start(engine)
@@ -169,7 +169,7 @@ async def test_an_engine_lost_after_the_last_token_is_not_replaced(rig: GatewayR
     assert len(engine.adds) == 1
 
 
-async def test_a_stream_survives_ten_drained_engines(rig: GatewayRig):
+async def test_a_stream_survives_ten_drained_engines(rig: GatewayRig) -> None:
     """These are twice MAX_FAILURES, without a token between some of them."""
     engines = decode_engines(rig, 2)
     for engine in engines:
@@ -194,7 +194,7 @@ async def test_a_stream_survives_ten_drained_engines(rig: GatewayRig):
     assert rig.metric("baton:requests_resumed_total", reason="draining") == 2 * MAX_FAILURES
 
 
-async def test_failures_with_progress_between_them_do_not_end_a_stream(rig: GatewayRig):
+async def test_failures_with_progress_between_them_do_not_end_a_stream(rig: GatewayRig) -> None:
     # Without progress, except before the first error of each kind.
     planned_errors = [tokens for tokens in (1, 2) for _ in range(MAX_FAILURES - 1)]
     assert len(planned_errors) - 2 > MAX_FAILURES
@@ -207,7 +207,7 @@ async def test_failures_with_progress_between_them_do_not_end_a_stream(rig: Gate
     assert rig.metric("baton:requests_resumed_total", reason="internal") == len(planned_errors)
 
 
-async def test_failures_without_progress_end_a_request(rig: GatewayRig):
+async def test_failures_without_progress_end_a_request(rig: GatewayRig) -> None:
     engines = decode_engines(rig, MAX_FAILURES + 2)
     for engine in engines:
         engine.refuse = (ErrorCode.INTERNAL, "the step failed")
@@ -217,7 +217,7 @@ async def test_failures_without_progress_end_a_request(rig: GatewayRig):
     assert sum(len(engine.adds) for engine in engines) == MAX_FAILURES
 
 
-async def test_a_request_may_return_to_an_engine_that_is_ready_again(rig: GatewayRig):
+async def test_a_request_may_return_to_an_engine_that_is_ready_again(rig: GatewayRig) -> None:
     [engine] = decode_engines(rig, 1)
     engine.hold_after = 2
     await rig.start(engine)
@@ -234,7 +234,7 @@ async def test_a_request_may_return_to_an_engine_that_is_ready_again(rig: Gatewa
     )
 
 
-async def test_a_stream_waits_while_engines_are_full(rig: GatewayRig):
+async def test_a_stream_waits_while_engines_are_full(rig: GatewayRig) -> None:
     engines = decode_engines(rig, 2)
     engines[0].hold_after = 3
     await rig.start(engines[0])
@@ -249,7 +249,7 @@ async def test_a_stream_waits_while_engines_are_full(rig: GatewayRig):
     assert (await request)[0] == TEXT
 
 
-async def test_a_stream_that_finds_no_room_ends_with_an_error(make_rig: MakeRig):
+async def test_a_stream_that_finds_no_room_ends_with_an_error(make_rig: MakeRig) -> None:
     rig = make_rig(resume_wait_s=0.2)
     engines = decode_engines(rig, 2)
     for engine in engines:
@@ -265,7 +265,7 @@ async def test_a_stream_that_finds_no_room_ends_with_an_error(make_rig: MakeRig)
         await request
 
 
-async def test_samples_are_resumed_together_with_their_own_tokens(rig: GatewayRig):
+async def test_samples_are_resumed_together_with_their_own_tokens(rig: GatewayRig) -> None:
     engines = decode_engines(rig, 3)
     for engine in engines:
         engine.hold_after = 3
@@ -290,7 +290,7 @@ async def test_samples_are_resumed_together_with_their_own_tokens(rig: GatewayRi
     assert body["usage"]["completion_tokens"] == 4 * len(first.answer)
 
 
-async def test_samples_without_tokens_are_resumed_as_a_group(rig: GatewayRig):
+async def test_samples_without_tokens_are_resumed_as_a_group(rig: GatewayRig) -> None:
     engines = decode_engines(rig, 3)
     for engine in engines:
         engine.hold_after = 0
@@ -306,7 +306,7 @@ async def test_samples_without_tokens_are_resumed_as_a_group(rig: GatewayRig):
     assert len(second.adds) == 3
 
 
-async def test_samples_are_resumed_together_several_times(rig: GatewayRig):
+async def test_samples_are_resumed_together_several_times(rig: GatewayRig) -> None:
     engines = decode_engines(rig, 4)
     for engine in engines:
         engine.hold_after = 2
@@ -328,7 +328,7 @@ async def test_samples_are_resumed_together_several_times(rig: GatewayRig):
     assert [len(engine.adds) for engine in used] == [2]
 
 
-async def test_a_sample_that_fails_alone_is_resumed_alone(rig: GatewayRig):
+async def test_a_sample_that_fails_alone_is_resumed_alone(rig: GatewayRig) -> None:
     engines = decode_engines(rig, 2)
     for engine in engines:
         engine.hold_after = 2
@@ -348,7 +348,7 @@ async def test_a_sample_that_fails_alone_is_resumed_alone(rig: GatewayRig):
 
 
 @pytest.mark.parametrize("how", ["dies", "freezes", "drains"])
-async def test_a_beam_search_is_restarted_on_another_engine(make_rig: MakeRig, how: str):
+async def test_a_beam_search_is_restarted_on_another_engine(make_rig: MakeRig, how: str) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
     engines = decode_engines(rig, 2)
     for engine in engines:
@@ -368,7 +368,7 @@ async def test_a_beam_search_is_restarted_on_another_engine(make_rig: MakeRig, h
     )
 
 
-async def test_cached_tokens_of_a_resumed_request_are_not_reported(rig: GatewayRig):
+async def test_cached_tokens_of_a_resumed_request_are_not_reported(rig: GatewayRig) -> None:
     engines = decode_engines(rig, 2)
     engines[0].planned_errors = engines[1].planned_errors
     engines[0].planned_errors.append((3, ErrorCode.DRAINING))
@@ -379,7 +379,9 @@ async def test_cached_tokens_of_a_resumed_request_are_not_reported(rig: GatewayR
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
-async def test_long_gaps_in_a_stream_are_counted(rig: GatewayRig, monkeypatch: pytest.MonkeyPatch):
+async def test_long_gaps_in_a_stream_are_counted(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("baton_gateway.metrics.GAP_S", 0.1)
     [engine] = decode_engines(rig, 1)
     engine.hold_after = 3

@@ -47,7 +47,7 @@ async def busy(engines: list[FakeEngine], count: int) -> FakeEngine:
 @pytest.mark.parametrize(("fields", "count"), [({"n": 4}, 4), ({"n": 2, "best_of": 3}, 3)])
 async def test_the_samples_of_a_prompt_have_one_prefill_stage(
     rig: GatewayRig, fields: dict[str, int], count: int
-):
+) -> None:
     prefill = rig.engine("p", "prefill", TEXT)
     engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(2)]
     prefill.cached_tokens = lambda _: 1
@@ -70,7 +70,7 @@ async def test_the_samples_of_a_prompt_have_one_prefill_stage(
     assert rig.metric("baton:prefill_stages_total", outcome="done") == 1
 
 
-async def test_each_prompt_of_a_request_has_its_own_prefill_stage(rig: GatewayRig):
+async def test_each_prompt_of_a_request_has_its_own_prefill_stage(rig: GatewayRig) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
     assert texts(await ask(rig, prompt=["go", "on"], n=2)) == [TEXT] * 4
@@ -79,7 +79,9 @@ async def test_each_prompt_of_a_request_has_its_own_prefill_stage(rig: GatewayRi
         check_group([add for add in decode.adds if add.group_id == group_id], 2)
 
 
-async def test_samples_with_prompt_logprobs_are_a_group_without_a_prefill_stage(rig: GatewayRig):
+async def test_samples_with_prompt_logprobs_are_a_group_without_a_prefill_stage(
+    rig: GatewayRig,
+) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
     body = await ask(rig, prompt=[5, 6, 7], n=3, prompt_logprobs=1)
@@ -90,7 +92,7 @@ async def test_samples_with_prompt_logprobs_are_a_group_without_a_prefill_stage(
 
 
 @pytest.mark.parametrize("how", ["refuses", "dies"])
-async def test_a_failed_prefill_stage_of_a_group_is_one_fallback(rig: GatewayRig, how: str):
+async def test_a_failed_prefill_stage_of_a_group_is_one_fallback(rig: GatewayRig, how: str) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     if how == "refuses":
         prefill.refuse = (ErrorCode.OVERLOADED, "not now")
@@ -104,7 +106,7 @@ async def test_a_failed_prefill_stage_of_a_group_is_one_fallback(rig: GatewayRig
     assert rig.metric("baton:prefill_fallbacks_total", reason=outcome) == 1
 
 
-async def test_samples_without_tokens_move_together_with_one_prefill_stage(rig: GatewayRig):
+async def test_samples_without_tokens_move_together_with_one_prefill_stage(rig: GatewayRig) -> None:
     prefill = rig.engine("p", "prefill", TEXT)
     engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(3)]
     for engine in engines:
@@ -122,7 +124,9 @@ async def test_samples_without_tokens_move_together_with_one_prefill_stage(rig: 
     assert len(prefill.adds) == 2
 
 
-async def test_samples_with_tokens_are_resumed_without_another_prefill_stage(rig: GatewayRig):
+async def test_samples_with_tokens_are_resumed_without_another_prefill_stage(
+    rig: GatewayRig,
+) -> None:
     prefill = rig.engine("p", "prefill", TEXT)
     engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(3)]
     for engine in engines:
@@ -141,7 +145,7 @@ async def test_samples_with_tokens_are_resumed_without_another_prefill_stage(rig
     assert len(prefill.adds) == 1
 
 
-async def test_a_failed_load_moves_all_samples_to_one_other_engine(rig: GatewayRig):
+async def test_a_failed_load_moves_all_samples_to_one_other_engine(rig: GatewayRig) -> None:
     prefill = rig.engine("p", "prefill", TEXT)
     engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(4)]
     for engine in engines:
@@ -155,7 +159,7 @@ async def test_a_failed_load_moves_all_samples_to_one_other_engine(rig: GatewayR
         check_group(engine.adds, 3)
 
 
-async def test_a_sample_that_fails_alone_has_a_prefill_stage_of_its_own(rig: GatewayRig):
+async def test_a_sample_that_fails_alone_has_a_prefill_stage_of_its_own(rig: GatewayRig) -> None:
     prefill = rig.engine("p", "prefill", TEXT)
     engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(2)]
     for engine in engines:

@@ -32,7 +32,7 @@ async def begin(rig: GatewayRig, engine: FakeEngine) -> asyncio.Task[str]:
     return running
 
 
-async def test_a_paused_engine_gets_no_requests_and_keeps_those_it_has(make_rig: MakeRig):
+async def test_a_paused_engine_gets_no_requests_and_keeps_those_it_has(make_rig: MakeRig) -> None:
     rig, paused, other = make_engines(make_rig)
     running = await begin(rig, paused)
     rig.announce(paused, other)
@@ -52,7 +52,7 @@ async def test_a_paused_engine_gets_no_requests_and_keeps_those_it_has(make_rig:
 @pytest.mark.parametrize("state", [{"asleep": True, "paused": True}, {"stalled_s": 31.0}])
 async def test_requests_of_a_sleeping_or_stalled_engine_continue_elsewhere(
     make_rig: MakeRig, state
-):
+) -> None:
     rig, stuck, other = make_engines(make_rig)
     running = await begin(rig, stuck)
     for name, value in state.items():
@@ -75,7 +75,9 @@ async def test_requests_of_a_sleeping_or_stalled_engine_continue_elsewhere(
     await rig.connected(stuck, other)
 
 
-async def test_a_sequence_without_tokens_leaves_an_engine_that_makes_progress(make_rig: MakeRig):
+async def test_a_sequence_without_tokens_leaves_an_engine_that_makes_progress(
+    make_rig: MakeRig,
+) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=0.3)
     slow, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     running = await begin(rig, slow)
@@ -87,7 +89,7 @@ async def test_a_sequence_without_tokens_leaves_an_engine_that_makes_progress(ma
     assert rig.metric("baton:requests_resumed_total", reason="engine_lost") == 0
 
 
-async def test_without_another_engine_a_sequence_without_tokens_fails(make_rig: MakeRig):
+async def test_without_another_engine_a_sequence_without_tokens_fails(make_rig: MakeRig) -> None:
     rig = make_rig(inter_token_timeout_s=0.3, resume_wait_s=0.2)
     running = await begin(rig, rig.engine("d0", "decode", TEXT))
     with pytest.raises(
@@ -98,7 +100,7 @@ async def test_without_another_engine_a_sequence_without_tokens_fails(make_rig: 
 
 async def test_the_time_to_the_first_token_has_no_limit(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=60.0)
     engine = rig.engine("d0", "decode", TEXT)
     engine.hold_after = 0
@@ -107,7 +109,7 @@ async def test_the_time_to_the_first_token_has_no_limit(
 
 async def test_the_time_to_the_first_token_after_a_move_has_no_limit(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=0.3)
     slow, other = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
     slow.hold_after = other.hold_after = 2
@@ -124,7 +126,7 @@ async def test_the_time_to_the_first_token_after_a_move_has_no_limit(
 
 async def test_the_time_to_the_first_token_after_a_prefill_stage_has_no_limit(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=0.3)
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     decode.hold_after = 1
@@ -139,7 +141,7 @@ async def test_the_time_to_the_first_token_after_a_prefill_stage_has_no_limit(
 
 async def test_the_time_between_tokens_has_no_limit_by_default(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     rig = make_rig(heartbeat_interval_s=0.05)
     engine = rig.engine("d0", "decode", TEXT)
     engine.hold_after = 2
@@ -168,7 +170,7 @@ async def complete_without_timeout(rig: GatewayRig) -> str:
 
 async def test_an_engine_whose_step_is_slow_gets_requests_only_if_there_is_no_other(
     make_rig: MakeRig,
-):
+) -> None:
     rig, slow, other = make_engines(make_rig)
     slow.stalled_s = 5.0
     await rig.start(slow)
@@ -181,7 +183,7 @@ async def test_an_engine_whose_step_is_slow_gets_requests_only_if_there_is_no_ot
 
 
 @pytest.mark.parametrize("reason", ["other stalled", "other hash", "long steps"])
-async def test_requests_stay_if_no_other_engine_is_better(make_rig: MakeRig, reason: str):
+async def test_requests_stay_if_no_other_engine_is_better(make_rig: MakeRig, reason: str) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, stall_timeout_s=30.0)
     stuck = rig.engine("d0", "decode", TEXT)
     compatibility_hash = "other" if reason == "other hash" else stuck.compatibility_hash
@@ -202,7 +204,7 @@ async def test_requests_stay_if_no_other_engine_is_better(make_rig: MakeRig, rea
     assert not other.adds
 
 
-async def test_requests_do_not_stay_on_a_stalled_engine_without_end(make_rig: MakeRig):
+async def test_requests_do_not_stay_on_a_stalled_engine_without_end(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, resume_wait_s=0.2)
     stuck = rig.engine("d0", "decode", TEXT)
     running = await begin(rig, stuck)
@@ -212,7 +214,9 @@ async def test_requests_do_not_stay_on_a_stalled_engine_without_end(make_rig: Ma
     assert len(stuck.aborts) == 1
 
 
-async def test_requests_may_return_to_an_engine_that_makes_progress_again(make_rig: MakeRig):
+async def test_requests_may_return_to_an_engine_that_makes_progress_again(
+    make_rig: MakeRig,
+) -> None:
     rig, first, second = make_engines(make_rig)
     running = await begin(rig, first)
     second.hold_after = 2

@@ -185,7 +185,7 @@ def _noise_kernel(  # type: ignore[no-untyped-def]
     key_ptr,
     first_id,
     TILE: tl.constexpr,  # noqa: N803
-):
+) -> None:
     place = tl.arange(0, TILE)
     tl.store(out_ptr + place, gumbel_of(tl.load(key_ptr), first_id + place))
 

@@ -48,13 +48,13 @@ class Client:
 
 
 @pytest.fixture
-async def call(plane):
+async def call(plane) -> AsyncIterator[Client]:
     client = Client(plane.kubeconfig)
     yield client
     await client.session.close()
 
 
-async def test_unserved_paths_and_methods_are_refused_with_a_status(call):
+async def test_unserved_paths_and_methods_are_refused_with_a_status(call) -> None:
     for method, path, code in (
         ("GET", "/apis/apps/v1/statefulsets", 404),
         ("POST", "/api/v1/namespaces/default/pods/x/eviction", 404),
@@ -65,7 +65,7 @@ async def test_unserved_paths_and_methods_are_refused_with_a_status(call):
         assert (status, body["kind"]) == (code, "Status"), path
 
 
-async def test_every_kind_is_served_and_documented(call):
+async def test_every_kind_is_served_and_documented(call) -> None:
     for resource in BUILTIN:
         base = f"/apis/{resource.api_version}" if resource.group else f"/api/{resource.version}"
         status, body = await call("GET", f"{base}/{resource.plural}")
@@ -73,7 +73,9 @@ async def test_every_kind_is_served_and_documented(call):
         assert f"| {resource.kind} |" in markdown_table()
 
 
-async def test_unknown_fields_of_built_in_kinds_are_refused_when_strict_and_pruned_otherwise(call):
+async def test_unknown_fields_of_built_in_kinds_are_refused_when_strict_and_pruned_otherwise(
+    call,
+) -> None:
     spec = {"containers": [{"name": "c", "image": "i", "imagee": "x"}]}
     pods, pod = "/api/v1/namespaces/default/pods", {"metadata": {"name": "strict"}, "spec": spec}
     status, body = await call("POST", pods, pod, fieldValidation="Strict")
@@ -84,7 +86,7 @@ async def test_unknown_fields_of_built_in_kinds_are_refused_when_strict_and_prun
     assert "imagee" not in body["spec"]["containers"][0]
 
 
-async def test_a_watch_from_before_the_event_window_is_expired(call):
+async def test_a_watch_from_before_the_event_window_is_expired(call) -> None:
     _, first = await call("POST", MAPS, {"metadata": {"name": "busy"}})
     for count in range(25):
         await call("PATCH", f"{MAPS}/busy", {"data": {"n": str(count)}})
@@ -99,14 +101,14 @@ async def test_a_watch_from_before_the_event_window_is_expired(call):
     )
 
 
-async def test_a_version_of_an_earlier_server_is_expired(call):
+async def test_a_version_of_an_earlier_server_is_expired(call) -> None:
     async with call.session.get(
         MAPS, params={"watch": "true", "resourceVersion": "999999"}
     ) as response:
         assert json.loads(await response.content.readline())["object"]["code"] == 410
 
 
-async def test_streaming_lists_end_with_a_bookmark(call):
+async def test_streaming_lists_end_with_a_bookmark(call) -> None:
     query = {
         "watch": "true",
         "sendInitialEvents": "true",
@@ -122,7 +124,7 @@ async def test_streaming_lists_end_with_a_bookmark(call):
     assert events[end]["object"]["metadata"]["annotations"]["k8s.io/initial-events-end"] == "true"
 
 
-async def test_an_object_whose_owner_never_existed_is_collected(call):
+async def test_an_object_whose_owner_never_existed_is_collected(call) -> None:
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "ghost", "uid": "no-such-uid"}
     await call("POST", MAPS, {"metadata": {"name": "orphan", "ownerReferences": [owner]}})
 
@@ -132,7 +134,7 @@ async def test_an_object_whose_owner_never_existed_is_collected(call):
     await until(is_gone, "the collection of the object")
 
 
-async def test_a_token_is_invalid_after_its_service_account_is_deleted(call):
+async def test_a_token_is_invalid_after_its_service_account_is_deleted(call) -> None:
     accounts = "/api/v1/namespaces/default/serviceaccounts"
     await call("POST", accounts, {"metadata": {"name": "robot"}})
     _, answer = await call("POST", f"{accounts}/robot/token", {"spec": {}})
@@ -144,7 +146,7 @@ async def test_a_token_is_invalid_after_its_service_account_is_deleted(call):
         assert response.status == 401
 
 
-async def test_malformed_tokens_and_bodies_are_refused(call):
+async def test_malformed_tokens_and_bodies_are_refused(call) -> None:
     for token in ("", "x.y.z", "a" * 500):
         async with call.session.get(MAPS, headers={"Authorization": f"Bearer {token}"}) as response:
             assert response.status == 401
@@ -175,7 +177,7 @@ async def kubelet_serving(
         yield f"{pods}/{pod}"
 
 
-async def test_logs_stream_from_the_pods_kubelet(call, tmp_path):
+async def test_logs_stream_from_the_pods_kubelet(call, tmp_path) -> None:
     seen = {}
 
     async def container_logs(request: web.Request) -> web.StreamResponse:
@@ -209,7 +211,7 @@ async def test_logs_stream_from_the_pods_kubelet(call, tmp_path):
     assert (code, body["reason"]) == (502, "BadGateway")
 
 
-async def test_metrics_are_those_that_kubelets_measure(call, tmp_path):
+async def test_metrics_are_those_that_kubelets_measure(call, tmp_path) -> None:
     def usage(cpu: float, memory: int) -> dict:
         time = "2026-01-01T00:00:00Z"
         return {
@@ -252,7 +254,7 @@ async def test_metrics_are_those_that_kubelets_measure(call, tmp_path):
     assert (await call("GET", f"{base}/nodes"))[1]["items"] == []
 
 
-async def test_exec_connects_the_client_with_the_pods_kubelet(call, tmp_path):
+async def test_exec_connects_the_client_with_the_pods_kubelet(call, tmp_path) -> None:
     seen, closed = [], asyncio.Event()
 
     async def run(request: web.Request) -> web.StreamResponse:
@@ -288,7 +290,7 @@ async def test_exec_connects_the_client_with_the_pods_kubelet(call, tmp_path):
 @pytest.mark.parametrize("has_output", [False, True])
 async def test_a_kubelet_that_does_not_read_notices_that_the_client_has_left(
     call, tmp_path, has_output
-):
+) -> None:
     left = asyncio.Event()
 
     async def run(request: web.Request) -> web.StreamResponse:
@@ -315,7 +317,7 @@ async def test_a_kubelet_that_does_not_read_notices_that_the_client_has_left(
             await left.wait()
 
 
-async def test_streams_of_pods_are_refused_with_a_status(call, tmp_path):
+async def test_streams_of_pods_are_refused_with_a_status(call, tmp_path) -> None:
     async def refuse(request: web.Request) -> web.StreamResponse:
         raise web.HTTPForbidden
 
@@ -357,7 +359,7 @@ async def test_streams_of_pods_are_refused_with_a_status(call, tmp_path):
         ),
     ],
 )
-async def test_bodies_of_an_unknown_media_type_are_refused(call, method, path, accepted):
+async def test_bodies_of_an_unknown_media_type_are_refused(call, method, path, accepted) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         async with call.session.request(
             method, path, data=b"{}", headers={"Content-Type": kind}
@@ -370,7 +372,7 @@ async def test_bodies_of_an_unknown_media_type_are_refused(call, method, path, a
         )
 
 
-async def test_a_body_without_a_media_type_is_json(call):
+async def test_a_body_without_a_media_type_is_json(call) -> None:
     body = json.dumps({"metadata": {"name": "untyped"}}).encode()
     skip = {"skip_auto_headers": ["Content-Type"]}
     async with call.session.post(MAPS, data=body, **skip) as response:
@@ -381,7 +383,7 @@ async def test_a_body_without_a_media_type_is_json(call):
         assert response.status == 201
 
 
-async def test_services_have_different_addresses(call):
+async def test_services_have_different_addresses(call) -> None:
     services = "/api/v1/namespaces/default/services"
     given = set()
     for index in range(5):
@@ -399,7 +401,7 @@ async def test_services_have_different_addresses(call):
     assert (code, body["details"]["causes"][0]["field"]) == (422, "spec.type")
 
 
-async def test_a_watch_ends_at_once_when_its_client_disconnects(plane, call):
+async def test_a_watch_ends_at_once_when_its_client_disconnects(plane, call) -> None:
     """It does not wait for the next event."""
 
     def connections() -> set[asyncio.Task]:
@@ -413,7 +415,7 @@ async def test_a_watch_ends_at_once_when_its_client_disconnects(plane, call):
     await until(ours.done, "the watch ended")
 
 
-async def test_a_volume_name_with_a_path_is_refused(call):
+async def test_a_volume_name_with_a_path_is_refused(call) -> None:
     spec = {
         "containers": [{"name": "c", "image": "i"}],
         "volumes": [{"name": "../../x", "emptyDir": {}}],

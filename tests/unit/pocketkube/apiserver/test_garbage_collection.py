@@ -10,7 +10,7 @@ from pocketkube.apiserver.resources import RequestInfo
 from support.waiting import until
 
 
-def test_events_expire_while_the_cluster_is_busy(monkeypatch):
+def test_events_expire_while_the_cluster_is_busy(monkeypatch) -> None:
     async def run() -> None:
         monkeypatch.setattr(garbage_collection, "EXPIRE_EVERY_S", 0.05)
         cluster = ClusterState("token", "127.96.0.0/24")
@@ -36,7 +36,7 @@ def test_events_expire_while_the_cluster_is_busy(monkeypatch):
     asyncio.run(run())
 
 
-def test_the_collector_does_not_restore_a_deleted_object():
+def test_the_collector_does_not_restore_a_deleted_object() -> None:
     """An object with a missing owner is deleted before the collector processes it."""
     cluster = ClusterState("token", "127.96.0.0/24")
     options = WriteOptions("test")

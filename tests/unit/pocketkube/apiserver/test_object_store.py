@@ -10,7 +10,7 @@ from pocketkube.apiserver.serving.selectors import label_selector, required_labe
 from pocketkube.apiserver.store import Store
 
 
-def test_a_list_by_labels_reflects_creations_updates_and_deletions():
+def test_a_list_by_labels_reflects_creations_updates_and_deletions() -> None:
     cluster = ClusterState("token", "127.96.0.0/24")
     options = WriteOptions("test")
     maps = RequestInfo(cluster.catalog.builtin("configmaps"), "default")
@@ -33,7 +33,7 @@ def test_a_list_by_labels_reflects_creations_updates_and_deletions():
     assert (names("a=1"), names("b=2")) == (["b"], ["b", "c"])
 
 
-async def test_a_watch_that_is_not_read_is_ended():
+async def test_a_watch_that_is_not_read_is_ended() -> None:
     store = Store(window=10)
     store.open("configmaps")
     queue = store.subscribe("configmaps", None)

@@ -16,7 +16,7 @@ STEPS = st.lists(
 APPLY = "application/apply-patch+yaml"
 
 
-def _owners(obj):
+def _owners(obj) -> dict[str, set[str]]:
     return {
         entry["manager"]: set(entry["fieldsV1"].get("f:data", {}))
         for entry in obj["metadata"].get("managedFields", [])
@@ -26,7 +26,7 @@ def _owners(obj):
 
 @given(STEPS)
 @settings(max_examples=60, deadline=None)
-def test_applied_fields_are_stored_and_owned_by_their_managers(steps):
+def test_applied_fields_are_stored_and_owned_by_their_managers(steps) -> None:
     cluster = ClusterState("token", "127.96.0.0/24")
     info = RequestInfo(cluster.catalog.builtin("configmaps"), "default", "m")
     for manager, how, data in steps:

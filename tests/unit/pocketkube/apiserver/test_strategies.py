@@ -9,7 +9,7 @@ from pocketkube.apiserver.resources import RequestInfo
 OPTIONS = WriteOptions("test")
 
 
-def test_a_custom_kind_with_the_name_of_a_built_in_one_has_none_of_its_steps():
+def test_a_custom_kind_with_the_name_of_a_built_in_one_has_none_of_its_steps() -> None:
     cluster = ClusterState("token", "127.96.0.0/24")
     version = {
         "name": "v1",
@@ -40,7 +40,7 @@ def test_a_custom_kind_with_the_name_of_a_built_in_one_has_none_of_its_steps():
     assert updated["spec"] == {"a": 2}
 
 
-def test_an_update_of_a_service_without_address_keeps_it():
+def test_an_update_of_a_service_without_address_keeps_it() -> None:
     cluster = ClusterState("token", "127.96.0.0/24")
     services = RequestInfo(cluster.catalog.builtin("services"), "default")
     service = {"metadata": {"name": "x"}, "spec": {"ports": [{"port": 80}]}}

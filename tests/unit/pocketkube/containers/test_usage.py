@@ -13,7 +13,7 @@ from support.waiting import eventually
 HOLD_MEMORY = "data = bytearray(50 * 2**20)\nwhile True: pass"
 
 
-def test_the_usage_of_a_container_is_that_of_all_its_processes():
+def test_the_usage_of_a_container_is_that_of_all_its_processes() -> None:
     environment = {**os.environ, CONTAINER_MARKER: "a1"}
     commands = [[sys.executable, "-c", HOLD_MEMORY], ["sleep", "600"]]
     busy, idle = (subprocess.Popen(command, env=environment) for command in commands)

@@ -12,7 +12,7 @@ from pocketkube.children import ComponentError
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 
 
-def test_the_control_plane_runs_as_a_process_and_ends_on_sigterm(tmp_path):
+def test_the_control_plane_runs_as_a_process_and_ends_on_sigterm(tmp_path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -30,7 +30,7 @@ def test_the_control_plane_runs_as_a_process_and_ends_on_sigterm(tmp_path):
         assert process.wait(timeout=60) == 0
 
 
-def test_a_taken_port_is_reported(plane, tmp_path):
+def test_a_taken_port_is_reported(plane, tmp_path) -> None:
     port = int(plane.server.rpartition(":")[2])
     with pytest.raises(ComponentError, match="did not start"):
         EmbeddedControlPlane(tmp_path, port=port).start(10)

@@ -35,7 +35,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("measured")
-async def test_the_usage_is_that_of_the_node_and_of_containers_that_ran_all_the_time():
+async def test_the_usage_is_that_of_the_node_and_of_containers_that_ran_all_the_time() -> None:
     workers = [
         worker("p", main="a", side="b"),
         worker("ends", main="c"),

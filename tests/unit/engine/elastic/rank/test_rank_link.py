@@ -101,7 +101,7 @@ def test_a_status_is_amended_when_it_is_sent(link: Start, coordinator: Coordinat
     assert coordinator.receive_until(lambda status: status.step == 2).activity is Activity.WAITS
 
 
-def test_the_latest_status_is_repeated_and_directives_are_delivered(link, coordinator):
+def test_the_latest_status_is_repeated_and_directives_are_delivered(link, coordinator) -> None:
     rank, received = link()
     rank.publish(Status(member("a", rank.port), RankPhase.LOADING))
     for _ in range(3):
@@ -115,7 +115,7 @@ def test_the_latest_status_is_repeated_and_directives_are_delivered(link, coordi
     assert received.get(timeout=DEADLINE_S) == directive
 
 
-def test_changes_are_sent_at_once_and_numbers_at_the_next_interval(link, coordinator):
+def test_changes_are_sent_at_once_and_numbers_at_the_next_interval(link, coordinator) -> None:
     rank, _ = link(interval_s=30.0)
     status = Status(member("a", rank.port), RankPhase.STANDBY)
     for attempt in range(200):  # statuses sent before the connection exists are lost
@@ -131,7 +131,7 @@ def test_changes_are_sent_at_once_and_numbers_at_the_next_interval(link, coordin
     assert coordinator.receive_until(lambda received: received.leaving).num_running == 99
 
 
-def test_a_restarted_coordinator_receives_statuses_again(link, coordinator):
+def test_a_restarted_coordinator_receives_statuses_again(link, coordinator) -> None:
     rank, received = link()
     rank.publish(Status(member("a", rank.port), RankPhase.STANDBY))
     coordinator.receive()
@@ -145,7 +145,7 @@ def test_a_restarted_coordinator_receives_statuses_again(link, coordinator):
         again.socket.close()
 
 
-def test_a_start_wave_is_repeated_to_all_peers_until_it_has_begun(link):
+def test_a_start_wave_is_repeated_to_all_peers_until_it_has_begun(link) -> None:
     rank, _ = link()
     others = [link() for _ in range(2)]
     rank.set_peers([member(str(index), other.port) for index, (other, _) in enumerate(others)])
@@ -171,7 +171,7 @@ def assert_next(received: queue.SimpleQueue[StartWave], generation: int) -> None
         pass
 
 
-def test_invalid_messages_of_the_coordinator_and_of_peers_are_dropped(link, coordinator):
+def test_invalid_messages_of_the_coordinator_and_of_peers_are_dropped(link, coordinator) -> None:
     rank, received = link()
     rank.publish(Status(member("a", rank.port), RankPhase.STANDBY))
     coordinator.receive()
@@ -191,7 +191,7 @@ def test_invalid_messages_of_the_coordinator_and_of_peers_are_dropped(link, coor
         peer.close()
 
 
-def test_a_closed_link_is_unreachable(link):
+def test_a_closed_link_is_unreachable(link) -> None:
     rank, _ = link()
     gone, _ = link()
     members = [member("here", rank.port), member("gone", gone.port)]
@@ -205,6 +205,6 @@ def test_a_closed_link_is_unreachable(link):
     )
 
 
-def test_an_invalid_address_is_an_error_at_once():
+def test_an_invalid_address_is_an_error_at_once() -> None:
     with pytest.raises(zmq.ZMQError):
         RankLink(HOST, "not an address", deliver=lambda message: None)

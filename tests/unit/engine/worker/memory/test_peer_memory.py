@@ -31,7 +31,7 @@ def staged_memory(cache: torch.Tensor, num_slots: int = 4) -> PeerMemory:
     return PeerMemory(cache, LAYOUT, num_slots * LAYOUT.block_nbytes + 1, staged=True)
 
 
-def test_peers_access_a_cache_in_host_memory_directly():
+def test_peers_access_a_cache_in_host_memory_directly() -> None:
     cache = make_cache(1)
     memory = PeerMemory(cache, LAYOUT, 0).memory
     assert (memory.base_address, memory.num_slots) == (cache.data_ptr(), 7)
@@ -39,7 +39,7 @@ def test_peers_access_a_cache_in_host_memory_directly():
 
 
 @pytest.mark.parametrize("heads", [HeadRange(6, 3), HeadRange(6, 1), HeadRange(7, 2)])
-def test_checksums_of_slots_equal_those_of_their_blocks(heads):
+def test_checksums_of_slots_equal_those_of_their_blocks(heads) -> None:
     cache = make_cache(2)
     slots = staged_memory(cache)
     taken = slots.memory.expose([6, 0, 3])
@@ -54,7 +54,7 @@ def test_checksums_of_slots_equal_those_of_their_blocks(heads):
     ("heads", "rows"),
     [(HeadRange(6, 3), [0, 1, 2]), (HeadRange(7, 1), [1]), (HeadRange(7, 2), [1, 2])],
 )
-def test_commit_writes_only_the_given_heads_of_the_given_blocks(heads, rows):
+def test_commit_writes_only_the_given_heads_of_the_given_blocks(heads, rows) -> None:
     source, cache = make_cache(3), make_cache(4)
     before = cache.clone()
     slots = staged_memory(cache)
@@ -67,7 +67,7 @@ def test_commit_writes_only_the_given_heads_of_the_given_blocks(heads, rows):
     assert torch.equal(cache, expected)
 
 
-def test_staging_has_no_more_slots_than_blocks_and_must_hold_one_block():
+def test_staging_has_no_more_slots_than_blocks_and_must_hold_one_block() -> None:
     cache = make_cache(5)
     assert staged_memory(cache, 100).memory.num_slots == 7
     assert staged_memory(cache, 2).memory.num_slots == 2

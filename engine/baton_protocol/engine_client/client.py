@@ -19,7 +19,16 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from baton_protocol.heartbeat import HEARTBEAT_INTERVAL_S, HEARTBEAT_TIMEOUT_S, Heartbeat
+from baton_protocol.engine_client.heartbeat import (
+    HEARTBEAT_INTERVAL_S,
+    HEARTBEAT_TIMEOUT_S,
+    Heartbeat,
+)
+from baton_protocol.engine_client.request_stream import (
+    EngineDeadError,
+    HandshakeFailedError,
+    RequestStream,
+)
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
     Dead,
@@ -40,7 +49,6 @@ from baton_protocol.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from baton_protocol.request_stream import EngineDeadError, HandshakeFailedError, RequestStream
 from baton_protocol.service_key import HANDSHAKE_FAILED, ServiceKey, why_handshake_failed
 
 __all__ = [

@@ -20,7 +20,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from baton_engine.elastic.coordinator.expert_placement import TOLERANCE, fill_slots
+from baton_engine.elastic.coordinator.placement.expert_placement import TOLERANCE, fill_slots
 from baton_protocol.topology import Placement
 
 #: Minimum decrease of the heavier load by a step, as a fraction of the mean load of the ranks.

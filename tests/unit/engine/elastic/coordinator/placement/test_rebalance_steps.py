@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_engine.elastic.coordinator.balance import MIN_CHOICES, Balance, Rebalancing
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
-from baton_engine.elastic.coordinator.expert_placement import (
+from baton_engine.elastic.coordinator.placement.balance import MIN_CHOICES, Balance, Rebalancing
+from baton_engine.elastic.coordinator.placement.expert_placement import (
     TOLERANCE,
     count_moves,
     imbalance,
     plan_placement,
 )
-from baton_engine.elastic.coordinator.rebalance_steps import first_moves
+from baton_engine.elastic.coordinator.placement.rebalance_steps import first_moves
 from baton_engine.elastic.coordinator.roster import Roster
 from baton_protocol.topology import ExpertLoads, Generation, Member, Placement, RankPhase, Status
 

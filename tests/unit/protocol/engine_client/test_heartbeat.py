@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_protocol.heartbeat import LOADING_FACTOR, Heartbeat
+from baton_protocol.engine_client.heartbeat import LOADING_FACTOR, Heartbeat
 from baton_protocol.messages import Pong
 
 
@@ -16,7 +16,7 @@ def silent_intervals(heartbeat: Heartbeat, count: int, *, elapsed_s: float = 0.5
         heartbeat.end_interval(elapsed_s)
 
 
-def test_a_silent_engine_is_suspect_and_later_dead():
+def test_a_silent_engine_is_suspect_and_later_dead() -> None:
     heartbeat = Heartbeat(0.5, 3.0)
     silent_intervals(heartbeat, 1)
     assert not heartbeat.is_suspect
@@ -31,7 +31,7 @@ def test_a_silent_engine_is_suspect_and_later_dead():
     assert heartbeat.is_dead(loading=True)
 
 
-def test_a_message_ends_the_silence_and_returns_whether_the_engine_was_suspect():
+def test_a_message_ends_the_silence_and_returns_whether_the_engine_was_suspect() -> None:
     heartbeat = Heartbeat(0.5, 3.0)
     assert not heartbeat.record_message()
     silent_intervals(heartbeat, 5)
@@ -41,7 +41,7 @@ def test_a_message_ends_the_silence_and_returns_whether_the_engine_was_suspect()
     assert heartbeat.silence_s == 0.0
 
 
-def test_long_gaps_between_pings_count_as_single_intervals():
+def test_long_gaps_between_pings_count_as_single_intervals() -> None:
     heartbeat = Heartbeat(0.5, 3.0)
     silent_intervals(heartbeat, 2, elapsed_s=60.0)
     assert not heartbeat.is_dead(loading=False)
@@ -50,7 +50,7 @@ def test_long_gaps_between_pings_count_as_single_intervals():
 @given(st.lists(st.tuples(st.booleans(), st.floats(0.5, 30.0)), max_size=40))
 def test_an_engine_that_responds_in_one_of_three_intervals_is_never_dead(
     intervals: list[tuple[bool, float]],
-):
+) -> None:
     heartbeat = Heartbeat(0.5, 3.0)
     silent = 0
     for answers, elapsed_s in intervals:
@@ -75,7 +75,7 @@ def test_an_engine_that_responds_in_one_of_three_intervals_is_never_dead(
 )
 def test_the_load_is_the_pongs_count_plus_requests_sent_since(
     at_ping, now, running, waiting, expected
-):
+) -> None:
     heartbeat = Heartbeat(0.5, 3.0)
     assert heartbeat.num_requests(now) == now
     ping = heartbeat.begin_interval(at_ping)
@@ -83,7 +83,7 @@ def test_the_load_is_the_pongs_count_plus_requests_sent_since(
     assert heartbeat.num_requests(now) == expected
 
 
-def test_a_late_pong_is_matched_to_its_ping():
+def test_a_late_pong_is_matched_to_its_ping() -> None:
     heartbeat = Heartbeat(0.5, 3.0)
     first = heartbeat.begin_interval(0)
     heartbeat.begin_interval(7)

@@ -19,7 +19,7 @@ from baton_protocol.sampling import (
     StructuredOutput,
 )
 from baton_text.errors import RequestError
-from baton_text.structured_outputs import StructuredOutputsParams, check_bad_words
+from baton_text.requests.structured_outputs import StructuredOutputsParams, check_bad_words
 
 MAX_N = 128
 MAX_STOPS = 4

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
-from baton_text.chat_request import ChatCompletionRequest
-from baton_text.completion_request import CompletionRequest
 from baton_text.errors import RequestError
 from baton_text.messages import template_messages
-from baton_text.parsing import parse_request, unknown_fields
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
+from baton_text.requests.parsing import parse_request, unknown_fields
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -26,11 +26,11 @@ def completion(**fields: object) -> CompletionRequest:
     )
 
 
-def test_missing_fields_have_the_engines_defaults():
+def test_missing_fields_have_the_engines_defaults() -> None:
     assert chat().sampling_params(seed=0, max_tokens=5) == SamplingParams(max_tokens=5)
 
 
-def test_all_sampling_fields_reach_the_engine():
+def test_all_sampling_fields_reach_the_engine() -> None:
     params = chat(
         temperature=0,
         top_p=0.5,
@@ -64,14 +64,14 @@ def test_all_sampling_fields_reach_the_engine():
     )
 
 
-def test_logprobs_of_chats_and_completions():
+def test_logprobs_of_chats_and_completions() -> None:
     assert chat().requested_logprobs() is None
     assert chat(logprobs=True).requested_logprobs() == 0
     assert completion(logprobs=0).requested_logprobs() == 0
     assert completion().requested_logprobs() is None
 
 
-def test_max_completion_tokens_takes_precedence_and_completions_default_to_sixteen():
+def test_max_completion_tokens_takes_precedence_and_completions_default_to_sixteen() -> None:
     assert chat(max_tokens=5, max_completion_tokens=7).requested_max_tokens() == 7
     assert chat().requested_max_tokens() is None
     assert completion().requested_max_tokens() == 16
@@ -81,17 +81,17 @@ def test_max_completion_tokens_takes_precedence_and_completions_default_to_sixte
     ("prompt", "expected"),
     [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
-def test_prompts_of_all_four_shapes(prompt: object, expected: object):
+def test_prompts_of_all_four_shapes(prompt: object, expected: object) -> None:
     assert completion(prompt=prompt).prompts() == expected
 
 
-def test_text_parts_are_joined():
+def test_text_parts_are_joined() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = chat(messages=[{"role": "user", "name": "n", "content": parts}])
     assert template_messages(request.messages) == [{"role": "user", "content": "a\nb", "name": "n"}]
 
 
-def test_an_error_names_the_field_even_inside_lists():
+def test_an_error_names_the_field_even_inside_lists() -> None:
     with pytest.raises(RequestError, match="expected str") as caught:
         chat(
             messages=[{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": 5}]}]
@@ -99,7 +99,7 @@ def test_an_error_names_the_field_even_inside_lists():
     assert caught.value.param == "messages[1].content[0].type"
 
 
-def test_beam_search_and_structured_outputs_reach_the_engine():
+def test_beam_search_and_structured_outputs_reach_the_engine() -> None:
     beams = completion(n=4, use_beam_search=True, length_penalty=2, early_stopping=True)
     assert beams.sampling_params(seed=0, max_tokens=5) == SamplingParams(
         max_tokens=5, beam_width=4, length_penalty=2.0, early_stopping=True
@@ -117,7 +117,7 @@ def test_beam_search_and_structured_outputs_reach_the_engine():
     assert chat(response_format={"type": "text"}, structured_outputs={}).structured_output() is None
 
 
-def test_unknown_fields_are_found_by_their_names():
+def test_unknown_fields_are_found_by_their_names() -> None:
     body = json.dumps({"model": "m", "\n": 1, "top_k": 2, "topk": [{"top_p": 1}]})
     assert unknown_fields(body.encode(), ChatCompletionRequest) == ["\n", "topk"]
     with pytest.raises(RequestError) as caught:
@@ -125,7 +125,7 @@ def test_unknown_fields_are_found_by_their_names():
     assert caught.value.code == "invalid_json"
 
 
-def test_refusals_of_the_engine_name_the_requests_fields():
+def test_refusals_of_the_engine_name_the_requests_fields() -> None:
     cases = [
         (
             chat(guided_json={}),

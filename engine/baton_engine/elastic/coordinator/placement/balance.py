@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterable, Sequence
 
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
-from baton_engine.elastic.coordinator.expert_placement import (
+from baton_engine.elastic.coordinator.operation import Rebalancing
+from baton_engine.elastic.coordinator.placement.expert_placement import (
     TOLERANCE,
     count_moves,
     imbalance,
     plan_placement,
 )
-from baton_engine.elastic.coordinator.operation import Rebalancing
-from baton_engine.elastic.coordinator.rebalance_steps import first_moves
+from baton_engine.elastic.coordinator.placement.rebalance_steps import first_moves
 from baton_engine.elastic.coordinator.roster import Roster, key_of
 from baton_protocol.topology import ExpertLoads, Generation, Member, Placement, Status
 

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from baton_protocol.sampling import MAX_LOGPROBS
 from baton_text.errors import RequestError
-from baton_text.generation_request import GenerationRequest, check_max_tokens
 from baton_text.messages import ChatMessage, template_messages
+from baton_text.requests.generation_request import GenerationRequest, check_max_tokens
 
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):

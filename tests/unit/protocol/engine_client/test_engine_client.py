@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from baton_protocol.client import EngineClient, EngineDeadError, UtilityError
+from baton_protocol.engine_client.client import EngineClient, EngineDeadError, UtilityError
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
     Dead,
@@ -67,7 +68,7 @@ class Router:
 
 
 @pytest.fixture
-async def router():
+async def router() -> AsyncIterator[Router]:
     router = Router()
     yield router
     router.socket.close(linger=0)
@@ -85,7 +86,7 @@ def request(request_id: str = "r") -> EngineCoreRequest:
     return EngineCoreRequest(request_id, [1, 2, 3], SamplingParams())
 
 
-async def test_outputs_reach_their_stream_in_order_and_the_stream_ends(router):
+async def test_outputs_reach_their_stream_in_order_and_the_stream_ends(router) -> None:
     client = await connected(router)
     stream = client.add(request("a"))
     identity, payload = await router.receive(EngineCoreRequestType.ADD)
@@ -101,7 +102,7 @@ async def test_outputs_reach_their_stream_in_order_and_the_stream_ends(router):
     await client.close()
 
 
-async def test_ready_and_status_follow_from_messages(router):
+async def test_ready_and_status_follow_from_messages(router) -> None:
     client = await connected(router, heartbeat_interval_s=0.05)
     with pytest.raises(TimeoutError, match="not ready"):
         await client.wait_ready(0.05)
@@ -114,7 +115,7 @@ async def test_ready_and_status_follow_from_messages(router):
     await client.close()
 
 
-async def test_a_later_init_replaces_the_first(router):
+async def test_a_later_init_replaces_the_first(router) -> None:
     client = await connected(router)
     assert client.init.compatibility_hash == "hash"
     await router.send(EngineCoreResponseType.INIT, Init(PROTOCOL_VERSION, "i1", "loaded"))
@@ -124,7 +125,7 @@ async def test_a_later_init_replaces_the_first(router):
     await client.close()
 
 
-async def test_a_refused_connection_is_an_error_at_once():
+async def test_a_refused_connection_is_an_error_at_once() -> None:
     with zmq.Context.instance().socket(zmq.ROUTER) as closed:
         port = closed.bind_to_random_port("tcp://127.0.0.1")
     async with asyncio.timeout(DEADLINE_S):
@@ -132,7 +133,7 @@ async def test_a_refused_connection_is_an_error_at_once():
             await EngineClient("127.0.0.1", port, client_id="test").connect(DEADLINE_S)
 
 
-async def test_a_lost_connection_fails_every_request(router):
+async def test_a_lost_connection_fails_every_request(router) -> None:
     client = await connected(router)
     stream = client.add(request())
     await router.receive(EngineCoreRequestType.ADD)
@@ -145,7 +146,7 @@ async def test_a_lost_connection_fails_every_request(router):
     await client.close()
 
 
-async def test_outputs_sent_before_the_connection_is_lost_are_delivered(router):
+async def test_outputs_sent_before_the_connection_is_lost_are_delivered(router) -> None:
     client = await connected(router)
     streams = [client.add(request(f"r{i}")) for i in range(50)]
     for _ in streams:
@@ -159,7 +160,7 @@ async def test_outputs_sent_before_the_connection_is_lost_are_delivered(router):
     await client.close()
 
 
-async def test_outputs_keep_their_order_when_the_connection_is_lost(router, monkeypatch):
+async def test_outputs_keep_their_order_when_the_connection_is_lost(router, monkeypatch) -> None:
     """The loss is detected after a message was read and before the waiting task has resumed."""
     client = await connected(router)
     stream = client.add(request())
@@ -188,13 +189,13 @@ async def test_outputs_keep_their_order_when_the_connection_is_lost(router, monk
     await client.close()
 
 
-async def test_a_silent_engine_is_dead_after_the_heartbeat_timeout(router):
+async def test_a_silent_engine_is_dead_after_the_heartbeat_timeout(router) -> None:
     client = await connected(router, heartbeat_interval_s=0.02, heartbeat_timeout_s=0.1)
     assert "no message for" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
     await client.close()
 
 
-async def test_a_loading_engine_has_a_longer_heartbeat_timeout(router):
+async def test_a_loading_engine_has_a_longer_heartbeat_timeout(router) -> None:
     client = await connected(router, heartbeat_interval_s=0.02, heartbeat_timeout_s=0.2)
     began = asyncio.get_running_loop().time()
     assert "no message for" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
@@ -202,7 +203,7 @@ async def test_a_loading_engine_has_a_longer_heartbeat_timeout(router):
     await client.close()
 
 
-async def test_a_silent_engine_accepts_no_requests_until_its_next_message(router):
+async def test_a_silent_engine_accepts_no_requests_until_its_next_message(router) -> None:
     calls: list[bool] = []
     client = await connected(
         router,
@@ -224,7 +225,7 @@ async def test_a_silent_engine_accepts_no_requests_until_its_next_message(router
     await client.close()
 
 
-async def test_a_paused_engine_accepts_no_requests_until_it_is_resumed(router):
+async def test_a_paused_engine_accepts_no_requests_until_it_is_resumed(router) -> None:
     calls: list[int] = []
     client = await connected(router, on_available=lambda: calls.append(client.readiness))
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
@@ -239,7 +240,7 @@ async def test_a_paused_engine_accepts_no_requests_until_it_is_resumed(router):
     await client.close()
 
 
-async def test_each_ready_message_and_each_end_of_draining_raises_the_readiness(router):
+async def test_each_ready_message_and_each_end_of_draining_raises_the_readiness(router) -> None:
     calls: list[int] = []
     client = await connected(router, on_available=lambda: calls.append(client.readiness))
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16, 1, 4))
@@ -258,7 +259,7 @@ async def test_each_ready_message_and_each_end_of_draining_raises_the_readiness(
     await client.close()
 
 
-async def test_a_stalled_event_loop_does_not_count_as_silence_of_the_engine(router):
+async def test_a_stalled_event_loop_does_not_count_as_silence_of_the_engine(router) -> None:
     client = await connected(router, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
     await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
     await client.wait_ready(DEADLINE_S)
@@ -270,7 +271,7 @@ async def test_a_stalled_event_loop_does_not_count_as_silence_of_the_engine(rout
     await client.close()
 
 
-async def test_the_error_has_the_reason_of_the_dead_message(router):
+async def test_the_error_has_the_reason_of_the_dead_message(router) -> None:
     client = await connected(router)
     stream = client.add(request())
     await router.send(EngineCoreResponseType.DEAD, Dead("out of memory"))
@@ -279,7 +280,7 @@ async def test_the_error_has_the_reason_of_the_dead_message(router):
     await client.close()
 
 
-async def test_messages_of_another_instance_at_the_address_are_ignored(router):
+async def test_messages_of_another_instance_at_the_address_are_ignored(router) -> None:
     client = await connected(router)
     router.instance_id = "i2"
     await router.send(EngineCoreResponseType.READY, Ready(1, 1, 1))
@@ -288,7 +289,7 @@ async def test_messages_of_another_instance_at_the_address_are_ignored(router):
     await client.close()
 
 
-async def test_a_refused_request_ends_with_an_error_output(router):
+async def test_a_refused_request_ends_with_an_error_output(router) -> None:
     client = await connected(router)
     stream = client.add(request())
     await router.receive(EngineCoreRequestType.ADD)
@@ -302,7 +303,7 @@ async def test_a_refused_request_ends_with_an_error_output(router):
     await client.close()
 
 
-async def test_another_protocol_version_is_refused_with_both_versions():
+async def test_another_protocol_version_is_refused_with_both_versions() -> None:
     router = Router(version=PROTOCOL_VERSION + 1)
     client = EngineClient("127.0.0.1", router.port, client_id="test")
     accept = asyncio.create_task(router.accept())
@@ -312,7 +313,7 @@ async def test_another_protocol_version_is_refused_with_both_versions():
     router.socket.close(linger=0)
 
 
-async def test_utility_calls_return_values_and_errors(router):
+async def test_utility_calls_return_values_and_errors(router) -> None:
     client = await connected(router)
 
     async def serve() -> None:

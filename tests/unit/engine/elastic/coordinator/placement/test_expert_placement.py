@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_engine.elastic.coordinator.balance import Balance
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
-from baton_engine.elastic.coordinator.expert_placement import (
+from baton_engine.elastic.coordinator.placement.balance import Balance
+from baton_engine.elastic.coordinator.placement.expert_placement import (
     TOLERANCE,
     count_moves,
     imbalance,

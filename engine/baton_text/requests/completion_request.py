@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from baton_protocol.sampling import MAX_LOGPROBS
 from baton_text.errors import RequestError
-from baton_text.generation_request import GenerationRequest, check_max_tokens
+from baton_text.requests.generation_request import GenerationRequest, check_max_tokens
 
 #: OpenAI's default of `max_tokens` for completions. Chat completions may fill the context.
 DEFAULT_MAX_TOKENS = 16

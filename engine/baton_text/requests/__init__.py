@@ -1,0 +1,9 @@
+"""The bodies of OpenAI requests, their fields and their checks.
+
+chat_request        the body of POST /v1/chat/completions
+completion_request  the body of POST /v1/completions
+generation_request  the fields that both bodies share, and their checks
+tokenize_requests   the bodies of /tokenize and /detokenize
+parsing             parses JSON bodies and checks the requests
+structured_outputs  the fields of structured outputs, and bad words
+"""
