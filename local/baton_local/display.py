@@ -64,7 +64,10 @@ def print_status(status: ServiceStatus, manifest: str) -> None:
     """Print the output of `baton status`. `manifest` is the path of the service's YAML file."""
     console = make_console()
     if status.exists:
-        console.print(service_tables(status))
+        with console.capture() as tables:
+            console.print(service_tables(status))
+        for line in tables.get().splitlines():
+            console.out(line.rstrip(), highlight=False)  # without the padding of the last column
         console.out(f"\nendpoint    {status.endpoint}", highlight=False)
     if status.ingress:
         console.out(f"ingress     {status.ingress}", highlight=False)

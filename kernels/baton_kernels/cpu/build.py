@@ -102,7 +102,7 @@ def main() -> int:
         print(f"no {missing}: Baton uses slower torch operations on this CPU")
         return 0
     started = time.monotonic()
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # each compilation takes 1 GB of memory
         futures = {one.name: pool.submit(build, one, command) for one in wanted}
     failed = {
         name: error for name, future in futures.items() if (error := future.exception()) is not None

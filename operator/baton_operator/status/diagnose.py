@@ -291,7 +291,10 @@ def suspended_engines(pods: list[Object], replies: Mapping[str, Health]) -> Diag
         names = {name for name, health in replies.items() if health.reason == reply}
         if suspended := [pod for pod in pods if pod["metadata"]["name"] in names]:
             verb = "are" if len(suspended) > 1 else "is"
-            text = f"{named(suspended)} {verb} {state}; {remedy} on port {ENGINE_HTTP_PORT}"
+            text = (
+                f"{named(suspended)} {verb} {state}; {remedy} on port {ENGINE_HTTP_PORT}, with the "
+                "service's token"
+            )
             found.append(Diagnosis(reason, text))
     if not found:
         return None

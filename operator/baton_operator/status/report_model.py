@@ -75,7 +75,8 @@ def model_verdict(
         return _verdict_without_pods(model, members)
     if not pods:
         return Verdict("Unknown", Settled.NOT_OBSERVED, "no pod of the newest revision exists yet")
-    have = [pod for pod in pods if _has_model(model, pod)]
+    suspended = {name for group in members for name in group.suspended}
+    have = [pod for pod in pods if _has_model(model, pod) or pod["metadata"]["name"] in suspended]
     under_way = still_loading(pods, health)
     if have:
         counts = f"{len(have)} of {len(pods)} pods have the model"

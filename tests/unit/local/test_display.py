@@ -6,9 +6,10 @@ import io
 import os
 import subprocess
 
+import pytest
 from rich.console import Console
 
-from baton_local.display import service_tables
+from baton_local.display import print_status, service_tables
 from baton_local.service_status import Condition, PodStatus, ServiceStatus, with_pids
 from pocketkube.containers.process import CONTAINER_MARKER
 from support.waiting import eventually
@@ -25,6 +26,16 @@ def test_tables_print_brackets_literally_and_do_not_truncate_names() -> None:
     console = Console(width=60, record=True, file=io.StringIO())
     console.print(service_tables(status))
     assert "…" not in console.export_text()
+
+
+def test_a_long_message_does_not_widen_the_other_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    conditions = [Condition("Ready", "False", "ModelNotFound", "x" * 400)]
+    conditions.append(Condition("Available", "True", "Available", "y"))
+    status = ServiceStatus("demo", "default", "http://e", "demo", conditions, [], "", "/k")
+    print_status(status, "/m")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.endswith("y")]
+    assert not [line for line in lines if line != line.rstrip()]
 
 
 def test_status_shows_the_pid_of_a_pods_container() -> None:

@@ -119,10 +119,12 @@ def _own_template(
             {"name": "config", "configMap": {"name": config_map}},
             {"name": "config", "mountPath": config.MOUNT_PATH, "readOnly": True},
         ),
-        (source.volume, source.mount),
         (service_key.volume(resolved), service_key.mount()),
         *extra,
         ({"name": "tmp", "emptyDir": {}}, {"name": "tmp", "mountPath": "/tmp"}),
+        # Last, because an apply appends a mount with a new path. Otherwise a Deployment would not
+        # find the ReplicaSet of the earlier model when an edit of model.uri is undone.
+        (source.volume, source.mount),
     ]
     container = {
         "image": resolved.spec.image,

@@ -14,6 +14,9 @@ from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.observe.observation import gateway_schemes
 from baton_protocol.config import GatewayConfig
+from pocketkube.apiserver.objects import server_side_apply
+from pocketkube.apiserver.objects.server_side_apply import Manager
+from pocketkube.apiserver.schema.field_types import BuiltinFieldTypes
 from support.operator.services import decoded_config, resolved
 
 TLS = {"tls": {"secretName": "cert"}}
@@ -145,3 +148,20 @@ def test_during_the_switch_to_tls_each_port_selects_matching_pods(
         == gateway.PORTS[gateway.scheme_in_use(service)]
     )
     assert gateway.scheme_in_use(service) == in_use
+
+
+def test_an_edit_of_the_models_uri_that_is_undone_gives_the_first_template_again() -> None:
+    """Otherwise the Deployment would replace the pods of the first ReplicaSet."""
+    types, manager = BuiltinFieldTypes("Deployment"), Manager("baton-operator", "Apply", "apps/v1")
+
+    def apply(live: Object | None, uri: str) -> Object:
+        wanted = gateway.deployment(resolved(model={"uri": uri}))
+        empty = {"metadata": {"name": wanted["metadata"]["name"]}}
+        merged, owned = server_side_apply.apply(live or empty, wanted, manager, types, True)
+        server_side_apply.track(live, merged, manager, owned, types, "2026-01-01T00:00:00Z")
+        return merged
+
+    first = apply(None, "file:///models/x")
+    edited = apply(first, "file:///nope")
+    assert edited["spec"] != first["spec"]
+    assert apply(edited, "file:///models/x")["spec"] == first["spec"]

@@ -99,7 +99,8 @@ VERDICTS: dict[str, tuple[ReportedGroup, str, str, str]] = {
     "no capacity": (decode([pod(conditions=[UNSCHEDULABLE])]), "False", "NoCapacity", "free GPU"),
     "an engine that sleeps": (
         decode([pod("demo-decode-a")], a="Asleep"), "False", "EngineAsleep",
-        "pod demo-decode-a is asleep; wake up with POST /wake_up on port 8000; 0 of 1",
+        "pod demo-decode-a is asleep; wake up with POST /wake_up on port 8000, with the service's "
+        "token; 0 of 1",
     ),
     "two paused engines and one that sleeps": (
         decode(
@@ -107,8 +108,9 @@ VERDICTS: dict[str, tuple[ReportedGroup, str, str, str]] = {
             c="Paused",
         ),
         "False", "EngineAsleep",
-        "pod demo-decode-b is asleep; wake up with POST /wake_up on port 8000; pods demo-decode-a, "
-        "demo-decode-c are paused; resume with POST /resume on port 8000; 0 of 3",
+        "pod demo-decode-b is asleep; wake up with POST /wake_up on port 8000, with the service's "
+        "token; pods demo-decode-a, demo-decode-c are paused; resume with POST /resume on port "
+        "8000, with the service's token; 0 of 3",
     ),
     "a paused engine beside a failure": (
         decode([pod("demo-decode-a"), pod(state=BACK_OFF, last=FATAL)], 2, a="Paused"), "False",

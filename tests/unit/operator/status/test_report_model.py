@@ -75,6 +75,15 @@ def test_the_condition_is_unknown_without_pods() -> None:
     )
 
 
+def test_a_pod_whose_engine_is_paused_has_the_model() -> None:
+    pods = [pod(f"demo-decode-{ordinal}", ready=ordinal == 0) for ordinal in range(3)]
+    paused = {"demo-decode-1": Health("Paused", "")}
+    group = ReportedGroup(role="decode", desired=3, pods=pods, revision="new", suspended=paused)
+    wanted = resolved(model={"uri": "file:///models/x"})
+    status = report(service(), wanted, {"decode": group}, cluster_ip=None, problem=None, now=NOW)
+    assert condition(status).message.startswith("2 of 3 pods have the model")
+
+
 def test_the_condition_reports_the_progress_of_the_first_pod() -> None:
     status = status_of([fetching_pod(RUNNING)], ON_THE_WAY)
     for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
