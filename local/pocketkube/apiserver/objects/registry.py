@@ -56,12 +56,22 @@ class Registry:
             store.open(resource.storage_key)
 
     def stored(self, info: RequestInfo) -> Object:
+        """Return the object as it is stored.
+
+        Raises:
+            ApiError: 404, there is no such object.
+        """
         found = self.store.get(info.resource.storage_key, info.namespace, info.name)
         if found is None:
             raise errors.not_found(info.resource, info.name)
         return found
 
     def get(self, info: RequestInfo) -> Object:
+        """Return the object in the API version of the request.
+
+        Raises:
+            ApiError: 404, there is no such object.
+        """
         return self.view(info.resource, self.stored(info))
 
     def view(self, resource: Resource, obj: Object) -> Object:
@@ -73,6 +83,11 @@ class Registry:
         return {**obj, "apiVersion": resource.api_version}
 
     def create(self, info: RequestInfo, obj: Object, options: WriteOptions) -> Object:
+        """Create an object, and return it in the API version of the request.
+
+        Raises:
+            ApiError: 400 or 422, the object is invalid; 409, an object with this name exists.
+        """
         new = self._decode(info, obj, options)
         return self.view(info.resource, self._create(info, new, options))
 
@@ -107,6 +122,12 @@ class Registry:
         return strategy.after_write(self.store.put(resource.storage_key, new))
 
     def update(self, info: RequestInfo, obj: Object, options: WriteOptions) -> Object:
+        """Replace an object, and return it in the API version of the request.
+
+        Raises:
+            ApiError: 400 or 422, the object is invalid; 404, there is no such object; 409, its
+                resourceVersion is not the current one.
+        """
         resource, name = info.resource, info.name
         old = self.stored(info)
         named = {**obj, "metadata": {"name": name, **(obj.get("metadata") or {})}}
@@ -130,6 +151,16 @@ class Registry:
     def patch(
         self, info: RequestInfo, content_type: str, body: Any, options: WriteOptions
     ) -> Object:
+        """Apply a patch or a server-side apply, and return the object that is stored then.
+
+        Args:
+            content_type: media type of the patch.
+            body: the decoded patch.
+
+        Raises:
+            ApiError: 400, 415 or 422, the patch or its result is invalid; 404, there is no such
+                object; 409, another manager owns a field of an apply without `force`.
+        """
         if content_type == "application/apply-patch+yaml":
             return self._apply(info, body, options)
         patched = self.patched(info.resource, self.get(info), content_type, body)

@@ -163,13 +163,16 @@ def managed_fields(obj: Object) -> dict[Manager, FieldSet]:
     Raises:
         ApiError: 400, an entry is malformed.
     """
-    try:
-        return {
-            Manager.of(entry): frozenset(_decode(entry.get("fieldsV1") or {}))
-            for entry in obj["metadata"].get("managedFields") or []
-        }
-    except (KeyError, TypeError, AttributeError) as error:
-        raise bad_request(f"metadata.managedFields: malformed entry: {error!r}") from error
+    fields = {}
+    for index, entry in enumerate(obj["metadata"].get("managedFields") or []):
+        try:
+            fields[Manager.of(entry)] = frozenset(_decode(entry.get("fieldsV1") or {}))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise bad_request(
+                f"metadata.managedFields[{index}] must have manager, operation, apiVersion and a "
+                "valid fieldsV1; send the entry as the server returned it, or none"
+            ) from error
+    return fields
 
 
 def show(path: FieldPath) -> str:
