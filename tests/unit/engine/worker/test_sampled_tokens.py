@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from baton_engine.worker.sampled_tokens import SampledTokens
-
-
-class GPUTensor(torch.Tensor):
-    """A tensor in host memory that claims to be on a GPU."""
-
-    is_cuda = True
+from support.engine.gpu_tensor import GPUTensor
 
 
 def test_tokens_in_host_memory_need_no_copy() -> None:
