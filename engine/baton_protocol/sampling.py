@@ -89,11 +89,12 @@ class StructuredOutput(_Params):
                 choices = msgspec.json.decode(self.spec, type=list[str])
             except msgspec.MsgspecError as error:
                 raise ValueError(
-                    f"structured_output.spec of kind choice must be a JSON list of strings: {error}"
+                    f"structured_output.spec must be a JSON list of strings (kind choice): {error}"
                 ) from error
             if not choices or "" in choices:
                 raise ValueError(
-                    "structured_output.spec of kind choice must list one or more non-empty strings"
+                    "structured_output.spec must be a list of one or more non-empty strings (kind "
+                    "choice)"
                 )
 
 

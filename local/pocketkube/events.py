@@ -33,11 +33,11 @@ WARNINGS = frozenset(
 
 @dataclass
 class _Series:
-    """The Event that counts the repetitions of one message."""
+    """The Event that counts how often one message about one object was recorded."""
 
     name: str
     count: int
-    #: Monotonic time of the last repetition.
+    #: Monotonic time of the last record.
     last: float
 
 

@@ -67,7 +67,9 @@ class LLM:
         if not isinstance(model, str | Path) or not str(model):
             raise ValueError(f"model must be the folder of a checkpoint, got {model!r}")
         if generation_config not in ("auto", "none"):
-            raise ValueError(f"generation_config must be auto or none, got {generation_config!r}")
+            raise ValueError(
+                f'generation_config must be "auto" or "none", got {generation_config!r}'
+            )
         self.config = engine_config(model, args)
         wakeup = threading.Event()
         executor_class = load_executor_class(executor_name(self.config))

@@ -88,7 +88,8 @@ def write_kv_triton(
         or value.stride(2) != 1
     ):
         raise ValueError(
-            "key and value cache need equal strides, and the head dimension of all of them stride 1"
+            "the Triton KV write needs equal strides of key_cache and value_cache, and stride 1 in "
+            "the last dimension of key, value and both caches"
         )
     if num_tokens == 0:
         return

@@ -361,7 +361,7 @@ def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
             )
         end = worker.heads.end
     if end != num_heads:
-        raise ValueError(f"its workers have {end} of the model's {num_heads} KV heads")
+        raise ValueError(f"the workers in it have {end} of the model's {num_heads} KV heads")
 
 
 def _slot_rows(

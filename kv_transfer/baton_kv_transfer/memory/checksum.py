@@ -7,8 +7,12 @@
                                                 mix is splitmix64's finalizer
     sum = (y_0 w_0 + y_1 w_1 + ...) mod 2^64    the order of the terms does not matter
 
-    checksum = first 8 bytes, little-endian, of
-               BLAKE2b(sum, generation, heads, transfer id; key = chain hash)
+    checksum = BLAKE2b(sum, generation, first head, number of heads, transfer id),
+               digest_size = 8, key = chain hash, person = "baton-kv"
+
+The digest is read as a little-endian integer. `sum` and `generation` take 8 bytes each, the two
+numbers of heads 4 bytes each, all little-endian. The transfer id is UTF-8. The generation is a
+random number that the consumer chose for the load.
 
 The first factors of the weights, u(0) to u(8191), take 64 KiB for any block size and stay in a
 core's cache. This module computes the sum with numpy. `baton_kernels.block_checksum` computes the

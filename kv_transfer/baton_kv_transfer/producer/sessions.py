@@ -323,7 +323,12 @@ def _explain_invalid_layout(layout: KVCacheLayout) -> str:
 
 
 def _explain_invalid_memory(memory: MemoryDescription, layout: KVCacheLayout) -> str:
-    """Return why a consumer's memory cannot hold blocks of its layout; empty if it can."""
+    """Return why the description of a consumer's memory is invalid; empty if it is valid.
+
+    Args:
+        memory: the description.
+        layout: layout of the consumer's blocks, which the memory must hold.
+    """
     nbytes = memory.num_slots * memory.slot_nbytes
     if memory.slot_nbytes != layout.block_nbytes:
         return f"slots have {memory.slot_nbytes} bytes, blocks have {layout.block_nbytes}"

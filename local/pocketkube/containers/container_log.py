@@ -35,7 +35,15 @@ class ContainerLog:
         self._changed = asyncio.Event()
 
     def feed(self, stream: str, data: bytes) -> None:
-        """Append `data`, read from the container's `stream` (stdout or stderr)."""
+        """Append the complete lines of `data`, which the container wrote to `stream`.
+
+        An incomplete last line is kept until its rest arrives. Lines longer than MAX_LINE are
+        written in parts.
+
+        Args:
+            stream: stdout or stderr.
+            data: the bytes that were read.
+        """
         *lines, rest = (self._partial.get(stream, b"") + data).split(b"\n")
         out = [record for line in lines for record in _records(stream, line)]
         while len(rest) > MAX_LINE:

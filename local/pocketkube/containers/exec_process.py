@@ -123,9 +123,10 @@ class ExecProcess:
                 return b""
 
     async def write(self, data: bytes) -> None:
-        """Write to standard input. Wait while the command does not read it.
+        """Write `data` to the command's standard input, and wait until all of it is written.
 
-        Input that the command has not read at its end is dropped.
+        Data is dropped if the command has no standard input, has closed it, or ends before it has
+        read the data.
         """
         if self._stdin is None or self._stdin.closed:
             return

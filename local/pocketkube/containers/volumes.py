@@ -240,7 +240,10 @@ class PodVolumes:
             elif reference := source.get("kubeletCertificateAuthority"):
                 files[reference["path"]] = self._ca_pem
             else:
-                raise ConfigError(f"unsupported projected source {sorted(source)}")
+                raise ConfigError(
+                    f"projected source {', '.join(sorted(source)) or 'without a type'} is not "
+                    "supported here; use configMap, secret, downwardAPI or serviceAccountToken"
+                )
         return files
 
     async def _keys(self, kind: str, name: str, source: Object) -> Payload:

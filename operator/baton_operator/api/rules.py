@@ -300,7 +300,7 @@ def valid_spec(spec: Any) -> Spec:
 
 
 def add_rules(spec_schema: dict[str, Any]) -> None:
-    """Add each rule in CEL to the schema of the spec, at the path of the rule."""
+    """Add the CEL form of every rule in `RULES` to the schema of the spec, at the rule's path."""
     for rule in RULES:
         node = spec_schema
         for name in filter(None, rule.path.split(".")):

@@ -39,9 +39,9 @@ class Engine(ApiStruct, frozen=True):
     block_size: Literal[8, 16, 32, 64, 128] | None = None  #: Tokens per KV block. Unset: 16.
     #: Number of KV blocks per engine. Unset: as many as kvCacheMemory holds.
     num_blocks: Annotated[int, Meta(ge=2, le=2**31 - 1)] | None = None
-    #: Memory for the KV blocks of one engine, for example 512Mi. numBlocks overrides it. Unset: as
-    #: much as fits on a GPU, and 256Mi on a CPU. A layer with a sliding window, as in Mistral, also
-    #: keeps the KV of all tokens.
+    #: Memory for the KV blocks of one engine, for example 512Mi. numBlocks overrides it. Layers
+    #: with a sliding window, as in Mistral, also keep the KV of all tokens. Unset: as much as fits
+    #: on a GPU, and 256Mi on a CPU.
     kv_cache_memory: Quantity | None = None
     #: Percentage of a GPU's memory for weights, activations and KV blocks together. numBlocks and
     #: kvCacheMemory override it. Unset: 90.

@@ -128,7 +128,9 @@ def configure(
     sources = dict(fields)
     for option, value, source in _extra_options(resolved, role):
         if option.path in fields:
-            raise ValueError(f"{source}: set {fields[option.path]} instead of {option.flag}")
+            raise ValueError(
+                f"{source}: remove {option.flag}, and set the field {fields[option.path]}"
+            )
         if option.path in own:
             raise ValueError(f"{source}: the operator sets {option.flag}")
         values[option.path], sources[option.path] = value, f"{source}: {option.flag}"

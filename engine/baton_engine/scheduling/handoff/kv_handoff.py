@@ -100,7 +100,10 @@ class KVHandoff:
         self._metadata.offers[transfer.transfer_id] = transfer.peer_instance_id
 
     def save(self, request: Request, num_computed_tokens: int) -> None:
-        """Publish the blocks that a step completes, if a peer loads the request's KV.
+        """Publish the blocks that a step fills, if a peer loads the request's KV.
+
+        Only the tokens that the request had on arrival are published. After the last of them, the
+        last block is published even if it is not full.
 
         Args:
             num_computed_tokens: number of the request's tokens that have KV after the step,

@@ -30,7 +30,7 @@ class ScheduledRange(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        """Whether the range is one generated token. A prompt chunk of one token is no decode."""
+        """Whether the range is one generated token. A prompt chunk of one token does not count."""
         return self.end - self.start == 1 and self.start >= self.request.num_prompt_tokens
 
 

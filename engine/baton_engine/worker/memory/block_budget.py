@@ -60,12 +60,18 @@ def blocks_on_gpu(
     run_largest_step: Callable[[], None],
     graph_bytes: int,
 ) -> tuple[int, int]:
-    """Return the numbers of (cache blocks, host swap blocks) that fit.
+    """Return (number of cache blocks, number of host swap blocks).
 
-    The cache gets `cache.gpu_memory_utilization` of the GPU memory, minus the memory of the largest
-    step, of captured graphs and of other processes. `cache.num_blocks` must fit in that memory.
-    `cache.memory_bytes` is the memory of all ranks together. This rank's part must fit in the whole
-    GPU memory, minus the memory of the largest step, of captured graphs and of other processes.
+    The room for cache blocks is a share of the GPU memory, minus the memory of the largest step, of
+    captured graphs and of other processes. The share is `cache.gpu_memory_utilization`, but 1 in
+    the second case:
+
+    1. `cache.num_blocks` is set: the cache gets this number of blocks, which must fit in the room.
+    2. Only `cache.memory_bytes` is set, for all ranks together: the cache gets the blocks that
+       these bytes hold. This rank's part must fit in the room.
+    3. Neither is set: the cache gets all blocks that fit in the room.
+
+    The swap blocks are those that `cache.swap_memory_bytes` holds.
 
     Args:
         cache: configuration of the cache.

@@ -1,4 +1,8 @@
-"""Delete old Events, and objects whose owners are gone or whose namespace or CRD is terminating."""
+"""Delete old Events, and objects that nothing keeps any more.
+
+These are objects whose owners are all gone, and what belongs to a terminating namespace or CRD or
+to an owner that is deleted in the foreground.
+"""
 
 from __future__ import annotations
 

@@ -13,17 +13,19 @@ from pocketkube.apiserver.schema.catalog import Catalog
 def decode_body(
     catalog: Catalog, info: RequestInfo, obj: Any, *, require_type: bool, strict: bool
 ) -> tuple[Object, list[str]]:
-    """Check the type and namespace of `obj`. Return the object to store, without unknown fields.
+    """Check the type and namespace of `obj`. Return the object to store, and the fields it lost.
 
-    The metadata of the object is a copy. Other parts may be shared with `obj`.
+    The returned object has the type and namespace of the request, and no unknown fields. Missing
+    fields are not set to their defaults yet. Its metadata is a copy. Other parts may be shared with
+    `obj`.
 
     Args:
-        require_type: refuse an object without apiVersion and kind. Custom resources always need
+        require_type: refuse an object that lacks apiVersion or kind. Custom resources always need
             both.
-        strict: refuse unknown fields.
+        strict: refuse unknown fields instead of dropping them.
 
     Returns:
-        The object without defaults, and the paths of the unknown fields.
+        The object, and the paths of the unknown fields that were dropped.
 
     Raises:
         ApiError: 400 or 422, the object has another kind or namespace than the request, or fields

@@ -233,7 +233,7 @@ def _collect(
             found[(*path, _member(member))] = member
     elif kind.kind == "map":
         for item in value:
-            element = (*path, _key(item, kind))
+            element = (*path, _key(item, kind, names))
             found[(*element, ".")] = None
             for name, below in item.items():
                 _collect(below, types, (*names, name), (*element, f"f:{name}"), found)
@@ -241,14 +241,16 @@ def _collect(
         found[path] = value
 
 
-def _key(item: Any, kind: FieldType) -> str:
+def _key(item: Any, kind: FieldType, names: Path) -> str:
+    """Return the element of a path that names an item of the list at `names`."""
+    where = ".".join(names)
     if not isinstance(item, dict):
         raise bad_request(
-            f"an item of a list keyed by {', '.join(kind.keys)} must be an object, not {item!r}"
+            f"{where}: every item must be an object with {' and '.join(kind.keys)}, not {item!r}"
         )
     keys = {key: item.get(key, kind.key_defaults.get(key)) for key in kind.keys}
     if missing := [key for key, value in keys.items() if value is None and len(kind.keys) == 1]:
-        raise bad_request(f"an item of a keyed list lacks its key {missing[0]}")
+        raise bad_request(f"{where}: an item lacks {missing[0]}, which is the key of the list")
     return "k:" + json.dumps(
         {k: v for k, v in keys.items() if v is not None}, sort_keys=True, separators=(",", ":")
     )
@@ -286,8 +288,10 @@ def _merge(live: Any, applied: Any, types: FieldTypes, names: Path) -> Any:
         if kind.kind == "set":
             return [*live, *(member for member in applied if member not in live)]
         if kind.kind == "map":
-            wanted = {_key(item, kind): item for item in applied}
-            items = [_merge(item, wanted.pop(_key(item, kind), {}), types, names) for item in live]
+            wanted = {_key(item, kind, names): item for item in applied}
+            items = [
+                _merge(item, wanted.pop(_key(item, kind, names), {}), types, names) for item in live
+            ]
             return [*items, *copy.deepcopy(list(wanted.values()))]
     return copy.deepcopy(applied)
 
@@ -320,8 +324,11 @@ def _remove(obj: Object, path: FieldPath, types: FieldTypes) -> None:
             return [member for member in value if _member(member) != head]
         kind = types.at(names, value)
         if not tail:
-            return [item for item in value if _key(item, kind) != head]
-        return [without(item, tail, names) if _key(item, kind) == head else item for item in value]
+            return [item for item in value if _key(item, kind, names) != head]
+        return [
+            without(item, tail, names) if _key(item, kind, names) == head else item
+            for item in value
+        ]
 
     changed = without(obj, target, ())
     obj.clear()

@@ -426,7 +426,7 @@ def test_prompts_without_parameters_get_those_of_the_checkpoint(
         assert len(without.token_ids) <= 5
     with make_llm(path, generation_config="none") as llm:
         assert llm.get_default_sampling_params() == SamplingParams()
-    with pytest.raises(ValueError, match="generation_config must be auto or none"):
+    with pytest.raises(ValueError, match='generation_config must be "auto" or "none"'):
         make_llm(path, generation_config="vllm")
 
 

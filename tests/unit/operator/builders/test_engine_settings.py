@@ -296,10 +296,10 @@ def test_the_extra_arguments_of_a_role_follow_those_of_the_service() -> None:
             "--compile-sizes must be numbers of tokens of a step, 1 to "
             "max_num_batched_tokens=512, got (600,)",
         ),
-        (["--model", "/m"], 0, "set model.uri instead of --model"),
+        (["--model", "/m"], 0, "remove --model, and set the field model.uri"),
         (["--engine-port", "1"], 0, "the operator sets --engine-port"),
-        (["--max-num-seqs=5"], 0, "set engine.maxNumSeqs instead of --max-num-seqs"),
-        (["--kv-lease-s=5"], 0, "set kvTransfer.leaseSeconds instead of --kv-lease-s"),
+        (["--max-num-seqs=5"], 0, "remove --max-num-seqs, and set the field engine.maxNumSeqs"),
+        (["--kv-lease-s=5"], 0, "remove --kv-lease-s, and set the field kvTransfer.leaseSeconds"),
     ],
 )
 def test_a_wrong_extra_argument_is_refused_with_its_field(

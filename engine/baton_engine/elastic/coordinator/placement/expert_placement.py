@@ -315,10 +315,12 @@ class _Packing:
             self._put(back, heavy)
 
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
-        """Return the best swap of copies between a heavy and a light rank, or None if none helps.
+        """Return the best swap of an expert on `heavy` for one on `light`; None if no swap helps.
 
-        Of the swaps that are good enough, the best swap moves the fewest experts. If no swap is
-        good enough, the best swap gives the lowest maximum of both loads.
+        A swap helps if both loads are lower than the load of `heavy` afterwards. Swaps after which
+        neither load is above `good_enough` come first. Of these, the best swap leaves both ranks
+        the fewest experts to receive. If there is no such swap, the best swap has the lowest
+        maximum of both loads.
 
         Returns:
             (expert that leaves `heavy`, expert that leaves `light`).
