@@ -40,6 +40,9 @@ from baton_protocol.progress import Health
 
 #: Timeout of one request to a pod. It is short, because the reconcile waits for the reply.
 TIMEOUT_S = 1.0
+#: Deadline of a reconcile for the replies of all pods to one kind of request. It includes the time
+#: in which requests wait for others.
+DEADLINE_S = 3.0
 #: Concurrent requests to pods, over all services.
 CONCURRENCY = 64
 #: Maximum number of pods that one reconcile probes for loading progress. The same maximum applies
@@ -162,7 +165,7 @@ class StatusProbes:
         }
 
     async def _get(self, pod: Object, path: str) -> Health | None:
-        """Return the pod's reply to a GET request; None if there is no valid reply."""
+        """Return the pod's reply to a GET request; None without a valid reply by the deadline."""
         host = (pod.get("status") or {}).get("podIP")
         if self._session is None or not host:
             return None
@@ -170,6 +173,7 @@ class StatusProbes:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with (
+                asyncio.timeout(DEADLINE_S),
                 self._slots,
                 self._session.get(url, timeout=timeout, allow_redirects=False) as response,
             ):

@@ -125,3 +125,26 @@ async def test_all_members_are_probed_a_few_at_a_time(monkeypatch: pytest.Monkey
         found = await StatusProbes(session, port).suspended(pods)
     assert sorted(found) == sorted(each["metadata"]["name"] for each in pods)
     assert engines.most_at_once == 2
+
+
+async def test_pods_without_a_reply_do_not_delay_the_reconcile_beyond_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(status_probes, "CONCURRENCY", 1)
+    monkeypatch.setattr(status_probes, "TIMEOUT_S", 5.0)
+    monkeypatch.setattr(status_probes, "DEADLINE_S", 1.0)
+    pods = [at("127.0.0.1", 0), at("127.0.0.2", 1), at("127.0.0.1", 2)]
+    ended = asyncio.Event()
+
+    async def ready(request: web.Request) -> web.Response:
+        if request.host.startswith("127.0.0.2"):
+            await ended.wait()
+        return web.Response(status=503, body=msgspec.json.encode(REPLIES["127.0.0.1"]))
+
+    async with (
+        serving(web.get("/ready", ready), host="0.0.0.0") as port,
+        aiohttp.ClientSession() as session,
+    ):
+        found = await StatusProbes(session, port).suspended(pods)
+        ended.set()
+    assert set(found) == {"demo-decode-0"}
