@@ -1,11 +1,15 @@
-"""Body of the `GET /health` response: load progress, KV compatibility and moved KV bytes."""
+"""Body of the responses to `GET /health` and `GET /ready` on a pod's HTTP port."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import msgspec
 
 from baton_protocol.kv_compatibility import KVCompatibility
 
+#: Upper bound of durations in replies. It keeps calculations with times in their range.
+_MAX_S = 1e9
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -29,7 +33,7 @@ class LoadProgress(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Body of the `GET /health` response on a pod's HTTP port."""
+    """Body of the responses to `GET /health` and `GET /ready` on a pod's HTTP port."""
 
     #: One CamelCase word. Fetching and Loading mean that the pod does not serve yet.
     reason: str
@@ -41,3 +45,6 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     kv_bytes: dict[str, int] = {}
     #: Error of the last failed attempt; empty once an attempt makes progress.
     error: str = ""
+    #: In replies to `GET /ready`: seconds since the engine was last paused or asleep. None: it has
+    #: not been paused or asleep since its start.
+    resumed_s: Annotated[float, msgspec.Meta(ge=0, le=_MAX_S)] | None = None

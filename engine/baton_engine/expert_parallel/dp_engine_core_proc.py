@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -136,10 +137,12 @@ class DPEngineCoreProc(EngineCoreProc):
     def readiness(self) -> ProbeResult:
         result = super().readiness()
         if result.ok and not self._is_accepting:
-            return ProbeResult(
-                False,
-                "Standby",
-                "this rank is in no generation of the group; see the coordinator's GET /topology",
+            return replace(
+                result,
+                ok=False,
+                reason="Standby",
+                message="this rank is in no generation of the group; see the coordinator's "
+                "GET /topology",
             )
         return result
 

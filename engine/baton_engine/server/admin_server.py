@@ -56,6 +56,8 @@ class ProbeResult:
     kv: KVCompatibility | None = None
     #: Bytes of KV sent and received, by transport and lane (mechanism and device): `ucx tcp/lo`.
     kv_bytes: dict[str, int] = field(default_factory=dict)
+    #: Seconds since the engine was last paused or asleep. None: it was not, or in a health result.
+    resumed_s: float | None = None
 
 
 class DrainStatus(msgspec.Struct):
@@ -188,6 +190,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             result.progress,
             result.kv,
             kv_bytes=result.kv_bytes,
+            resumed_s=result.resumed_s,
         )
         self._answer(200 if result.ok else 503, msgspec.json.encode(body))
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -137,6 +137,8 @@ class EngineCoreProc:
         #: Pauses by kind of commit, see `topology_stats`. Empty for an engine outside a group.
         self.commit_pauses: dict[str, Histogram] = {}
         self._stats = EngineStats()
+        #: Last time at which the engine was paused or asleep.
+        self._suspended_at: float | None = None
         self._owners = RequestOwners(self.io.aborts)
         self._heartbeat = time.monotonic()
         #: Last time at which unfinished requests could make progress, or at which there were none.
@@ -268,6 +270,12 @@ class EngineCoreProc:
 
     def readiness(self) -> ProbeResult:
         """Return the result of the readiness probe: whether requests are accepted."""
+        result = self._readiness()
+        if self._suspended_at is None:
+            return result
+        return replace(result, resumed_s=time.monotonic() - self._suspended_at)
+
+    def _readiness(self) -> ProbeResult:
         health = self.health()
         if not health.ok:
             return health
@@ -394,12 +402,17 @@ class EngineCoreProc:
             if events := core.take_kv_events():
                 self.io.send_kv_events(events)
             # Reading the workers' counters delays steps in flight, but costs nothing when idle.
-            self._stats = core.recent_stats(
-                max_connector_age_s=CONNECTOR_STATS_INTERVAL_S if busy else 0.0
-            )
+            self._update_stats(core, CONNECTOR_STATS_INTERVAL_S if busy else 0.0)
             self._heartbeat = time.monotonic()
             if not (self._stats.num_unfinished and _is_frozen(core, self._stats)):
                 self._last_progress = self._heartbeat
+
+    def _update_stats(self, core: EngineCore, max_connector_age_s: float) -> None:
+        was_paused = self._stats.paused
+        self._stats = core.recent_stats(max_connector_age_s=max_connector_age_s)
+        # The previous stats count, too: the call that resumed the engine may have taken minutes.
+        if was_paused or self._stats.paused:
+            self._suspended_at = time.monotonic()
 
     def _step(self, core: EngineCore) -> bool:
         """Run a step if there are requests. Return whether to run another step without waiting."""
@@ -504,7 +517,7 @@ class EngineCoreProc:
             with self._calling():
                 try:
                     result = payload.run(core)
-                    self._stats = core.recent_stats(max_connector_age_s=CONNECTOR_STATS_INTERVAL_S)
+                    self._update_stats(core, CONNECTOR_STATS_INTERVAL_S)
                     payload.future.set_result(result)
                 except Exception as error:
                     payload.future.set_exception(error)

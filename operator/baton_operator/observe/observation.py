@@ -71,7 +71,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     loading: dict[str, Health] = {}
     #: Replies to `GET /ready` of members that are paused or asleep, by pod name.
     suspended: dict[str, Health] = {}
-    #: When unready members were last found paused or asleep, by pod name.
+    #: When unready members were last paused or asleep, by pod name.
     suspended_at: Mapping[str, datetime] = {}
     #: KV compatibility that engines reported, by pod name.
     kv: Mapping[str, KVCompatibility] = {}
@@ -254,7 +254,7 @@ def unready_since(pod: Object, suspended_at: Mapping[str, datetime] = {}) -> dat
     """Return the latest of three times: creation, last change of condition Ready, last suspension.
 
     Args:
-        suspended_at: when pods were last found paused or asleep, by name.
+        suspended_at: when pods were last paused or asleep, by name.
     """
     metadata = pod["metadata"]
     flipped = parse_time(condition(pod, "Ready").get("lastTransitionTime"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import aiohttp
 import msgspec
@@ -68,7 +68,8 @@ class StatusProbes:
         #: KV compatibility by engine process, from `_process`. The compatibility of a process never
         #: changes, so each process gets one request. None: the engine has no KV role.
         self._known: dict[names.Key, dict[str, KVCompatibility | None]] = {}
-        #: `Observation.suspended_at` of the last reconcile.
+        #: `Observation.suspended_at` of the last reconcile, for pods that do not answer. After a
+        #: restart of the operator, the replies of engines restore the times.
         self._suspended_at: dict[names.Key, dict[str, datetime]] = {}
 
     async def find_suspended(self, observed: Observation, now: datetime) -> Observation:
@@ -76,8 +77,14 @@ class StatusProbes:
 
         The progress deadline of a member starts when it was last paused or asleep.
         """
-        suspended = await self.suspended(observed.pods)
-        last = self._suspended_at.get(observed.key, {}) | dict.fromkeys(suspended, now)
+        replies = await self.readiness(observed.pods)
+        suspended = {name: reply for name, reply in replies.items() if reply.reason in SUSPENSIONS}
+        resumed = {
+            name: now - timedelta(seconds=reply.resumed_s)
+            for name, reply in replies.items()
+            if reply.resumed_s is not None
+        }
+        last = self._suspended_at.get(observed.key, {}) | resumed | dict.fromkeys(suspended, now)
         unready = {pod["metadata"]["name"]: pod for pod in observed.pods if not is_ready(pod)}
         suspended_at = {name: at for name, at in last.items() if name in unready}
         self._suspended_at[observed.key] = suspended_at
@@ -122,26 +129,25 @@ class StatusProbes:
     async def loading(self, pods: list[Object]) -> dict[str, Health]:
         """Return the health replies of members that fetch or load the model, by pod name."""
         probed = by_name(filter(_is_unready_member, pods))[:MAX_PROBED]
-        return await self._replies(probed, "/health", (Progress.FETCHING, Progress.LOADING))
+        replies = await self._replies(probed, "/health")
+        reasons = (Progress.FETCHING, Progress.LOADING)
+        return {name: reply for name, reply in replies.items() if reply.reason in reasons}
 
-    async def suspended(self, pods: list[Object]) -> dict[str, Health]:
-        """Return the replies to `GET /ready` of members that are paused or asleep, by pod name.
+    async def readiness(self, pods: list[Object]) -> dict[str, Health]:
+        """Return the replies to `GET /ready` of started members that are not ready, by pod name.
 
-        All members that have started and are not ready are probed, because the planner needs every
-        reply.
+        All these members are probed, because the planner needs every reply.
         """
         started = [pod for pod in pods if _is_unready_member(pod) and member(pod).serving]
-        return await self._replies(started, "/ready", SUSPENSIONS)
+        return await self._replies(started, "/ready")
 
-    async def _replies(
-        self, pods: list[Object], path: str, reasons: Collection[str]
-    ) -> dict[str, Health]:
-        """Return the replies of `pods` that have one of `reasons`, by pod name."""
+    async def _replies(self, pods: list[Object], path: str) -> dict[str, Health]:
+        """Return the replies of `pods`, by pod name."""
         replies = await asyncio.gather(*(self._get(pod, path) for pod in pods))
         return {
             pod["metadata"]["name"]: reply
             for pod, reply in zip(pods, replies, strict=True)
-            if reply is not None and reply.reason in reasons
+            if reply is not None
         }
 
     async def kv(self, key: names.Key, pods: list[Object]) -> dict[str, KVCompatibility]:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -156,6 +157,10 @@ async def test_pauses_and_sleeps_are_reported_in_heartbeats_and_by_the_readiness
         assert status == 503
         return json.loads(body)["reason"]
 
+    def resumed_s() -> float | None:
+        return json.loads(engine.http("GET", "/ready")[1]).get("resumed_s")
+
+    assert resumed_s() is None
     async with await connect(engine) as client:
         stream = client.add(request("r", [1, 2], 50))
         await anext(stream)
@@ -166,6 +171,9 @@ async def test_pauses_and_sleeps_are_reported_in_heartbeats_and_by_the_readiness
         assert not client.status.asleep
         assert not client.accepts_requests
         assert why_not_ready() == "Paused"
+        paused_s = resumed_s()
+        assert paused_s is not None
+        assert paused_s < 2, "the time since the last moment of the pause"
         await client.call("resume")
         await collect(stream)
         await until(lambda: client.accepts_requests, "the engine to accept requests again")
@@ -176,6 +184,10 @@ async def test_pauses_and_sleeps_are_reported_in_heartbeats_and_by_the_readiness
         await client.call("wake_up")
         await until(lambda: client.accepts_requests, "the engine to accept requests again")
         assert engine.http("GET", "/ready")[0] == 200
+        before, now = resumed_s(), resumed_s()
+        assert before is not None
+        assert now is not None
+        assert 0 < before < now, "the time since the wake-up grows"
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -399,6 +411,46 @@ def test_reads_of_the_state_do_not_call_the_loop(monkeypatch) -> None:
             proc.drain_status(start=True)
     finally:
         proc.io.close()
+
+
+def test_the_time_since_a_sleep_counts_from_the_end_of_the_wake_up(monkeypatch) -> None:
+    from baton_engine.server.engine_core_proc import EngineCoreProc
+    from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+    from support.engine.engine_fakes import FakeExecutor
+
+    woken_at = 0.0
+    call = FakeExecutor.collective_rpc
+
+    def slow(self, method, *args, **options) -> list:
+        nonlocal woken_at
+        result = call(self, method, *args, **options)
+        if method == "wake_up":
+            time.sleep(0.2)  # the time in which weights are read
+            woken_at = time.monotonic()
+        return result
+
+    monkeypatch.setattr(FakeExecutor, "collective_rpc", slow)
+    config = EngineConfig(
+        model=ModelConfig(path="/nowhere"),
+        cache=CacheConfig(block_size=4, num_blocks=64),
+        parallel=ParallelConfig(executor_class="support.engine.engine_fakes.FakeExecutor"),
+        engine_port=0,
+    )
+    proc = EngineCoreProc(config, HOST)
+    thread = threading.Thread(target=proc.run)
+    thread.start()
+    try:
+        eventually(lambda: proc.readiness().ok, "the engine to be ready", DEADLINE_S)
+        proc.call_utility("sleep", {"level": ["1"]})
+        proc.call_utility("wake_up", {})
+        ready = proc.readiness()
+        assert (ready.ok, ready.reason) == (True, "Ready")
+        assert ready.resumed_s is not None
+        assert time.monotonic() - ready.resumed_s >= woken_at > 0
+    finally:
+        proc.request_shutdown()
+        thread.join(DEADLINE_S)
+    assert not thread.is_alive()
 
 
 def test_a_silent_client_loses_its_requests() -> None:

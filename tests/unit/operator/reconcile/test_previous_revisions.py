@@ -92,10 +92,10 @@ def test_pods_that_die_during_a_stalled_rollout_get_the_previous_revision(servic
 def test_a_new_pod_that_sleeps_does_not_stall_the_rollout(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def suspended(_: StatusProbes, pods: list[Object]) -> dict[str, Health]:
+    async def readiness(_: StatusProbes, pods: list[Object]) -> dict[str, Health]:
         return {pod["metadata"]["name"]: Health("Asleep", "m") for pod in pods if not is_ready(pod)}
 
-    monkeypatch.setattr(StatusProbes, "suspended", suspended)
+    monkeypatch.setattr(StatusProbes, "readiness", readiness)
     (before,) = revisions(service)
     service.patch(EDIT)
     rounds(service, 20)
@@ -113,11 +113,11 @@ def test_a_new_pod_that_wakes_up_has_the_whole_deadline_to_be_ready(
 ) -> None:
     asleep = True
 
-    async def suspended(_: StatusProbes, pods: list[Object]) -> dict[str, Health]:
+    async def readiness(_: StatusProbes, pods: list[Object]) -> dict[str, Health]:
         unready = [pod["metadata"]["name"] for pod in pods if not is_ready(pod)]
         return dict.fromkeys(unready, Health("Asleep", "m")) if asleep else {}
 
-    monkeypatch.setattr(StatusProbes, "suspended", suspended)
+    monkeypatch.setattr(StatusProbes, "readiness", readiness)
     (before,) = revisions(service)
     service.patch(EDIT)
     rounds(service, 20)

@@ -117,12 +117,29 @@ async def test_a_member_that_woke_up_is_unready_since_the_last_reply_of_its_slee
     assert since == [NOW, last, last, last, None, CREATED]
 
 
+async def test_a_new_operator_reads_from_a_member_how_long_ago_it_woke_up() -> None:
+    engines = Engines()
+    observed = observation(at("127.0.0.1", 0))
+    async with engines.serve() as port, aiohttp.ClientSession() as session:
+        for resumed_s, since in (
+            (None, CREATED),
+            (60.0, NOW - timedelta(minutes=1)),
+            (1e9, CREATED),
+            (1e300, CREATED),
+            (-60.0, CREATED),
+        ):
+            engines.replies["127.0.0.1"] = Health("Ready", "m", resumed_s=resumed_s)
+            found = await StatusProbes(session, port).find_suspended(observed, NOW)
+            assert found.members["decode"][0].unready_since == since, resumed_s
+            assert found.suspended == {}
+
+
 async def test_all_members_are_probed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_probes, "CONCURRENCY", 2)
     pods = [at("127.0.0.1", ordinal) for ordinal in range(status_probes.MAX_PROBED + 1)]
     engines = Engines()
     async with engines.serve() as port, aiohttp.ClientSession() as session:
-        found = await StatusProbes(session, port).suspended(pods)
+        found = await StatusProbes(session, port).readiness(pods)
     assert sorted(found) == sorted(each["metadata"]["name"] for each in pods)
     assert engines.most_at_once == 2
 
@@ -145,6 +162,6 @@ async def test_pods_without_a_reply_do_not_delay_the_reconcile_beyond_the_deadli
         serving(web.get("/ready", ready), host="0.0.0.0") as port,
         aiohttp.ClientSession() as session,
     ):
-        found = await StatusProbes(session, port).suspended(pods)
+        found = await StatusProbes(session, port).readiness(pods)
         ended.set()
     assert set(found) == {"demo-decode-0"}
