@@ -279,9 +279,14 @@ def test_kubectl_follows_services_and_logs(cluster, demo) -> None:
         cluster.following("logs", "-f", pod) as logged,
     ):
         eventually(
-            lambda: "demo" in watched(), timeout_s=30, what="the service in `kubectl get -w`"
+            lambda: re.search(r"^demo .*\n", watched(), re.MULTILINE),
+            timeout_s=30,
+            what="the service in `kubectl get -w`",
         )
         eventually(lambda: "\n" in logged(), timeout_s=30, what="lines of `kubectl logs -f`")
+        header, *rows = (line.split() for line in watched().splitlines())
+        shown = dict(zip(header, next(row for row in rows if row[0] == "demo"), strict=False))
+        assert (shown["READY"], shown["AVAILABLE"]) == ("True", "True")
         lines = watched().count("\n")
         cluster.kubectl("scale", "llms/demo", "--replicas=2")
         eventually(

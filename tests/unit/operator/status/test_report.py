@@ -5,9 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton_kube.client import Object
+from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.llmservice import Condition
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.plan.refused_pods import Refusal
@@ -17,6 +19,7 @@ from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup, group_verdict, refusal_of_deployment
 from baton_protocol.progress import Health
+from pocketkube.apiserver.serving.tables import json_path
 from support.operator.services import NOW, pod, resolved, service
 
 FATAL = {
@@ -288,6 +291,27 @@ def test_a_service_is_available_while_it_answers_requests(
     available = found["Available"]
     assert (found["Ready"].status, available.status, available.reason) == (ready, status, reason)
     assert text in available.message
+
+
+def test_kubectl_shows_that_a_service_is_available_although_it_is_not_ready() -> None:
+    groups = ALL_READY | {"decode": decode([pod(ready=True), BROKEN_POD], 2)}
+    status = report(service(), resolved(), groups, cluster_ip="10.0.0.7", problem=None, now=NOW)
+    shown = service() | {"status": msgspec.to_builtins(status)}
+    version = custom_resource_definition()["spec"]["versions"][0]
+    columns = {
+        column["name"]: json_path(shown, column["jsonPath"])
+        for column in version["additionalPrinterColumns"]
+        if column.get("priority", 0) == 0 and column["name"] != "Age"
+    }
+    assert columns == {
+        "Ready": "False",
+        "Reason": "ModelNotFound",
+        "Available": "True",
+        "Prefill": 0,
+        "Decode": 1,
+        "Endpoint": status.endpoint,
+    }
+    assert status.endpoint
 
 
 def test_a_problem_of_the_reconcile_leaves_the_service_available() -> None:
