@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Loop = ast.For | ast.AsyncFor | ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 #: Types by the name of a variable. A type is the name of a class.
 _Scope = dict[str, str]
 
@@ -63,6 +64,9 @@ class FieldReaders:
         pairs: Iterable[tuple[ast.expr, str]] = ()
         if isinstance(node, ast.AnnAssign):
             pairs = [(node.target, _named(node.annotation))]
+        elif isinstance(node, _Loop):
+            loops = [node] if isinstance(node, ast.For | ast.AsyncFor) else node.generators
+            pairs = [(_last(loop.target), _item(self._type(loop.iter, scope))) for loop in loops]
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 if not isinstance(target, ast.Tuple):
@@ -85,7 +89,14 @@ class FieldReaders:
             return scope.get(node.id, "")
         if isinstance(node, ast.Attribute):
             return self._attribute(self._type(node.value, scope), node.attr)
+        if isinstance(node, ast.BoolOp):  # configs or []
+            return self._type(node.values[0], scope)
+        if isinstance(node, ast.Subscript):
+            return _item(self._type(node.value, scope))
         if isinstance(node, ast.Call):
+            for keyword in node.keywords:  # msgspec.json.decode(body, type=Config)
+                if keyword.arg == "type":
+                    return _named(keyword.value)
             if isinstance(node.func, ast.Name):
                 name = node.func.id
                 return name if name in self._bases else self._results.get(name, "")
@@ -93,6 +104,8 @@ class FieldReaders:
                 return self._type(node.args[0], scope)
             if isinstance(node.func, ast.Attribute) and node.func.attr == "parse_args":
                 return "argparse.Namespace"
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ("items", "values"):
+                return self._type(node.func.value, scope)
             return self._type(node.func, scope)
         return ""
 
@@ -126,6 +139,22 @@ def _named(annotation: ast.expr | None) -> str:
     if isinstance(annotation, ast.BinOp):
         return _named(annotation.left)
     return ast.unparse(annotation).strip("'") if annotation else ""
+
+
+def _last(target: ast.expr) -> ast.expr:
+    """Return the variable of a value: `config` in `name, config`, from `items()`."""
+    return target.elts[-1] if isinstance(target, ast.Tuple) else target
+
+
+def _item(container: str) -> str:
+    """Return the type of the items of `list[Config]`, or of the values of `dict[str, Config]`."""
+    if "[" not in container:
+        return ""
+    inside = ast.parse(container, mode="eval").body
+    assert isinstance(inside, ast.Subscript)
+    items = inside.slice.elts if isinstance(inside.slice, ast.Tuple) else [inside.slice]
+    typed = [item for item in items if not isinstance(item, ast.Constant)]  # tuple[Config, ...]
+    return _named(typed[-1]) if typed else ""
 
 
 def _set(scope: _Scope, name: str, type_: str) -> None:

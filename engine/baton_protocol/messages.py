@@ -38,7 +38,7 @@ import msgspec
 
 from baton_protocol.sampling import SamplingParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class EngineCoreRequestType(bytes, enum.Enum):
@@ -128,16 +128,12 @@ class Init(_Wire):
     #: Equal on engines that may exchange KV blocks and continue each other's requests. Empty while
     #: the model is loaded.
     compatibility_hash: str
-    #: Topology generation of an expert-parallel group.
-    generation: int = 0
     #: Configured transport of KV blocks. Engines that exchange blocks have the same transport.
     kv_transport: str = ""
 
 
 class Ready(_Wire):
     max_model_len: int
-    num_blocks: int
-    block_size: int
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
 

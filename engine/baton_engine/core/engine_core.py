@@ -134,9 +134,7 @@ class EngineCore:
 
     @property
     def ready(self) -> Ready:
-        return Ready(
-            self.scheduler.state.max_model_len, self.info.num_blocks, self.config.cache.block_size
-        )
+        return Ready(self.scheduler.state.max_model_len)
 
     @property
     def has_requests(self) -> bool:

@@ -222,7 +222,6 @@ class DPEngineCoreProc(EngineCoreProc):
         if generation is not None and generation is not self._announced:
             self._announced = generation
             self._store.forget(is_before(generation.number))
-            self._send_init(core, generation.number)
             super()._announce(core)
 
     def _may_stop(self, core: EngineCore) -> bool:

@@ -359,14 +359,13 @@ class EngineCoreProc:
             raise TimeoutError(f"the engine loop did not answer within {ADMIN_TIMEOUT_S:g} s")
         return call.future.result()
 
-    def _send_init(self, core: EngineCore, generation: int = 0) -> None:
+    def _send_init(self, core: EngineCore) -> None:
         self._hash_sent = core.info.compatibility_hash
         self.io.send_init(
             Init(
                 PROTOCOL_VERSION,
                 self.instance_id,
                 self._hash_sent,
-                generation,
                 self.config.kv_transfer.transport,
             )
         )

@@ -144,7 +144,7 @@ class FakeEngine:
 
     @property
     def _ready(self) -> Ready:
-        return Ready(self.max_model_len, 64, 16, self.rank, self.size)
+        return Ready(self.max_model_len, self.rank, self.size)
 
     @property
     def num_unfinished(self) -> int:

@@ -120,6 +120,11 @@ def test_an_option_that_nothing_reads_is_an_error(hack: dict[str, ModuleType]) -
         "    def run(self): return self.own.a",
         "class C:\n    def __init__(self, config: Config): self.own = config\n"
         "class D(C):\n    def run(self): return self.own.a",
+        "def run(configs: list[Config]): return configs[0].a",
+        "def run(configs: tuple[Config, ...] | None): return [c.a for c in configs or ()]",
+        "def run(configs: dict[str, Config]):\n"
+        "    for name, config in configs.items(): print(name, config.a)",
+        "def run(body: bytes): return msgspec.json.decode(body, type=Config).a",
     ],
 )
 def test_a_reader_is_found_by_the_type_of_the_expression(

@@ -126,11 +126,7 @@ async def test_http_reports_loading_ready_and_draining(start) -> None:
     engine.wait_ready()
     async with await connect(engine) as client:
         assert client.ready is not None
-        assert (client.ready.max_model_len, client.ready.num_blocks, client.ready.block_size) == (
-            256,
-            64,
-            4,
-        )
+        assert client.ready.max_model_len == 256
         await collect(client.add(request("r", [1, 2, 3])))
         metrics = engine.http("GET", "/metrics")[1]
         assert 'baton:prompt_tokens_computed_total{model_name="nowhere"} 3.0' in metrics

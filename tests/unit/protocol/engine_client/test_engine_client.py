@@ -106,7 +106,7 @@ async def test_ready_and_status_follow_from_messages(router) -> None:
     client = await connected(router, heartbeat_interval_s=0.05)
     with pytest.raises(TimeoutError, match="not ready"):
         await client.wait_ready(0.05)
-    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    await router.send(EngineCoreResponseType.READY, Ready(4096))
     assert (await client.wait_ready(DEADLINE_S)).max_model_len == 4096
     await router.receive(EngineCoreRequestType.PING)
     await router.send(EngineCoreResponseType.PONG, Pong(0, draining=True))
@@ -119,7 +119,7 @@ async def test_a_later_init_replaces_the_first(router) -> None:
     client = await connected(router)
     assert client.init.compatibility_hash == "hash"
     await router.send(EngineCoreResponseType.INIT, Init(PROTOCOL_VERSION, "i1", "loaded"))
-    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    await router.send(EngineCoreResponseType.READY, Ready(4096))
     await client.wait_ready(DEADLINE_S)
     assert client.init.compatibility_hash == "loaded"
     await client.close()
@@ -212,7 +212,7 @@ async def test_a_silent_engine_accepts_no_requests_until_its_next_message(router
         on_available=lambda: calls.append(client.accepts_requests),
     )
     assert not client.accepts_requests
-    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    await router.send(EngineCoreResponseType.READY, Ready(4096))
     await client.wait_ready(DEADLINE_S)
     assert calls == [False], "accepts requests before the first PONG"
     await router.send(EngineCoreResponseType.PONG, Pong(1))
@@ -228,7 +228,7 @@ async def test_a_silent_engine_accepts_no_requests_until_its_next_message(router
 async def test_a_paused_engine_accepts_no_requests_until_it_is_resumed(router) -> None:
     calls: list[int] = []
     client = await connected(router, on_available=lambda: calls.append(client.readiness))
-    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    await router.send(EngineCoreResponseType.READY, Ready(4096))
     await router.send(EngineCoreResponseType.PONG, Pong(1, paused=True))
     await until(lambda: client.status is not None, "the PONG")
     assert client.ready is not None
@@ -243,10 +243,10 @@ async def test_a_paused_engine_accepts_no_requests_until_it_is_resumed(router) -
 async def test_each_ready_message_and_each_end_of_draining_raises_the_readiness(router) -> None:
     calls: list[int] = []
     client = await connected(router, on_available=lambda: calls.append(client.readiness))
-    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16, 1, 4))
+    await router.send(EngineCoreResponseType.READY, Ready(4096, 1, 4))
     await client.wait_ready(DEADLINE_S)
     await router.send(EngineCoreResponseType.PONG, Pong(1, draining=True))
-    await router.send(EngineCoreResponseType.READY, Ready(2048, 100, 16, 0, 3))
+    await router.send(EngineCoreResponseType.READY, Ready(2048, 0, 3))
     await until(lambda: len(calls) == 2, "the second READY")
     assert client.accepts_requests, "the earlier PONG still counts"
     ready = client.ready
@@ -261,7 +261,7 @@ async def test_each_ready_message_and_each_end_of_draining_raises_the_readiness(
 
 async def test_a_stalled_event_loop_does_not_count_as_silence_of_the_engine(router) -> None:
     client = await connected(router, heartbeat_interval_s=0.05, heartbeat_timeout_s=0.3)
-    await router.send(EngineCoreResponseType.READY, Ready(4096, 100, 16))
+    await router.send(EngineCoreResponseType.READY, Ready(4096))
     await client.wait_ready(DEADLINE_S)
     for sequence in range(4):
         await router.send(EngineCoreResponseType.PONG, Pong(sequence))
@@ -283,7 +283,7 @@ async def test_the_error_has_the_reason_of_the_dead_message(router) -> None:
 async def test_messages_of_another_instance_at_the_address_are_ignored(router) -> None:
     client = await connected(router)
     router.instance_id = "i2"
-    await router.send(EngineCoreResponseType.READY, Ready(1, 1, 1))
+    await router.send(EngineCoreResponseType.READY, Ready(1))
     assert "another instance" in await asyncio.wait_for(client.wait_dead(), DEADLINE_S)
     assert client.ready is None
     await client.close()
