@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any, get_args
 
+import msgspec
 import pytest
 
 from baton_engine.cli import OPTIONS
+from baton_operator.api.llmservice import Spec
+from baton_operator.builders import config, coordinator, engine_settings
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs/reference/options.md"
@@ -139,3 +144,57 @@ def test_a_reader_is_found_by_the_type_of_the_expression(
 def test_an_equal_field_of_another_type_is_not_a_reader(hack: dict[str, ModuleType]) -> None:
     code = "def run(config: Config, other: Other):\n    config.a = 1\n    return other.a"
     assert hack["field_readers"].FieldReaders({"m": code}).modules("Config", "a") == set()
+
+
+def structs(type_: Any) -> Iterator[type[msgspec.Struct]]:
+    """Yield the structs in the annotation `type_`, with those in their fields."""
+    if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+        yield type_
+        for field in msgspec.structs.fields(type_):
+            yield from structs(field.type)
+    for argument in get_args(type_):
+        yield from structs(argument)
+
+
+def unread(spec: type[msgspec.Struct], readers: Any) -> set[str]:
+    """Return the fields of a spec that neither a setting nor code of the operator reads.
+
+    An expression of unknown type counts as a reader of all fields with its name.
+    """
+    every = set(structs(spec))
+    tables = (
+        config.GATEWAY,
+        coordinator.REBALANCE,
+        engine_settings.ENGINE,
+        engine_settings.KV_TRANSFER,
+    )
+    set_by_table = {name for table in tables for each in table for name in each.field.split(".")}
+    found = set()
+    for struct in every:
+        related = [each for each in every if issubclass(each, struct)]
+        owners = {base.__name__ for each in related for base in each.__mro__} | {""}
+        for field in msgspec.structs.fields(struct):
+            modules = set().union(*(readers.modules(owner, field.name) for owner in owners))
+            is_read = any(not name.startswith("baton_operator.api.") for name in modules)
+            if not is_read and field.name not in set_by_table:
+                found.add(f"{struct.__name__}.{field.name}")
+    return found
+
+
+class Routing(msgspec.Struct):
+    """A part of a spec."""
+
+    policy: str = "leastLoaded"
+
+
+class SpecWithRouting(Spec, frozen=True):
+    """A spec with a field that the operator does not read."""
+
+    routing: Routing | None = None
+
+
+def test_every_field_of_the_spec_is_read(hack: dict[str, ModuleType]) -> None:
+    found = hack["field_readers"]
+    readers = found.FieldReaders(found.read_modules([ROOT / "operator"]))
+    assert unread(Spec, readers) == set(), "remove these fields"
+    assert unread(SpecWithRouting, readers) == {"SpecWithRouting.routing", "Routing.policy"}
