@@ -102,10 +102,12 @@ class CacheConfig(_Config, frozen=True):
     ] = 0.9
     enable_prefix_caching: Annotated[bool, Option("reuse KV blocks of earlier requests")] = True
     #: A GPU's host memory is pinned at the start. On a CPU, memory becomes resident at its first
-    #: use. With 0, the blocks are computed again.
+    #: use. None: 5 % of the available host memory, at most the size of the cache. With 0, the
+    #: blocks are computed again.
     swap_memory_bytes: Annotated[
-        int, Option("bytes of host memory for the KV blocks of preempted requests", at_least(0))
-    ] = 64 * 2**20
+        int | None,
+        Option("bytes of host memory for the KV blocks of preempted requests", at_least(0)),
+    ] = None
     #: A GPU's host memory is pinned at the start. Blocks in this memory are copied back instead of
     #: computed. 0 disables the offload tier.
     offload_memory_bytes: Annotated[

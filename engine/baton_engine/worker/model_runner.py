@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -259,21 +260,23 @@ class ModelRunner:
     def profile_num_blocks(self) -> tuple[int, int]:
         """Return the numbers of (cache blocks, host swap blocks) that fit.
 
-        On a GPU, the largest step is run to measure how much memory it takes.
+        On a GPU, the largest step is run to measure how much memory it takes. There are no swap
+        blocks if the scheduler never swaps.
 
         Raises:
             ConfigurationError: not one block fits, or the configured numbers do not fit.
         """
-        size = self._block_size
+        size, cache, scheduler = self._block_size, self.config.cache, self.config.scheduler
+        if scheduler.preemption_mode == "recompute":
+            cache = msgspec.structs.replace(cache, swap_memory_bytes=0)
         if self.device.type == "cpu":
-            return blocks_on_cpu(self.config.cache, size)
+            return blocks_on_cpu(cache, size)
         forward, kv = self._runner(), KVMemory(self.kv_cache_layout(1), 0, self.device)
-        scheduler = self.config.scheduler
         largest = dummy_steps.largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
         forward.compile(kv.cache)
         graph_bytes = forward.estimate_graph_bytes(kv.cache)
         run_largest = partial(dummy_steps.run, forward, largest, None, kv.cache)
-        return blocks_on_gpu(self.config.cache, size, self.device, run_largest, graph_bytes)
+        return blocks_on_gpu(cache, size, self.device, run_largest, graph_bytes)
 
     @property
     def num_offload_blocks(self) -> int:

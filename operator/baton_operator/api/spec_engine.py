@@ -52,7 +52,8 @@ class Engine(ApiStruct, frozen=True):
     offload_memory: Quantity | None = None
     #: Host memory of one engine for blocks of preempted requests, see preemptionMode. Requests
     #: whose blocks do not fit are computed again. The pod needs it beside the KV cache: on a GPU
-    #: from the start, on a CPU from the first preemption that swaps. Unset: 64Mi.
+    #: from the start, on a CPU from the first preemption that swaps. With preemptionMode recompute,
+    #: no memory is used. Unset: 5 % of the available host memory, at most the size of the KV cache.
     swap_memory: Quantity | None = None
     #: true: requests share the blocks of equal prefixes, and later requests use them. Unset: true.
     enable_prefix_caching: bool | None = None

@@ -16,6 +16,9 @@ from baton_protocol.config import CacheConfig
 GIB = 2**30
 #: Memory of the cache on a CPU, if neither cache.num_blocks nor cache.memory_bytes is set.
 CPU_MEMORY_BYTES = 256 * 2**20
+#: Memory for swap blocks if cache.swap_memory_bytes is not set, in percent of the host memory that
+#: is available beside the cache on a CPU and the offload tier.
+SWAP_MEMORY_PERCENT = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class BlockSize:
 def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
     """Return the numbers of (cache blocks, host swap blocks) that fit in the configured budgets.
 
+    If `cache.swap_memory_bytes` is None, the swap blocks take SWAP_MEMORY_PERCENT of the memory
+    that the other blocks of all ranks leave, as if all ranks were on this host. There are at most
+    as many swap blocks as cache blocks.
+
     Raises:
         ConfigurationError: the cache budget is less than one block, or all budgets together are
             more than the available memory.
@@ -38,9 +45,13 @@ def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
     num_blocks = _configured_blocks(cache, size)
     if num_blocks is None:
         num_blocks = _blocks_in(CPU_MEMORY_BYTES, size)
-    num_swap_blocks = cache.swap_memory_bytes // size.engine
     num_offload_blocks = offload_blocks(cache, size)
     available = available_host_memory()
+    if cache.swap_memory_bytes is None:
+        left = max(0, available - (num_blocks + num_offload_blocks) * size.engine)
+        num_swap_blocks = min(num_blocks, left * SWAP_MEMORY_PERCENT // 100 // size.engine)
+    else:
+        num_swap_blocks = cache.swap_memory_bytes // size.engine
     needed = (num_blocks + num_swap_blocks + num_offload_blocks) * size.rank
     if needed > available:
         setting = "cache.memory_bytes" if cache.num_blocks is None else "cache.num_blocks"
@@ -48,7 +59,7 @@ def blocks_on_cpu(cache: CacheConfig, size: BlockSize) -> tuple[int, int]:
             "InsufficientMemory",
             f"{num_blocks} KV blocks, {num_swap_blocks} swap blocks and {num_offload_blocks} "
             f"offload blocks need {needed / GIB:.2f} GiB, but {available / GIB:.2f} GiB are "
-            f"available; lower {setting}, cache.swap_memory_bytes or cache.offload_memory_bytes",
+            f"available; lower {' or '.join([setting, *_host_settings(cache)])}",
         )
     return num_blocks, num_swap_blocks
 
@@ -71,7 +82,9 @@ def blocks_on_gpu(
        these bytes hold. This rank's part must fit in the room.
     3. Neither is set: the cache gets all blocks that fit in the room.
 
-    The swap blocks are those that `cache.swap_memory_bytes` holds.
+    The swap blocks are those that `cache.swap_memory_bytes` holds. If it is None, their pinned
+    memory on this host is at most SWAP_MEMORY_PERCENT of the memory that the offload tier leaves,
+    and there are at most as many swap blocks as cache blocks.
 
     Args:
         cache: configuration of the cache.
@@ -86,8 +99,7 @@ def blocks_on_gpu(
             host blocks do not fit in host memory.
     """
     configured = _configured_blocks(cache, size)
-    num_swap_blocks = cache.swap_memory_bytes // size.engine
-    _check_pinned_memory(num_swap_blocks, offload_blocks(cache, size), size)
+    num_swap_blocks = _pinned_swap_blocks(cache, size)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     run_largest_step()
@@ -113,31 +125,50 @@ def blocks_on_gpu(
             f"activations take {peak / GIB:.2f} GiB, CUDA graphs {graph_bytes / GIB:.2f} GiB and "
             f"other processes {others / GIB:.2f} GiB; {remedy}",
         )
+    if cache.swap_memory_bytes is None:
+        num_swap_blocks = min(num_swap_blocks, num_blocks)
     return num_blocks, num_swap_blocks
 
 
-def _check_pinned_memory(num_swap_blocks: int, num_offload_blocks: int, size: BlockSize) -> None:
-    """Check that the pinned host blocks of all ranks on this host fit in its available memory."""
+def _pinned_swap_blocks(cache: CacheConfig, size: BlockSize) -> int:
+    """Return the number of swap blocks that are pinned beside the offload tier.
+
+    Raises:
+        ConfigurationError: the pinned blocks of all ranks on this host do not fit in its available
+            memory.
+    """
     # Every rank of this host has a GPU of its own.
     num_ranks = min(torch.cuda.device_count(), size.engine // size.rank)
-    pinned = num_ranks * sum(
-        _pinned_bytes(num_blocks * size.rank)
-        for num_blocks in (num_swap_blocks, num_offload_blocks)
-    )
+    num_offload_blocks = offload_blocks(cache, size)
     available = available_host_memory()
+    pinned = num_ranks * _pinned_bytes(num_offload_blocks * size.rank)
+    if cache.swap_memory_bytes is None:
+        share = max(0, available - pinned) * SWAP_MEMORY_PERCENT // 100 // num_ranks
+        # The largest power of two in the share, so that pinning rounds up to no more than it.
+        num_swap_blocks = (1 << share.bit_length() >> 1) // size.rank
+    else:
+        num_swap_blocks = cache.swap_memory_bytes // size.engine
+    pinned += num_ranks * _pinned_bytes(num_swap_blocks * size.rank)
     if pinned > available:
         raise ConfigurationError(
             "InsufficientMemory",
             f"{num_swap_blocks} swap blocks and {num_offload_blocks} offload blocks need "
             f"{pinned / GIB:.2f} GiB of pinned host memory, in which each GPU's part is rounded up "
             f"to a power of two, but {available / GIB:.2f} GiB are available; lower "
-            "cache.swap_memory_bytes or cache.offload_memory_bytes, or give the pod more memory",
+            f"{' or '.join(_host_settings(cache))}, or give the pod more memory",
         )
+    return num_swap_blocks
 
 
 def _pinned_bytes(nbytes: int) -> int:
     """Return the size of a pinned tensor, which PyTorch rounds up to a power of two."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
+
+
+def _host_settings(cache: CacheConfig) -> list[str]:
+    """Return the names of the settings that ask for host blocks."""
+    names = ("swap_memory_bytes", "offload_memory_bytes")
+    return [f"cache.{name}" for name in names if getattr(cache, name)]
 
 
 def _configured_blocks(cache: CacheConfig, size: BlockSize) -> int | None:

@@ -99,6 +99,41 @@ def test_budgets_below_one_block_or_above_the_available_memory_are_refused(
     ) as refused:
         blocks_on_cpu(CacheConfig(memory_bytes=182 * MIB, swap_memory_bytes=20 * MIB), size)
     assert refused.value.reason == "InsufficientMemory"
+    assert str(refused.value).endswith("lower cache.memory_bytes or cache.swap_memory_bytes")
+    with pytest.raises(
+        ConfigurationError, match=r"101 KV blocks, 0 swap blocks .* lower cache.mem\w+$"
+    ):
+        blocks_on_cpu(CacheConfig(memory_bytes=202 * MIB), size)
+
+
+@pytest.mark.parametrize(
+    ("host", "cache", "blocks"),
+    [
+        (100 + 400, CacheConfig(memory_bytes=100 * MIB), (50, 10)),  # 5 % of 400 MiB
+        (
+            100 + 64 + 400,
+            CacheConfig(memory_bytes=100 * MIB, offload_memory_bytes=64 * MIB),
+            (50, 10),
+        ),
+        (100 + 399, CacheConfig(num_blocks=50), (50, 9)),
+        (99_999, CacheConfig(num_blocks=50), (50, 50)),  # as many as the cache has
+        (80, CacheConfig(num_blocks=50), (50, 0)),  # the other rank runs on another host
+        (99_999, CacheConfig(num_blocks=50, swap_memory_bytes=0), (50, 0)),
+    ],
+)
+def test_swap_memory_on_a_cpu_is_a_part_of_the_memory_that_other_blocks_leave(
+    monkeypatch: pytest.MonkeyPatch, host: int, cache: CacheConfig, blocks: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(block_budget, "available_host_memory", lambda: host * MIB)
+    assert blocks_on_cpu(cache, BlockSize(rank=MIB, engine=2 * MIB)) == blocks
+
+
+def test_an_engine_that_never_swaps_has_no_swap_memory(checkpoint: Path) -> None:
+    config = runner_config(checkpoint)
+    assert ModelRunner(config).profile_num_blocks()[1] > 0
+    scheduler = msgspec.structs.replace(config.scheduler, preemption_mode="recompute")
+    never = msgspec.structs.replace(config, scheduler=scheduler)
+    assert ModelRunner(never).profile_num_blocks()[1] == 0
 
 
 class FakeGpu:
@@ -257,6 +292,43 @@ def test_a_gpu_engine_is_refused_if_its_pinned_memory_exceeds_the_host_memory(
     assert f"5 swap blocks and 33 offload blocks need {needed}" in text
     assert "cache.swap_memory_bytes (engine.swapMemory)" in text
     assert "cache.offload_memory_bytes (engine.offloadMemory)" in text
+
+
+@pytest.mark.parametrize(
+    ("host", "use", "num_swap_blocks"),
+    [
+        (2 * 20 * 64, {}, 16),  # 5 % are 64 MiB per rank
+        (2 * 20 * 64 - 1, {}, 8),  # 63.98 MiB per rank, of which a power of two is pinned
+        (1 * 20 * 64, {"num_gpus": 1}, 16),
+        (2 * 20 * 4 - 1, {}, 0),  # less than a block per rank
+        (99_999, {}, 92),  # as many as the cache has
+        (99_999, {"weights": 304}, 91),
+        (0, {}, 0),
+    ],
+)
+@pytest.mark.parametrize(
+    ("offload", "pinned_per_rank"), [(0, 0), (8 * 33 * MIB, 256)], ids=["no offload", "offload"]
+)
+def test_default_swap_memory_on_a_gpu_is_a_part_of_the_host_memory_after_the_offload_tier(
+    profile_gpu: Callable[..., tuple[int, int]],
+    host: int,
+    use: dict[str, int],
+    num_swap_blocks: int,
+    offload: int,
+    pinned_per_rank: int,
+) -> None:
+    host += use.get("num_gpus", 2) * pinned_per_rank
+    cache = CacheConfig(offload_memory_bytes=offload)
+    assert profile_gpu(cache, host=host, **use)[1] == num_swap_blocks
+
+
+def test_default_swap_memory_is_not_named_where_the_offload_tier_exceeds_the_memory(
+    profile_gpu: Callable[..., tuple[int, int]],
+) -> None:
+    cache = CacheConfig(offload_memory_bytes=8 * 33 * MIB)
+    with pytest.raises(ConfigurationError, match="0 swap blocks and 33 offload blocks") as refused:
+        profile_gpu(cache, host=2 * 256 - 1)
+    assert "lower cache.offload_memory_bytes, or give the pod more memory" in str(refused.value)
 
 
 def test_a_gpu_without_host_blocks_pins_nothing(

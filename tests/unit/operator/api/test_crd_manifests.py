@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_engine.worker.memory.block_budget import CPU_MEMORY_BYTES
+from baton_engine.worker.memory.block_budget import CPU_MEMORY_BYTES, SWAP_MEMORY_PERCENT
 from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import RULES
@@ -69,7 +69,8 @@ def test_descriptions_name_the_defaults_of_engine_and_gateway() -> None:
         "engine.blockSize": cache.block_size,
         "engine.kvCacheMemory": f"as much as fits on a GPU, and {cpu_memory} on a CPU",
         "engine.gpuMemoryUtilizationPercent": round(100 * cache.gpu_memory_utilization),
-        "engine.swapMemory": f"{cache.swap_memory_bytes // 2**20}Mi",
+        "engine.swapMemory": f"{SWAP_MEMORY_PERCENT} % of the available host memory, "
+        "at most the size of the KV cache",
         "engine.enablePrefixCaching": str(cache.enable_prefix_caching).lower(),
         "engine.maxNumBatchedTokens": scheduler.max_num_batched_tokens,
         "engine.longPrefillTokenThreshold": scheduler.long_prefill_token_threshold,
