@@ -18,6 +18,7 @@ from torch.nn.functional import rms_norm as torch_rms_norm
 from torch.nn.functional import silu
 
 from baton_engine.worker.memory.freed_memory import keep_freed_memory
+from baton_engine.worker.memory.host_memory import available_host_memory
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4096, 14336, 32, 8, 128
 TOKENS = [1, 64, 8192]
@@ -41,7 +42,7 @@ class Subject:
 def run(setting: Setting) -> Result:
     sizes = [3] if setting.quick else TOKENS if setting.is_gpu else TOKENS_ON_CPU
     if not setting.is_gpu:
-        keep_freed_memory()
+        keep_freed_memory(available_host_memory())
     return [
         _row(setting, one, num_tokens) for num_tokens in sizes for one in _subjects(setting)
     ], []

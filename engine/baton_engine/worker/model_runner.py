@@ -51,6 +51,7 @@ from baton_engine.worker.memory.block_budget import (
     offload_blocks,
 )
 from baton_engine.worker.memory.freed_memory import keep_freed_memory, return_freed_memory
+from baton_engine.worker.memory.host_memory import available_host_memory
 from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.profiler import Profiler
@@ -140,7 +141,6 @@ class ModelRunner:
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         if self.device.type == "cpu":
-            keep_freed_memory()
             logger.info("CPU kernels: %s", cpu.DESCRIPTION)
 
     @cached_property
@@ -300,6 +300,11 @@ class ModelRunner:
         """
         layout = self.kv_cache_layout(num_blocks)
         self._kv = KVMemory(layout, num_swap_blocks, self.device, self.num_offload_blocks)
+        if self.device.type == "cpu":
+            num_ranks = self.parallel.tensor.size * self.parallel.pipeline.size  # on this host
+            host_blocks = num_swap_blocks + self.num_offload_blocks  # not yet resident
+            available = available_host_memory() // num_ranks - host_blocks * layout.block_nbytes
+            keep_freed_memory(available)
         return self._kv.cache
 
     def warm_up(self) -> None:

@@ -46,12 +46,14 @@ class Ops:
     run_experts: Op
     draw_tokens: Op
     sum_runs: Op
+    keep_freed_results: Op
     return_freed_results: Op
 
 
 #: The argument types of the functions that are no torch operators.
 _C_FUNCTIONS = {
     "sum_runs": [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3],
+    "keep_freed_results": [ctypes.c_int64],
     "return_freed_results": [],
 }
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
-from baton_engine.executor.placement import ROOT, control_groups
 from baton_engine.models.errors import ConfigurationError
+from baton_engine.worker.memory.host_memory import available_host_memory
 from baton_protocol.config import CacheConfig
 
 GIB = 2**30
@@ -191,27 +189,3 @@ def _blocks_in(memory_bytes: int, size: BlockSize) -> int:
 def offload_blocks(cache: CacheConfig, size: BlockSize) -> int:
     """Return the number of host blocks of the offload tier. All ranks get the same number."""
     return cache.offload_memory_bytes // size.engine
-
-
-def available_host_memory(root: Path = ROOT) -> int:
-    """Return the bytes that this process can still allocate without swapping or an OOM kill.
-
-    The result is the minimum of the machine's available memory and the memory that the limits of
-    the process's control groups (version 2) leave. Page cache counts as available, because the
-    kernel reclaims page cache.
-    """
-    lefts = map(_left_in, control_groups(root, "memory"))
-    return min([psutil.virtual_memory().available, *(left for left in lefts if left is not None)])
-
-
-def _left_in(group: Path) -> int | None:
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    page_cache = int(stat.get("file", 0)) - int(stat.get("shmem", 0))
-    return max(0, int(limit) - used + page_cache)

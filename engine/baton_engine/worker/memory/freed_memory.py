@@ -1,11 +1,11 @@
-"""Controls whether the process keeps freed memory for later tensors.
+"""Controls how much freed memory the process keeps for later tensors.
 
 By default, glibc's malloc may return the memory of a step's tensors to the system. Then the first
 writes of the next step cause page faults: about 10,000 for a prompt of 960 tokens.
 
 `keep_freed_memory` makes malloc keep blocks of up to 32 MiB. The C++ operations keep larger results
-(kernels/baton_kernels/cpu/source/ops.cpp). With a C library other than glibc, only the results of
-the C++ operations are controlled.
+(kernels/baton_kernels/cpu/source/ops.cpp). The available memory limits both. With a C library other
+than glibc, only the results of the C++ operations are controlled.
 """
 
 from __future__ import annotations
@@ -19,15 +19,25 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 #: In bytes. A larger tensor gets pages of its own, which malloc returns to the system when the
 #: tensor is freed. glibc allows no higher threshold.
 MMAP_THRESHOLD = 32 << 20
-#: Maximum number of freed bytes that malloc keeps.
-TRIM_THRESHOLD = 1 << 30
+#: Maximum number of freed bytes that malloc keeps, and that the C++ operations keep.
+MAX_KEPT_BYTES = 1 << 30
+#: Each of the two keeps at most the available memory divided by this. Linux cannot reclaim kept
+#: memory, so more of it could exceed the limit of the pod.
+MAX_KEPT_DIVISOR = 16
 
 
-def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for later allocations, in the whole process."""
+def keep_freed_memory(available: int) -> None:
+    """Make malloc and the C++ operations keep freed memory for later allocations.
+
+    Args:
+        available: bytes that this process can still allocate for the tensors of steps.
+    """
+    max_kept = min(MAX_KEPT_BYTES, max(0, available) // MAX_KEPT_DIVISOR)
+    if cpu.OPS is not None:
+        cpu.OPS.keep_freed_results(max_kept)
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(M_MMAP_THRESHOLD, MMAP_THRESHOLD)
-        mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)
+        mallopt(M_TRIM_THRESHOLD, max_kept)
 
 
 def return_freed_memory() -> None:

@@ -92,10 +92,11 @@ Tensor empty_weight(at::IntArrayRef shape, const at::TensorOptions& options) {
 }
 
 // Keeps the memory of freed results of operations for later results. malloc keeps no block of
-// 32 MiB or more, so each layer of a long prompt would write to fresh pages.
+// 32 MiB or more, so each layer of a long prompt would write to fresh pages. Keeps nothing before
+// the process sets a maximum, because only the process knows how much memory it may use.
 class FreedResults {
   public:
-    static constexpr size_t MIN_NBYTES = 32 << 20, MAX_KEPT_NBYTES = 1 << 30;
+    static constexpr size_t MIN_NBYTES = 32 << 20;
 
     static FreedResults& instance() {
         static FreedResults& results = *new FreedResults;  // outlives all tensors
@@ -115,9 +116,16 @@ class FreedResults {
 
     void keep(const HugePages& pages) {
         const std::lock_guard lock(mutex_);
+        if (pages.nbytes > max_kept_nbytes_) return pages.unmap();
         kept_.push_back(pages);
         kept_nbytes_ += pages.nbytes;
-        unmap_until(MAX_KEPT_NBYTES);
+        unmap_until(max_kept_nbytes_);
+    }
+
+    void set_max_kept(size_t nbytes) {
+        const std::lock_guard lock(mutex_);
+        max_kept_nbytes_ = nbytes;
+        unmap_until(nbytes);
     }
 
     void unmap_all() {
@@ -139,7 +147,7 @@ class FreedResults {
 
     std::mutex mutex_;
     std::list<HugePages> kept_;  // the first one was freed first
-    size_t kept_nbytes_ = 0;
+    size_t kept_nbytes_ = 0, max_kept_nbytes_ = 0;
 };
 
 Tensor empty_result(at::IntArrayRef shape, const at::TensorOptions& options) {
@@ -794,6 +802,11 @@ extern "C" void baton_sum_runs(
     uint64_t* sums, const int64_t* addresses, int64_t num_runs, int64_t nbytes, int64_t num_threads
 ) {
     baton::sum_runs(sums, addresses, num_runs, nbytes / 8, num_threads);
+}
+
+// Sets how much memory of freed results is kept for later ones. It is 0 at first.
+extern "C" void baton_keep_freed_results(int64_t max_nbytes) {
+    baton::FreedResults::instance().set_max_kept(max_nbytes);
 }
 
 // Returns the kept memory of freed results to the system.

@@ -21,18 +21,21 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
+from baton_engine.distributed.group import ParallelContext
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
-from baton_engine.worker.memory import block_budget
+from baton_engine.worker import model_runner
+from baton_engine.worker.memory import block_budget, host_memory
 from baton_engine.worker.memory.block_budget import (
     BlockSize,
-    available_host_memory,
     blocks_on_cpu,
     blocks_on_gpu,
 )
+from baton_engine.worker.memory.host_memory import available_host_memory
 from baton_engine.worker.model_runner import ModelRunner
 from baton_operator.builders.engine_settings import name_fields
 from baton_protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
+from support.engine.model_cases import run_ranks
 from support.engine.step_driver import (
     VOCAB_SIZE,
     Request,
@@ -341,7 +344,7 @@ def test_available_memory_is_the_least_of_the_machine_and_the_cgroup_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = SimpleNamespace(available=4000 * 1024)
-    monkeypatch.setattr(block_budget.psutil, "virtual_memory", lambda: machine)
+    monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: machine)
     group = tmp_path / "sys/fs/cgroup"
     for folder in (group, tmp_path / "proc/self"):
         folder.mkdir(parents=True)
@@ -353,6 +356,24 @@ def test_available_memory_is_the_least_of_the_machine_and_the_cgroup_limit(
     assert available_host_memory(tmp_path) == 1000000 - 700000 + 200000
     (group / "memory.max").write_text("max\n")
     assert available_host_memory(tmp_path) == 4000 * 1024
+
+
+def test_ranks_keep_freed_memory_of_what_the_host_blocks_leave_of_their_share(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_cache(runner_config(checkpoint), CacheConfig(offload_memory_bytes=20 * MIB))
+    kept: list[int] = []
+    monkeypatch.setattr(model_runner, "available_host_memory", lambda: 100 * MIB)
+    monkeypatch.setattr(model_runner, "keep_freed_memory", kept.append)
+
+    def allocate(parallel: ParallelContext) -> None:
+        runner = ModelRunner(config, parallel)
+        swap = 10 * MIB // runner.kv_cache_layout(1).block_nbytes  # on each rank
+        runner.allocate_kv_cache(4, swap)
+
+    run_ranks(allocate, tensor_size=1)
+    run_ranks(allocate, tensor_size=2)
+    assert kept == [70 * MIB] + 2 * [30 * MIB]
 
 
 #: Prints by how many bytes the process grows when 64 MiB of swap memory are allocated, and when

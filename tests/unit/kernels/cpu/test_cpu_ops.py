@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import resource
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -297,20 +299,45 @@ def test_large_results_use_memory_of_freed_results_until_it_is_returned() -> Non
         silu_and_mul(gate_up)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
+    cpu.OPS.keep_freed_results(1 << 30)
     cpu.OPS.return_freed_results()
     fresh = page_faults()
     assert fresh > 10  # 17 huge pages and the rest, or 9,000 pages of 4 KiB
     assert min(page_faults() for _ in range(5)) == 0
     cpu.OPS.return_freed_results()
     assert page_faults() > 10
+    cpu.OPS.keep_freed_results(32 << 20)  # returns the memory, and keeps no result of this size
+    assert min(page_faults() for _ in range(5)) > 10
 
 
-def test_memory_of_the_largest_results_is_not_kept_in_place_of_smaller_ones() -> None:
+def test_a_process_that_sets_no_maximum_keeps_no_freed_results() -> None:
+    """The kernels do not know how much memory the process may use."""
+    program = """
+import resource, torch
+from baton_kernels.activation import silu_and_mul
+
+gate_up = torch.zeros(1024, 2 * 9000)
+faults = []
+for _ in range(5):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    silu_and_mul(gate_up)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert int(done.stdout) > 10
+
+
+@pytest.mark.parametrize("max_kept", [300 << 20, 200 << 20])
+def test_memory_of_the_largest_results_is_not_kept_in_place_of_smaller_ones(max_kept: int) -> None:
     assert cpu.OPS is not None
     weight = torch.ones(1024)
-    large, small = torch.zeros(240 * 1024, 1024), torch.zeros(25 * 1024, 1024)  # 960 and 100 MiB
+    large, small = torch.zeros(60 * 1024, 1024), torch.zeros(25 * 1024, 1024)  # 240 and 100 MiB
+    cpu.OPS.keep_freed_results(max_kept)
     cpu.OPS.rms_norm(large, weight, 1e-6)
-    cpu.OPS.rms_norm(small, weight, 1e-6)  # both exceed the limit of 1 GiB
+    cpu.OPS.rms_norm(small, weight, 1e-6)  # both together exceed the maximum
+    if max_kept < large.nbytes:
+        cpu.OPS.rms_norm(large, weight, 1e-6)  # the large one alone exceeds it
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     cpu.OPS.rms_norm(small, weight, 1e-6)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
