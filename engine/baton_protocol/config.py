@@ -365,6 +365,15 @@ class AccessConfig(_Config, frozen=True):
     max_concurrent_per_client: Annotated[
         int | None, Option("sequences of one API key at once", _POSITIVE)
     ] = None
+    #: key: each client has its own. service: all clients share them, so each can find out which
+    #: prompts the others have sent. Without API keys, all clients share them.
+    cache_sharing: Annotated[
+        str, choice("key", "service", help="clients that share cached blocks of prompts")
+    ] = "key"
+    #: Requests that name one of these salts in `cache_salt` share cached blocks with all clients.
+    shared_cache_salts: Annotated[
+        tuple[str, ...], Option("values of cache_salt that all clients share")
+    ] = ()
     #: None: the model's limit.
     max_prompt_tokens: Annotated[int | None, Option("longer prompts are refused", _POSITIVE)] = None
     #: Also the limit of requests that set no limit. None: the model's limit.

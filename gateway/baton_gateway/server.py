@@ -23,6 +23,7 @@ from baton_gateway.http.status_endpoints import StatusEndpoints
 from baton_gateway.http.tls import ServerCertificate
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
 from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.requests.cache_salts import CacheSalts
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.routing.discovery import Discovery
@@ -64,10 +65,11 @@ class Gateway:
         self.config = config
         self.served_name = served_name(config)
         self.metrics = GatewayMetrics()
+        service_key = ServiceKey.load(config.service_key_file)
         self.pool = EnginePool(
             discovery,
             self.metrics,
-            service_key=ServiceKey.load(config.service_key_file),
+            service_key=service_key,
             heartbeat_interval_s=config.heartbeat_interval_s,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
@@ -101,7 +103,8 @@ class Gateway:
         dispatcher = Dispatcher(
             placer, self.metrics, inter_token_timeout_s=config.inter_token_timeout_s
         )
-        builder = JobBuilder(tokenizer, self.pool, self.metrics, access, defaults)
+        salts = CacheSalts(access, service_key)
+        builder = JobBuilder(tokenizer, self.pool, self.metrics, access, salts, defaults)
         self._generator = Generator(dispatcher, self.metrics)
         self.app = self._routes(tokenizer, builder).app
         self._end_drain = asyncio.Event()

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from baton_protocol.config import (
+    AccessConfig,
     CacheConfig,
     DiscoveryConfig,
     EngineConfig,
@@ -193,12 +194,14 @@ class Pods:
         served_name: str = "m",
         service_key_file: str = "",
         stall_timeout_s: float = 30.0,
+        access: AccessConfig | None = None,
     ) -> Pod:
         """Start a gateway for `engines`, a map from pod to role. `discover()` changes the map."""
         discovery = self.discover(name, engines)
         config = GatewayConfig(
             model=ModelConfig(path=str(checkpoint), served_name=served_name),
             discovery=DiscoveryConfig(file=str(discovery)),
+            access=access or AccessConfig(),
             drain_timeout_s=20.0,
             service_key_file=service_key_file,
             stall_timeout_s=stall_timeout_s,

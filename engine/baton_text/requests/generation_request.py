@@ -150,7 +150,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     #: The rank that serves the request (vLLM's extension). The header `X-Data-Parallel-Rank` has
     #: the same meaning. Unset: any rank.
     data_parallel_rank: int | None = None
-    #: Only requests with the same salt share cached blocks of the prefix.
+    #: Only requests with the same salt share cached blocks of the prefix. With API keys, they must
+    #: also be requests of one client (`gateway.apiKeys.cacheSharing`).
     cache_salt: str | None = None
     #: Number of samples to compute. The n samples with the highest log-probability per token are
     #: returned. Bounds: n..MAX_N.

@@ -3,6 +3,7 @@
 Modules:
     job: the data of one HTTP request: prompts, sequences to run, choices of the response.
     job_builder: converts OpenAI requests to jobs, with all length and option checks.
+    cache_salts: keeps the cached prompts of clients apart.
     prompts: converts messages and texts to token ids, within length bounds.
     generation: runs a job's sequences and yields their text.
 """

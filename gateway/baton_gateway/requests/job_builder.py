@@ -14,6 +14,7 @@ import msgspec
 
 from baton_gateway.errors import context_length_exceeded
 from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.requests.cache_salts import CacheSalts
 from baton_gateway.requests.job import Choice, Job, PromptJob, Run
 from baton_gateway.requests.prompts import PromptBounds, PromptReader
 from baton_gateway.routing.pool import EnginePool
@@ -44,6 +45,7 @@ class JobBuilder:
         pool: EnginePool,
         metrics: GatewayMetrics,
         access: AccessConfig,
+        salts: CacheSalts,
         defaults: GenerationDefaults,
     ) -> None:
         self.tokenizer = tokenizer
@@ -51,6 +53,7 @@ class JobBuilder:
         self._pool = pool
         self._metrics = metrics
         self._access = access
+        self._salts = salts
         self._defaults = defaults
 
     @property
@@ -62,7 +65,11 @@ class JobBuilder:
         return self._pool.max_model_len
 
     async def build(
-        self, request: ChatCompletionRequest | CompletionRequest, started: float, size: int
+        self,
+        request: ChatCompletionRequest | CompletionRequest,
+        started: float,
+        size: int,
+        client: str | None = None,
     ) -> Job:
         """Return the job of `request`. A decode engine must have been available.
 
@@ -70,6 +77,7 @@ class JobBuilder:
             request: the parsed body.
             started: monotonic time of the request's arrival, in seconds.
             size: size of the body in bytes. The job of a large body is built in a thread.
+            client: name of the client; None: clients need no API key.
 
         Raises:
             RequestError: the messages cannot be rendered, an option is invalid, or a limit of this
@@ -80,13 +88,15 @@ class JobBuilder:
         max_model_len = self._pool.max_model_len
         assert max_model_len is not None
         bounds = PromptBounds(max_model_len, self._access.max_prompt_tokens)
-        return await run_off_loop(lambda: self._job(request, started, bounds), size)
+        cache_salt = self._salts.salt(client, request.cache_salt or "")
+        return await run_off_loop(lambda: self._job(request, started, bounds, cache_salt), size)
 
     def _job(
         self,
         request: ChatCompletionRequest | CompletionRequest,
         started: float,
         bounds: PromptBounds,
+        cache_salt: str,
     ) -> Job:
         if isinstance(request, ChatCompletionRequest):
             prefix, field = "chatcmpl", "messages"
@@ -123,7 +133,7 @@ class JobBuilder:
                 is_only = len(prompts) * len(parts) == 1
                 request_id = job_id if is_only else f"{job_id}-c{first_index + sample_index}"
                 sequence = _sequence(
-                    request, request_id, arrival, token_ids, params, sample_index, group
+                    request, request_id, arrival, token_ids, params, sample_index, group, cache_salt
                 )
                 runs.append(Run(sequence, part))
             jobs.append(PromptJob(token_ids, runs))
@@ -246,6 +256,7 @@ def _sequence(
     params: SamplingParams,
     sample_index: int,
     group: SampleGroup | None,
+    cache_salt: str,
 ) -> Sequence:
     if sample_index > 0:  # the first sample returns the prompt's logprobs
         params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -256,7 +267,7 @@ def _sequence(
         sample_index=sample_index,
         arrival_time=arrival_time,
         priority=request.priority or 0,
-        cache_salt=request.cache_salt or "",
+        cache_salt=cache_salt,
         group=group,
         data_parallel_rank=request.data_parallel_rank,
     )

@@ -28,6 +28,9 @@ Origin = Annotated[
         description="An origin in lower case, without a path and without the default port, or *.",
     ),
 ]
+CacheSalt = Annotated[
+    str, Meta(min_length=1, max_length=253, description="A value of cache_salt in requests.")
+]
 
 
 class TLS(ApiStruct, frozen=True):
@@ -80,6 +83,16 @@ class APIKeys(ApiStruct, frozen=True):
     #: changes while it runs. A request without a valid key gets 401, except on /health, /ready and
     #: /metrics. If the Secret is empty, every request gets 401.
     secret_name: DNSName
+    #: Requests that share blocks of the prefix cache. key: those of one entry of the Secret.
+    #: service: those of all entries. Each client can then find out, by cached_tokens or by time,
+    #: whether others have sent a prompt.
+    cache_sharing: Literal["key", "service"] = "key"
+    #: With cacheSharing key: requests that name one of these values as cache_salt share blocks of
+    #: the prefix cache, whatever their entry is. Each client can find out whether others have sent
+    #: a prompt with such a value, so use it only for prompts without private text.
+    shared_cache_salts: Annotated[list[CacheSalt], Meta(max_length=64)] = msgspec.field(
+        default_factory=list
+    )
 
 
 class Limits(ApiStruct, frozen=True):

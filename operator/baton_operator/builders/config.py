@@ -7,7 +7,6 @@ never changes.
 from __future__ import annotations
 
 import functools
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -60,6 +59,8 @@ ENGINE_CONSTANTS = {
 #: Fields of the spec that set options of `baton-gateway`.
 GATEWAY = (
     Setting("gateway.api_keys", "access.api_keys_dir", lambda _: API_KEYS_PATH),
+    Setting("gateway.api_keys.cache_sharing", "access.cache_sharing"),
+    Setting("gateway.api_keys.shared_cache_salts", "access.shared_cache_salts", tuple),
     Setting("gateway.tls", "access.tls_dir", lambda _: TLS_PATH),
     Setting("gateway.cors.allowed_origins", "access.allowed_origins", tuple),
     Setting("gateway.limits.max_concurrent_per_key", "access.max_concurrent_per_client"),
@@ -133,7 +134,7 @@ def gateway_config(resolved: ResolvedService) -> GatewayConfig:
     """Return the configuration of `baton-gateway`."""
     values: dict[str, Any] = {}
     for setting in GATEWAY:
-        value = attrgetter(setting.field)(resolved.spec)
+        value = _field(resolved.spec, setting.field)
         if value is not None and (converted := setting.convert(value)) is not None:
             set_field(values, setting.option, converted)
     return GatewayConfig(
@@ -154,6 +155,14 @@ def _model_config(resolved: ResolvedService, role: names.ConfiguredRole) -> Mode
         quantization=source.quantization,
         max_model_len=source.max_model_len,
     )
+
+
+def _field(spec: msgspec.Struct, path: str) -> Any:
+    """Return the field at `path`; None if a struct on the path is unset."""
+    value: Any = spec
+    for name in path.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
 
 
 # Cached, because msgspec resolves the types at each call.

@@ -48,6 +48,7 @@ def test_the_gateway_reads_api_keys_from_their_mounted_secret() -> None:
         4,
         5,
     )
+    assert (got.cache_sharing, got.shared_cache_salts) == ("key", ())
     assert "clients" not in mounted(pod_template())
     assert decoded_config("gateway", GatewayConfig).access.api_keys_dir == ""
     assert "clients" not in mounted(MemberTemplate(resolved(gateway=KEYS), "decode").pod(0)), (

@@ -20,7 +20,14 @@ from support.operator.services import decoded_config, resolved
 #: By field: a value, and the options that it sets.
 CONFIGURED: dict[str, tuple[Any, dict[str, Any]]] = {
     "tls": ({"secretName": "s"}, {"access.tls_dir": TLS_PATH}),
-    "apiKeys": ({"secretName": "s"}, {"access.api_keys_dir": API_KEYS_PATH}),
+    "apiKeys": (
+        {"secretName": "s", "cacheSharing": "service", "sharedCacheSalts": ["a"]},
+        {
+            "access.api_keys_dir": API_KEYS_PATH,
+            "access.cache_sharing": "service",
+            "access.shared_cache_salts": ("a",),
+        },
+    ),
     "cors.allowedOrigins": (["https://a.b"], {"access.allowed_origins": ("https://a.b",)}),
     "limits.maxConcurrentPerKey": (7, {"access.max_concurrent_per_client": 7}),
     "limits.maxPromptTokens": (7, {"access.max_prompt_tokens": 7}),

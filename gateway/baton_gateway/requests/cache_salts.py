@@ -1,0 +1,43 @@
+"""Salts of the engines' prefix caches, which keep the cached blocks of clients apart.
+
+Requests share cached blocks only if they have the same salt. A client whose requests hit the blocks
+of another client could guess the prompts of that client: `cached_tokens` and the time to the first
+token show a hit. The salt is a part of the sequence, so all engines that serve a request use it:
+prefill and decode engines, and engines that take over after a failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+
+from baton_protocol.config import AccessConfig
+from baton_protocol.service_key import ServiceKey
+
+
+class CacheSalts:
+    """Computes the salt of a request from its client and from the `cache_salt` that it chose.
+
+    Args:
+        access: which clients share cached blocks.
+        service_key: all gateways with this key compute the same salts, which contain no name of a
+            client.
+    """
+
+    def __init__(self, access: AccessConfig, service_key: ServiceKey | None) -> None:
+        self._is_shared = access.cache_sharing == "service"
+        self._shared_salts = frozenset(access.shared_cache_salts)
+        self._secret = b"" if service_key is None else service_key.secret("cache-salt")
+
+    def salt(self, client: str | None, requested: str) -> str:
+        """Return the salt of a request.
+
+        Args:
+            client: name of the client; None: clients need no API key.
+            requested: the salt that the request names; empty: none.
+        """
+        if client is None or self._is_shared or requested in self._shared_salts:
+            return requested
+        # A client's name is a file's name. So it has no slash, and different pairs differ as texts.
+        text = f"{client}/{requested}".encode(errors="surrogateescape")
+        return hmac.digest(self._secret, text, hashlib.sha256).hex()
