@@ -19,7 +19,7 @@ from baton_gateway.http import request_body
 from baton_gateway.requests import job_builder, prompts
 from baton_operator.api.crd import field_comments
 from baton_protocol import sampling
-from baton_protocol.config import GatewayConfig
+from baton_protocol.config import AccessConfig, GatewayConfig
 from baton_text import messages, responses
 from baton_text.requests import completion_request, generation_request
 from baton_text.requests import structured_outputs as structures
@@ -47,7 +47,11 @@ BODIES: dict[str, tuple[Struct, ...]] = {
 SAMPLING = msgspec.structs.asdict(sampling.SamplingParams())
 #: Values of the constants that LIMITS and the comments of fields name.
 CONSTANTS: dict[str, object] = {
-    **{field.name.upper(): field.default for field in msgspec.structs.fields(GatewayConfig)},
+    **{
+        field.name.upper(): field.default
+        for config in (GatewayConfig, AccessConfig)
+        for field in msgspec.structs.fields(config)
+    },
     **{name: value for module in MODULES for name, value in vars(module).items()},
     "ROLES": ", ".join(sorted(messages.ROLES)),
 }
@@ -61,6 +65,7 @@ LIMITS = """
 | sequences that a gateway pod serves at once | MAX_CONCURRENT_REQUESTS | `gateway.maxConcurrentRequests` |
 | the same for one API key | none | `gateway.limits.maxConcurrentPerKey` |
 | sequences of one request: prompts x the larger of `n` and `best_of` | the smaller of the two limits above | - |
+| `priority`, at least | MIN_PRIORITY | `gateway.limits.minPriority` |
 | tokens of a prompt | context length - 1 | `gateway.limits.maxPromptTokens` |
 | generated tokens | rest of the context | `gateway.limits.maxCompletionTokens` |
 | tokens of a text for `/tokenize` and `/detokenize` | TEXT_FACTOR x the context length, or x `maxPromptTokens` | - |

@@ -34,6 +34,7 @@ _QUALIFIED_NAME = Bound("be a qualified name, package.module.Class", lambda valu
 _POSITIVE = Bound("be positive", lambda value: value > 0)
 _NOT_NEGATIVE = Bound("not be negative", lambda value: value >= 0)
 _SECONDS = Bound("be a positive number of seconds", lambda value: 0 < value < math.inf)
+_PRIORITY = Bound("be in [-2147483648, 0]", lambda value: -(2**31) <= value <= 0)
 _ORIGINS = Bound(
     "be origins in lower case, such as https://chat.example.com, or *",
     lambda value: all(re.fullmatch(ORIGIN, origin) for origin in value),
@@ -374,6 +375,11 @@ class AccessConfig(_Config, frozen=True):
     shared_cache_salts: Annotated[
         tuple[str, ...], Option("values of cache_salt that all clients share")
     ] = ()
+    #: Lower values run first, and 0 is the priority of requests that set none. So at 0, no request
+    #: overtakes the others.
+    min_priority: Annotated[
+        int, Option("requests with a lower priority are refused", _PRIORITY)
+    ] = 0
     #: None: the model's limit.
     max_prompt_tokens: Annotated[int | None, Option("longer prompts are refused", _POSITIVE)] = None
     #: Also the limit of requests that set no limit. None: the model's limit.

@@ -97,6 +97,13 @@ def flags_parser() -> argparse.ArgumentParser:
         help="origins whose web pages may call the endpoint: https://chat.example.com, or *",
     )
     parser.add_argument(
+        "--min-priority",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests with a lower priority are refused; lower values run first (default 0)",
+    )
+    parser.add_argument(
         "--request-timeout-s",
         type=arguments.not_negative,
         metavar="SECONDS",
@@ -334,7 +341,10 @@ class _Server:
         config = GatewayConfig(
             model=ModelConfig(path=self._model, served_name=self._name),
             discovery=DiscoveryConfig(file=str(discovery)),
-            access=AccessConfig(allowed_origins=tuple(self._options.allowed_origins)),
+            access=AccessConfig(
+                allowed_origins=tuple(self._options.allowed_origins),
+                min_priority=self._options.min_priority,
+            ),
             port=self._options.port,
             service_key_file=str(self._service_key_file),
             drain_timeout_s=self._options.drain_timeout_s,

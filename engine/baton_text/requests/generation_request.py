@@ -145,7 +145,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     logit_bias: dict[str, float] | None = None
     #: Return the generated token ids, including the id that ended the text (vLLM's extension).
     return_token_ids: bool | None = None
-    #: Requests with lower values run first. Bounds: 32 bits.
+    #: Requests with lower values run first. The gateway refuses values below
+    #: `gateway.limits.minPriority`, 0 by default. Bounds: 32 bits.
     priority: int | None = None
     #: The rank that serves the request (vLLM's extension). The header `X-Data-Parallel-Rank` has
     #: the same meaning. Unset: any rank.

@@ -85,6 +85,7 @@ class JobBuilder:
             APIError: a prompt does not fit the model.
         """
         self._check_rank(request.data_parallel_rank)
+        self._check_priority(request.priority)
         max_model_len = self._pool.max_model_len
         assert max_model_len is not None
         bounds = PromptBounds(max_model_len, self._access.max_prompt_tokens)
@@ -245,6 +246,15 @@ class JobBuilder:
                 f"data_parallel_rank must be in [0, {size - 1}], got {rank}: the decode group has "
                 f"{size} ranks",
                 param="data_parallel_rank",
+            )
+
+    def _check_priority(self, priority: int | None) -> None:
+        lowest = self._access.min_priority
+        if priority is not None and priority < lowest:
+            raise RequestError(
+                f"this server accepts no priority below {lowest}, got {priority}: requests with "
+                "lower values run first",
+                param="priority",
             )
 
 

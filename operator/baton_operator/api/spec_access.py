@@ -101,6 +101,10 @@ class Limits(ApiStruct, frozen=True):
     #: Maximum number of sequences that one gateway pod serves at once for one API key. Further
     #: requests get 429 with Retry-After. Needs apiKeys. Unset: no limit.
     max_concurrent_per_key: Requests | None = None
+    #: Lowest priority that a request may have. A request with a lower priority gets 400. Lower
+    #: values run first and preempt others, and 0 is the priority of requests that set none. So by
+    #: default, a request may only let others go first.
+    min_priority: Annotated[int, Meta(ge=-(2**31), le=0)] = 0
     #: Maximum length of a prompt in tokens. A longer prompt gets 400. Unset: the model's limit.
     max_prompt_tokens: Tokens | None = None
     #: Maximum number of generated tokens. A request for more gets 400. A request without a length

@@ -64,6 +64,7 @@ GATEWAY = (
     Setting("gateway.tls", "access.tls_dir", lambda _: TLS_PATH),
     Setting("gateway.cors.allowed_origins", "access.allowed_origins", tuple),
     Setting("gateway.limits.max_concurrent_per_key", "access.max_concurrent_per_client"),
+    Setting("gateway.limits.min_priority", "access.min_priority"),
     Setting("gateway.limits.max_prompt_tokens", "access.max_prompt_tokens"),
     Setting("gateway.limits.max_completion_tokens", "access.max_completion_tokens"),
     Setting("gateway.max_concurrent_requests", "max_concurrent_requests"),

@@ -212,6 +212,12 @@ def test_kill_9_leaves_no_child_process(serve: Serve) -> None:
         ),
         (
             "",
+            ["--min-priority", "1"],
+            78,
+            r"FATAL InvalidConfig: access\.min_priority must be in \[-2147483648, 0\], got 1",
+        ),
+        (
+            "",
             ["--no-such-flag"],
             78,
             "FATAL InvalidConfig: unrecognized arguments: --no-such-flag",

@@ -292,6 +292,27 @@ async def test_prompt_and_completion_lengths_are_limited(make_rig: MakeRig) -> N
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (1, "length")
 
 
+@pytest.mark.parametrize("lowest", [0, -5])
+async def test_no_client_overtakes_the_others_by_its_priority(
+    make_rig: MakeRig, lowest: int
+) -> None:
+    access = AccessConfig() if lowest == 0 else AccessConfig(min_priority=lowest)
+    rig = make_rig(access=access)
+    engine = rig.engine("d", "decode")
+    await rig.start(engine)
+    for priority in (-(2**31), lowest - 1):
+        for stream in (False, True):
+            body = COMPLETION | {"priority": priority, "stream": stream}
+            status, answer, _ = await rig.post("/v1/completions", body)
+            assert (status, answer["error"]["param"]) == (400, "priority")
+            assert f"no priority below {lowest}, got {priority}" in answer["error"]["message"]
+    assert engine.adds == []
+    for priority in (lowest, 0, 2**31 - 1, None):
+        status, _, _ = await rig.post("/v1/completions", COMPLETION | {"priority": priority})
+        assert status == 200
+    assert [request.priority for request in engine.adds] == [lowest, 0, 2**31 - 1, 0]
+
+
 async def served_certificate(port: int) -> str:
     """Return the subject of the certificate that a new connection gets."""
     context = ssl.create_default_context()

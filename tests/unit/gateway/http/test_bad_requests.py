@@ -55,6 +55,7 @@ BAD_CHATS = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [2**70]}, "stop_token_ids"),
     ({"priority": 2**70}, "priority"),
+    ({"priority": -1}, "priority"),
     ({"top_k": 2**70}, "top_k"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),

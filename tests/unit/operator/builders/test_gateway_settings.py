@@ -30,6 +30,7 @@ CONFIGURED: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "cors.allowedOrigins": (["https://a.b"], {"access.allowed_origins": ("https://a.b",)}),
     "limits.maxConcurrentPerKey": (7, {"access.max_concurrent_per_client": 7}),
+    "limits.minPriority": (-7, {"access.min_priority": -7}),
     "limits.maxPromptTokens": (7, {"access.max_prompt_tokens": 7}),
     "limits.maxCompletionTokens": (7, {"access.max_completion_tokens": 7}),
     "maxConcurrentRequests": (7, {"max_concurrent_requests": 7}),
