@@ -107,12 +107,31 @@ def internal(message: str) -> APIError:
     return APIError(500, message, code="internal_error")
 
 
+def gateway_failure(request_id: str) -> APIError:
+    """Return the error for an exception in the gateway, which the caller has logged."""
+    return internal(f"The gateway failed. {see_log(request_id)}")
+
+
+def see_log(request_id: str) -> str:
+    """Return the sentence that replaces the text of an exception in a message to a client."""
+    return f"The gateway's log has the reason under the id {request_id}."
+
+
 def timed_out(timeout_s: float) -> APIError:
     return APIError(504, f"The request did not end within {timeout_s:g} s.", code="timeout")
 
 
-def engine_failure(message: str, code: ErrorCode | None) -> APIError:
-    """Convert an engine's error message and error code to the error that the client receives."""
+def engine_failure(message: str, code: ErrorCode | None, request_id: str) -> APIError:
+    """Convert an engine's error to the error that the client receives. The caller has logged it.
+
+    The client receives the engine's message only with codes that describe the request or the queue.
+    Other messages may contain the text of an exception, which may name paths and addresses.
+
+    Args:
+        message: the engine's error message.
+        code: the engine's error code; None if it sent none.
+        request_id: id of the sequence in the logs of the gateway and the engine.
+    """
     if code is ErrorCode.INVALID:
         return EngineRefusalError(message)
     if code is ErrorCode.LENGTH:
@@ -120,5 +139,5 @@ def engine_failure(message: str, code: ErrorCode | None) -> APIError:
     if code is ErrorCode.OVERLOADED:
         return overloaded(message)
     if code is ErrorCode.DRAINING:
-        return unavailable(message)
-    return internal(message)
+        return unavailable(f"The engine stopped before the request ended. {see_log(request_id)}")
+    return internal(f"The engine failed. {see_log(request_id)}")

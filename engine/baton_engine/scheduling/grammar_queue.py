@@ -82,7 +82,8 @@ class GrammarQueue:
                 yield (
                     request,
                     ValueError(
-                        f"structured_output cannot be compiled: {type(error).__name__}: {error}"
+                        "structured_output cannot be compiled; the engine's log has the reason "
+                        f"under the id {request.request_id}"
                     ),
                 )
 

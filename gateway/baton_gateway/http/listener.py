@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import RawRequestMessage
 
-from baton_gateway.errors import APIError, internal
+from baton_gateway.errors import APIError, gateway_failure
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.request_id import REQUEST_ID_HEADER, request_id
 
@@ -56,7 +56,7 @@ class Connection(web.RequestHandler):
         name = request_id(request)
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             logger.error("[%s] a request from %s failed", name, request.remote, exc_info=exc)
-            error = internal("The gateway failed; see its log.")
+            error = gateway_failure(name)
         else:
             problem = type(exc).__name__
             logger.info("[%s] %s sent no valid HTTP request: %s", name, request.remote, problem)

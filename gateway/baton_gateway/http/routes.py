@@ -10,14 +10,14 @@ from aiohttp import web
 
 from baton_gateway.access.api_keys import CLIENT, OPEN_PATHS, ApiKeys, client_name
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
-from baton_gateway.errors import APIError, bad_request, internal
+from baton_gateway.errors import APIError, bad_request, gateway_failure
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_STATUS
 from baton_gateway.http.listener import response_headers
 from baton_gateway.http.request_body import MAX_BODY_BYTES
-from baton_gateway.http.request_id import log_request_id
+from baton_gateway.http.request_id import log_request_id, request_id
 from baton_gateway.http.status_endpoints import StatusEndpoints
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
 from baton_gateway.metrics import GatewayMetrics
@@ -90,7 +90,7 @@ class Routes:
                 logger.exception(
                     "%s %s%s failed", request.method, request.path, client_name(request)
                 )
-                response = _error_response(internal("The gateway failed; see its log."))
+                response = _error_response(gateway_failure(request_id(request)))
             status = request.get(FINAL_STATUS, response.status)
             return response
         finally:

@@ -9,7 +9,14 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 
-from baton_gateway.errors import APIError, EngineRefusalError, bad_request, internal, unavailable
+from baton_gateway.errors import (
+    APIError,
+    EngineRefusalError,
+    bad_request,
+    gateway_failure,
+    see_log,
+    unavailable,
+)
 from baton_gateway.metrics import GatewayMetrics, TokenTimer
 from baton_gateway.requests.job import Choice, Job, PromptJob, Run
 from baton_gateway.routing.dispatch import Dispatcher
@@ -46,7 +53,7 @@ class Generator:
         The engines receive ABORT for the sequences of these jobs.
         """
         for queue, job in self._running.items():
-            earlier = f" An earlier attempt failed: {job.failure}" if job.failure else ""
+            earlier = f" An earlier attempt failed. {see_log(job.id)}" if job.has_failed else ""
             queue.put_nowait(
                 unavailable(
                     f"This gateway shut down before the request ended.{earlier}", code="draining"
@@ -117,9 +124,9 @@ class Generator:
             queue.put_nowait(bad_request(job.request.refusal(error.message)))
         except APIError as error:
             queue.put_nowait(error)
-        except Exception as error:  # a bug must not leave the client waiting
+        except Exception:  # a bug must not leave the client waiting
             logger.exception("request %s: sequence %s failed", job.id, run.sequence.request_id)
-            queue.put_nowait(internal(f"The gateway failed: {error!r}"))
+            queue.put_nowait(gateway_failure(run.sequence.request_id))
 
     async def _outputs(
         self, job: Job, prompt: PromptJob, run: Run

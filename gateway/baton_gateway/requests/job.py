@@ -89,10 +89,9 @@ class Job:
         return [choice for prompt in self.prompts for choice in prompt.choices]
 
     @property
-    def failure(self) -> str:
-        """Error of a failed attempt to run a sequence of this job; empty if no attempt failed."""
-        failures = (run.sequence.failure for prompt in self.prompts for run in prompt.runs)
-        return next(filter(None, failures), "")
+    def has_failed(self) -> bool:
+        """Whether an attempt to run a sequence of this job has failed."""
+        return any(run.sequence.has_failed for prompt in self.prompts for run in prompt.runs)
 
     @property
     def num_entries(self) -> int:

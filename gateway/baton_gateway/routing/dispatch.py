@@ -263,7 +263,8 @@ class Dispatcher:
                 sequence.has_begun and output.error_code is not None
             ):
                 raise AttemptError(output.error, output.error_code)
-            raise engine_failure(output.error, output.error_code)
+            logger.error("request %s failed: %s", sequence.request_id, output.error)
+            raise engine_failure(output.error, output.error_code, sequence.request_id)
         if output.finish_reason is FinishReason.ABORT:
             raise AttemptError(
                 "the engine aborted the request (it is shutting down)", ErrorCode.DRAINING

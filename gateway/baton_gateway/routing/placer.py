@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 
-from baton_gateway.errors import APIError, engine_failure, unavailable
+from baton_gateway.errors import APIError, engine_failure, see_log, unavailable
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.pool import EnginePool
@@ -202,10 +202,11 @@ def _final_error(state: RetryState) -> APIError:
                 code="no_ready_engine",
             )
         return unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
-    logger.error("request %s failed: %s", state.sequence.request_id, failure)
+    request_id = state.sequence.request_id
+    logger.error("request %s failed: %s", request_id, failure)
     if failure.code is None:
         return unavailable(
-            "The engine serving this request did not finish it, and no other took it over: "
-            f"{failure}"
+            "The engine serving this request did not finish it, and no other took it over. "
+            + see_log(request_id)
         )
-    return engine_failure(str(failure), failure.code)
+    return engine_failure(str(failure), failure.code, request_id)

@@ -79,7 +79,7 @@ class RetryState:
         if has_progressed or self.last_failure is None:
             self.stalled_since = time.monotonic()
         self.last_failure = error
-        self.sequence.failure = str(error)
+        self.sequence.has_failed = True
         if has_progressed:
             self.num_failures = 0
         elif error.code is not ErrorCode.DRAINING and not self.is_waiting_for_capacity:

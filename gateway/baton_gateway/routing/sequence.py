@@ -68,7 +68,7 @@ class Sequence:
     data_parallel_rank: int | None = None  # as requested by the client
     generated_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
-    failure: str = ""  # why the last failed attempt failed; empty if no attempt has failed
+    has_failed: bool = False  # whether an attempt has failed
 
     @property
     def has_begun(self) -> bool:

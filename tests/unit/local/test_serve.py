@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -46,7 +47,7 @@ class Serve:
             "0",
             *flags,
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         with open(self._out, "wb") as out, open(self._log, "wb") as log:
             self.process = subprocess.Popen(command, stdout=out, stderr=log, env=env)
         self.children: list[psutil.Process] = []
@@ -179,6 +180,31 @@ def test_the_engine_refuses_requests_without_the_service_key(serve: Serve) -> No
     assert next(stream(client, 4)).choices
     key = Path(command[command.index("--service-key-file") + 1])
     assert (key.stat().st_mode & 0o777, key.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_exception_of_an_engine_is_in_the_log_and_not_in_the_response(
+    tmp_path: Path, checkpoint: Path, streams: bool
+) -> None:
+    executor = "support.engine.engine_fakes.FakeExecutor"  # fails with [13, 13, 13]
+    serving = Serve(tmp_path, checkpoint, "--executor", executor, "--served-model-name", "m")
+    try:
+        body = {"model": "m", "prompt": [13, 13, 13], "stream": streams}
+        attack = urllib.request.Request(
+            f"{serving.url}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as failed:
+            urllib.request.urlopen(attack, timeout=60)
+        answer = str(failed.value.headers) + failed.value.read().decode()
+        assert serving.wait() == 1
+    finally:
+        serving.close()
+    assert "on fire" not in answer
+    found = re.search(r"log has the reason under the id ([\w-]+)\.", answer)
+    assert found, answer
+    assert re.search(rf"{found[1]}.*the device is on fire", serving.log), serving.log
 
 
 def has_request_in_flight(serve: Serve) -> bool:

@@ -206,7 +206,9 @@ def test_outputs_carry_routed_experts_and_nan_counts() -> None:
     assert output.num_nans_in_logits == 7
 
 
-def test_a_crash_of_a_grammar_compilation_ends_only_its_request() -> None:
+def test_a_crash_of_a_grammar_compilation_ends_only_its_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars)
     engine.add("r", [1, 2], params=grammar("3"))
@@ -214,7 +216,11 @@ def test_a_crash_of_a_grammar_compilation_ends_only_its_request() -> None:
     grammars.pending.pop()[1].set_exception(BaseException("a panic of the parser"))
     engine.run()
     assert engine.last("r").error_code is ErrorCode.INVALID
-    assert "cannot be compiled: BaseException: a panic of the parser" in engine.last("r").error
+    assert engine.last("r").error == (
+        "structured_output cannot be compiled; the engine's log has the reason under the id r"
+    )
+    assert "request r ends with an error" in caplog.text
+    assert "BaseException: a panic of the parser" in caplog.text
     assert len(engine.text("other")) == 4
 
 
