@@ -15,7 +15,10 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from baton_engine.server import admin_server
 from baton_engine.server.access import LOG_INTERVAL_S, Access
 from baton_engine.server.admin_server import AdminServer, DrainStatus, Pending, ProbeResult
 from baton_protocol.kv_compatibility import KVCompatibility
@@ -212,6 +215,38 @@ def test_reads_need_no_service_key(locked) -> None:
         with contextlib.suppress(urllib.error.HTTPError, json.JSONDecodeError):
             assert ask(locked, "GET", path)[0] != 401
     assert ask(locked, "GET", "/drain")[0] == 200
+
+
+def test_a_flood_of_requests_for_metrics_computes_them_30_times_per_second(
+    admin: FakeAdmin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Counting(Collector):
+        count = 0
+
+        def collect(self) -> Iterator[Metric]:
+            self.count += 1
+            yield GaugeMetricFamily("computed", "", self.count)
+
+    now = 100.0
+    monkeypatch.setattr(admin_server, "monotonic", lambda: now)
+    registry, counting = CollectorRegistry(auto_describe=False), Counting()
+    registry.register(counting)
+    server = AdminServer("127.0.0.1", 0, admin, registry)
+    server.start()
+
+    def read() -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as got:
+            return bytes(got.read())
+
+    try:
+        assert b"computed 30.0" in [read() for _ in range(100)][-1]
+        now += 0.9
+        assert b"computed 30.0" in read()
+        now += 0.1
+        assert b"computed 31.0" in read()
+        assert counting.count == 31
+    finally:
+        server.close()
 
 
 def test_the_body_of_a_refused_request_is_not_parsed_as_the_next_request(locked, admin) -> None:
