@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin
 import msgspec
 from generated_page import main
 
-from baton_gateway.http import request_body
+from baton_gateway.http import body_budget, request_body
 from baton_gateway.requests import job_builder, prompts
 from baton_operator.api.crd import field_comments
 from baton_protocol import sampling
@@ -33,7 +33,8 @@ START = (
     "hack/openai_reference.py. -->\n"
 )
 MODULES = (
-    completion_request, generation_request, job_builder, prompts, request_body, sampling, structures
+    body_budget, completion_request, generation_request, job_builder, prompts, request_body,
+    sampling, structures,
 )  # fmt: skip
 #: Bodies of the requests, and of their responses, by path.
 BODIES: dict[str, tuple[Struct, ...]] = {
@@ -61,6 +62,7 @@ LIMITS = """
 | limit | value | field of LLMService that sets it |
 | --- | --- | --- |
 | bytes of a body | MAX_BODY_BYTES | - |
+| bytes of all bodies whose prompts are not yet tokenized; above, the largest body gets 503 | MAX_TOTAL_BODY_BYTES | - |
 | JSON values of a body above INLINE_BODY_BYTES bytes | MAX_VALUES plus the context length, of which at most MAX_CONTAINERS arrays and objects | - |
 | sequences that a gateway pod serves at once | MAX_CONCURRENT_REQUESTS | `gateway.maxConcurrentRequests` |
 | the same for one API key | none | `gateway.limits.maxConcurrentPerKey` |

@@ -393,6 +393,11 @@ class GatewayConfig(_Config, frozen=True):
     discovery: DiscoveryConfig
     access: AccessConfig = AccessConfig()
     port: Annotated[int, Option("HTTP port on $POD_IP; 0: any free port", _PORT)] = GATEWAY_PORT
+    #: Beyond this number, the connection that has waited longest for a request is closed. At most
+    #: half of the limit of file descriptors.
+    max_connections: Annotated[
+        int, Option("connections of clients that are open at once", _POSITIVE)
+    ] = 4096
     #: The 429 has Retry-After.
     max_concurrent_requests: Annotated[
         int, Option("sequences served at once; more get 429", _POSITIVE)

@@ -50,6 +50,20 @@ class GatewayMetrics:
             "baton:gateway_unknown_body_fields",
             "Unknown top-level fields of request bodies, which the gateway ignores.",
         )
+        self.connections = gauge(
+            "baton:gateway_connections", "Open connections of clients, with TLS handshakes."
+        )
+        self.closed_connections = counter(
+            "baton:gateway_closed_connections",
+            "Connections that the gateway closed. Reasons: timeout (no request arrived in time), "
+            "evicted (the limit was reached, and it waited longest for a request), refused (the "
+            "limit was reached, and all connections had a request).",
+            ["reason"],
+        )
+        self.body_bytes = gauge(
+            "baton:gateway_body_bytes",
+            "Bytes of request bodies that are being read or whose prompts are not yet tokenized.",
+        )
         self.in_flight = gauge("baton:requests_in_flight", "Generation requests being served.")
         self.held = gauge(
             "baton:requests_held", "Generation requests in the scale-from-zero queue."

@@ -13,8 +13,10 @@ from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import ApiKeys
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
+from baton_gateway.http.body_budget import BodyBudget
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
+from baton_gateway.http.connections import Connections, connection_limit
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.listener import listen, stop_listening
 from baton_gateway.http.request_body import UnknownFields
@@ -85,6 +87,7 @@ class Gateway:
             self.metrics,
             client_limit=access.max_concurrent_per_client,
         )
+        self._connections = Connections(connection_limit(config.max_connections), self.metrics)
         self._shutdown = GracefulShutdown(self.admission, config.drain_quiet_s)
         self._queue = ScaleFromZeroQueue(
             self.pool,
@@ -114,8 +117,15 @@ class Gateway:
         self._secrets_task: asyncio.Task[None] | None = None
 
     def _routes(self, tokenizer: Tokenizer, builder: JobBuilder) -> Routes:
-        unknown_fields = UnknownFields(self.metrics)
-        collaborators = builder, self._generator, self.admission, self._queue, unknown_fields
+        unknown_fields, bodies = UnknownFields(self.metrics), BodyBudget(self.metrics)
+        collaborators = (
+            builder,
+            self._generator,
+            self.admission,
+            self._queue,
+            bodies,
+            unknown_fields,
+        )
         name = self.served_name
         timeout_s, client_timeout_s = self.config.request_timeout_s, self.config.client_timeout_s
         return Routes(
@@ -136,6 +146,7 @@ class Gateway:
                 self.pool,
                 self.admission,
                 self.config.access,
+                bodies,
                 unknown_fields,
                 served_name=name,
                 client_timeout_s=client_timeout_s,
@@ -170,7 +181,9 @@ class Gateway:
         )
         await self._runner.setup()
         context = self._certificate.context if self._certificate else None
-        self._listener = await listen(self._runner, host, self.config.port, context, self._cors)
+        self._listener = await listen(
+            self._runner, host, self.config.port, context, self._connections, self._cors
+        )
         self._pool_task = asyncio.create_task(self.pool.run(), name="engine pool")
         if self._keys or self._certificate:
             self._secrets_task = asyncio.create_task(self._refresh_secrets(), name="secrets")

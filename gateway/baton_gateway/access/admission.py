@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from baton_gateway.errors import APIError, overloaded, unavailable
 from baton_gateway.metrics import GatewayMetrics
@@ -54,8 +56,28 @@ class Admission:
         if self._num_requests == 0:
             self._idle.set()
 
-    def acquire(self, num_sequences: int, client: str | None = None) -> None:
-        """Count `num_sequences` more sequences in flight. The caller must call `release` later.
+    @contextmanager
+    def place(self, client: str | None) -> Iterator[Place]:
+        """Take the place of one sequence until the `with` block ends.
+
+        Requests take a place before their body is read, so that clients that send slowly count.
+
+        Args:
+            client: name of the client, whose own limit applies too; None: only the limit of the
+                gateway applies.
+
+        Raises:
+            APIError: 429, because the sequences in flight leave no room.
+        """
+        place = Place(self, client)
+        place.resize(1)
+        try:
+            yield place
+        finally:
+            self._release(place.num_sequences, client)
+
+    def _acquire(self, num_sequences: int, client: str | None) -> None:
+        """Count `num_sequences` more sequences in flight.
 
         Args:
             num_sequences: sequences of the request.
@@ -89,10 +111,10 @@ class Admission:
             self._by_client[client] += num_sequences
         self._num_sequences += num_sequences
 
-    def release(self, num_sequences: int, client: str | None = None) -> None:
-        """Subtract `num_sequences` sequences, which `acquire` counted for the same `client`."""
+    def _release(self, num_sequences: int, client: str | None) -> None:
+        """Subtract `num_sequences` sequences, which `_acquire` counted for the same `client`."""
         self._num_sequences -= num_sequences
-        if client is not None:
+        if client is not None and num_sequences:
             self._by_client[client] -= num_sequences
             if not self._by_client[client]:
                 del self._by_client[client]
@@ -110,3 +132,24 @@ class Admission:
         except TimeoutError:
             return False
         return True
+
+
+class Place:
+    """The sequences in flight of one request."""
+
+    def __init__(self, admission: Admission, client: str | None) -> None:
+        self._admission = admission
+        self._client = client
+        self.num_sequences = 0
+
+    def resize(self, num_sequences: int) -> None:
+        """Count the request as `num_sequences` sequences.
+
+        Raises:
+            APIError: 400 if the request has more sequences than a limit, 429 if the sequences in
+                flight leave too little room. The place is then given up.
+        """
+        self._admission._release(self.num_sequences, self._client)
+        self.num_sequences = 0
+        self._admission._acquire(num_sequences, self._client)
+        self.num_sequences = num_sequences

@@ -7,11 +7,13 @@ Modules:
     completion_endpoint: `/v1/completions`.
     tokenize_endpoints: `/tokenize` and `/detokenize`.
     status_endpoints: models, health, readiness, metrics, version.
-    request_body: reading and parsing of request bodies.
+    body_budget: reading of request bodies, within limits on time and bytes.
+    request_body: parsing of request bodies.
     cors: access for browser pages of other origins.
     event_stream: the server-sent events of one response.
     slow_clients: responses to clients that do not read.
     request_id: the id of a request, in its response and in log lines.
-    listener: the listening socket, and the response to invalid HTTP.
+    connections: limits on connections and on idle time, and the response to invalid HTTP.
+    listener: the listening sockets.
     tls: the server's certificate, which is read again when its files change.
 """

@@ -23,8 +23,9 @@ from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT, client_name
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.errors import APIError, bad_request, check_model, timed_out
+from baton_gateway.http.body_budget import BodyBudget, BodyCharge
 from baton_gateway.http.event_stream import EventStream
-from baton_gateway.http.request_body import UnknownFields, parse_body, read_body
+from baton_gateway.http.request_body import UnknownFields, parse_body
 from baton_gateway.http.slow_clients import abort_if_unread, send_json
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Choice, Job
@@ -75,6 +76,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         generator: Generator,
         admission: Admission,
         queue: ScaleFromZeroQueue,
+        bodies: BodyBudget,
         unknown_fields: UnknownFields,
         *,
         served_name: str,
@@ -86,6 +88,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         self._tokenizer = builder.tokenizer
         self._admission = admission
         self._queue = queue
+        self._bodies = bodies
         self._unknown_fields = unknown_fields
         self.served_name = served_name
         self._timeout_s = request_timeout_s or math.inf
@@ -109,35 +112,37 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
     async def _serve(self, http: web.Request, started: float) -> web.StreamResponse:
         clock = asyncio.get_running_loop().time
         deadline = clock() + self._timeout_s
-        request, body_size = await self._read(http)
-        client = http.get(CLIENT)
-        # Before the prompts are tokenized, so that refusing a request takes little time.
-        self._admission.acquire(request.num_sequences, client)
-        stream = EventStream(
-            http, is_wanted=bool(request.stream), client_timeout_s=self._client_timeout_s
-        )
-        try:
-            held_at = clock()
-            await self._queue.wait(stream.keep_alive)
-            deadline += clock() - held_at
-            job = await self._builder.build(request, started, body_size, client)
-            on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
-            async with aclosing(self._generator.run(job, on_output)) as events:
-                if request.stream:
-                    return await self._stream(http, request, job, events, deadline, stream)
-                return await self._answer(http, request, job, events, deadline)
-        except (RequestError, APIError) as failure:
-            if not stream.is_open:
-                raise
-            error = bad_request(failure) if isinstance(failure, RequestError) else failure
-            http[FINAL_STATUS] = error.status
-            with suppress(ConnectionError):
-                await stream.fail(self._encode(error.body))
-            return await stream.open()
-        finally:
-            self._admission.release(request.num_sequences, client)
+        stream: EventStream | None = None
+        with self._admission.place(http.get(CLIENT)) as place:
+            try:
+                async with self._bodies.charge() as charge:
+                    request, body_size = await self._read(http, charge)
+                    # Before the prompts are tokenized, so that a refusal takes little time.
+                    place.resize(request.num_sequences)
+                    stream = EventStream(
+                        http,
+                        is_wanted=bool(request.stream),
+                        client_timeout_s=self._client_timeout_s,
+                    )
+                    held_at = clock()
+                    await self._queue.wait(stream.keep_alive)
+                    deadline += clock() - held_at
+                    job = await self._builder.build(request, started, body_size, http.get(CLIENT))
+                on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
+                async with aclosing(self._generator.run(job, on_output)) as events:
+                    if request.stream:
+                        return await self._stream(http, request, job, events, deadline, stream)
+                    return await self._answer(http, request, job, events, deadline)
+            except (RequestError, APIError) as failure:
+                if stream is None or not stream.is_open:
+                    raise
+                error = bad_request(failure) if isinstance(failure, RequestError) else failure
+                http[FINAL_STATUS] = error.status
+                with suppress(ConnectionError):
+                    await stream.fail(self._encode(error.body))
+                return await stream.open()
 
-    async def _read(self, http: web.Request) -> tuple[_Request, int]:
+    async def _read(self, http: web.Request, charge: BodyCharge) -> tuple[_Request, int]:
         """Return the request and the size of its body in bytes.
 
         Raises:
@@ -147,7 +152,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         if http.content_type != "application/json":
             message = f"Content-Type must be application/json, got {http.content_type!r}."
             raise APIError(415, message, code="unsupported_media_type")
-        body = await read_body(http, min(self._timeout_s, self._client_timeout_s))
+        body = await charge.read(http, min(self._timeout_s, self._client_timeout_s))
         max_model_len = self._builder.max_model_len
         request = await parse_body(body, self.kind, max_model_len, self._unknown_fields)
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)

@@ -1,4 +1,4 @@
-"""Reads request bodies within a timeout, and parses only bodies that can be parsed fast.
+"""Parses only request bodies that can be parsed fast.
 
 The JSON library holds the GIL while it parses a body, so parsing in a thread would still block the
 event loop. A megabyte of text takes a fraction of a millisecond. A megabyte of brackets takes a
@@ -8,15 +8,10 @@ parsed.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from typing import TypeVar
 
-from aiohttp import ClientPayloadError, web
-from aiohttp.http import HttpProcessingError
-
-from baton_gateway.errors import APIError
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.thread_pool import run_off_loop
 from baton_text.errors import RequestError
@@ -24,7 +19,6 @@ from baton_text.requests.parsing import Checked, parse_request, unknown_fields
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20
 #: Limit on the JSON values of one body. A prompt may add max_model_len token ids to this limit. An
 #: entry of an object counts as two values.
 MAX_VALUES = 2**20
@@ -66,23 +60,6 @@ class UnknownFields:
                     "a request has the unknown field %r, which is ignored; check its spelling",
                     name,
                 )
-
-
-async def read_body(http: web.Request, timeout_s: float) -> bytes:
-    """Return the body of the request.
-
-    Raises:
-        APIError: the body does not arrive in time, or contradicts its headers.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await http.read()
-    except TimeoutError:
-        raise APIError(
-            408, f"The body did not arrive within {timeout_s:g} s.", code="timeout"
-        ) from None
-    except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
-        raise APIError(400, f"The body cannot be read: {error}", code="invalid_body") from error
 
 
 async def parse_body(

@@ -13,10 +13,9 @@ from baton_gateway.access.graceful_shutdown import GracefulShutdown
 from baton_gateway.errors import APIError, bad_request, gateway_failure
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
+from baton_gateway.http.connections import response_headers
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_STATUS
-from baton_gateway.http.listener import response_headers
-from baton_gateway.http.request_body import MAX_BODY_BYTES
 from baton_gateway.http.request_id import log_request_id, request_id
 from baton_gateway.http.status_endpoints import StatusEndpoints
 from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
@@ -50,10 +49,7 @@ class Routes:
         self._metrics = metrics
         self._shutdown = shutdown
         self._keys = keys
-        self.app = web.Application(
-            middlewares=[log_request_id, cors.middleware, self._middleware],
-            client_max_size=MAX_BODY_BYTES,
-        )
+        self.app = web.Application(middlewares=[log_request_id, cors.middleware, self._middleware])
         self.app.on_response_prepare.extend(
             [_set_headers, cors.set_headers, shutdown.close_connection]
         )
@@ -125,7 +121,4 @@ def _http_error(http: web.Request, error: web.HTTPException) -> APIError:
         return APIError(
             405, f"{http.path} does not support {http.method}.", code="method_not_allowed"
         )
-    if error.status == 413:
-        message = f"The request body is larger than {MAX_BODY_BYTES} bytes."
-        return APIError(413, message, code="request_too_large")
     return APIError(error.status, error.reason)

@@ -14,7 +14,8 @@ from aiohttp import web
 from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT
 from baton_gateway.errors import check_model
-from baton_gateway.http.request_body import UnknownFields, parse_body, read_body
+from baton_gateway.http.body_budget import BodyBudget
+from baton_gateway.http.request_body import UnknownFields, parse_body
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
 from baton_gateway.routing.pool import EnginePool
@@ -43,6 +44,7 @@ class TokenizeEndpoints:
         pool: EnginePool,
         admission: Admission,
         access: AccessConfig,
+        bodies: BodyBudget,
         unknown_fields: UnknownFields,
         *,
         served_name: str,
@@ -53,6 +55,7 @@ class TokenizeEndpoints:
         self._pool = pool
         self._admission = admission
         self._access = access
+        self._bodies = bodies
         self._unknown_fields = unknown_fields
         self._served_name = served_name
         self._client_timeout_s = client_timeout_s
@@ -70,22 +73,19 @@ class TokenizeEndpoints:
         answer: Callable[[_Request, TextBounds, int | None], msgspec.Struct],
     ) -> web.StreamResponse:
         self._admission.check_open()
-        client = http.get(CLIENT)
-        self._admission.acquire(1, client)
-        try:
-            body = await read_body(http, self._client_timeout_s)
-            max_model_len = self._pool.max_model_len
-            request = await parse_body(body, kind, max_model_len, self._unknown_fields)
-            check_model(request.model, self._served_name)
-            bounds = TextBounds(
-                PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._access.max_prompt_tokens)
-            )
-            encoded = await run_off_loop(
-                lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body)
-            )
+        with self._admission.place(http.get(CLIENT)):
+            async with self._bodies.charge() as charge:
+                body = await charge.read(http, self._client_timeout_s)
+                max_model_len = self._pool.max_model_len
+                request = await parse_body(body, kind, max_model_len, self._unknown_fields)
+                check_model(request.model, self._served_name)
+                bounds = TextBounds(
+                    PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._access.max_prompt_tokens)
+                )
+                encoded = await run_off_loop(
+                    lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body)
+                )
             return await send_json(http, encoded, self._client_timeout_s)
-        finally:
-            self._admission.release(1, client)
 
     def _tokenize(
         self, request: TokenizeRequest, bounds: TextBounds, max_model_len: int | None

@@ -9,8 +9,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from baton_gateway.http.connections import Connections
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.listener import listen, stop_listening
+from baton_gateway.metrics import GatewayMetrics
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
 
@@ -135,7 +137,8 @@ async def test_a_connection_during_the_end_is_served_refused_or_closed(ticks: in
     app.router.add_get("/", answer)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=2.0)
     await runner.setup()
-    listener = await listen(runner, "127.0.0.1", 0, None, CORS(()))
+    connections = Connections(1000, GatewayMetrics())
+    listener = await listen(runner, "127.0.0.1", 0, None, connections, CORS(()))
     port = listener.sockets[0].getsockname()[1]
 
     async def ask() -> str:

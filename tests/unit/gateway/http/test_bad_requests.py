@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from baton_gateway.http.request_body import MAX_BODY_BYTES
+from baton_gateway.http.body_budget import MAX_BODY_BYTES
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 

@@ -1,0 +1,136 @@
+"""Reads request bodies within a time, and within a budget of bytes over all connections.
+
+A byte is charged to the budget until its request's prompt is tokenized or refused. Afterwards, the
+limits of `admission` and of the model bound what a request costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from aiohttp import ClientPayloadError, web
+from aiohttp.http import HttpProcessingError
+
+from baton_gateway.errors import APIError, unavailable
+from baton_gateway.metrics import GatewayMetrics
+
+#: A body must arrive within this time, plus its size divided by MIN_BODY_RATE.
+BODY_TIMEOUT_S = 30.0
+#: Bytes per second.
+MIN_BODY_RATE = 2**16
+#: Limit on one body.
+MAX_BODY_BYTES = 16 * 2**20
+#: Limit on the bytes of all bodies whose prompts are not yet tokenized.
+MAX_TOTAL_BODY_BYTES = 128 * 2**20
+
+
+class BodyBudget:
+    """The budget of bytes of all bodies whose prompts are not yet tokenized.
+
+    When MAX_TOTAL_BODY_BYTES is reached, the request with the largest body is refused with 503.
+    Small requests are then served beside many large ones.
+    """
+
+    def __init__(self, metrics: GatewayMetrics) -> None:
+        self._num_bytes = 0
+        self._charges: set[BodyCharge] = set()
+        metrics.body_bytes.set_function(lambda: self._num_bytes)
+
+    @asynccontextmanager
+    async def charge(self) -> AsyncGenerator[BodyCharge, None]:
+        """Charge the budget with the bytes of one body until the `with` block ends.
+
+        Raises:
+            APIError: 503, because the budget is exhausted and this body is the largest.
+        """
+        charge = BodyCharge(self)
+        self._charges.add(charge)
+        try:
+            async with charge.timeout:
+                yield charge
+        except TimeoutError:
+            if charge in self._charges:
+                raise
+            raise _exhausted() from None
+        finally:
+            self._remove(charge)
+
+    def add(self, charge: BodyCharge, num_bytes: int) -> None:
+        """Add `num_bytes` to `charge`. Refuse the requests with the largest bodies if necessary.
+
+        Raises:
+            APIError: 503, because `charge` has the largest body.
+        """
+        charge.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > MAX_TOTAL_BODY_BYTES:
+            largest = max(self._charges, key=lambda each: each.num_bytes)
+            self._remove(largest)
+            if largest is charge:
+                raise _exhausted()
+            largest.timeout.reschedule(asyncio.get_running_loop().time())
+
+    def _remove(self, charge: BodyCharge) -> None:
+        if charge in self._charges:
+            self._charges.remove(charge)
+            self._num_bytes -= charge.num_bytes
+
+
+class BodyCharge:
+    """The part of a budget that the body of one request uses."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self.num_bytes = 0
+        #: Ends the request of this body. It has a deadline only if the request is refused.
+        self.timeout = asyncio.timeout(None)
+
+    async def read(self, http: web.Request, timeout_s: float) -> bytes:
+        """Return the body of the request, and charge its bytes as they arrive.
+
+        Args:
+            http: the request.
+            timeout_s: longest time for the whole body, however large it is.
+
+        Raises:
+            APIError: 408 if the body does not arrive in time, 413 if it is too large, 503 if the
+                budget is exhausted, 400 if the body contradicts its headers.
+        """
+        if (http.content_length or 0) > MAX_BODY_BYTES:
+            raise _too_large()
+        body = bytearray()
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        try:
+            async with asyncio.timeout_at(started + min(BODY_TIMEOUT_S, timeout_s)) as timeout:
+                while chunk := await http.content.readany():
+                    body += chunk
+                    if len(body) > MAX_BODY_BYTES:
+                        raise _too_large()
+                    self._budget.add(self, len(chunk))
+                    allowed_s = min(BODY_TIMEOUT_S + len(body) / MIN_BODY_RATE, timeout_s)
+                    timeout.reschedule(started + allowed_s)
+        except TimeoutError:
+            waited_s = loop.time() - started
+            raise APIError(
+                408,
+                f"The body did not arrive in time: {len(body)} bytes in {waited_s:.0f} s.",
+                code="timeout",
+            ) from None
+        except (web.RequestPayloadError, ClientPayloadError, HttpProcessingError) as error:
+            raise APIError(400, f"The body cannot be read: {error}", code="invalid_body") from error
+        return bytes(body)
+
+
+def _too_large() -> APIError:
+    message = f"The request body is larger than {MAX_BODY_BYTES} bytes."
+    return APIError(413, message, code="request_too_large")
+
+
+def _exhausted() -> APIError:
+    return unavailable(
+        "The bodies of all requests together are too large at the moment; retry later.",
+        code="too_many_bytes",
+    )

@@ -1,0 +1,270 @@
+"""Connections with limits: their number, and the time in which a request must arrive.
+
+A connection counts as soon as it is accepted, so TLS handshakes count too. While it waits for the
+head of a request, it has a deadline and may be closed in favour of a new connection. While it
+serves a request, the limits of `admission` and `body_budget` apply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import ssl
+from typing import cast
+
+import msgspec
+from aiohttp import hdrs, web
+
+from baton_gateway.errors import APIError, gateway_failure
+from baton_gateway.http.cors import CORS
+from baton_gateway.http.request_id import REQUEST_ID_HEADER, request_id
+from baton_gateway.metrics import GatewayMetrics
+
+logger = logging.getLogger(__name__)
+
+#: A connection must complete its TLS handshake within this time, then the head of its first
+#: request. The head of a later request must be complete this long after its first byte.
+HEAD_TIMEOUT_S = 20.0
+#: Time from the end of a response to the first byte of the connection's next request. Load
+#: balancers reuse connections that were idle for up to 60 s.
+KEEP_ALIVE_S = 75.0
+#: Interval at which the deadlines of connections are checked.
+SWEEP_S = 1.0
+#: Size of the buffer for the body of a connection whose request is not read. aiohttp pauses the
+#: connection at twice this size.
+READ_BUFFER_BYTES = 2**16
+#: Minimum time between two warnings that the limit of connections is reached.
+LOG_INTERVAL_S = 10.0
+
+
+class Connections:
+    """The open connections of one port.
+
+    Args:
+        limit: maximum number of connections. A further connection closes the connection that has
+            waited longest for a request. If no connection waits, the new connection is closed.
+    """
+
+    def __init__(self, limit: int, metrics: GatewayMetrics) -> None:
+        self._limit = limit
+        self._metrics = metrics
+        #: The TCP transports of all connections.
+        self._open: dict[Connection, asyncio.Transport] = {}
+        #: Deadlines of the connections that wait for a request. The longest wait is the first.
+        self._waiting: dict[Connection, float] = {}
+        self._is_sweeping = False
+        self._next_warning = 0.0
+        metrics.connections.set_function(lambda: len(self._open))
+
+    def add(self, connection: Connection, transport: asyncio.Transport) -> bool:
+        """Count a new connection. Close a connection if there are too many.
+
+        Returns:
+            False if the new connection was closed.
+        """
+        loop = asyncio.get_running_loop()
+        if len(self._open) >= self._limit:
+            self._warn(loop.time())
+            longest = next(iter(self._waiting), None)
+            if longest is None:
+                self._metrics.closed_connections.labels("refused").inc()
+                transport.abort()
+                return False
+            self._close(longest, "evicted")
+        self._open[connection] = transport
+        self._waiting[connection] = loop.time() + HEAD_TIMEOUT_S
+        if not self._is_sweeping:
+            self._is_sweeping = True
+            loop.call_later(SWEEP_S, self._sweep)
+        return True
+
+    def on_bytes(self, connection: Connection) -> None:
+        """Shorten the deadline of a waiting connection, because a request has begun to arrive."""
+        if connection in self._waiting:
+            latest = asyncio.get_running_loop().time() + HEAD_TIMEOUT_S
+            self._waiting[connection] = min(self._waiting[connection], latest)
+
+    def on_request(self, connection: Connection) -> None:
+        """End the wait of a connection, because the head of a request is complete."""
+        self._waiting.pop(connection, None)
+
+    def on_response(self, connection: Connection) -> None:
+        """Begin the wait for the connection's next request."""
+        if connection in self._open:
+            self._waiting.pop(connection, None)
+            self._waiting[connection] = asyncio.get_running_loop().time() + KEEP_ALIVE_S
+
+    def remove(self, connection: Connection) -> None:
+        """Stop counting a connection that is closed."""
+        self._open.pop(connection, None)
+        self._waiting.pop(connection, None)
+
+    def _sweep(self) -> None:
+        """Close the connections whose deadline has passed."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in [each for each, deadline in self._waiting.items() if deadline < now]:
+            self._close(connection, "timeout")
+        self._is_sweeping = bool(self._open)
+        if self._is_sweeping:
+            loop.call_later(SWEEP_S, self._sweep)
+
+    def _close(self, connection: Connection, reason: str) -> None:
+        del self._waiting[connection]
+        self._open.pop(connection).abort()
+        self._metrics.closed_connections.labels(reason).inc()
+
+    def _warn(self, now: float) -> None:
+        if now >= self._next_warning:
+            self._next_warning = now + LOG_INTERVAL_S
+            logger.warning(
+                "the limit of %d connections (max_connections) is reached: closing the connection "
+                "that has waited longest for a request",
+                self._limit,
+            )
+
+
+def response_headers(request: web.BaseRequest) -> dict[str, str]:
+    """Return the headers that every response has."""
+    # aiohttp's default for Server names the versions of Python and aiohttp.
+    return {hdrs.SERVER: "baton", REQUEST_ID_HEADER: request_id(request)}
+
+
+class Connection(web.RequestHandler):
+    """A connection that `connections` counts, and that answers malformed HTTP like OpenAI.
+
+    Neither the response nor the log quotes the request, because a header may contain an API key.
+    """
+
+    __slots__ = ("_connections", "_cors")
+
+    def __init__(self, manager: web.Server, connections: Connections, cors: CORS) -> None:
+        super().__init__(
+            manager,
+            loop=asyncio.get_running_loop(),
+            access_log=None,  # type: ignore[arg-type]
+            keepalive_timeout=KEEP_ALIVE_S,
+            read_bufsize=READ_BUFFER_BYTES,
+        )
+        self._connections = connections
+        self._cors = cors
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._connections.add(self, cast(asyncio.Transport, transport)):
+            super().connection_made(transport)
+
+    def upgraded_to_tls(self, transport: asyncio.Transport) -> None:
+        """Serve `transport`, after `connections` has counted the connection below it."""
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.remove(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._connections.on_bytes(self)
+        super().data_received(data)
+
+    def request_received(self) -> None:
+        """Record that the head of a request is complete."""
+        self._connections.on_request(self)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        # Before the response is sent too: a client that does not read it has the same deadline.
+        self._connections.on_response(self)
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self._connections.on_response(self)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("a part of the response is sent already")
+        name = request_id(request)
+        if status >= 500:
+            logger.error("[%s] a request from %s failed", name, request.remote, exc_info=exc)
+            error = gateway_failure(name)
+        else:
+            problem = type(exc).__name__
+            logger.info("[%s] %s sent no valid HTTP request: %s", name, request.remote, problem)
+            message = f"This is no valid HTTP request: {problem}."
+            error = APIError(status, message, code="invalid_http")
+        response = web.Response(
+            status=error.status,
+            body=msgspec.json.encode(error.body),
+            content_type="application/json",
+            headers=response_headers(request) | self._cors.headers(request),
+        )
+        response.force_close()
+        return response
+
+
+class TLSHandshake(asyncio.Protocol):
+    """Counts a connection, runs its TLS handshake, and then hands the connection over.
+
+    asyncio's own TLS servers create the protocol's connection after the handshake. Connections in
+    a handshake would then not be counted.
+    """
+
+    def __init__(
+        self, connection: Connection, connections: Connections, context: ssl.SSLContext
+    ) -> None:
+        self._connection = connection
+        self._connections = connections
+        self._context = context
+        #: Bytes that arrive together with the end of the handshake.
+        self._received = bytearray()
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        tcp = cast(asyncio.Transport, transport)
+        if self._connections.add(self._connection, tcp):
+            self._task = asyncio.get_running_loop().create_task(self._upgrade(tcp))
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+
+    async def _upgrade(self, tcp: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            tls = await loop.start_tls(
+                tcp,
+                self,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=HEAD_TIMEOUT_S,
+            )
+        except OSError:
+            tls = None
+        if tls is None or tls.is_closing():
+            self._connections.remove(self._connection)
+            tcp.abort()
+            return
+        tls.set_protocol(self._connection)
+        self._connection.upgraded_to_tls(tls)
+        if self._received:
+            self._connection.data_received(bytes(self._received))
+
+
+def connection_limit(configured: int) -> int:
+    """Return the maximum number of connections: at most half of the process's descriptors."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY or configured <= descriptors // 2:
+        return configured
+    logger.warning(
+        "max_connections is %d, but the limit of file descriptors (ulimit -n) is %d: at most %d "
+        "connections are served at once",
+        configured,
+        descriptors,
+        descriptors // 2,
+    )
+    return descriptors // 2

@@ -1,0 +1,142 @@
+"""Bodies count, have a deadline and are bounded in bytes while they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from baton_gateway.http import body_budget
+from support.gateway.fake_engine import DEADLINE_S
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.waiting import until
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize")
+CHARGED = "baton:gateway_body_bytes"
+
+
+@asynccontextmanager
+async def unfinished(
+    rig: GatewayRig, num_bytes: int, path: str = "/v1/completions", size: int = 16 * 2**20
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Send a head that announces `size` bytes, and `num_bytes` of them."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    writer.write(
+        f"POST {path} HTTP/1.1\r\nHost: g\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {size}\r\n\r\n".encode()
+        + b" " * num_bytes
+    )
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], str]:
+    """Return the status, the headers and the error code of a response."""
+    async with asyncio.timeout(DEADLINE_S):
+        first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines)
+        body = json.loads(await reader.readexactly(int(headers["Content-Length"])))
+    return int(first.split()[1]), headers, body["error"]["code"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_request_counts_while_its_body_arrives(make_rig: MakeRig, path: str) -> None:
+    rig = make_rig(max_concurrent_requests=2)
+    await rig.start(rig.engine("d", "decode", "hello world"))
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(unfinished(rig, 100, path))
+        await until(lambda: rig.metric(CHARGED) == 200, "both bodies at the gateway")
+        # Refused without its body.
+        reader, _ = await stack.enter_async_context(unfinished(rig, 0, path))
+        status, headers, code = await response(reader)
+        assert (status, headers["Retry-After"], code) == (429, "1", "rate_limit_exceeded")
+    await until(lambda: rig.metric(CHARGED) == 0, "the bodies of closed connections uncharged")
+    assert await rig.complete(n=2) == "hello world"
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_body_that_stops_is_refused_at_the_deadline(
+    rig: GatewayRig, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_budget, "BODY_TIMEOUT_S", 0.2)
+    await rig.start(rig.engine("d", "decode"))
+    async with unfinished(rig, 1000, path) as (reader, _):
+        status, _, code = await response(reader)
+        assert (status, code) == (408, "timeout")
+    assert rig.metric(CHARGED) == 0
+
+
+async def test_a_steady_body_may_take_longer_than_one_that_stops(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_budget, "BODY_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(body_budget, "MIN_BODY_RATE", 10)
+    await rig.start(rig.engine("d", "decode", "hello world"))
+    body = json.dumps({"model": "m", "prompt": "go", "max_tokens": 50}).encode()
+    async with unfinished(rig, 100, size=100 + len(body)) as (reader, writer):
+        await asyncio.sleep(0.8)  # time is the input: twice BODY_TIMEOUT_S
+        writer.write(body)
+        async with asyncio.timeout(DEADLINE_S):
+            assert b"200" in await reader.readline()
+
+
+async def test_bodies_of_500_clients_stay_within_the_budget(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget, held = 2**22, 2**16
+    monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", budget)
+    await rig.start(rig.engine("d", "decode", "hello world"))
+    async with AsyncExitStack() as stack:
+        readers = []
+        for _ in range(500):
+            reader, _ = await stack.enter_async_context(unfinished(rig, held))
+            readers.append(reader)
+            assert rig.metric(CHARGED) <= budget
+        refusals = rig.metric
+        refused = {"endpoint": "/v1/completions", "status": "503"}
+        await until(
+            lambda: refusals("baton:http_requests_total", **refused) >= 500 - budget // held,
+            "the refusals",
+        )
+        assert rig.metric(CHARGED) <= budget
+        # A small request is served beside them.
+        assert await rig.complete() == "hello world"
+        first = await response(readers[0])
+        assert (first[0], first[1]["Retry-After"], first[2]) == (503, "1", "too_many_bytes")
+    await until(lambda: rig.metric(CHARGED) == 0, "the bodies of closed connections uncharged")
+
+
+async def test_bodies_of_requests_that_wait_for_an_engine_are_charged(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 2**16)
+    rig = make_rig(hold_s=60.0)
+    await rig.start()
+    large = {"model": "m", "prompt": "hello " * 8000, "max_tokens": 1}
+    first = asyncio.create_task(rig.post("/v1/completions", large))
+    await until(lambda: rig.metric("baton:requests_held") == 1, "the request in the queue")
+    assert rig.metric(CHARGED) > 48_000
+    larger = large | {"prompt": "hello " * 9000}
+    status, body, headers = await rig.post("/v1/completions", larger)
+    assert (status, body["error"]["code"]) == (503, "too_many_bytes")
+    assert headers["Retry-After"] == "1"
+    small = asyncio.create_task(rig.complete())
+    await until(lambda: rig.metric("baton:requests_held") == 2, "the small request in the queue")
+    engine = rig.engine("d", "decode", "hello world")
+    rig.announce(engine)
+    assert await small == "hello world"
+    assert (await first)[0] == 400, "the prompt is longer than the model's limit"
+    assert rig.metric(CHARGED) == 0
+
+
+async def test_a_body_that_is_announced_as_too_large_is_not_read(rig: GatewayRig) -> None:
+    await rig.start(rig.engine("d", "decode"))
+    async with unfinished(rig, 0, size=16 * 2**20 + 1) as (reader, _):
+        status, _, code = await response(reader)
+        assert (status, code) == (413, "request_too_large")

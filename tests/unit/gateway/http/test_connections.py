@@ -1,0 +1,237 @@
+"""Connections of clients are counted and timed before they cost anything."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from baton_gateway.http import connections
+from baton_gateway.http.connections import connection_limit
+from baton_protocol.config import AccessConfig
+from support.gateway.certificates import write_certificate
+from support.gateway.fake_engine import DEADLINE_S
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.waiting import until
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: g\r\n\r\n"
+STREAM = {"model": "m", "prompt": "go", "max_tokens": 50, "stream": True}
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "SWEEP_S", 0.05)
+
+
+@asynccontextmanager
+async def connect(rig: GatewayRig) -> AsyncIterator[Pair]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    """Wait until the gateway closes the connection. Return whether it sent nothing before."""
+    async with asyncio.timeout(DEADLINE_S):
+        try:
+            return await reader.read() == b""
+        except ConnectionResetError:
+            return True
+
+
+async def answer(pair: Pair) -> bytes:
+    """Send a request over the connection, and return the first line of the response."""
+    reader, writer = pair
+    writer.write(GET)
+    async with asyncio.timeout(DEADLINE_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        await reader.readexactly(length)
+    return head.splitlines()[0]
+
+
+def closed(rig: GatewayRig, reason: str) -> float:
+    return rig.metric("baton:gateway_closed_connections_total", reason=reason)
+
+
+async def test_a_connection_that_sends_nothing_is_closed(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.2)
+    await rig.start(rig.engine("d", "decode"))
+    async with connect(rig) as (reader, _):
+        assert await is_closed(reader)
+    assert closed(rig, "timeout") == 1
+    await until(lambda: not rig.metric("baton:gateway_connections"), "no connection counted")
+
+
+async def test_a_head_that_arrives_byte_by_byte_has_a_deadline(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.5)
+    await rig.start(rig.engine("d", "decode"))
+    async with connect(rig) as pair:
+        reader, writer = pair
+        assert b"200" in await answer(pair)  # the head of a later request has a deadline too
+        end = asyncio.create_task(is_closed(reader))
+        writer.write(b"GET /v1/models HTTP/1.1\r\nX-Slow: ")
+
+        async def is_ended() -> bool:
+            writer.write(b"a")
+            return end.done()
+
+        await until(is_ended, "the end of the slow head")
+        assert await end
+    assert closed(rig, "timeout") == 1
+
+
+async def test_an_idle_connection_is_closed_after_the_keep_alive_time(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 0.5)
+    await rig.start(rig.engine("d", "decode"))
+    async with connect(rig) as pair:
+        for _ in range(2):
+            assert b"200" in await answer(pair)
+        assert await is_closed(pair[0])
+
+
+async def test_responses_that_are_not_read_end_the_connection(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client sends requests without reading the responses, which fill the buffers."""
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 1.0)
+    await rig.start(rig.engine("d", "decode"))
+    async with rig.slow_connection("/tokenize", {"prompt": "a"}) as connection:
+        connection.setblocking(False)
+
+        async def is_cut() -> bool:
+            try:
+                connection.send(GET * 1000)
+            except BlockingIOError:
+                pass
+            except ConnectionError:
+                return True
+            return False
+
+        await until(is_cut, "the end of the connection")
+    assert closed(rig, "timeout") == 1
+
+
+async def test_a_stream_may_last_longer_than_all_deadlines(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HEAD_TIMEOUT_S", "KEEP_ALIVE_S"):
+        monkeypatch.setattr(connections, name, 0.2)
+    engine = rig.engine("d", "decode", "hello world")
+    engine.hold_after = 1
+    await rig.start(engine)
+    stream = asyncio.create_task(rig.events("/v1/completions", STREAM))
+    await until(lambda: engine.adds, "the request at the engine")
+    async with connect(rig) as (reader, _):
+        assert await is_closed(reader)
+    engine.released.set()
+    assert "".join(event["choices"][0]["text"] for event in await stream) == "hello world"
+
+
+async def test_a_full_gateway_closes_the_longest_idle_connection(make_rig: MakeRig) -> None:
+    rig = make_rig(max_connections=4)
+    engine = rig.engine("d", "decode", "hello world")
+    engine.hold_after = 1
+    await rig.start(engine)
+    stream = asyncio.create_task(rig.events("/v1/completions", STREAM))
+    await until(lambda: engine.adds, "the request at the engine")
+    async with AsyncExitStack() as stack:
+        used, *idle = [await stack.enter_async_context(connect(rig)) for _ in range(3)]
+        await until(lambda: rig.metric("baton:gateway_connections") == 4, "four connections")
+        assert b"200" in await answer(used)
+        newest = await stack.enter_async_context(connect(rig))
+        assert await is_closed(idle[0][0])
+        for pair in (newest, used, idle[1]):
+            assert b"200" in await answer(pair)
+    assert closed(rig, "evicted") == 1
+    engine.released.set()
+    assert "".join(event["choices"][0]["text"] for event in await stream) == "hello world"
+
+
+async def test_a_gateway_whose_connections_all_serve_refuses_a_new_one(make_rig: MakeRig) -> None:
+    rig = make_rig(max_connections=2)
+    engine = rig.engine("d", "decode", "hello world")
+    engine.hold_after = 1
+    await rig.start(engine)
+    streams = [asyncio.create_task(rig.events("/v1/completions", STREAM)) for _ in range(2)]
+    await until(lambda: len(engine.adds) == 2, "the requests at the engine")
+    async with connect(rig) as (reader, _):
+        assert await is_closed(reader)
+    assert closed(rig, "refused") == 1
+    engine.released.set()
+    for stream in streams:
+        assert len(await stream) > 1
+    async with connect(rig) as pair:
+        assert b"200" in await answer(pair)
+
+
+async def test_idle_connections_without_an_end_do_not_keep_clients_away(make_rig: MakeRig) -> None:
+    rig = make_rig(max_connections=20)
+    await rig.start(rig.engine("d", "decode", "hello world"))
+    async with AsyncExitStack() as stack:
+        for _ in range(100):
+            await stack.enter_async_context(connect(rig))
+            assert rig.metric("baton:gateway_connections") <= 20
+        assert await rig.complete() == "hello world"
+        await until(lambda: closed(rig, "evicted") >= 81, "the idle connections to be closed")
+
+
+async def test_connections_in_a_tls_handshake_count(make_rig: MakeRig, tmp_path: Path) -> None:
+    folder = tmp_path / "tls"
+    write_certificate(folder, "gateway")
+    rig = make_rig(max_connections=3, access=AccessConfig(tls_dir=str(folder)))
+    await rig.start(rig.engine("d", "decode"))
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    port = int(rig.url.rsplit(":", 1)[1])
+    async with AsyncExitStack() as stack:
+        silent = [await stack.enter_async_context(connect(rig)) for _ in range(3)]
+        await until(lambda: rig.metric("baton:gateway_connections") == 3, "three connections")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        assert await is_closed(silent[0][0])
+        assert b"200" in await answer((reader, writer))
+        writer.close()
+    # Connections that end during or after the handshake are no longer counted.
+    await until(lambda: not rig.metric("baton:gateway_connections"), "no connection counted")
+    async with connect(rig) as (reader, writer):
+        writer.write(b"this is no TLS\r\n\r\n")
+        async with asyncio.timeout(DEADLINE_S):
+            assert b"HTTP" not in await reader.read()
+    await until(lambda: not rig.metric("baton:gateway_connections"), "no connection counted")
+
+
+async def test_a_tls_handshake_has_a_deadline(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.3)
+    folder = tmp_path / "tls"
+    write_certificate(folder, "gateway")
+    rig = make_rig(access=AccessConfig(tls_dir=str(folder)))
+    await rig.start(rig.engine("d", "decode"))
+    async with connect(rig) as (reader, _):
+        assert await is_closed(reader)
+    await until(lambda: not rig.metric("baton:gateway_connections"), "no connection counted")
+
+
+def test_half_of_the_descriptors_are_left_to_the_engines(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    assert connection_limit(100) == 100
+    assert "max_connections" not in caplog.text
+    assert connection_limit(4096) == 512
+    assert "ulimit -n" in caplog.text
