@@ -89,7 +89,7 @@ def _fetch_once(
         )
     partial = Partial(request.target, request.uri, listing.revision)
     try:
-        partial.reuse_leftovers()
+        partial.reuse_leftovers(files)
         lacking = total - sum(map(partial.size_of, files))
         free = shutil.disk_usage(request.target.parent).free
         if lacking > free:

@@ -15,18 +15,25 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.lock import boot_id
-from baton_engine.fetch.selection import Only
+from baton_engine.fetch.selection import Only, check_name
 from baton_engine.fetch.source import RemoteFile
+from baton_engine.fetch.verify import verify
 
 MARKER = ".baton-model.json"
 INCOMPLETE = ".incomplete"
 _STATE, _OWNER = ".baton-partial.json", ".baton-partial.lock"
+#: A longer marker or state file is not read. Those of the largest models have some 100 KiB.
+_MAX_RECORD_BYTES = 2**24
+
+_Record = TypeVar("_Record")
 
 
 class Marker(msgspec.Struct, frozen=True):
@@ -60,14 +67,16 @@ def read_complete(target: Path, uri: str, only: Only) -> Marker | None:
         FetchError: the folder contains another model or unknown files (ModelCacheInvalid).
     """
     try:
-        marker = msgspec.json.decode((target / MARKER).read_bytes(), type=Marker)
+        marker = _read_record(target / MARKER, Marker)
+        for name in marker.files:
+            check_name(name)
     except (FileNotFoundError, NotADirectoryError):
         if target.is_symlink() or (
             target.exists() and (not target.is_dir() or any(target.iterdir()))
         ):
             raise _cache_invalid(target, "has content that baton-model did not write") from None
         return None
-    except msgspec.DecodeError as error:
+    except (ValueError, FetchError) as error:
         raise _cache_invalid(target, f"has an unreadable marker ({error})") from error
     if (marker.uri, marker.only) != (uri, only):
         raise _cache_invalid(target, f"holds other files: {marker.only} of {marker.uri}")
@@ -79,6 +88,26 @@ def read_complete(target: Path, uri: str, only: Only) -> Marker | None:
 
 def _cache_invalid(target: Path, why: str) -> FetchError:
     return FetchError("ModelCacheInvalid", f"{target} {why}; remove it, or choose another cache")
+
+
+def _read_record(path: Path, kind: type[_Record]) -> _Record:
+    """Decode a marker or a state file.
+
+    Another client of a shared cache may have written the file. So it may be a pipe, which would
+    block `open`, or a link.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file has another content.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ValueError("it is no regular file")
+        content = file.read(_MAX_RECORD_BYTES + 1)
+    if len(content) > _MAX_RECORD_BYTES:
+        raise ValueError(f"it has more than {_MAX_RECORD_BYTES} bytes")
+    return msgspec.json.decode(content, type=kind)
 
 
 def _is_file(path: Path, size: int) -> bool:
@@ -109,20 +138,24 @@ class Partial:
         fcntl.flock(self._owner, fcntl.LOCK_EX)  # the kernel releases it when this process dies
         self._write_state()
 
-    def reuse_leftovers(self) -> None:
+    def reuse_leftovers(self, files: Iterable[RemoteFile]) -> None:
         """Move reusable files of other partial folders into this folder. Remove those folders.
 
         A folder whose fetcher is alive on this machine is skipped. From other folders of the same
-        revision, verified files are moved. Incomplete files are moved only if their fetcher ran on
-        this machine, because a fetcher on another machine may still write to them.
+        revision, verified files are moved. Their digests are verified again, because another client
+        of a shared cache may have written the folder. Incomplete files are moved only if their
+        fetcher ran on this machine, because a fetcher on another machine may still write to them.
+
+        Args:
+            files: the files of the model, as the source lists them.
         """
         for other in sorted(self._target.parent.glob(f"{self._target.name}.partial-*")):
             if other != self.path and not other.is_symlink():
-                self._reuse_leftover(other)
+                self._reuse_leftover(other, files)
         for doomed in self._target.parent.glob(f"{self._target.name}.discarded-*"):
             shutil.rmtree(doomed, ignore_errors=True)
 
-    def _reuse_leftover(self, other: Path) -> None:
+    def _reuse_leftover(self, other: Path, files: Iterable[RemoteFile]) -> None:
         try:
             owner = os.open(other / _OWNER, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:  # its fetcher was killed at the start, or another one removed it
@@ -130,10 +163,10 @@ class Partial:
             return
         try:
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            state = msgspec.json.decode((other / _STATE).read_bytes(), type=_State)
+            state = _read_record(other / _STATE, _State)
         except BlockingIOError:
             return
-        except (OSError, msgspec.DecodeError):
+        except (OSError, ValueError):
             state = None
         finally:
             os.close(owner)
@@ -141,10 +174,14 @@ class Partial:
             self._state.uri,
             self._state.revision,
         ):
-            for name, file in state.verified.items():
-                if _is_file(other / name, file.size):
+            for file in files:
+                name = file.name
+                if state.verified.get(name) == file and _is_file(other / name, file.size):
                     os.replace(other / name, self.path / name)
-                    self._state.verified[name] = file
+                    if verify(self.path / name, file):
+                        (self.path / name).unlink()
+                    else:
+                        self._state.verified[name] = file
             if state.machine == self._state.machine:
                 for path in other.glob(f"*{INCOMPLETE}"):
                     if stat.S_ISREG(path.stat(follow_symlinks=False).st_mode):

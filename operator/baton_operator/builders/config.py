@@ -150,7 +150,7 @@ def gateway_config(resolved: ResolvedService) -> GatewayConfig:
 def _model_config(resolved: ResolvedService, role: names.ConfiguredRole) -> ModelConfig:
     source = resolved.spec.model
     return ModelConfig(
-        path=model.source(source, role).path,
+        path=model.source(source, role, resolved.namespace).path,
         served_name=resolved.served_name,
         dtype=source.dtype,
         quantization=source.quantization,

@@ -30,8 +30,8 @@ class ModelSource(msgspec.Struct, frozen=True):
     mount: Object
 
 
-def source(model: Model, role: names.ConfiguredRole) -> ModelSource:
-    """Return the path, the volume and the mount of the model for pods of `role`.
+def source(model: Model, role: names.ConfiguredRole, namespace: str) -> ModelSource:
+    """Return the path, the volume and the mount of the model for pods of `role` in a namespace.
 
     A host path is mounted at the same path in the container. Kubernetes does not check that the
     folder exists, because the engine's error message for a missing folder is clearer than
@@ -59,13 +59,14 @@ def source(model: Model, role: names.ConfiguredRole) -> ModelSource:
             f"{FOLDER}/image{(match[5] or '').rstrip('/')}", volume, _mount(f"{FOLDER}/image")
         )
     return ModelSource(
-        f"{FOLDER}/{_folder_name(model.uri, role)}", _cache_volume(model), _mount(FOLDER)
+        f"{FOLDER}/{_folder_name(model, role, namespace)}", _cache_volume(model), _mount(FOLDER)
     )
 
 
 def fetcher(
     model: Model,
     role: names.ConfiguredRole,
+    namespace: str,
     *,
     image: str,
     env: list[Object],
@@ -83,7 +84,8 @@ def fetcher(
     if not is_fetched(model.uri):
         return None
     limit = model.cache.size_limit if model.cache else None
-    command = ["baton-model", "fetch", "--uri", model.uri, "--to", source(model, role).path]
+    path = source(model, role, namespace).path
+    command = ["baton-model", "fetch", "--uri", model.uri, "--to", path]
     command += (
         ["--only", "tokenizer"] if role == "gateway" else ["--http-port", str(ENGINE_HTTP_PORT)]
     )
@@ -115,13 +117,17 @@ def fetcher(
     return container
 
 
-def _folder_name(uri: str, role: names.ConfiguredRole) -> str:
+def _folder_name(model: Model, role: names.ConfiguredRole, namespace: str) -> str:
     """Return the name of the model's folder in the cache. All engine pods use the same name.
 
-    The gateway's folder has another name, because the gateway fetches only the tokenizer.
+    The gateway's folder has another name, because the gateway fetches only the tokenizer. On a
+    hostPath, which services of several namespaces may share, the name begins with the namespace.
+    So a service does not get a model that another namespace fetched with its credentials.
     """
-    readable = re.sub(r"[^A-Za-z0-9.-]+", "-", uri.partition("://")[2])[:80].strip("-.")
-    return f"{readable}-{names.content_hash(uri)}{'-tokenizer' if role == 'gateway' else ''}"
+    readable = re.sub(r"[^A-Za-z0-9.-]+", "-", model.uri.partition("://")[2])[:80].strip("-.")
+    owner = f"{namespace}." if model.cache is not None and model.cache.host_path else ""
+    suffix = "-tokenizer" if role == "gateway" else ""
+    return f"{owner}{readable}-{names.content_hash(model.uri)}{suffix}"
 
 
 def _cache_volume(model: Model) -> Object:

@@ -154,6 +154,7 @@ def _fetcher_end(pod: Object) -> Object:
 def _missing_claim(model: Model, pod: Object) -> str | None:
     """Return a message if the PersistentVolumeClaim of the model does not exist, else None."""
     text = condition(pod, "PodScheduled").get("message") or ""
-    claim = source(model, "decode").volume.get("persistentVolumeClaim", {}).get("claimName")
+    # The volume is the same in all namespaces.
+    claim = source(model, "decode", "").volume.get("persistentVolumeClaim", {}).get("claimName")
     is_missing = f'persistentvolumeclaim "{claim}" not found' in text
     return f"pod {pod['metadata']['name']}: {text}; create the claim" if is_missing else None

@@ -112,7 +112,7 @@ def _own_template(
 
     The arguments are those of `pod_template`.
     """
-    source = model.source(resolved.spec.model, role)
+    source = model.source(resolved.spec.model, role, resolved.namespace)
     config_map = config.config_map(resolved, role)["metadata"]["name"]
     mounted = [
         (
@@ -146,6 +146,7 @@ def _own_template(
     if fetcher := model.fetcher(
         resolved.spec.model,
         role,
+        resolved.namespace,
         image=resolved.spec.image,
         env=identity_env(),
         security=restricted(),

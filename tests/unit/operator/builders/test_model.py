@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton_kube.client import Object
-from baton_operator.api.spec_model import MODEL_URI, Model
+from baton_operator.api.spec_model import MODEL_URI, Model, ModelCache
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
 from baton_protocol.config import EngineConfig, GatewayConfig
@@ -66,7 +66,7 @@ def volume_of(spec: Object) -> Object:
 )
 def test_local_models_are_mounted_and_not_fetched(uri: str, path: str, source: Object) -> None:
     assert re.fullmatch(MODEL_URI, uri)
-    found = model.source(Model(uri=uri), "decode")
+    found = model.source(Model(uri=uri), "decode", "default")
     assert found.path == path
     assert {key: value for key, value in found.volume.items() if key != "name"} == source
     assert path.startswith(found.mount["mountPath"])
@@ -127,7 +127,23 @@ def test_a_gateway_fetches_no_weights_and_has_its_own_folder() -> None:
 
 def test_models_and_revisions_have_different_folders() -> None:
     uris = ["hf://org/a", "hf://org/a@v1", "hf://org/a-v1", "s3://org/a", "s3://org/b/a"]
-    assert len({model.source(Model(uri=uri), "decode").path for uri in uris}) == len(uris)
+    assert len({model.source(Model(uri=uri), "decode", "default").path for uri in uris}) == len(
+        uris
+    )
+
+
+def test_namespaces_share_no_folder_of_a_host_path() -> None:
+    """So a model that one namespace fetched with its credentials is not used by another."""
+    on_node = Model(**HUB, cache=ModelCache(host_path="/var/models"))
+    assert (
+        model.source(on_node, "decode", "team-a").path
+        != model.source(on_node, "decode", "team-b").path
+    )
+    in_claim = Model(**HUB, cache=ModelCache(claim="models"))
+    assert (
+        model.source(in_claim, "decode", "team-a").path
+        == model.source(in_claim, "decode", "team-b").path
+    ), "a claim belongs to one namespace, and its existing folders would not be found"
 
 
 @pytest.mark.parametrize(
