@@ -85,7 +85,9 @@ def fetcher(
         return None
     limit = model.cache.size_limit if model.cache else None
     path = source(model, role, namespace).path
-    command = ["baton-model", "fetch", "--uri", model.uri, "--to", path]
+    # Kubernetes replaces `$(NAME)` in commands, and `$$` by `$`. The environment has credentials.
+    uri = model.uri.replace("$", "$$")
+    command = ["baton-model", "fetch", "--uri", uri, "--to", path]
     command += (
         ["--only", "tokenizer"] if role == "gateway" else ["--http-port", str(ENGINE_HTTP_PORT)]
     )

@@ -12,6 +12,7 @@ from baton_operator.api.spec_model import MODEL_URI, Model, ModelCache
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
 from baton_protocol.config import EngineConfig, GatewayConfig
+from pocketkube.containers.environment import command_line
 from support.operator.services import resolved
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
@@ -130,6 +131,15 @@ def test_models_and_revisions_have_different_folders() -> None:
     assert len({model.source(Model(uri=uri), "decode", "default").path for uri in uris}) == len(
         uris
     )
+
+
+def test_a_uri_cannot_read_the_environment_of_the_fetcher() -> None:
+    uri = "s3://bucket/$(AWS_SECRET_ACCESS_KEY)/$$(POD_IP)/$x"
+    environment = {"AWS_SECRET_ACCESS_KEY": "secret", "POD_IP": "10.0.0.1"}
+    deployment = gateway.deployment(resolved(model={"uri": uri}))
+    for spec in (member_spec(uri=uri), deployment["spec"]["template"]["spec"]):
+        words = command_line(fetcher_of(spec), environment)
+        assert words[words.index("--uri") + 1] == uri
 
 
 def test_namespaces_share_no_folder_of_a_host_path() -> None:
