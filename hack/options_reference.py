@@ -162,7 +162,10 @@ def _of_engine() -> tuple[dict[str, str], dict[str, str]]:
         for setting in engine_settings.KV_TRANSFER
         if setting.role is not None
     }
-    spec = {option.path: "`engine.extraArgs`" for option in engine_cli.OPTIONS}
+    spec = {
+        option.path: "-" if option.path in engine_settings.CODE else "`engine.extraArgs`"
+        for option in engine_cli.OPTIONS
+    }
     spec |= {"config": _OPERATOR} | dict.fromkeys(ENGINE_CONSTANTS, _OPERATOR)
     spec |= _set_by("engine.", engine_settings.ENGINE)
     spec |= _set_by("kvTransfer.", engine_settings.KV_TRANSFER)

@@ -26,6 +26,9 @@ from pocketkube.containers.environment import (
 TOKEN_PATH = "/var/run/secrets/kubernetes.io/serviceaccount"
 #: The lifetime that Kubernetes requests for the tokens that it mounts by default.
 TOKEN_LIFETIME_S = 3607
+#: The ConfigMap with the API server's certificate authority, which Kubernetes creates in each
+#: namespace. Here the kubelet provides its content.
+ROOT_CA, ROOT_CA_KEY = "kube-root-ca.crt", "ca.crt"
 
 #: The files of a volume: path inside the volume -> content.
 Payload = dict[str, bytes]
@@ -74,7 +77,7 @@ def with_service_account_token(pod: Object, service_account: Object | None) -> O
     name = "kube-api-access-" + pod["metadata"]["uid"][:5]
     sources = [
         {"serviceAccountToken": {"path": "token", "expirationSeconds": TOKEN_LIFETIME_S}},
-        {"kubeletCertificateAuthority": {"path": "ca.crt"}},
+        {"configMap": {"name": ROOT_CA, "items": [{"key": ROOT_CA_KEY, "path": "ca.crt"}]}},
         {
             "downwardAPI": {
                 "items": [{"path": "namespace", "fieldRef": {"fieldPath": "metadata.namespace"}}]
@@ -237,8 +240,6 @@ class PodVolumes:
                 files |= self._downward(source["downwardAPI"])
             elif reference := source.get("serviceAccountToken"):
                 files[reference["path"]] = (await self._token(reference)).encode()
-            elif reference := source.get("kubeletCertificateAuthority"):
-                files[reference["path"]] = self._ca_pem
             else:
                 raise ConfigError(
                     f"projected source {', '.join(sorted(source)) or 'without a type'} is not "
@@ -248,7 +249,10 @@ class PodVolumes:
 
     async def _keys(self, kind: str, name: str, source: Object) -> Payload:
         namespace = self.pod["metadata"]["namespace"]
-        data = await read_data(kind, namespace, name, source, self._lookup)
+        if (kind, name) == ("ConfigMap", ROOT_CA):
+            data = {ROOT_CA_KEY: self._ca_pem}
+        else:
+            data = await read_data(kind, namespace, name, source, self._lookup)
         items = source.get("items")
         if not items:
             return data

@@ -114,7 +114,7 @@ class Engine(ApiStruct, frozen=True):
     #: baton:num_nans_in_logits_total. Unset: false.
     count_nans_in_logits: bool | None = None
     #: Flags of baton-engine for options without a field, such as --watermark=0.02. Options that the
-    #: operator sets are refused. Unset: none.
+    #: operator sets or that name code are refused. Unset: none.
     extra_args: Annotated[list[Argument], Meta(max_length=64)] | None = None
 
 

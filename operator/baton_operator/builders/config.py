@@ -1,7 +1,7 @@
 """ConfigMaps with the configuration of engines and gateway.
 
-The name of a ConfigMap contains a hash of the configuration. So the configuration of a running pod
-never changes.
+The name of a ConfigMap contains a hash of the configuration, and the ConfigMap is immutable. So the
+configuration of a running pod never changes.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ def config_map(resolved: ResolvedService, role: names.ConfiguredRole) -> Object:
         "metadata": resolved.metadata(
             f"{resolved.name}-{role}-config-{names.content_hash(data)}", role
         ),
+        "immutable": True,
         "data": data,
     }
 

@@ -96,6 +96,8 @@ COMPUTED = {
     "parallel.num_redundant_experts": "decode.parallelism.redundantExperts",
     "drain_timeout_s": "drainTimeoutSeconds",
 }
+#: Options that name code to import. `extraArgs` cannot set them.
+CODE = frozenset({"parallel.executor_class", "parallel.worker_class", "scheduler.scheduler_class"})
 
 
 def configure(
@@ -130,6 +132,11 @@ def configure(
         if option.path in fields:
             raise ValueError(
                 f"{source}: remove {option.flag}, and set the field {fields[option.path]}"
+            )
+        if option.path in CODE:
+            raise ValueError(
+                f"{source}: {option.flag} names code that the engine would execute; remove it, or "
+                f"add it to the command of the container in {role}.template"
             )
         if option.path in own:
             raise ValueError(f"{source}: the operator sets {option.flag}")

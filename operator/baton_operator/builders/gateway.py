@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from baton_kube.client import Object
+from baton_kube.client import SERVICE_ACCOUNT, Object
 from baton_operator import names
 from baton_operator.builders import config
 from baton_operator.builders.pod_template import pod
@@ -15,6 +15,8 @@ from baton_protocol.config import GATEWAY_PORT
 CONTAINER = "gateway"
 #: Shows metrics collectors that a pod serves only HTTPS.
 ANNOTATION_SCHEME = "prometheus.io/scheme"
+#: Lifetime of the account's token. The kubelet renews the token before.
+TOKEN_LIFETIME_S = 3600
 #: Ports of the gateway's Service by scheme. In Service and pods the scheme is the name of the port,
 #: so each port of the Service selects the pods that serve its scheme.
 PORTS: dict[Scheme, int] = {"http": 80, "https": 443}
@@ -55,10 +57,15 @@ def deployment(resolved: ResolvedService) -> Object:
             "livenessProbe": pod.http_probe("/health", period_s=10, failures=6, scheme=scheme),
             "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3, scheme=scheme),
         },
-        pod={"serviceAccountName": names.gateway_name(resolved.name), "enableServiceLinks": False},
+        pod={
+            "serviceAccountName": names.gateway_name(resolved.name),
+            # An automatic mount would give the token to the init container, too.
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+        },
         template=gateway.template,
         resources=gateway.resources,
-        extra=_secret_mounts(resolved),
+        extra=[*_secret_mounts(resolved), _token_mount()],
     )
     if scheme == "https":
         template["metadata"].setdefault("annotations", {})[ANNOTATION_SCHEME] = scheme
@@ -112,6 +119,28 @@ def service(resolved: ResolvedService) -> Object:
             ],
         },
     }
+
+
+def _token_mount() -> tuple[Object, Object]:
+    """Return (volume, mount) of the account's token, as Kubernetes mounts it automatically.
+
+    Only the gateway's container gets the mount.
+    """
+    namespace = {"fieldPath": "metadata.namespace", "apiVersion": "v1"}
+    sources: list[Object] = [
+        {"serviceAccountToken": {"path": "token", "expirationSeconds": TOKEN_LIFETIME_S}},
+        {
+            "configMap": {
+                "name": "kube-root-ca.crt",
+                "items": [{"key": "ca.crt", "path": "ca.crt"}],
+            }
+        },
+        {"downwardAPI": {"items": [{"path": "namespace", "fieldRef": namespace}]}},
+    ]
+    return (
+        {"name": "account-token", "projected": {"sources": sources, "defaultMode": 0o644}},
+        {"name": "account-token", "mountPath": str(SERVICE_ACCOUNT), "readOnly": True},
+    )
 
 
 def _secret_mounts(resolved: ResolvedService) -> list[tuple[Object, Object]]:

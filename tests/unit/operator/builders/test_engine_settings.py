@@ -253,11 +253,22 @@ def test_extra_arguments_set_the_options_that_have_no_field_and_not_those_of_the
         "--compile-sizes",
         "--enable-chunked-prefill",
         "--enable-kv-events",
-        "--executor",
-        "--scheduler-class",
         "--watermark",
-        "--worker-class",
     }
+
+
+@pytest.mark.parametrize("flag", ["--executor", "--scheduler-class", "--worker-class"])
+def test_an_extra_argument_cannot_name_code_that_the_engine_imports(flag: str) -> None:
+    service = {"extraArgs": ["--watermark=0.1"]}
+    hostile = {"engine": {"extraArgs": [f"{flag}=attacker.module.Class"]}}
+    for level, spec in (
+        ("engine", hostile),
+        ("decode.engine", {"engine": service, "decode": hostile}),
+    ):
+        assert error(**spec) == (
+            f"{level}.extraArgs[0]: {flag} names code that the engine would execute; remove it, or "
+            "add it to the command of the container in decode.template"
+        )
 
 
 def test_the_extra_arguments_of_a_role_follow_those_of_the_service() -> None:

@@ -241,6 +241,17 @@ async def test_the_key_of_a_service_is_created_once_and_immutable(
         await kube.merge("Secret", NAMESPACE, "secretive-key", {"data": {"key": "eA=="}})
 
 
+async def test_the_configuration_that_pods_mount_cannot_be_edited(kube: Kube) -> None:
+    service = Cluster(kube, "configured")
+    await service.create(decode={"replicas": 1})
+    pods = await service.names("decode-0")
+    volumes = pods["configured-decode-0"]["spec"]["volumes"]
+    (name,) = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
+    hostile = '{"parallel": {"worker_class": "attacker.module.Class"}}'
+    with pytest.raises(KubeError, match="immutable"):
+        await kube.merge("ConfigMap", NAMESPACE, name, {"data": {"decode.json": hostile}})
+
+
 async def test_a_deleted_key_is_recreated_and_all_pods_are_replaced_one_by_one(
     kube: Kube, operator: Operator
 ) -> None:

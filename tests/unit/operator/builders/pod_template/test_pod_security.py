@@ -99,15 +99,26 @@ def test_a_host_path_model_is_the_only_violation() -> None:
         assert violations(pod["metadata"], pod["spec"]) == expected, role
 
 
-def test_only_the_gateway_has_access_to_the_api() -> None:
+def test_only_the_gateways_container_has_access_to_the_api() -> None:
+    fetched = {"uri": "hf://org/name"}
     for role, pod in templates(
-        resolved(coordinator="10.0.0.1", prefill={}, decode=EXPERTS)
+        resolved(coordinator="10.0.0.1", model=fetched, prefill={}, decode=EXPERTS)
     ).items():
-        mounted = pod["spec"].get("automountServiceAccountToken", True)
-        account = pod["spec"]["serviceAccountName"]
-        assert (mounted, account) == (
-            (True, "demo-gateway") if role == "gateway" else (False, "demo-engine")
-        ), role
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is False, "every container gets the token"
+        assert spec["serviceAccountName"] == f"demo-{'gateway' if role == 'gateway' else 'engine'}"
+        tokens = {
+            volume["name"]
+            for volume in spec["volumes"]
+            for source in volume.get("projected", {}).get("sources", [])
+            if "serviceAccountToken" in source
+        }
+        holders = [
+            container["name"]
+            for container in [*spec.get("initContainers", []), *spec["containers"]]
+            if any(mount["name"] in tokens for mount in container["volumeMounts"])
+        ]
+        assert holders == (["gateway"] if role == "gateway" else []), role
 
 
 def _set(path: str, value: Any) -> Callable[[Object], None]:
