@@ -10,7 +10,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,20 @@ from baton_protocol.config import EngineConfig, container_path
 
 logger = logging.getLogger(__name__)
 
+#: Fields of a step with what clients wrote, or with what the model answered. Only their sizes are
+#: written, because many people may read a dump.
+_CLIENT_CONTENT = frozenset(
+    {
+        "prompt_token_ids",
+        "generated_token_ids",
+        "new_token_ids",
+        "stop_token_ids",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words_token_ids",
+        "spec",  # of a StructuredOutput: a JSON schema, a regular expression or a grammar
+    }
+)
 #: Entries shown at each end of a long list.
 _ENDS_SHOWN = 8
 
@@ -35,8 +49,8 @@ def write_crash_dump(
     """Write a failed step's input, the configuration, the statistics and the error to a JSON file.
 
     The folder is `config.observability.crash_dump_dir`, or the system's temporary folder if unset.
-    Long lists of token ids and block ids are abbreviated, so that the file is readable and contains
-    no long prompt. Only the file's owner can read the file. This function never raises, because
+    Prompts, answers, schemas and grammars are replaced by their sizes, and long lists of block ids
+    are abbreviated. Only the file's owner can read the file. This function never raises, because
     another exception is being handled.
 
     Args:
@@ -81,11 +95,9 @@ def describe(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, msgspec.Struct):
-        return {name: describe(getattr(value, name)) for name in value.__struct_fields__}
+        return _describe_fields(value, value.__struct_fields__)
     if dataclasses.is_dataclass(value):
-        return {
-            field.name: describe(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        return _describe_fields(value, [field.name for field in dataclasses.fields(value)])
     if isinstance(value, Mapping):
         return {str(key): describe(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -95,6 +107,14 @@ def describe(value: Any) -> Any:
     if isinstance(value, Sequence):
         return _describe_list(value)
     return repr(value)
+
+
+def _describe_fields(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    fields = {name: getattr(value, name) for name in names}
+    return {
+        name: f"{len(field)} left out" if name in _CLIENT_CONTENT and field else describe(field)
+        for name, field in fields.items()
+    }
 
 
 def _describe_list(items: Sequence[Any]) -> Any:

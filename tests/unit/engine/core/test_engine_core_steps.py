@@ -225,11 +225,8 @@ def test_a_failed_step_writes_its_input_to_a_file(tmp_path) -> None:
     assert dump["error"][-1] == "RuntimeError: the device is on fire"
     assert dump["step"]["num_scheduled_tokens"] == {"long": 100, "bad": 3}
     new = {one["request_id"]: one for one in dump["step"]["new_requests"]}
-    assert new["bad"]["prompt_token_ids"] == [13, 13, 13]
-    assert (
-        new["long"]["prompt_token_ids"]
-        == "[1, 2, 3, 4, 5, 6, 7, 8, ... 100 in all ..., 93, 94, 95, 96, 97, 98, 99, 100]"
-    )
+    assert new["bad"]["prompt_token_ids"] == "3 left out"
+    assert new["long"]["prompt_token_ids"] == "100 left out"
     assert new["bad"]["sampling_params"]["max_tokens"] == 6
     assert dump["stats"]["num_requests_running"] == 2
     assert dump["config"]["cache"]["num_blocks"] == 64
