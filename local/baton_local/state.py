@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from pocketkube.private_folder import create_private_folder
+from pocketkube.private_folder import check_private_folder, create_private_folder
 
 #: Time to wait for the lock. `StateDir.supervisor` may hold it for a moment.
 PROBE_S = 0.5
@@ -97,10 +97,12 @@ class StateDir:
     def supervisor(self) -> int | None:
         """Return the pid of the supervisor: the `baton up` that uses this folder.
 
-        None: no `baton up` uses this folder.
+        None: no `baton up` uses this folder. The folder must not be under the control of another
+        user, who could name any process and any kubeconfig.
         """
         with self._usable():
             try:
+                check_private_folder(self.root)
                 lock_file = os.open(self.root / "lock", os.O_RDWR | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None

@@ -15,6 +15,16 @@ def create_private_folder(folder: Path) -> None:
         OSError: the folder cannot be created.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private_folder(folder)
+
+
+def check_private_folder(folder: Path) -> None:
+    """Check that no other user controls the folder.
+
+    Raises:
+        PermissionError: the folder belongs to another user, or other users may write to it.
+        FileNotFoundError: there is no such folder.
+    """
     status = folder.stat()
     if status.st_uid != os.geteuid():
         why = "the folder belongs to another user"

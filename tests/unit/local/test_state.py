@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,16 @@ def test_stop_ends_the_supervisor_and_returns_whether_one_ran(holder, tmp_path) 
     state = StateDir(tmp_path)
     assert state.stop_supervisor(10)
     assert not state.stop_supervisor(10)
+
+
+def test_a_process_named_in_a_folder_that_others_can_write_is_not_killed(
+    holder: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    """Another user could have written the lock with the pid of any process."""
+    tmp_path.chmod(0o777)
+    with pytest.raises(StateDirError, match="other users may write"):
+        StateDir(tmp_path).stop_supervisor(timeout_s=1.0)
+    assert holder.poll() is None
 
 
 def test_info_of_another_version_is_an_error_only_if_its_supervisor_runs(holder, tmp_path) -> None:

@@ -28,10 +28,12 @@ uses = pytest.mark.parametrize(
     [
         create_private_folder,
         lambda folder: StateDir(folder).acquire(),
+        lambda folder: StateDir(folder).read_info(),
+        lambda folder: StateDir(folder).stop_supervisor(timeout_s=1.0),
         start_kubelet,
         start_real_control_plane,
     ],
-    ids=["folder", "baton up", "kubelet", "control plane"],
+    ids=["folder", "baton up", "baton status", "baton down", "kubelet", "control plane"],
 )
 
 
