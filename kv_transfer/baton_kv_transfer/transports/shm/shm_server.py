@@ -14,7 +14,12 @@ from baton_kv_transfer.transports.iovec import check, count_outside, lengths_of
 from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
 from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
 from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, WRITE, encode_request
-from baton_kv_transfer.transports.sockets.peer_server import MAX_HELLO_BYTES, Client, PeerServer
+from baton_kv_transfer.transports.sockets.peer_server import (
+    MAX_HELLO_BYTES,
+    MAX_UNAUTHENTICATED,
+    Client,
+    PeerServer,
+)
 from baton_kv_transfer.transports.transfer import Region
 from baton_kv_transfer.transports.transport_thread import Job
 
@@ -112,7 +117,7 @@ class SHMServer(PeerServer[_Client]):
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         server.setblocking(False)
         server.bind(b"\0baton-kv-" + os.urandom(12).hex().encode())
-        server.listen(128)
+        server.listen(MAX_UNAUTHENTICATED)
         self._server = server
         self._thread.watch(server.fileno(), self._accept)
         here = get_location()

@@ -14,6 +14,9 @@ from baton_kv_transfer.transports.transfer import CopyError, Region
 from baton_kv_transfer.transports.transport import TransportContext
 
 MAX_HELLO_BYTES = 4096
+HELLO_TIMEOUT_S = 5.0
+#: Limit of connections that have not sent HELLO. Above this limit, the oldest one is closed.
+MAX_UNAUTHENTICATED = 128
 logger = logging.getLogger(__name__)
 
 
@@ -81,8 +84,16 @@ class PeerServer(abc.ABC, Generic[_Client]):
             self._drop(client, "this agent cut all its peers off")
 
     def _add(self, client: _Client) -> None:
+        unauthenticated = [each for each in self._clients if not each.name]
+        if len(unauthenticated) >= MAX_UNAUTHENTICATED:
+            self._drop(unauthenticated[0], "too many clients have sent no HELLO")
         self._clients.append(client)
         self._thread.watch(client.link.fileno(), lambda: self._serve(client))
+        self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_unauthenticated(client))
+
+    def _drop_unauthenticated(self, client: _Client) -> None:
+        if not client.name:
+            self._drop(client, f"no HELLO within {HELLO_TIMEOUT_S:g} s")
 
     def _serve(self, client: _Client) -> None:
         try:

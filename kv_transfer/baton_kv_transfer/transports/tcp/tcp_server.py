@@ -12,7 +12,12 @@ import msgspec
 from baton_kv_transfer.transports.iovec import count_outside
 from baton_kv_transfer.transports.sockets.framed_socket import DATA, FramedSocket
 from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, READ, WRITE, decode_request
-from baton_kv_transfer.transports.sockets.peer_server import MAX_HELLO_BYTES, Client, PeerServer
+from baton_kv_transfer.transports.sockets.peer_server import (
+    MAX_HELLO_BYTES,
+    MAX_UNAUTHENTICATED,
+    Client,
+    PeerServer,
+)
 from baton_kv_transfer.transports.sockets.rows import Rows
 from baton_kv_transfer.transports.transfer import Region
 from baton_kv_transfer.transports.transport import TransportContext
@@ -34,9 +39,6 @@ class Hello(msgspec.Struct, array_like=True):
     name: str
 
 
-HELLO_TIMEOUT_S = 5.0
-#: Limit of connections that have not sent HELLO. Above this limit, the oldest one is closed.
-MAX_UNAUTHENTICATED = 128
 #: A connection is lost if the peer's host acknowledges nothing for this time, in seconds.
 SILENT_S = 10
 _PROBE_S = 2
@@ -128,19 +130,9 @@ class TCPServer(PeerServer[_Client]):
                 self._thread.unwatch(self._server.fileno())
                 self._thread.call_later(_RETRY_S, self._listen)
             return
-        unauthenticated = [client for client in self._clients if not client.name]
-        if len(unauthenticated) >= MAX_UNAUTHENTICATED:
-            self._drop(unauthenticated[0], "too many clients have sent no HELLO")
         set_options(end)
-        client = _Client(
-            FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), f"{where[0]}:{where[1]}"
-        )
-        self._add(client)
-        self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_unauthenticated(client))
-
-    def _drop_unauthenticated(self, client: _Client) -> None:
-        if not client.name:
-            self._drop(client, f"no HELLO within {HELLO_TIMEOUT_S:g} s")
+        link = FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved)
+        self._add(_Client(link, f"{where[0]}:{where[1]}"))
 
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
         if kind == DATA:  # all rows of a write have arrived

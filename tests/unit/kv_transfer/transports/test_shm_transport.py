@@ -21,7 +21,7 @@ from baton_kv_transfer.transports.shm import shm_server as messages
 from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
 from baton_kv_transfer.transports.shm.shm_server import HostAddress, SHMServer
 from baton_kv_transfer.transports.shm.shm_transport import SHMTransport
-from baton_kv_transfer.transports.sockets import peer_link
+from baton_kv_transfer.transports.sockets import peer_link, peer_server
 from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
 from baton_kv_transfer.transports.transfer import CopyError, Region, XferState
 from baton_kv_transfer.transports.transport import TransportContext
@@ -214,6 +214,30 @@ def test_a_client_without_a_valid_proof_is_disconnected(
     peer = transports("peer")
     assert peer.knows(address)
     eventually(lambda: owner.notifs == [("peer", b"hello")], "a word of a real peer")
+
+
+def test_silent_clients_are_disconnected_and_do_not_block_others(
+    transports: Callable[[str], SHMTransportHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = transports("owner")
+    address = owner.address
+
+    def connect() -> socket.socket:
+        end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        end.settimeout(10)
+        end.connect(address.socket_name)
+        return end
+
+    monkeypatch.setattr(peer_server, "HELLO_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(peer_server, "MAX_UNAUTHENTICATED", 3)
+    with contextlib.ExitStack() as closing:
+        strangers = [closing.enter_context(connect()) for _ in range(5)]
+        assert [stranger.recv(1) for stranger in strangers[:2]] == [b"", b""]
+        peer = transports("peer")
+        assert peer.knows(address)
+        eventually(lambda: owner.notifs == [("peer", b"hello")], "a word of a real peer")
+        monkeypatch.setattr(peer_server, "HELLO_TIMEOUT_S", 0.05)
+        assert closing.enter_context(connect()).recv(1) == b""
 
 
 def test_a_write_with_an_invalid_row_is_refused_as_a_whole(

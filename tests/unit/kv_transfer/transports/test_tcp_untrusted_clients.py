@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from baton_kv_transfer.transports.iovec import pack
+from baton_kv_transfer.transports.sockets import peer_server
 from baton_kv_transfer.transports.sockets.framed_socket import DATA
 from baton_kv_transfer.transports.sockets.peer_link import (
     ANSWER,
@@ -21,7 +22,7 @@ from baton_kv_transfer.transports.sockets.peer_link import (
     encode_request,
 )
 from baton_kv_transfer.transports.sockets.rows import FRAME_BYTES
-from baton_kv_transfer.transports.tcp import tcp_server as tcp_clients
+from baton_kv_transfer.transports.tcp import tcp_server
 from baton_kv_transfer.transports.tcp.tcp_server import Address, Hello
 from baton_kv_transfer.transports.transfer import XferState
 from support.kv_transfer.tcp_rig import HEADER, LENGTH, Raw, TCPTransportHere
@@ -69,13 +70,13 @@ def test_silent_clients_are_disconnected_and_do_not_block_others(
     tcp_transports: Callable[..., TCPTransportHere], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = tcp_transports("owner")
-    monkeypatch.setattr(tcp_clients, "HELLO_TIMEOUT_S", 60.0)
-    monkeypatch.setattr(tcp_clients, "MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(peer_server, "HELLO_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(peer_server, "MAX_UNAUTHENTICATED", 3)
     strangers = [Raw.to(owner, "") for _ in range(5)]
     assert all(stranger.is_cut_off() for stranger in strangers[:2])
     Raw.to(owner).send(NOTIF, 1, b"me")
     eventually(lambda: owner.notifs == [("raw", b"me")], "a word of one who knows the secret")
-    monkeypatch.setattr(tcp_clients, "HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(peer_server, "HELLO_TIMEOUT_S", 0.05)
     assert Raw.to(owner, "").is_cut_off()
 
 
@@ -185,7 +186,7 @@ def test_a_reader_in_the_last_frame_of_deregistered_memory_is_disconnected(
     def leave_little_room(end: socket.socket) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
-    monkeypatch.setattr(tcp_clients, "set_options", leave_little_room)
+    monkeypatch.setattr(tcp_server, "set_options", leave_little_room)
     owner = tcp_transports("owner")
     raw = Raw.to(owner)
     raw.end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
