@@ -13,6 +13,7 @@ options           command-line flags and bounds of configuration fields
 engine_options    the options of `baton-engine`, and the checks of their values
 arguments         types of command-line arguments
 fatal             error and exit code for a configuration that cannot work
+checkpoint_files  reads the files of a checkpoint, which is untrusted
 progress          body of a pod's GET /health response
 pod_labels        labels and annotations of pods
 service_key       the key that all processes of a service share

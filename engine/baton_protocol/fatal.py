@@ -7,6 +7,10 @@ import os
 import sys
 from typing import NoReturn
 
+#: Limit on the message in the FATAL line, in bytes. A kubelet keeps the last 2048 bytes of a log as
+#: the termination message.
+MAX_MESSAGE_BYTES = 1800
+
 
 class ConfigurationError(Exception):
     """The configuration cannot work. A retry without a change fails again.
@@ -32,7 +36,15 @@ class FlagParser(argparse.ArgumentParser):
 def report_fatal(reason: str, message: object) -> int:
     """Print `FATAL <reason>: <message>` as one line on stderr, and return the exit code 78.
 
-    Print nothing after this line, because the operator reads the last line from the pod's status.
+    The message may contain text of a checkpoint. Therefore control characters are escaped, and a
+    long message is cut. Print nothing after this line, because the operator reads the last line
+    from the pod's status.
     """
-    print(f"FATAL {reason}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    text = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in " ".join(str(message)[: 2 * MAX_MESSAGE_BYTES].split())
+    ).encode()
+    if len(text) > MAX_MESSAGE_BYTES:
+        text = text[:MAX_MESSAGE_BYTES] + b"..."
+    print(f"FATAL {reason}: {text.decode(errors='ignore')}", file=sys.stderr, flush=True)
     return os.EX_CONFIG

@@ -6,19 +6,40 @@ Both formats are supported: transformers 4 (`rope_theta` and `rope_scaling`) and
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
+from baton_protocol.checkpoint_files import read_json
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # in layer_types
 
 Json = dict[str, Any]  # not validated yet
+
+#: Largest accepted sizes, some times those of the largest known models. They bound the modules that
+#: are created before the weights are compared with them.
+_LARGEST = {
+    "num_hidden_layers": 1024,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "moe_intermediate_size": 2**20,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**12,
+    "vocab_size": 2**22,
+    "max_position_embeddings": 2**24,
+    "original_max_position_embeddings": 2**24,
+    "num_experts": 2**12,
+    "num_local_experts": 2**12,
+    "num_experts_per_tok": 2**12,
+}
+_MAX_LAYERS_TIMES_EXPERTS = 2**17
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,33 +118,33 @@ def load_checkpoint_config(path: Path) -> CheckpointConfig:
             f"{path} {what}: a model is the folder of a checkpoint on this machine; "
             f"nothing is downloaded"
         )
-    config = _read_json(path / CONFIG_FILE)
-    generation = (
-        _read_json(path / GENERATION_CONFIG_FILE)
-        if (path / GENERATION_CONFIG_FILE).exists()
-        else {}
-    )
+    config = _read(path, CONFIG_FILE)
+    file = path / CONFIG_FILE
     try:
-        return _parse(config, generation)
+        parsed = _parse(config)
+        if os.path.lexists(path / GENERATION_CONFIG_FILE):
+            file = path / GENERATION_CONFIG_FILE
+            generation = _read(path, GENERATION_CONFIG_FILE)
+            if "eos_token_id" in generation:
+                eos_token_ids = _parse_eos(generation["eos_token_id"])
+                parsed = dataclasses.replace(parsed, eos_token_ids=eos_token_ids)
+        return parsed
     except KeyError as error:
-        raise ModelInvalid(f"{path / CONFIG_FILE}: {error.args[0]} is missing") from None
-    except (TypeError, ValueError) as error:
-        raise ModelInvalid(f"{path / CONFIG_FILE}: {error}") from None
+        raise ModelInvalid(f"{file}: {error.args[0]} is missing") from None
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelInvalid(f"{file}: {error}") from None
 
 
-def _read_json(file: Path) -> Json:
+def _read(path: Path, name: str) -> Json:
     try:
-        content = json.loads(file.read_text())
+        return read_json(path, name)
     except FileNotFoundError:
-        raise ModelInvalid(f"{file} is missing") from None
-    except (OSError, ValueError) as error:
-        raise ModelInvalid(f"{file} cannot be read: {error}") from None
-    if not isinstance(content, dict):
-        raise ModelInvalid(f"{file} must hold a JSON object")
-    return content
+        raise ModelInvalid(f"{path / name} is missing") from None
+    except ValueError as error:
+        raise ModelInvalid(str(error)) from None
 
 
-def _parse(config: Json, generation: Json) -> CheckpointConfig:
+def _parse(config: Json) -> CheckpointConfig:
     _check_supported(config)
     num_layers = _positive(config, "num_hidden_layers")
     num_heads = _positive(config, "num_attention_heads")
@@ -136,16 +157,21 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
         )
     hidden_size = _positive(config, "hidden_size")
     head_dim = _positive(config, "head_dim") if config.get("head_dim") else hidden_size // num_heads
-    if head_dim % 2:
-        raise ValueError(f"head_dim must be even, got {head_dim}")
+    if head_dim % 2 or not head_dim:
+        raise ValueError(f"head_dim must be even and positive, got {head_dim}")
     max_position_embeddings = _positive(config, "max_position_embeddings")
     rope_theta, rope_scaling = _parse_rope(config, max_position_embeddings)
     if isinstance(rope_scaling, YarnRopeScaling):
         stretched = int(rope_scaling.factor * rope_scaling.original_max_position_embeddings)
+        if stretched > _LARGEST["max_position_embeddings"]:
+            raise ValueError(
+                f"factor of the rope scaling is {rope_scaling.factor}; at most "
+                f"{_LARGEST['max_position_embeddings']} positions are supported"
+            )
         max_position_embeddings = max(max_position_embeddings, stretched)
     sliding_window = _parse_window(config)
     intermediate_size = _positive(config, "intermediate_size")
-    num_experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
+    num_experts = _parse_num_experts(config, num_layers)
     return CheckpointConfig(
         architecture=config["architectures"][0],
         vocab_size=_positive(config, "vocab_size"),
@@ -156,7 +182,7 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_number(config, "rms_norm_eps", 1e-6),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
@@ -166,7 +192,7 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
         windowed_layers=_parse_windowed_layers(config, num_layers)
         if sliding_window
         else frozenset(),
-        eos_token_ids=_parse_eos(generation.get("eos_token_id", config.get("eos_token_id"))),
+        eos_token_ids=_parse_eos(config.get("eos_token_id")),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         num_experts=num_experts,
         num_experts_per_tok=_positive(config, "num_experts_per_tok") if num_experts else 0,
@@ -178,15 +204,31 @@ def _parse(config: Json, generation: Json) -> CheckpointConfig:
     )
 
 
+def _parse_num_experts(config: Json, num_layers: int) -> int:
+    """Return the number of experts of a sparse layer; 0 for a dense model."""
+    name = "num_experts" if config.get("num_experts") else "num_local_experts"
+    if not config.get(name):
+        return 0
+    num_experts = _positive(config, name)
+    if num_experts * num_layers > _MAX_LAYERS_TIMES_EXPERTS:
+        raise ValueError(
+            f"{name} times num_hidden_layers is {num_experts * num_layers}; at most "
+            f"{_MAX_LAYERS_TIMES_EXPERTS} experts can be loaded"
+        )
+    return num_experts
+
+
 def _parse_sparse_layers(config: Json, num_layers: int) -> frozenset[int]:
     dense_layers = set(config.get("mlp_only_layers") or [])
-    step = int(config.get("decoder_sparse_step", 1))
+    step = _positive({"decoder_sparse_step": 1} | config, "decoder_sparse_step")
     return frozenset(i for i in range(num_layers) if i not in dense_layers and (i + 1) % step == 0)
 
 
 def _check_supported(config: Json) -> None:
     architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
+    if not isinstance(architectures, list) or not all(
+        isinstance(name, str) for name in architectures or [None]
+    ):
         raise ValueError("architectures must name the model class")
     if config.get("quantization_config"):
         raise ValueError(
@@ -226,7 +268,10 @@ def _parse_windowed_layers(config: Json, num_layers: int) -> frozenset[int]:
     """
     layer_types = config.get("layer_types")
     if layer_types is None:
-        return frozenset(range(int(config.get("max_window_layers", 0)), num_layers))
+        first = config.get("max_window_layers", 0)
+        if type(first) is not int or first < 0:
+            raise ValueError(f"max_window_layers must be an integer from 0 on, got {first!r}")
+        return frozenset(range(first, num_layers))
     if len(layer_types) != num_layers:
         raise ValueError(
             f"layer_types has {len(layer_types)} entries for num_hidden_layers={num_layers}"
@@ -255,7 +300,7 @@ def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, Rope
     parameters: Json = {name: config[name] for name in fields if config.get(name) is not None}
     parameters |= config.get("rope_scaling") or {}
     parameters |= config.get("rope_parameters") or {}
-    theta = float(parameters.get("rope_theta", 10000.0))
+    theta = _number(parameters, "rope_theta", 10000.0)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor other than 1 is not supported")
@@ -265,24 +310,27 @@ def _parse_rope(config: Json, max_position_embeddings: int) -> tuple[float, Rope
         raise ValueError(
             f"rope_type {kind!r} is not supported; known: default, linear, llama3, yarn"
         )
-    factor = float(parameters["factor"])
+    factor = _number(parameters, "factor")
     if factor < 1:
         raise ValueError(f"factor of the rope scaling must be at least 1, got {factor}")
     if kind == "linear":
         return theta, LinearRopeScaling(factor=factor)
-    original = int(parameters.get("original_max_position_embeddings") or max_position_embeddings)
+    name = "original_max_position_embeddings"
+    original = _positive(parameters, name) if parameters.get(name) else max_position_embeddings
     if kind == "llama3":
         return theta, Llama3RopeScaling(
             factor=factor,
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
+            low_freq_factor=_number(parameters, "low_freq_factor"),
+            high_freq_factor=_number(parameters, "high_freq_factor"),
             original_max_position_embeddings=original,
         )
+    if theta <= 1:
+        raise ValueError(f"rope_theta must be above 1 with YaRN, got {theta}")
     return theta, YarnRopeScaling(
         factor=factor,
         original_max_position_embeddings=original,
-        beta_fast=float(parameters.get("beta_fast") or 32),
-        beta_slow=float(parameters.get("beta_slow") or 1),
+        beta_fast=_number(parameters, "beta_fast", 32),
+        beta_slow=_number(parameters, "beta_slow", 1),
         truncate=bool(parameters.get("truncate", True)),
         attention_factor=_yarn_attention_factor(parameters, factor),
     )
@@ -299,21 +347,36 @@ def _yarn_attention_factor(parameters: Json, factor: float) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0
 
     if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
-    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return sharpening(float(mscale)) / sharpening(float(mscale_all_dim))
+        return _number(parameters, "attention_factor")
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return sharpening(_number(parameters, "mscale")) / sharpening(
+            _number(parameters, "mscale_all_dim")
+        )
     return sharpening(1.0)
 
 
-def _parse_eos(value: int | list[int] | None) -> tuple[int, ...]:
+def _parse_eos(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    token_ids = value if isinstance(value, list) else [value]
+    largest = _LARGEST["vocab_size"]
+    if not all(type(token_id) is int and 0 <= token_id < largest for token_id in token_ids):
+        raise ValueError(f"eos_token_id must be token ids below {largest}, got {value!r}")
+    return tuple(token_ids)
 
 
 def _positive(config: Json, name: str) -> int:
     value = config[name]
-    if not isinstance(value, int) or value < 1:
+    if type(value) is not int or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if value > _LARGEST.get(name, value):
+        raise ValueError(f"{name} must be at most {_LARGEST[name]}, got {value}")
+    return value
+
+
+def _number(config: Json, name: str, default: float | None = None) -> float:
+    """Return a positive, finite number. `default` replaces a missing value, null and 0."""
+    value = float(config[name] if default is None else config.get(name) or default)
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive, finite number, got {value}")
     return value

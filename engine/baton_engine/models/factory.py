@@ -12,9 +12,9 @@ import torch
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.models import architectures
 from baton_engine.models.checkpoint_config import CheckpointConfig
-from baton_engine.models.errors import ModelInvalid
+from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.models.layers import CausalLM
-from baton_engine.models.loader import load_weights
+from baton_engine.models.loader import check_weights, read_slices
 from baton_engine.models.registry import MODEL_CLASSES
 from baton_engine.models.sharding import ALONE
 
@@ -69,20 +69,24 @@ def load_model(
     Raises:
         ModelInvalid: the architecture is unknown, or a tensor is missing, unexpected, truncated or
             misshapen.
-        ConfigurationError: the model cannot be split over these ranks.
+        ConfigurationError: the model cannot be split over these ranks, or there is no memory for
+            its weights.
     """
+    whole = make_model(config)
+    shapes = {name: target.shape for name, target in whole.weight_targets().items()}
+    # Before memory is allocated: the shapes that config.json demands may be of any size.
+    entries = check_weights(path, shapes, ignored=whole.ignored_weights())
     model = make_model(config, parallel)
     if expert_parallel:
         for _, layer in model.sparse_layers:
             layer.leave_out_experts()
-    model = model.to(dtype).to_empty(device=device)
+    model = model.to(dtype)
+    try:
+        model = model.to_empty(device=device)
+    except RuntimeError as error:  # torch has no other type for a failed allocation on a CPU
+        raise ConfigurationError(
+            "InsufficientMemory", f"{path}: there is no memory for the weights: {error}"
+        ) from error
     model.rotary_embedding.move_to(device)
-    whole = {name: target.shape for name, target in make_model(config).weight_targets().items()}
-    load_weights(
-        path,
-        model.weight_targets(),
-        whole,
-        ignored=model.ignored_weights(),
-        show_progress=show_progress,
-    )
+    read_slices(entries, model.weight_targets(), show_progress=show_progress)
     return model.eval()

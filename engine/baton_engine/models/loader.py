@@ -7,14 +7,13 @@ models.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,10 +23,18 @@ from baton_engine.metrics.load_counter import COUNTER
 from baton_engine.models.checkpoint_config import CONFIG_FILE
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.sharding import WeightTarget
+from baton_protocol.checkpoint_files import open_file, parse_object, read_file, read_json
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+#: Limit on the index, and on the headers of all weight files together. The library has the same
+#: limit on one header.
+MAX_HEADER_BYTES = 100_000_000
+#: Limit on the JSON arrays and objects in a header. The header of a tensor has three.
+MAX_HEADER_VALUES = 3 * 2**20
+MAX_WEIGHT_FILES = 1024
+_MAX_DIMENSIONS = 8
 _LENGTH_BYTES = 8  # at the start of a safetensors file: length of the header
 READ_AHEAD_BYTES = 1 << 20  # size of one read of `read_ahead`
 IDENTITY_PAGES = 256  # sampled pages per file
@@ -57,15 +64,16 @@ def read_tensor_index(path: Path) -> dict[str, TensorEntry]:
         ModelInvalid: a file or tensor, named in the message, is missing, truncated or malformed.
     """
     index_file = path / INDEX_FILE
-    if not index_file.exists():
-        if not (path / SINGLE_FILE).exists():
+    if not os.path.lexists(index_file):
+        if not os.path.lexists(path / SINGLE_FILE):
             raise ModelInvalid(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-        return _read_file(path / SINGLE_FILE)
-    try:
-        weight_map: dict[str, str] = json.loads(index_file.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelInvalid(f"{index_file} cannot be read: {error!r}") from None
-    files = {name: _read_file(path / name) for name in sorted(set(weight_map.values()))}
+        return _read_file(path, SINGLE_FILE, MAX_HEADER_BYTES)[0]
+    weight_map = _read_weight_map(path)
+    files: dict[str, dict[str, TensorEntry]] = {}
+    left = MAX_HEADER_BYTES
+    for name in sorted(set(weight_map.values())):
+        files[name], header_bytes = _read_file(path, name, left)
+        left -= header_bytes
     for tensor, name in weight_map.items():
         if tensor not in files[name]:
             raise ModelInvalid(
@@ -84,35 +92,26 @@ def identity_files(path: Path) -> dict[str, bytes]:
     Raises:
         ModelInvalid: a file is missing or has no header.
     """
-    weight_files = sorted({entry.file for entry in read_tensor_index(path).values()})
-    identity = {file.name: _read_header(file) + _read_samples(file) for file in weight_files}
-    for name in (CONFIG_FILE, INDEX_FILE):
-        if (path / name).exists():
-            identity[name] = (path / name).read_bytes()
+    names = sorted({entry.file.name for entry in read_tensor_index(path).values()})
+    try:
+        identity = {name: _read_header(path, name) + _read_samples(path, name) for name in names}
+        for name in (CONFIG_FILE, INDEX_FILE):
+            if (path / name).exists():
+                identity[name] = read_file(path, name, MAX_HEADER_BYTES)
+    except (OSError, ValueError) as error:
+        raise ModelInvalid(str(error)) from None
     return identity
 
 
-def load_weights(
-    path: Path,
-    targets: Mapping[str, WeightTarget],
-    expected: Mapping[str, tuple[int, ...]],
-    *,
-    ignored: Iterable[str],
-    show_progress: bool,
-) -> int:
-    """Check the checkpoint in `path`, then copy slices of its tensors into parameters.
-
-    Values are converted to the dtype of the parameter.
+def check_weights(
+    path: Path, expected: Mapping[str, tuple[int, ...]], *, ignored: Iterable[str]
+) -> dict[str, TensorEntry]:
+    """Check the names, shapes and types of the tensors in `path`. Return the result of the index.
 
     Args:
         path: folder of the checkpoint.
-        targets: for each tensor name, the slice to read and the parameter to fill.
         expected: shape of each tensor that the checkpoint must contain, by name.
         ignored: names of tensors that the checkpoint may contain in addition.
-        show_progress: whether to show a progress bar of the bytes read on stderr.
-
-    Returns:
-        The number of bytes read.
 
     Raises:
         ModelInvalid: a tensor, named in the message with its file, is missing, unexpected or
@@ -120,7 +119,7 @@ def load_weights(
     """
     entries = read_tensor_index(path)
     _check_tensors(path, entries, expected, set(ignored))
-    return read_slices(entries, targets, show_progress=show_progress)
+    return entries
 
 
 def read_slices(
@@ -134,7 +133,7 @@ def read_slices(
     Values are converted to the dtype of the parameter.
 
     Args:
-        entries: all tensors of the checkpoint. The caller has checked their names and shapes.
+        entries: all tensors of the checkpoint, from `check_weights`.
         targets: for each tensor name, the slice to read and the parameter to fill.
         show_progress: whether to show a progress bar of the bytes read on stderr.
 
@@ -234,52 +233,122 @@ def _load_file(
                 targets[name].parameter.copy_(values)
                 progress.update(values.nbytes)
                 COUNTER.add(values.nbytes)
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # torch raises RuntimeError
         where = f"tensor {name} " if name else ""
         raise ModelInvalid(f"{file}: {where}cannot be read: {error}") from None
 
 
-def _read_samples(file: Path) -> bytes:
-    size = file.stat().st_size
-    last = max(0, size - IDENTITY_PAGE_BYTES)
+def _read_samples(path: Path, name: str) -> bytes:
     pages = []
-    with file.open("rb") as stream:
+    with open_file(path, name) as stream:
+        last = max(0, os.fstat(stream.fileno()).st_size - IDENTITY_PAGE_BYTES)
         for i in range(IDENTITY_PAGES):
             stream.seek(last * i // (IDENTITY_PAGES - 1))
             pages.append(stream.read(IDENTITY_PAGE_BYTES))
     return b"".join(pages)
 
 
-def _read_header(file: Path) -> bytes:
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """Return the name of the file that contains each tensor."""
+    index_file = path / INDEX_FILE
     try:
-        with file.open("rb") as stream:
-            prefix = stream.read(_LENGTH_BYTES)
-            if len(prefix) < _LENGTH_BYTES:
-                raise ModelInvalid(f"{file} is truncated: it has no safetensors header")
-            (length,) = struct.unpack("<Q", prefix)
-            if length > file.stat().st_size - _LENGTH_BYTES:
-                raise ModelInvalid(f"{file} is truncated inside its header")
-            return stream.read(length)
+        weight_map = read_json(path, INDEX_FILE, MAX_HEADER_BYTES)["weight_map"]
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index_file} cannot be read: weight_map must name the tensors")
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise ValueError(f"{index_file} cannot be read: weight_map must hold names of files")
+    except KeyError:
+        raise ModelInvalid(f"{index_file} cannot be read: weight_map is missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelInvalid(str(error)) from None
+    if (num_files := len(set(weight_map.values()))) > MAX_WEIGHT_FILES:
+        raise ModelInvalid(
+            f"{index_file} names {num_files} weight files; at most {MAX_WEIGHT_FILES} are read"
+        )
+    return weight_map
+
+
+def _read_header(path: Path, name: str, max_bytes: int = MAX_HEADER_BYTES) -> bytes:
+    file = path / name
+    with open_file(path, name) as stream:
+        prefix = stream.read(_LENGTH_BYTES)
+        if len(prefix) < _LENGTH_BYTES:
+            raise ModelInvalid(f"{file} is truncated: it has no safetensors header")
+        (length,) = struct.unpack("<Q", prefix)
+        if length > os.fstat(stream.fileno()).st_size - _LENGTH_BYTES:
+            raise ModelInvalid(f"{file} is truncated inside its header")
+        if length > max_bytes:
+            raise ModelInvalid(
+                f"{file} has a header of {length} bytes; the headers of a checkpoint may have "
+                f"{MAX_HEADER_BYTES} bytes together"
+            )
+        return stream.read(length)
+
+
+def _read_file(path: Path, name: str, max_bytes: int) -> tuple[dict[str, TensorEntry], int]:
+    """Return the tensors of a weight file by name, and the size of its header in bytes."""
+    file = path / name
+    try:
+        header_bytes = _read_header(path, name, max_bytes)
+        start = _LENGTH_BYTES + len(header_bytes)
+        data_bytes = (path / name).stat().st_size - start
     except FileNotFoundError:
         raise ModelInvalid(f"{file} is missing") from None
-    except OSError as error:
-        raise ModelInvalid(f"{file} cannot be read: {error}") from None
-
-
-def _read_file(file: Path) -> dict[str, TensorEntry]:
-    header_bytes = _read_header(file)
-    data_bytes = file.stat().st_size - _LENGTH_BYTES - len(header_bytes)
+    except (OSError, ValueError) as error:
+        raise ModelInvalid(str(error)) from None
     entries: dict[str, TensorEntry] = {}
+    spans: list[tuple[int, int]] = []
     try:
-        header = json.loads(header_bytes)
+        if header_bytes.count(b"[") + header_bytes.count(b"{") > MAX_HEADER_VALUES:
+            raise ValueError(f"it has more than {MAX_HEADER_VALUES} arrays and objects")
+        header = parse_object(header_bytes)
         header.pop("__metadata__", None)
-        for name, info in header.items():
-            if info["data_offsets"][1] > data_bytes:
+        for tensor, info in header.items():
+            begin, end = _read_span(tensor, info)
+            if end > data_bytes:
                 raise ModelInvalid(
-                    f"{file} is truncated: tensor {name} ends past the end of the file"
+                    f"{file} is truncated: tensor {tensor} ends past the end of the file"
                 )
-            offset = _LENGTH_BYTES + len(header_bytes) + info["data_offsets"][0]
-            entries[name] = TensorEntry(file, info["dtype"], tuple(info["shape"]), offset)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelInvalid(f"{file} has a malformed safetensors header: {error!r}") from None
-    return entries
+            spans.append((begin, end))
+            entries[tensor] = TensorEntry(file, info["dtype"], tuple(info["shape"]), start + begin)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelInvalid(f"{file} has a malformed safetensors header: {error}") from None
+    # As the format demands: no byte belongs to two tensors, and every byte to one.
+    at = 0
+    for begin, end in [*sorted(spans), (data_bytes, data_bytes)]:
+        if begin != at:
+            owners = "two tensors" if begin < at else "no tensor"
+            raise ModelInvalid(
+                f"{file} has a malformed safetensors header: byte {min(begin, at)} of the data "
+                f"belongs to {owners}"
+            )
+        at = end
+    return entries, len(header_bytes)
+
+
+def _read_span(tensor: str, info: dict[str, Any]) -> tuple[int, int]:
+    """Check the header of a tensor. Return where its data begins and ends in the file's data.
+
+    Raises:
+        ValueError, KeyError, TypeError: the header is malformed.
+    """
+    dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"tensor {tensor}: dtype must be a name")
+    for name, values in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(values, list) or not all(
+            type(value) is int and 0 <= value < 2**63 for value in values
+        ):
+            raise ValueError(f"tensor {tensor}: {name} must hold integers from 0 to 2^63 - 1")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(f"tensor {tensor} has {len(shape)} dimensions, above {_MAX_DIMENSIONS}")
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(f"tensor {tensor}: data_offsets must be where the tensor begins and ends")
+    begin, end = offsets
+    # Tensors of other types are never read.
+    if dtype in FLOAT_BYTES and math.prod(shape) * FLOAT_BYTES[dtype] != end - begin:
+        raise ValueError(
+            f"tensor {tensor} of shape {tuple(shape)} and dtype {dtype} cannot have "
+            f"{end - begin} bytes"
+        )
+    return begin, end
