@@ -5,7 +5,8 @@ The gateway and the offline API use this package. It imports neither torch nor `
 requests             the bodies of requests, their fields and their checks
 generation_defaults  default sampling parameters, from the checkpoint
 messages             converts chat messages to the form that chat templates take
-chat_template        renders messages to a prompt text
+chat_template        renders messages to a prompt text, in a process with limits
+template_worker      the process that compiles and renders a chat template
 tokenizer            converts text to token ids and back
 detokenizer          converts token ids to pieces of text as they arrive
 stop                 ends a text at a stop string

@@ -1,31 +1,43 @@
 """Renders chat messages to a prompt text, in the same Jinja environment as `transformers`.
 
-Templates come from checkpoints, which are untrusted. Therefore templates run in Jinja's immutable
-sandbox, on plain JSON values.
+Templates come from checkpoints, which are untrusted. A template can loop without an end and can
+double a text until the memory is full. Therefore another process compiles and renders it, with
+limits, and is killed if it exceeds them.
 """
 
 from __future__ import annotations
 
-import json
+import marshal
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import weakref
 from collections.abc import Sequence
-from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-_RENDER_FAILURES = (
-    jinja2.TemplateError,
-    TypeError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    RecursionError,
-)
+#: Header of a request to the process: bytes of the request, and limit on the bytes of the text.
+REQUEST = struct.Struct("<QQ")
+#: Header of a reply: whether it is the text and not an error, and bytes of the text or the error.
+REPLY = struct.Struct("<?Q")
+#: Limit on the characters of an error. A template may raise an error with any text.
+MAX_ERROR = 1000
+#: CPU time in which a template must be compiled, and in which it must render one conversation.
+#: 100,000 short messages take 0.1 s.
+MAX_CPU_S = 2.0
+#: The same as wall time, on a machine whose CPUs have other work.
+MAX_WALL_S = 20.0
+#: Limit on the address space of the process.
+MAX_MEMORY_BYTES = 2**30
+#: Limit on the bytes of a rendered prompt. A larger limit applies to large conversations:
+#: PROMPT_FACTOR times the bytes of messages and variables.
+MAX_PROMPT_BYTES = 2**22
+PROMPT_FACTOR = 8
+#: Environment variables of the process. It gets no others, because some of them are secrets.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
 
 
 class ChatTemplateError(ValueError):
@@ -35,21 +47,26 @@ class ChatTemplateError(ValueError):
 class ChatTemplate:
     """A compiled chat template.
 
+    Several threads may render at the same time. Each call uses a process of its own, which later
+    calls use again.
+
     Args:
         source: Jinja source text.
         special_tokens: texts of special tokens by the name of the template variable (`bos_token`).
 
     Raises:
-        ValueError: the template is not valid Jinja.
+        ValueError: the template is not valid Jinja, or exceeds the limits.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self.source = source
-        self._special_tokens = special_tokens
+        self._first = marshal.dumps((source, special_tokens, MAX_CPU_S, MAX_MEMORY_BYTES))
+        self._idle: list[_Process] = []
+        weakref.finalize(self, _end_all, self._idle)
         try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error
+            self._idle.append(self._start())
+        except ChatTemplateError as error:
+            raise ValueError(f"chat template: {error}") from error
 
     def render(
         self,
@@ -66,63 +83,115 @@ class ChatTemplate:
         Args:
             messages: plain JSON values, each with `role` and `content`.
             add_generation_prompt: append the beginning of the assistant's turn.
-            variables: further template variables, such as `enable_thinking`.
+            variables: further template variables, such as `enable_thinking`: plain JSON values.
 
         Raises:
-            ChatTemplateError: the template refuses the messages or cannot render them.
+            ChatTemplateError: the template refuses the messages, cannot render them, or exceeds
+                the limits.
         """
-        values: dict[str, Any] = {
-            "tools": None,
-            "documents": None,
-            **self._special_tokens,
-            **variables,
-        }
+        values: dict[str, Any] = {"tools": None, "documents": None, **variables}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
         try:
-            return self._template.render(values)
-        except _RENDER_FAILURES as error:
-            raise ChatTemplateError(str(error) or type(error).__name__) from error
+            request = marshal.dumps(values)
+        except ValueError:
+            raise ChatTemplateError(
+                "messages and variables must be JSON values without deep nesting"
+            ) from None
+        process = self._take()
+        is_text, text = _ask(process, request)
+        self._idle.append(process)
+        if not is_text:
+            raise ChatTemplateError(text)
+        return text
+
+    def _take(self) -> _Process:
+        """Return a process that has compiled the template."""
+        while True:
+            try:
+                process = self._idle.pop()
+            except IndexError:
+                return self._start()
+            if process.is_alive():
+                return process
+            process.end()
+
+    def _start(self) -> _Process:
+        process = _Process()
+        is_compiled, text = _ask(process, self._first)
+        if not is_compiled:
+            process.end()
+            raise ChatTemplateError(text)
+        return process
 
 
-class _GenerationBlock(Extension):
-    """The Jinja tag `{% generation %}`, which marks assistant text for training.
-
-    Rendering ignores the tag and keeps the text inside the tag.
-    """
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+def _ask(process: _Process, request: bytes) -> tuple[bool, str]:
+    """Return the result of `process.ask`. End the process if that fails."""
+    try:
+        return process.ask(request)
+    except BaseException as error:
+        reason = process.end()
+        if not isinstance(error, OSError):
+            raise
+        if isinstance(error, TimeoutError):
+            reason = f"it takes more than {MAX_WALL_S:g} s"
+        raise ChatTemplateError(reason) from error
 
 
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML characters, which models were not trained on.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+class _Process:
+    """A process of `template_worker`. Its first request must be the template."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        with theirs:
+            self._process = subprocess.Popen(
+                # -P: the working folder may be that of a checkpoint.
+                [sys.executable, "-P", "-m", "baton_text.template_worker"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # an interrupt from the terminal is meant for the parent
+            )
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: bytes) -> tuple[bool, str]:
+        """Return whether the reply is the text and not an error, and the text or the error.
+
+        Raises:
+            OSError: the process exceeds its limits or has ended. It must be ended.
+        """
+        deadline = time.monotonic() + MAX_WALL_S
+        limit = max(MAX_PROMPT_BYTES, PROMPT_FACTOR * len(request))
+        self._socket.settimeout(MAX_WALL_S)
+        self._socket.sendall(REQUEST.pack(len(request), limit) + request)
+        is_text, size = REPLY.unpack(self._receive(REPLY.size, deadline))
+        if size > limit:
+            raise ConnectionError(f"the process sends {size} bytes, above its limit of {limit}")
+        return is_text, self._receive(size, deadline).decode(errors="surrogatepass")
+
+    def end(self) -> str:
+        """Kill the process unless it has ended. Return why it ended. Idempotent."""
+        self._process.kill()
+        code = self._process.wait()
+        self._socket.close()
+        if code == -signal.SIGPROF:
+            return f"it takes more than {MAX_CPU_S:g} s of CPU time"
+        return f"its process ended with code {code}"
+
+    def _receive(self, size: int, deadline: float) -> bytearray:
+        data = bytearray()
+        while len(data) < size:
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            piece = self._socket.recv(min(size - len(data), 2**20))
+            if not piece:
+                raise ConnectionResetError("the process has ended")
+            data += piece
+        return data
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+def _end_all(processes: list[_Process]) -> None:
+    for process in processes:
+        process.end()

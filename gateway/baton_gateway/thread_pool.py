@@ -16,9 +16,13 @@ INLINE_BYTES = 8192
 #: Number of threads. Python work holds the GIL, so more threads would slow all streams.
 NUM_THREADS = 4
 
+#: Number of threads that wait for the processes of the chat template, and so of these processes.
+NUM_TEMPLATE_THREADS = 2
+
 _Result = TypeVar("_Result")
 
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+_template_threads = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="template")
 
 
 async def run_off_loop(
@@ -36,3 +40,12 @@ async def run_off_loop(
     if size <= inline:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+async def run_template(work: Callable[[], _Result]) -> _Result:
+    """Run `work`, which renders a chat template, and return its result.
+
+    A template may take seconds, so it never runs on the event loop, or in a thread that other work
+    needs. If the call is cancelled before a thread has started `work`, then `work` never runs.
+    """
+    return await asyncio.get_running_loop().run_in_executor(_template_threads, work)

@@ -91,6 +91,8 @@ class LLM:
         self._finalizer = weakref.finalize(self, self._core.shutdown)
         self._loop = StepLoop(self._core, wakeup)
         self._lock = threading.Lock()
+        #: The last `chat_template` of `chat`. Its process is used again for the same source.
+        self._given_template: ChatTemplate | None = None
         self._seeds = random.Random(seed)
         self._ids = itertools.count()
 
@@ -167,7 +169,10 @@ class LLM:
         if chat_template is None:
             template = self._tokenizer.chat_template
         else:
-            template = ChatTemplate(chat_template, self._tokenizer.special_tokens)
+            template = self._given_template
+            if template is None or template.source != chat_template:
+                template = ChatTemplate(chat_template, self._tokenizer.special_tokens)
+                self._given_template = template
         variables = chat_template_kwargs or {}
         for name in ("messages", "add_generation_prompt"):
             if name in variables:

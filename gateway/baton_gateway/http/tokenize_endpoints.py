@@ -70,7 +70,7 @@ class TokenizeEndpoints:
         self,
         http: web.Request,
         kind: type[_Request],
-        answer: Callable[[_Request, TextBounds, int | None], msgspec.Struct],
+        answer: Callable[[_Request, str, TextBounds, int | None], msgspec.Struct],
     ) -> web.StreamResponse:
         self._admission.check_open()
         with self._admission.place(http.get(CLIENT)):
@@ -82,13 +82,29 @@ class TokenizeEndpoints:
                 bounds = TextBounds(
                     PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._access.max_prompt_tokens)
                 )
+                text = await self._text(request, bounds)
                 encoded = await run_off_loop(
-                    lambda: msgspec.json.encode(answer(request, bounds, max_model_len)), len(body)
+                    lambda: msgspec.json.encode(answer(request, text, bounds, max_model_len)),
+                    max(len(body), len(text)),
                 )
             return await send_json(http, encoded, self._client_timeout_s)
 
+    async def _text(self, request: TokenizeRequest | DetokenizeRequest, bounds: TextBounds) -> str:
+        """Return the text to tokenize. It is empty for a request with tokens."""
+        if isinstance(request, DetokenizeRequest):
+            return ""
+        if request.prompt is not None:
+            return request.prompt
+        assert request.messages is not None  # see TokenizeRequest.validate
+        return await self._reader.render(
+            request.messages,
+            request.chat_template_kwargs,
+            bounds,
+            add_generation_prompt=request.add_generation_prompt is not False,
+        )
+
     def _tokenize(
-        self, request: TokenizeRequest, bounds: TextBounds, max_model_len: int | None
+        self, request: TokenizeRequest, text: str, bounds: TextBounds, max_model_len: int | None
     ) -> TokenizeResponse:
         """Return the token ids of the request's prompt or messages, as generation would use them.
 
@@ -96,18 +112,9 @@ class TokenizeEndpoints:
             RequestError: the prompt or the messages are too long.
         """
         if request.prompt is not None:
-            text, field = request.prompt, "prompt"
-            add_special = request.add_special_tokens is not False
-        else:
-            assert request.messages is not None  # see TokenizeRequest.validate
-            # The chat template writes special tokens itself.
+            field, add_special = "prompt", request.add_special_tokens is not False
+        else:  # the chat template writes special tokens itself
             field, add_special = "messages", bool(request.add_special_tokens)
-            text = self._reader.render(
-                request.messages,
-                request.chat_template_kwargs,
-                bounds,
-                add_generation_prompt=request.add_generation_prompt is not False,
-            )
         token_ids = self._reader.encode(text, field, bounds, add_special_tokens=add_special)
         bounds.check(len(token_ids), field)
         response = TokenizeResponse(
@@ -118,7 +125,7 @@ class TokenizeEndpoints:
         return response
 
     def _detokenize(
-        self, request: DetokenizeRequest, bounds: TextBounds, _: int | None
+        self, request: DetokenizeRequest, _: str, bounds: TextBounds, _max_model_len: int | None
     ) -> DetokenizeResponse:
         bounds.check(len(request.tokens), "tokens")
         self._reader.check_ids(request.tokens, "tokens")

@@ -90,18 +90,33 @@ class JobBuilder:
         assert max_model_len is not None
         bounds = PromptBounds(max_model_len, self._access.max_prompt_tokens)
         cache_salt = self._salts.salt(client, request.cache_salt or "")
-        return await run_off_loop(lambda: self._job(request, started, bounds, cache_salt), size)
+        text = None
+        if isinstance(request, ChatCompletionRequest):
+            text = await self._reader.render(
+                request.messages,
+                request.chat_template_kwargs,
+                bounds,
+                add_generation_prompt=request.add_generation_prompt is not False,
+            )
+            size = max(size, len(text))
+        return await run_off_loop(
+            lambda: self._job(request, text, started, bounds, cache_salt), size
+        )
 
     def _job(
         self,
         request: ChatCompletionRequest | CompletionRequest,
+        text: str | None,
         started: float,
         bounds: PromptBounds,
         cache_salt: str,
     ) -> Job:
+        """Return the job of `request`. `text` is the rendered prompt of a chat request."""
         if isinstance(request, ChatCompletionRequest):
+            assert text is not None
             prefix, field = "chatcmpl", "messages"
-            prompts, echoes = [self._chat_prompt(request, bounds)], [""]
+            prompts = [self._reader.encode(text, field, bounds, add_special_tokens=False)]
+            echoes = [""]
         else:
             prefix, field = "cmpl", "prompt"
             prompts, echoes = self._completion_prompts(request, bounds)
@@ -139,18 +154,6 @@ class JobBuilder:
                 runs.append(Run(sequence, part))
             jobs.append(PromptJob(token_ids, runs))
         return Job(job_id, request, int(arrival), started, jobs)
-
-    def _chat_prompt(self, request: ChatCompletionRequest, bounds: PromptBounds) -> list[int]:
-        variables = request.chat_template_kwargs or {}
-        reserved = {"messages", "add_generation_prompt"} & variables.keys()
-        if reserved:
-            name = f"chat_template_kwargs.{min(reserved)}"
-            raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
-        add_generation_prompt = request.add_generation_prompt is not False
-        text = self._reader.render(
-            request.messages, variables, bounds, add_generation_prompt=add_generation_prompt
-        )
-        return self._reader.encode(text, "messages", bounds, add_special_tokens=False)
 
     def _completion_prompts(
         self, request: CompletionRequest, bounds: PromptBounds

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton_gateway.errors import prompt_too_long
+from baton_gateway.thread_pool import run_template
 from baton_text.chat_template import ChatTemplateError
 from baton_text.errors import RequestError
 from baton_text.messages import ChatMessage, template_messages
@@ -93,13 +94,14 @@ class TextBounds:
 class PromptReader:
     """Renders and tokenizes prompts.
 
-    All methods may be called from any thread. The bounds limit how long a call takes.
+    Methods that are not coroutines may be called from any thread. The bounds limit how long a call
+    takes.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def render(
+    async def render(
         self,
         messages: list[ChatMessage],
         variables: dict[str, Any] | None,
@@ -116,9 +118,13 @@ class PromptReader:
             add_generation_prompt: end the prompt with the start of an assistant's message.
 
         Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
+            RequestError: the model has no chat template, `variables` has the name of another
+                field, or the template refuses the messages.
             APIError, RequestError: there are more messages than allowed tokens.
         """
+        if reserved := {"messages", "add_generation_prompt"} & (variables or {}).keys():
+            name = f"chat_template_kwargs.{min(reserved)}"
+            raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
         bounds.check(len(messages), "messages")
         template = self._tokenizer.chat_template
         if template is None:
@@ -127,12 +133,16 @@ class PromptReader:
                 "chat_template.jinja to the checkpoint.",
                 param="messages",
             )
-        try:
+
+        def work() -> str:
             return template.render(
                 template_messages(messages),
                 add_generation_prompt=add_generation_prompt,
                 **(variables or {}),
             )
+
+        try:
+            return await run_template(work)
         except ChatTemplateError as error:
             raise RequestError(
                 f"The chat template refuses these messages: {error}", param="messages"

@@ -25,6 +25,8 @@ LOADED_BY_NAME = {
         "baton_engine.worker.worker",
     ]
 }
+#: Modules that a module starts as a process.
+STARTED_AS_PROCESS = {"baton_text.chat_template": "baton_text.template_worker"}
 
 
 def imported(commands: set[str]) -> set[str]:
@@ -42,6 +44,8 @@ def imported(commands: set[str]) -> set[str]:
             continue
         found.add(module)
         waiting += graph.find_modules_directly_imported_by(module)
+        if module in STARTED_AS_PROCESS:
+            waiting.append(STARTED_AS_PROCESS[module])
         if parent := module.rpartition(".")[0]:
             waiting.append(parent)
     return found

@@ -21,6 +21,7 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_protocol.messages import EngineCoreOutput
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from support.hostile.templates import LOOPS
 from support.parity import assert_greedy, prompts, reference_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -398,6 +399,14 @@ def test_invalid_conversations_are_refused(llm: LLM) -> None:
             llm.chat(wrong, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="chat_template_kwargs must not set messages"):
         llm.chat([user], GREEDY, use_tqdm=False, chat_template_kwargs={"messages": []})
+
+
+def test_a_hostile_chat_template_ends_with_a_reason(llm: LLM) -> None:
+    user = {"role": "user", "content": "hello"}
+    for template, message in ((LOOPS, "CPU time"), ("{{ 'a' * 10 ** 11 }}", "of memory")):
+        with pytest.raises(ValueError, match=message):
+            llm.chat([user], GREEDY, use_tqdm=False, chat_template=template)
+    assert llm.chat([user], GREEDY, use_tqdm=False)[0].finished
 
 
 def test_arguments_are_fields_of_the_engines_configuration(llm: LLM, checkpoint: Path) -> None:

@@ -210,6 +210,15 @@ async def test_a_body_that_contradicts_its_headers_is_refused(ready: GatewayRig)
     assert (status, answer["error"]["code"]) == (400, "invalid_body")
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_template_variables_must_not_replace_fields_of_the_request(
+    ready: GatewayRig, path: str
+) -> None:
+    variables = {"chat_template_kwargs": {"add_generation_prompt": False}}
+    status, answer, _ = await ready.post(path, CHAT | variables)
+    assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs.add_generation_prompt")
+
+
 async def test_template_variables_may_have_any_name(ready: GatewayRig) -> None:
     status, answer, _ = await ready.post(
         "/v1/chat/completions", CHAT | {"chat_template_kwargs": {"self": 1, "values": 2}}
