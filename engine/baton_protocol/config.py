@@ -22,6 +22,7 @@ ENGINE_PORT = 5557
 KV_PORT = 5558
 ENGINE_HTTP_PORT = 8000
 GATEWAY_PORT = 8080
+GATEWAY_METRICS_PORT = 8081
 #: Types to which weights can be rounded.
 QUANTIZATIONS = ("int8", "int4")
 
@@ -393,6 +394,11 @@ class GatewayConfig(_Config, frozen=True):
     discovery: DiscoveryConfig
     access: AccessConfig = AccessConfig()
     port: Annotated[int, Option("HTTP port on $POD_IP; 0: any free port", _PORT)] = GATEWAY_PORT
+    #: The port of the clients has no /metrics, because metrics name the clients. This port serves
+    #: HTTP without TLS and without API keys.
+    metrics_port: Annotated[
+        int, Option("port of /metrics, /health and /ready on $POD_IP; 0: any free port", _PORT)
+    ] = GATEWAY_METRICS_PORT
     #: Beyond this number, the connection that has waited longest for a request is closed. At most
     #: half of the limit of file descriptors.
     max_connections: Annotated[

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import ssl
 from typing import Any
 
 from aiohttp import web
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 
 #: Interval at which changed API keys and certificates are read.
 SECRETS_POLL_S = 1.0
+#: Connections to the port of the metrics.
+METRICS_CONNECTIONS = 64
 
 
 class Gateway:
@@ -88,6 +91,7 @@ class Gateway:
             client_limit=access.max_concurrent_per_client,
         )
         self._connections = Connections(connection_limit(config.max_connections), self.metrics)
+        self.metrics.connections.set_function(lambda: self._connections.num_open)
         self._shutdown = GracefulShutdown(self.admission, config.drain_quiet_s)
         self._queue = ScaleFromZeroQueue(
             self.pool,
@@ -109,10 +113,12 @@ class Gateway:
         salts = CacheSalts(access, service_key)
         builder = JobBuilder(tokenizer, self.pool, self.metrics, access, salts, defaults)
         self._generator = Generator(dispatcher, self.metrics)
-        self.app = self._routes(tokenizer, builder).app
+        routes = self._routes(tokenizer, builder)
+        self.app, self.metrics_app = routes.app, routes.metrics_app
+        #: Port of the metrics, from `start` on.
+        self.metrics_port = 0
         self._end_drain = asyncio.Event()
-        self._runner: web.AppRunner | None = None
-        self._listener: asyncio.Server | None = None
+        self._servers: list[tuple[web.AppRunner, asyncio.Server]] = []
         self._pool_task: asyncio.Task[None] | None = None
         self._secrets_task: asyncio.Task[None] | None = None
 
@@ -174,24 +180,52 @@ class Gateway:
         Raises:
             OSError: the port is in use.
         """
-        # handler_cancellation: a client that disconnects cancels its handler, which aborts its
-        # requests on the engines.
-        self._runner = web.AppRunner(
-            self.app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0
-        )
-        await self._runner.setup()
         context = self._certificate.context if self._certificate else None
-        self._listener = await listen(
-            self._runner, host, self.config.port, context, self._connections, self._cors
+        # First the metrics: the kubelet then sees a gateway that has all its ports, or none.
+        self.metrics_port = await self._listen(
+            self.metrics_app,
+            host,
+            self.config.metrics_port,
+            None,
+            Connections(METRICS_CONNECTIONS, self.metrics),
         )
+        port = await self._listen(self.app, host, self.config.port, context, self._connections)
         self._pool_task = asyncio.create_task(self.pool.run(), name="engine pool")
         if self._keys or self._certificate:
             self._secrets_task = asyncio.create_task(self._refresh_secrets(), name="secrets")
-        port: int = self._listener.sockets[0].getsockname()[1]
         logger.info(
-            "serving %s on %s://%s:%d", self.served_name, "https" if context else "http", host, port
+            "serving %s on %s://%s:%d, and metrics on port %d",
+            self.served_name,
+            "https" if context else "http",
+            host,
+            port,
+            self.metrics_port,
         )
         return port
+
+    async def _listen(
+        self,
+        app: web.Application,
+        host: str,
+        port: int,
+        context: ssl.SSLContext | None,
+        connections: Connections,
+    ) -> int:
+        """Serve `app`, and return the port.
+
+        Raises:
+            OSError: the port is in use.
+        """
+        # handler_cancellation: a client that disconnects cancels its handler, which aborts its
+        # requests on the engines.
+        runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0
+        )
+        await runner.setup()
+        listener = await listen(runner, host, port, context, connections, self._cors)
+        self._servers.append((runner, listener))
+        bound: int = listener.sockets[0].getsockname()[1]
+        return bound
 
     async def shut_down(self) -> None:
         """Shut down gracefully: serve until clients have moved to other gateways, then stop.
@@ -228,10 +262,9 @@ class Gateway:
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-        if self._listener is not None:
-            await stop_listening(self._listener)
-        if self._runner is not None:
-            await self._runner.cleanup()
+        for runner, listener in reversed(self._servers):
+            await stop_listening(listener)
+            await runner.cleanup()
 
     def end_drain(self) -> None:
         """End the graceful shutdown now. Requests that still run fail."""

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from baton_local.service_status import PodStatus
-from baton_protocol.config import GATEWAY_PORT
+from baton_protocol.config import GATEWAY_METRICS_PORT
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ async def gateways_see_all_engines(pods: list[PodStatus]) -> bool:
 async def _metrics(gateway: PodStatus) -> str:
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session,
-        session.get(f"http://{gateway.ip}:{GATEWAY_PORT}/metrics") as response,
+        session.get(f"http://{gateway.ip}:{GATEWAY_METRICS_PORT}/metrics") as response,
     ):
         return await response.text()
 

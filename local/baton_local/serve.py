@@ -261,6 +261,7 @@ class _Server:
         self._folder = folder
         self._service_key_file = folder / "service.key"
         self._children: list[_Child] = []
+        self._metrics_port = 0
         self._name = options.served_model_name or Path(model).resolve().name
         self._stop = asyncio.Event()
         self._second_signal = asyncio.Event()
@@ -305,7 +306,7 @@ class _Server:
             TimeoutError: the engine or the gateway was not ready in time.
         """
         write_private(self._service_key_file, secrets.token_hex(32).encode())
-        engine_port, http_port = free_ports(2)
+        engine_port, http_port, self._metrics_port = free_ports(3)
         engine = await self._start_engine(engine_port, http_port)
         gateway = await self._start_gateway(engine_port)
         watch = [asyncio.create_task(_until_ended(child)) for child in (engine, gateway)]
@@ -346,6 +347,7 @@ class _Server:
                 min_priority=self._options.min_priority,
             ),
             port=self._options.port,
+            metrics_port=self._metrics_port,
             service_key_file=str(self._service_key_file),
             drain_timeout_s=self._options.drain_timeout_s,
             drain_quiet_s=0.0,  # there is no other gateway for new requests
@@ -383,8 +385,12 @@ class _Server:
 
     @property
     def _url(self) -> str:
+        return f"{self._address}:{self._options.port}"
+
+    @property
+    def _address(self) -> str:
         host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._options.host, self._options.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._options.port}"
+        return f"http://{f'[{host}]' if ':' in host else host}"
 
     def _announce(self) -> None:
         body = {
@@ -442,7 +448,9 @@ class _Server:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             async with asyncio.timeout(_NOTICE_S), aiohttp.ClientSession() as session:
                 while True:
-                    async with session.get(f"{self._url}/metrics") as response:
+                    async with session.get(
+                        f"{self._address}:{self._metrics_port}/metrics"
+                    ) as response:
                         if 'baton:engines_ready{role="decode"} 0.0' in await response.text():
                             return
                     await asyncio.sleep(POLL_S)

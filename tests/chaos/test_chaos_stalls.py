@@ -17,7 +17,12 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT, ParallelConfig
+from baton_protocol.config import (
+    ENGINE_HTTP_PORT,
+    GATEWAY_METRICS_PORT,
+    GATEWAY_PORT,
+    ParallelConfig,
+)
 from support.chaos import workers
 from support.integration.completions import VOCAB, complete
 from support.parity import assert_greedy, prompts, reference_model
@@ -43,7 +48,7 @@ class Service:
         return f"http://{self.gateway.address}:{GATEWAY_PORT}/v1"
 
     def num_decode_engines(self) -> float:
-        _, body = self.gateway.get(GATEWAY_PORT, "/metrics")
+        _, body = self.gateway.get(GATEWAY_METRICS_PORT, "/metrics")
         [line] = [
             line
             for line in body.splitlines()
@@ -120,7 +125,7 @@ async def test_streams_survive_a_stuck_engine_which_gets_no_request(
             *(complete(service.url, prompt, NUM_TOKENS) for prompt in asked[NUM_STREAMS:])
         )
     assert_greedy(service.reference, asked, outputs, fault)
-    assert service.gateway.metric("baton:requests_resumed_total", GATEWAY_PORT) > 0
+    assert service.gateway.metric("baton:requests_resumed_total", GATEWAY_METRICS_PORT) > 0
     service.mend(fault)
     await until(lambda: service.num_decode_engines() == 2, "the victim in the rotation again")
     await until(lambda: victim.get(ENGINE_HTTP_PORT, "/ready")[0] == 200, "the victim ready")

@@ -12,6 +12,7 @@ import pytest
 from baton_protocol.config import (
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
+    GATEWAY_METRICS_PORT,
     GATEWAY_PORT,
     CacheConfig,
     KVRole,
@@ -188,7 +189,7 @@ async def test_running_requests_survive_the_death_of_the_decode_engine(own_stack
         resumed = await asyncio.gather(*running)
         assert await group == expected
     assert [len(output) for output in resumed] == [400] * len(asked)
-    assert own_stack.gateway.metric("baton:requests_resumed_total", GATEWAY_PORT) >= 1
+    assert own_stack.gateway.metric("baton:requests_resumed_total", GATEWAY_METRICS_PORT) >= 1
     assert_greedy(own_stack.reference, asked, list(resumed), "resumed")
 
 
@@ -244,7 +245,7 @@ async def test_an_overloaded_prefill_engine_leaves_no_prompt_to_the_decode_engin
         assert prefill.metric("baton:prompt_tokens_computed_total") == 36 * 400
         assert decode.metric("baton:prompt_tokens_computed_total") == 0
         assert decode.metric("baton:kv_transfer_recomputed_tokens_total") == 0
-        _, metrics = gateway.get(GATEWAY_PORT, "/metrics")
+        _, metrics = gateway.get(GATEWAY_METRICS_PORT, "/metrics")
         assert 'baton:prefill_stages_total{outcome="done"} 36.0' in metrics
         assert "baton:prefill_fallbacks_total{" not in metrics
     generated = [outputs[index] for index in range(len(asked))]

@@ -19,8 +19,8 @@ from baton_gateway.errors import APIError
 
 logger = logging.getLogger(__name__)
 
-#: Paths for the kubelet and Prometheus, which have no key. Every other path needs one.
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+#: Paths for load balancers, which have no key. Every other path of the clients' port needs one.
+OPEN_PATHS = frozenset({"/health", "/ready"})
 #: Longer keys are invalid. HTTP servers and proxies limit the size of a header.
 MAX_KEY_BYTES = 4096
 #: Name of the client whose key a request carries. A request that needs no key has no entry.

@@ -32,7 +32,7 @@ class GracefulShutdown:
         self.has_begun = False
 
     def on_request(self, path: str) -> None:
-        if path not in OPEN_PATHS:  # only the kubelet and Prometheus request the open paths
+        if path not in OPEN_PATHS:  # only load balancers request the open paths
             self._last_arrival = asyncio.get_running_loop().time()
 
     async def close_connection(self, _: web.Request, response: web.StreamResponse) -> None:

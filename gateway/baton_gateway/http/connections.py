@@ -55,7 +55,10 @@ class Connections:
         self._waiting: dict[Connection, float] = {}
         self._is_sweeping = False
         self._next_warning = 0.0
-        metrics.connections.set_function(lambda: len(self._open))
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
 
     def add(self, connection: Connection, transport: asyncio.Transport) -> bool:
         """Count a new connection. Close a connection if there are too many.
@@ -260,7 +263,7 @@ def connection_limit(configured: int) -> int:
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY or configured <= descriptors // 2:
         return configured
-    logger.warning(
+    logger.info(
         "max_connections is %d, but the limit of file descriptors (ulimit -n) is %d: at most %d "
         "connections are served at once",
         configured,

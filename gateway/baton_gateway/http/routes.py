@@ -28,7 +28,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Routes:
-    """The HTTP application of one gateway.
+    """The HTTP applications of one gateway: one for clients, and one for the cluster.
 
     Args:
         keys: authenticates clients; None: clients need no API key.
@@ -49,7 +49,10 @@ class Routes:
         self._metrics = metrics
         self._shutdown = shutdown
         self._keys = keys
-        self.app = web.Application(middlewares=[log_request_id, cors.middleware, self._middleware])
+        #: Serves clients.
+        self.app = web.Application(
+            middlewares=[log_request_id, cors.middleware, self._respond, self._authenticate]
+        )
         self.app.on_response_prepare.extend(
             [_set_headers, cors.set_headers, shutdown.close_connection]
         )
@@ -61,20 +64,28 @@ class Routes:
         self.app.router.add_get("/v1/models/{model:.+}", status.get_model)
         self.app.router.add_get("/health", status.get_health)
         self.app.router.add_get("/ready", status.get_ready)
-        self.app.router.add_get("/metrics", status.get_metrics)
         self.app.router.add_get("/version", status.get_version)
+        #: Serves the kubelet, Prometheus and the operator, on a port of its own and without keys.
+        self.metrics_app = web.Application(middlewares=[log_request_id, self._respond])
+        self.metrics_app.on_response_prepare.append(_set_headers)
+        self.metrics_app.router.add_get("/health", status.get_health)
+        self.metrics_app.router.add_get("/ready", status.get_ready)
+        self.metrics_app.router.add_get("/metrics", status.get_metrics)
 
     @web.middleware
-    async def _middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Authenticate and count every request, and turn failures into OpenAI error bodies."""
-        status = CLIENT_CLOSED_REQUEST
+    async def _authenticate(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Require an API key, except for the probes of load balancers."""
         self._shutdown.on_request(request.path)
+        if self._keys is not None and request.path not in OPEN_PATHS:
+            request[CLIENT] = self._keys.client_of(request.headers.getall("Authorization", []))
+        return await handler(request)
+
+    @web.middleware
+    async def _respond(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        """Count every request, and turn failures into OpenAI error bodies."""
+        status = CLIENT_CLOSED_REQUEST
         try:
             try:
-                if self._keys is not None and request.path not in OPEN_PATHS:
-                    request[CLIENT] = self._keys.client_of(
-                        request.headers.getall("Authorization", [])
-                    )
                 response = await handler(request)
             except RequestError as error:
                 response = _error_response(bad_request(error))

@@ -14,7 +14,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import is_ready
 from baton_operator.status.diagnose import is_leaving
 from baton_operator.status.report_group import ReportedGroup
-from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
+from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT
 from baton_protocol.topology import ACTIVE_PHASES
 
 
@@ -72,8 +72,7 @@ def targets_of(resolved: ResolvedService, pods: list[dict[str, Any]]) -> list[Sc
                 container=f"{pod['metadata']['uid']}/{restarts}",
                 role=None if role == "gateway" else role,
                 host=address,
-                port=GATEWAY_PORT if role == "gateway" else ENGINE_HTTP_PORT,
-                tls=role == "gateway" and resolved.spec.gateway.tls is not None,
+                port=GATEWAY_METRICS_PORT if role == "gateway" else ENGINE_HTTP_PORT,
             )
         )
     return targets

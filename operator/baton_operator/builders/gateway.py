@@ -10,11 +10,9 @@ from baton_operator import names
 from baton_operator.builders import config
 from baton_operator.builders.pod_template import pod
 from baton_operator.builders.resolved_service import ResolvedService, Scheme
-from baton_protocol.config import GATEWAY_PORT
+from baton_protocol.config import GATEWAY_METRICS_PORT, GATEWAY_PORT
 
 CONTAINER = "gateway"
-#: Shows metrics collectors that a pod serves only HTTPS.
-ANNOTATION_SCHEME = "prometheus.io/scheme"
 #: Lifetime of the account's token. The kubelet renews the token before.
 TOKEN_LIFETIME_S = 3600
 #: Ports of the gateway's Service by scheme. In Service and pods the scheme is the name of the port,
@@ -52,10 +50,14 @@ def deployment(resolved: ResolvedService) -> Object:
             "name": CONTAINER,
             "command": ["baton-gateway", "--config", f"{config.MOUNT_PATH}/gateway.json"],
             "env": pod.identity_env(),
-            "ports": [{"name": scheme, "containerPort": GATEWAY_PORT, "protocol": "TCP"}],
-            "startupProbe": pod.http_probe("/health", period_s=1, failures=120, scheme=scheme),
-            "livenessProbe": pod.http_probe("/health", period_s=10, failures=6, scheme=scheme),
-            "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3, scheme=scheme),
+            "ports": [
+                {"name": scheme, "containerPort": GATEWAY_PORT, "protocol": "TCP"},
+                {"name": "metrics", "containerPort": GATEWAY_METRICS_PORT, "protocol": "TCP"},
+            ],
+            # Not on the clients' port, which clients can fill with connections.
+            "startupProbe": pod.http_probe("/health", period_s=1, failures=120, port="metrics"),
+            "livenessProbe": pod.http_probe("/health", period_s=10, failures=6, port="metrics"),
+            "readinessProbe": pod.http_probe("/ready", period_s=1, failures=3, port="metrics"),
         },
         pod={
             "serviceAccountName": names.gateway_name(resolved.name),
@@ -67,8 +69,6 @@ def deployment(resolved: ResolvedService) -> Object:
         resources=gateway.resources,
         extra=[*_secret_mounts(resolved), _token_mount()],
     )
-    if scheme == "https":
-        template["metadata"].setdefault("annotations", {})[ANNOTATION_SCHEME] = scheme
     template["metadata"]["labels"][names.LABEL_REVISION] = names.content_hash(template)
     return {
         "apiVersion": "apps/v1",

@@ -57,6 +57,7 @@ class GatewayRig:
             discovery=DiscoveryConfig(file=str(self.file)),
             **{
                 "port": 0,
+                "metrics_port": 0,
                 "drain_timeout_s": 5.0,
                 "resume_wait_s": 3.0,
                 "queue_wait_s": 0.5,
@@ -67,6 +68,8 @@ class GatewayRig:
             self.config, tokenizer, FileDiscovery(self.file), defaults or GenerationDefaults()
         )
         self.url = ""
+        #: Address of /metrics.
+        self.metrics_url = ""
         self._clients: list[openai.AsyncOpenAI] = []
 
     def engine(self, name: str, role: str, text: str = "hello world", **options: Any) -> FakeEngine:
@@ -88,6 +91,7 @@ class GatewayRig:
         self.announce(*engines)
         port = await self.gateway.start("127.0.0.1")
         self.url = f"http://127.0.0.1:{port}"
+        self.metrics_url = f"http://127.0.0.1:{self.gateway.metrics_port}"
         await self.connected(*engines)
 
     async def connected(self, *engines: FakeEngine) -> None:
@@ -170,6 +174,12 @@ class GatewayRig:
     async def get(self, path: str) -> tuple[int, str]:
         async with http_session() as session, session.get(self.url + path) as response:
             return response.status, await response.text()
+
+    async def scrape(self) -> str:
+        """Return the response to GET /metrics."""
+        async with http_session() as session, session.get(f"{self.metrics_url}/metrics") as got:
+            assert got.status == 200
+            return await got.text()
 
     def metric(self, name: str, **labels: str) -> float:
         return self.gateway.metrics.registry.get_sample_value(name, labels) or 0.0

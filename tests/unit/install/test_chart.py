@@ -11,7 +11,7 @@ import yaml
 
 from baton_operator import names
 from baton_operator.cli import HTTP_PORT
-from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT
+from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT
 from support.install.rendered_chart import (
     CHART,
@@ -369,10 +369,9 @@ def test_the_pod_monitor_finds_the_pods_of_services() -> None:
     assert monitor["spec"]["namespaceSelector"] == {"any": True}
     assert monitor["metadata"]["labels"]["a"] == "b"
     endpoints = monitor["spec"]["podMetricsEndpoints"]
-    assert [(each["port"], each["scheme"]) for each in endpoints] == [
-        ("http", "http"),
-        ("https", "https"),
-    ]
+    assert [each["port"] for each in endpoints] == ["http", "metrics"]
+    drops = {"regex": "gateway", "action": "drop"}.items()
+    assert [drops <= each["relabelings"][0].items() for each in endpoints] == [True, False]
     values = {"podMonitor": {"enabled": True}, "watchNamespaces": ["a"]}
     assert one(render(values), "PodMonitor")["spec"]["namespaceSelector"] == {"matchNames": ["a"]}
 
@@ -389,7 +388,7 @@ def test_the_network_policy_allows_the_egress_that_the_operator_needs() -> None:
     assert [port["port"] for port in members["ports"]] == [
         ENGINE_HTTP_PORT,
         COORDINATOR_HTTP_PORT,
-        GATEWAY_PORT,
+        GATEWAY_METRICS_PORT,
     ]
     (peer,) = members["to"]
     assert peer["podSelector"]["matchLabels"].items() <= names.labels("demo", "coordinator").items()

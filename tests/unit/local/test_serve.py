@@ -209,7 +209,9 @@ def test_the_exception_of_an_engine_is_in_the_log_and_not_in_the_response(
 
 def has_request_in_flight(serve: Serve) -> bool:
     """Return whether the gateway has a request in flight."""
-    with urllib.request.urlopen(f"{serve.url}/metrics", timeout=5) as response:
+    config = json.loads(Path(serve.child("baton_gateway.cli").cmdline()[-1]).read_text())
+    port = config["metrics_port"]
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
         return "baton:requests_in_flight 1.0" in response.read().decode()
 
 

@@ -85,15 +85,15 @@ def identity_env(**more: str) -> list[Object]:
 
 
 def http_probe(
-    path: str, *, period_s: int, failures: int, timeout_s: int = 5, scheme: str = "http"
+    path: str, *, period_s: int, failures: int, timeout_s: int = 5, port: str = "http"
 ) -> Object:
-    """Return an HTTP probe of `path` on the port that is named `scheme`.
+    """Return an HTTP probe of `path` on the port that is named `port`.
 
     Args:
         failures: number of consecutive failures after which the probe has failed.
     """
     return {
-        "httpGet": {"path": path, "port": scheme, "scheme": scheme.upper()},
+        "httpGet": {"path": path, "port": port, "scheme": "HTTP"},
         "periodSeconds": period_s,
         "failureThreshold": failures,
         "timeoutSeconds": timeout_s,

@@ -26,7 +26,7 @@ from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
 from support.waiting import until
 
-OPEN = {"/health", "/ready", "/metrics"}
+OPEN = {"/health", "/ready"}
 COMPLETION = {"model": "m", "prompt": "hello", "max_tokens": 2}
 
 
@@ -97,7 +97,7 @@ async def test_an_unknown_key_gets_an_openai_error(guarded: GatewayRig) -> None:
     )
 
 
-async def test_every_path_except_probes_and_metrics_requires_a_key(guarded: GatewayRig) -> None:
+async def test_every_path_except_probes_requires_a_key(guarded: GatewayRig) -> None:
     routes = {
         (route.method, route.resource.canonical.replace("{model}", "m"))
         for route in guarded.gateway.app.router.routes()
@@ -110,7 +110,7 @@ async def test_every_path_except_probes_and_metrics_requires_a_key(guarded: Gate
         ("GET", "/ready"),
     } <= routes
     async with http_session() as session:
-        for method, path in sorted(routes | {("GET", "/nowhere")}):
+        for method, path in sorted(routes | {("GET", "/nowhere"), ("GET", "/metrics")}):
             for variant in (path, f"/{path}", f"{path}/"):
                 async with session.request(method, guarded.url + variant) as response:
                     assert (response.status == 401) is (path not in OPEN), variant
@@ -321,6 +321,49 @@ async def served_certificate(port: int) -> str:
     der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
     writer.close()
     return x509.load_der_x509_certificate(der).subject.rfc4514_string()
+
+
+async def test_names_of_clients_are_only_on_the_port_of_the_metrics(
+    make_rig: MakeRig, keys: Path, tmp_path: Path
+) -> None:
+    write_certificate(tmp_path / "tls", "gateway")
+    rig = make_rig(access=AccessConfig(api_keys_dir=str(keys), tls_dir=str(tmp_path / "tls")))
+    await rig.start(rig.engine("d", "decode"))
+    secure = rig.url.replace("http:", "https:")
+    async with http_session() as session:
+        for path in ("/health", "/ready", "/metrics", "/v1/models"):
+            headers = bearer("key-of-a") if path == "/v1/models" else {}
+            async with session.get(secure + path, ssl=False, headers=headers) as response:
+                assert response.status == (401 if path == "/metrics" else 200)
+                assert b"team-a" not in await response.read()
+        key = bearer("key-of-a")
+        async with session.get(f"{secure}/metrics", ssl=False, headers=key) as response:
+            assert response.status == 404
+        # The other port has plain HTTP, and nothing else.
+        for path in ("/health", "/ready"):
+            async with session.get(rig.metrics_url + path) as response:
+                assert response.status == 200
+        for path in ("/v1/models", "/v1/completions", "/version"):
+            async with session.get(rig.metrics_url + path, headers=key) as response:
+                assert response.status == 404
+    assert 'baton:client_requests_total{client="team-a",status="200"} 1.0' in await rig.scrape()
+
+
+async def test_clients_that_fill_their_port_leave_the_port_of_the_probes_free(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig(max_connections=1)
+    engine = rig.engine("d", "decode")
+    engine.hold_after = 1
+    await rig.start(engine)
+    stream = asyncio.create_task(rig.complete())
+    await until(lambda: engine.adds, "the request at the engine")
+    with pytest.raises(aiohttp.ClientError):
+        await rig.get("/health")
+    async with http_session() as session, session.get(f"{rig.metrics_url}/health") as response:
+        assert response.status == 200
+    engine.released.set()
+    await stream
 
 
 async def test_a_renewed_certificate_is_used_for_new_connections(

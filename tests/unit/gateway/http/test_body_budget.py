@@ -61,12 +61,13 @@ async def test_a_request_counts_while_its_body_arrives(make_rig: MakeRig, path: 
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("num_bytes", [0, 1000])
 async def test_a_body_that_stops_is_refused_at_the_deadline(
-    rig: GatewayRig, path: str, monkeypatch: pytest.MonkeyPatch
+    rig: GatewayRig, path: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(body_budget, "BODY_TIMEOUT_S", 0.2)
     await rig.start(rig.engine("d", "decode"))
-    async with unfinished(rig, 1000, path) as (reader, _):
+    async with unfinished(rig, num_bytes, path) as (reader, _):
         status, _, code = await response(reader)
         assert (status, code) == (408, "timeout")
     assert rig.metric(CHARGED) == 0

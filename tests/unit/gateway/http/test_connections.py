@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import ssl
 from collections.abc import AsyncIterator
@@ -230,6 +231,7 @@ async def test_a_tls_handshake_has_a_deadline(
 def test_half_of_the_descriptors_are_left_to_the_engines(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     assert connection_limit(100) == 100
     assert "max_connections" not in caplog.text

@@ -88,19 +88,18 @@ def test_the_gateway_gets_the_allowed_origins() -> None:
     assert got.access.allowed_origins == tuple(origins)
 
 
-def test_tls_changes_probes_ports_and_the_service() -> None:
+def test_tls_changes_the_port_of_clients_and_the_service() -> None:
     template = pod_template(**TLS)
     assert (
         decoded_config("gateway", GatewayConfig, gateway=TLS).access.tls_dir
         == mounted(template)["cert"]
     )
-    assert template["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
-    assert "prometheus.io/scheme" not in (pod_template()["metadata"].get("annotations") or {})
     for spec, scheme, port in ((TLS, "https", 443), ({}, "http", 80)):
         (container,) = pod_template(**spec)["spec"]["containers"]
+        assert [port["name"] for port in container["ports"]] == [scheme, "metrics"]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-            assert container[probe]["httpGet"]["scheme"] == scheme.upper()
-            assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
+            assert container[probe]["httpGet"]["scheme"] == "HTTP"
+            assert container[probe]["httpGet"]["port"] == "metrics"
         (found,) = gateway.service(resolved(gateway=spec))["spec"]["ports"]
         assert (found["name"], found["port"], found["targetPort"]) == (
             scheme,
