@@ -191,6 +191,8 @@ class _Up:
             str(Path(sys.executable).parent / "baton-operator"),
             *("--kubeconfig", str(kubeconfig)),
             *("--http-port", "0"),
+            # The cluster has one user, whose model may be any folder of this machine.
+            *("--templates", "unrestricted"),
         ]
         self.cluster.start(Component("operator", command, {"POD_IP": "127.0.0.1"}))
 

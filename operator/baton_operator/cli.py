@@ -16,7 +16,7 @@ from baton_operator import logs, names
 from baton_operator.process.kopf_thread import KopfHangsError
 from baton_operator.process.leader import LeaseLostError
 from baton_operator.process.metrics import AddressError
-from baton_operator.process.run import run
+from baton_operator.process.run import restrictions_of, run
 from baton_operator.process.runtime import RESYNC_S
 from baton_protocol import arguments
 from baton_protocol.config import pod_ip
@@ -41,12 +41,16 @@ def main(argv: list[str] | None = None) -> None:
         args.leader_elect = args.kubeconfig is None
     if args.leader_elect and not args.lease_namespace:
         parser.error("--leader-elect needs --lease-namespace where $POD_NAMESPACE is not set")
+    try:
+        restrictions = restrictions_of(args)
+    except ValueError as error:
+        parser.error(str(error))
     logs.configure(args.log_format, args.log_level)
     # Modules are never freed. A garbage collection that visits them would stall the event loop for
     # 0.04 to 0.24 s.
     gc.freeze()
     try:
-        asyncio.run(run(args))
+        asyncio.run(run(args, restrictions))
     except KopfHangsError as error:
         logger.error("exiting with code 1: %s", error)
         os._exit(1)  # sys.exit would wait for kopf's threads
@@ -76,6 +80,28 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="NS",
         help="watch this namespace only; can be repeated; default: all namespaces",
+    )
+    add(
+        "--templates",
+        choices=["restricted", "unrestricted"],
+        help="restricted: refuse LLMServices that request more than the restricted Pod Security "
+        "profile allows; default: restricted, or unrestricted with --namespace",
+    )
+    add(
+        "--host-path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder of nodes that restricted LLMServices may use; DIR/: to read only, with all "
+        "folders below it; can be repeated; default: none",
+    )
+    add(
+        "--annotation-prefix",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="beginning of annotations that restricted LLMServices may set on pods and the "
+        "Ingress; can be repeated; default: none",
     )
     add(
         "--host",

@@ -1,6 +1,7 @@
 """Build the Kubernetes objects of a service, with pure functions of a `ResolvedService`.
 
 - `resolved_service`: one LLMService and all other values from which objects are built.
+- `restrictions`: what an LLMService may request from an operator for several tenants.
 - `member`: member pods of prefill and decode, and their headless Service.
 - `gateway`, `coordinator`: the Deployment and the Service of each.
 - `ingress`, `http_route`: access to the gateway from outside the cluster.

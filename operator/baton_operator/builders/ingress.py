@@ -9,12 +9,19 @@ from baton_operator.builders.resolved_service import ResolvedService
 
 
 def ingress(resolved: ResolvedService) -> Object | None:
-    """Return the Ingress; None if the spec does not request one."""
+    """Return the Ingress; None if the spec does not request one.
+
+    Raises:
+        ValueError: the operator's restrictions refuse an annotation.
+    """
     wanted = resolved.spec.gateway.ingress
     if wanted is None:
         return None
     metadata = resolved.metadata(names.gateway_name(resolved.name), "gateway")
     if wanted.annotations:
+        if resolved.restrictions is not None:
+            path = "gateway.ingress.annotations"
+            resolved.restrictions.check_annotations(wanted.annotations, path)
         metadata["annotations"] = dict(wanted.annotations)
     backend = {
         "service": {

@@ -11,6 +11,7 @@ from baton_operator import names
 from baton_operator.api.llmservice import Spec
 from baton_operator.api.spec_engine import Engine, merged
 from baton_operator.api.spec_groups import Decode, Prefill
+from baton_operator.builders.restrictions import Restrictions
 
 Scheme = Literal["http", "https"]
 
@@ -30,6 +31,8 @@ class ResolvedService(msgspec.Struct, frozen=True, kw_only=True):
     sizes: dict[names.MemberRole, int] = {}
     #: Schemes that ready gateways serve.
     gateway_schemes: tuple[Scheme, ...] = ()
+    #: What the spec may request. None: everything.
+    restrictions: Restrictions | None = None
 
     @property
     def reference(self) -> Object:

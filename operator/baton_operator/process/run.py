@@ -9,6 +9,7 @@ import signal
 import uuid
 from collections.abc import Collection
 
+from baton_operator.builders.restrictions import Restrictions
 from baton_operator.kube.kinds import Kube
 from baton_operator.process.kopf_thread import run_first_of, watch
 from baton_operator.process.leader import Election, Elector
@@ -16,11 +17,27 @@ from baton_operator.process.metrics import serve
 from baton_operator.process.runtime import Runtime, open_runtime
 
 
-async def run(args: argparse.Namespace) -> None:
+def restrictions_of(args: argparse.Namespace) -> Restrictions | None:
+    """Return what LLMServices may request, according to the flags. None: everything.
+
+    An operator of all namespaces is restricted by default, because it has several tenants.
+
+    Raises:
+        ValueError: a flag is invalid.
+    """
+    restrictions = Restrictions(
+        host_paths=tuple(args.host_path), annotation_prefixes=tuple(args.annotation_prefix)
+    )
+    default = "unrestricted" if args.namespace else "restricted"
+    return restrictions if (args.templates or default) == "restricted" else None
+
+
+async def run(args: argparse.Namespace, restrictions: Restrictions | None) -> None:
     """Run the operator until SIGTERM or SIGINT.
 
     Args:
         args: as parsed by `cli`.
+        restrictions: what LLMServices may request. None: everything.
 
     Raises:
         ConfigException: no cluster is configured.
@@ -33,7 +50,7 @@ async def run(args: argparse.Namespace) -> None:
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)
     operator_namespace = os.environ.get("POD_NAMESPACE") if args.kubeconfig is None else None
     async with (
-        open_runtime(args.kubeconfig, args.resync, operator_namespace) as runtime,
+        open_runtime(args.kubeconfig, restrictions, args.resync, operator_namespace) as runtime,
         serve(args.host, args.http_port, runtime.metrics, runtime.stuck),
     ):
         if not args.leader_elect:

@@ -19,6 +19,7 @@ from baton_kube.client import KubeError, connect
 from baton_operator import names
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.autoscale.scrape import Scraper
+from baton_operator.builders.restrictions import Restrictions
 from baton_operator.kube.kinds import PLURALS, Kube, resource_of
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
@@ -184,11 +185,15 @@ class Runtime:
 
 @asynccontextmanager
 async def open_runtime(
-    kubeconfig: Path | str | None, resync_s: float = RESYNC_S, operator_namespace: str | None = None
+    kubeconfig: Path | str | None,
+    restrictions: Restrictions | None,
+    resync_s: float = RESYNC_S,
+    operator_namespace: str | None = None,
 ) -> AsyncIterator[Runtime]:
     """Connect to the cluster and yield a runtime.
 
     Args:
+        restrictions: what LLMServices may request. None: everything.
         operator_namespace: namespace of the operator's pod. None: the operator does not run in the
             cluster.
 
@@ -207,6 +212,7 @@ async def open_runtime(
             operator_namespace,
             autoscaler,
             probes=StatusProbes(session),
+            restrictions=restrictions,
         )
         autoscale = partial(autoscaler.run, Scraper(session, metrics.scrapes))
         yield Runtime(kube, reconciler.reconcile, metrics, autoscale, resync_s)
@@ -216,14 +222,15 @@ async def open_runtime(
 async def start_runtime() -> AsyncIterator[Runtime]:
     """Start a runtime that runs until the context is left, for the cluster of the environment.
 
-    This is the cluster of the pod or, outside a cluster, that of the current kubeconfig.
+    This is the cluster of the pod or, outside a cluster, that of the current kubeconfig. The
+    templates of LLMServices are restricted, without exceptions.
 
     Raises:
         ConfigException: no cluster is configured.
     """
     in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
     kubeconfig = os.environ.get("KUBECONFIG") or (None if in_cluster else "~/.kube/config")
-    async with open_runtime(kubeconfig) as runtime:
+    async with open_runtime(kubeconfig, Restrictions()) as runtime:
         await runtime.wait_for_crd()
         running = asyncio.create_task(runtime.run())
         try:

@@ -37,7 +37,8 @@ async def apply_objects(
     """Create, update and delete the objects of a service except its member pods.
 
     Written objects are added to `observed`. Kinds outside `observed.kinds` are skipped. If the
-    API server refuses one object, the others are still written.
+    API server refuses one object, the others are still written, except Deployments whose pods would
+    run under a ServiceAccount of another owner.
 
     Returns:
         (kind, problem) for each refused object.
@@ -48,14 +49,17 @@ async def apply_objects(
     refused: list[tuple[str, Problem]] = []
     if resolved.spec.gateway.http_route is not None and not kube.http_routes:
         refused.append(("HTTPRoute", GatewayAPIMissing()))
+    refused_accounts = set()
     for obj in desired.objects:
-        if obj["kind"] not in observed.kinds:
-            continue
         key = obj["kind"], obj["metadata"]["name"]
+        if obj["kind"] not in observed.kinds or _account_of(obj) in refused_accounts:
+            continue
         try:
             observed.objects[key] = await _apply(kube, resolved, obj, observed.objects.get(key))
         except (NameConflict, KubeError) as error:
             refused.append((obj["kind"], problem_of(error)))
+            if obj["kind"] == "ServiceAccount":
+                refused_accounts.add(obj["metadata"]["name"])
     for kind, name in desired.absent:
         if present := observed.owned(kind, name):
             observed.freshness.require_consistent()
@@ -64,6 +68,14 @@ async def apply_objects(
             except KubeError as error:
                 refused.append((kind, problem_of(error)))
     return refused
+
+
+def _account_of(obj: Object) -> str | None:
+    """Return the ServiceAccount of a Deployment's pods; None for other objects."""
+    if obj["kind"] != "Deployment":
+        return None
+    account: str | None = obj["spec"]["template"]["spec"].get("serviceAccountName")
+    return account
 
 
 async def ensure_service_key(

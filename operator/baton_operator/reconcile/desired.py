@@ -16,8 +16,12 @@ from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate, headless_service
 from baton_operator.builders.resolved_service import ResolvedService
+from baton_operator.builders.restrictions import Restrictions
 from baton_operator.observe.observation import Observation, gateway_schemes
 from baton_operator.problems import InvalidSpec
+
+#: Stands for the address of a coordinator that has none yet. It has no effect on checks.
+_ANY_ADDRESS = "192.0.2.1"
 
 
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,8 +38,13 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
         return {obj["metadata"]["name"] for obj in self.objects if obj["kind"] == "ConfigMap"}
 
 
-def resolve(observed: Observation, spec: Object) -> ResolvedService:
+def resolve(
+    observed: Observation, spec: Object, restrictions: Restrictions | None = None
+) -> ResolvedService:
     """Return the observed service with the decoded and validated `spec`.
+
+    Args:
+        restrictions: what the spec may request. The builders check it. None: everything.
 
     Raises:
         InvalidSpec: the spec is invalid. The message names the field.
@@ -52,6 +61,7 @@ def resolve(observed: Observation, spec: Object) -> ResolvedService:
         spec=decoded,
         coordinator=observed.coordinator if decoded.decode.parallelism.expert else None,
         gateway_schemes=gateway_schemes(observed.role_pods("gateway")),
+        restrictions=restrictions,
     )
 
 
@@ -75,9 +85,12 @@ def compute_desired(
         http_routes: whether the API server has HTTPRoutes.
 
     Raises:
-        ValueError: a template overlay cannot be merged.
+        ValueError: a template overlay cannot be merged, or a field requests what
+            `resolved.restrictions` do not allow.
     """
     is_postponed = resolved.is_expert_parallel and resolved.coordinator is None
+    if is_postponed:  # a template that is refused must be refused before anything is created
+        MemberTemplate(msgspec.structs.replace(resolved, coordinator=_ANY_ADDRESS), "decode")
     roles = [role for role in names.CONFIGURED_ROLES if not (role == "decode" and is_postponed)]
     configured = [role for role in roles if role != "prefill" or resolved.has_prefill]
     has_policies = resolved.spec.security.network_policy

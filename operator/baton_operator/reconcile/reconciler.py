@@ -18,6 +18,7 @@ from baton_operator import logs, names
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.builders import service_key
 from baton_operator.builders.resolved_service import ResolvedService
+from baton_operator.builders.restrictions import Restrictions
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
@@ -131,6 +132,7 @@ class Reconciler:
             operator does not run in the cluster.
         autoscaler: decides the sizes of groups with `autoscaling`. None: the sizes never change.
         probes: status probes of pods. None: no probes are sent.
+        restrictions: what LLMServices may request. None: everything.
     """
 
     def __init__(
@@ -142,6 +144,7 @@ class Reconciler:
         autoscaler: Autoscaler | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         probes: StatusProbes | None = None,
+        restrictions: Restrictions | None = None,
     ) -> None:
         self._kube = kube
         self._drainer = drainer
@@ -150,6 +153,7 @@ class Reconciler:
         self._autoscaler = autoscaler or Autoscaler()
         self._clock = clock
         self._probes = probes or StatusProbes(None)
+        self._restrictions = restrictions
         self._events = Events(kube)
         self._status = StatusWriter(kube, self._events)
         self._refused_pods = RefusedPods()
@@ -268,7 +272,8 @@ class Reconciler:
             KubeError: the API server refused a request.
         """
         observed = state.observed
-        resolved = self._autoscaler.apply_sizes(resolve(observed, spec), observed.service)
+        resolved = resolve(observed, spec, self._restrictions)
+        resolved = self._autoscaler.apply_sizes(resolved, observed.service)
         state.resolved = resolved
         key = await ensure_service_key(self._kube, resolved, observed.key_secret)
         resolved = msgspec.structs.replace(resolved, key_name=service_key.name_of(key))
@@ -293,7 +298,7 @@ class Reconciler:
         only the objects of MOVING_KINDS are compared.
 
         Raises:
-            Problem: a ConfigMap that pods mount could not be written.
+            Problem: a ConfigMap or the ServiceAccount of members could not be written.
         """
         desired, observed, freshness = target.desired, state.observed, state.observed.freshness
         kinds = {
@@ -311,13 +316,16 @@ class Reconciler:
         else:  # a new service: `apply_objects` reads each object by name before it is created
             observed.kinds.update(kinds)
         refused = await apply_objects(self._kube, target.resolved, desired, observed)
-        # ConfigMaps come first, because the first problem decides `Ready`. Members cannot be
-        # created without them.
-        refused.sort(key=lambda each: each[0] != "ConfigMap")
+        # Objects without which members cannot be created come first, because the first problem
+        # decides `Ready`. Another owner's account may have rights that members must not get.
+        refused.sort(key=lambda each: each[0] not in ("ConfigMap", "ServiceAccount"))
         for _, problem in refused:
             state.fail(problem)
-        if "ConfigMap" in observed.kinds and any(
-            not observed.owned("ConfigMap", name) for name in desired.config_maps
+        account = names.engine_account_name(target.resolved.name)
+        needed = {("ConfigMap", name) for name in desired.config_maps}
+        if any(
+            kind in observed.kinds and not observed.owned(kind, name)
+            for kind, name in {*needed, ("ServiceAccount", account)}
         ):
             raise refused[0][1]
         state.objects_match = all(isinstance(problem, GatewayAPIMissing) for _, problem in refused)

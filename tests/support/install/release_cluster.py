@@ -71,7 +71,7 @@ class Cluster:
             "apiVersion": f"{GROUP}/{VERSION}",
             "kind": "LLMService",
             "metadata": {"name": name},
-            "spec": {"model": {"uri": "file:///models/x"}, "prefill": {"replicas": 1}},
+            "spec": {"model": {"uri": "pvc://models/x"}, "prefill": {"replicas": 1}},
         }
 
         def created() -> bool:  # the server may not serve the kind yet

@@ -66,6 +66,8 @@ def start_operator(
     kubeconfig: Path, log: Path, *flags: str, **environment: str
 ) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(kubeconfig)]
+    # The services have models in folders of the node. A later flag overrides this one.
+    command += ["--templates", "unrestricted"]
     with log.open("ab") as output:
         return subprocess.Popen(
             [*command, "--host", "127.0.0.1", *flags],

@@ -79,16 +79,17 @@ def _container(container: Object, pod: Object) -> Iterator[str]:
         yield "privileged is true"
     if security.get("allowPrivilegeEscalation") is not False:
         yield "allowPrivilegeEscalation is not false"
-    if security.get("procMount", "Default") != "Default":
+    if (security.get("procMount") or "Default") != "Default":
         yield "procMount is not Default"
     capabilities = security.get("capabilities") or {}
     if "ALL" not in (capabilities.get("drop") or []):
         yield "capabilities.drop has no ALL"
     if more := set(capabilities.get("add") or []) - {"NET_BIND_SERVICE"}:
         yield f"capabilities.add has {sorted(more)}"
-    if security.get("runAsNonRoot", pod.get("runAsNonRoot")) is not True:
+    non_root = security.get("runAsNonRoot")
+    if (pod.get("runAsNonRoot") if non_root is None else non_root) is not True:
         yield "runAsNonRoot is not true"
-    profile = security.get("seccompProfile", pod.get("seccompProfile")) or {}
+    profile = security.get("seccompProfile") or pod.get("seccompProfile") or {}
     if profile.get("type") not in ("RuntimeDefault", "Localhost"):
         yield "seccompProfile.type is not RuntimeDefault or Localhost"
     for port in container.get("ports") or []:
@@ -103,23 +104,26 @@ def _container(container: Object, pod: Object) -> Iterator[str]:
 
 
 def _shared(security: Object) -> Iterator[str]:
-    """Yield violations in the fields that security contexts of pods and containers share."""
+    """Yield violations in the fields that security contexts of pods and containers share.
+
+    A null is an unset field.
+    """
     if security.get("runAsUser") == 0:
         yield "runAsUser is 0"
     if security.get("runAsNonRoot") is False:
         yield "runAsNonRoot is false"
     if (security.get("windowsOptions") or {}).get("hostProcess"):
         yield "it is a Windows HostProcess"
-    if (security.get("seccompProfile") or {}).get("type", "RuntimeDefault") not in (
+    if ((security.get("seccompProfile") or {}).get("type") or "RuntimeDefault") not in (
         "RuntimeDefault",
         "Localhost",
     ):
         yield "seccompProfile is Unconfined"
-    if (security.get("appArmorProfile") or {}).get("type", "RuntimeDefault") not in (
+    if ((security.get("appArmorProfile") or {}).get("type") or "RuntimeDefault") not in (
         "RuntimeDefault",
         "Localhost",
     ):
         yield "appArmorProfile is Unconfined"
     linux = security.get("seLinuxOptions") or {}
-    if linux.get("type", "") not in SELINUX_TYPES or linux.get("user") or linux.get("role"):
+    if (linux.get("type") or "") not in SELINUX_TYPES or linux.get("user") or linux.get("role"):
         yield f"seLinuxOptions are {linux}"

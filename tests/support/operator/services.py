@@ -11,13 +11,18 @@ from baton_kube.client import Object
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.builders import config
 from baton_operator.builders.resolved_service import ResolvedService
+from baton_operator.builders.restrictions import Restrictions
 from baton_operator.names import GROUP, ConfiguredRole
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def resolved(
-    name: str = "demo", coordinator: str | None = None, key_name: str = "", **spec: Any
+    name: str = "demo",
+    coordinator: str | None = None,
+    key_name: str = "",
+    restrictions: Restrictions | None = None,
+    **spec: Any,
 ) -> ResolvedService:
     """Return a resolved service with the spec `spec`."""
     body = {"model": {"uri": "file:///models/x"}, **spec}
@@ -28,6 +33,7 @@ def resolved(
         spec=decode_spec(body),
         coordinator=coordinator,
         key_name=key_name,
+        restrictions=restrictions,
     )
 
 

@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from baton_operator import names
-from baton_operator.cli import HTTP_PORT
+from baton_operator.builders.restrictions import Restrictions
+from baton_operator.cli import HTTP_PORT, _parser
+from baton_operator.process.run import restrictions_of
 from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT
 from support.install.rendered_chart import (
@@ -253,6 +255,33 @@ def test_values_set_options_of_the_container() -> None:
     assert container(values)["imagePullPolicy"] == "Always"
     limits = {"limits": {"memory": "1Gi", "cpu": "2"}}
     assert container({"resources": limits})["resources"] == {**container()["resources"], **limits}
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, Restrictions()),
+        ({"watchNamespaces": ["a"]}, None),
+        ({"watchNamespaces": ["a"], "templates": "restricted"}, Restrictions()),
+        ({"templates": "unrestricted"}, None),
+        (
+            {"hostPaths": ["/mnt/models/", "/mnt/cache"], "annotationPrefixes": ["x.io/a"]},
+            Restrictions(
+                host_paths=("/mnt/models/", "/mnt/cache"), annotation_prefixes=("x.io/a",)
+            ),
+        ),
+    ],
+)
+def test_values_set_what_services_may_request(
+    values: Object, expected: Restrictions | None
+) -> None:
+    """The defaults differ, because an operator of all namespaces has several tenants."""
+    assert restrictions_of(_parser().parse_args(container(values)["args"])) == expected
+
+
+def test_the_plain_manifests_restrict_services() -> None:
+    (plain,) = manifest("operator.yaml")["spec"]["template"]["spec"]["containers"]
+    assert restrictions_of(_parser().parse_args(plain["args"])) == Restrictions()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -13,6 +14,8 @@ from baton_operator.api import llmservice
 from baton_operator.builders import config, coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
+from baton_operator.builders.restrictions import Restrictions
+from baton_operator.reconcile.desired import compute_desired
 from pocketkube.apiserver.schema.structural import StructuralSchema
 from support.install.rendered_chart import ROOT
 
@@ -73,6 +76,17 @@ def test_the_operator_builds_all_objects_of_a_sample(name: str) -> None:
     assert gateway.deployment(service)["spec"]["replicas"] == service.spec.gateway.replicas
     if service.is_expert_parallel:
         assert coordinator.deployment(service)["spec"]["replicas"] == 1
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_restricted_operator_accepts_the_samples(name: str) -> None:
+    """The models of the samples for `baton up` are in a folder of the node."""
+    service = resolved(name)
+    is_local = service.spec.model.uri.startswith("file://")
+    folders = ("/models/",) if is_local else ()
+    allowed = Restrictions(host_paths=folders)
+    compute_desired(msgspec.structs.replace(service, restrictions=allowed), "policy/v1")
+    assert is_local == (name in ("demo", "experts"))
 
 
 def test_the_sample_one_gpu_uses_one_gpu() -> None:

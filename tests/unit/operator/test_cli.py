@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -13,6 +14,8 @@ import pytest
 from kubernetes.aio.config import ConfigException
 
 from baton_kube.client import connect
+from baton_operator import cli
+from baton_operator.builders.restrictions import Restrictions
 
 
 def kubeconfig(cluster: object) -> str:
@@ -88,6 +91,39 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         f"cannot listen on 127.0.0.1:{port}: Address already in use"
     )
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], Restrictions()),
+        (["--namespace", "a"], None),
+        (["--namespace", "a", "--templates", "restricted"], Restrictions()),
+        (["--templates", "unrestricted"], None),
+        (
+            ["--host-path", "/mnt/a/", "--host-path", "/mnt/b", "--annotation-prefix", "x.io/"],
+            Restrictions(host_paths=("/mnt/a/", "/mnt/b"), annotation_prefixes=("x.io/",)),
+        ),
+    ],
+)
+def test_an_operator_of_all_namespaces_restricts_services(
+    flags: list[str], expected: Restrictions | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = []
+
+    async def run(args: argparse.Namespace, restrictions: Restrictions | None) -> None:
+        passed.append(restrictions)
+
+    monkeypatch.setattr(cli, "run", run)
+    cli.main(["--kubeconfig", "x", *flags])
+    assert passed == [expected]
+
+
+def test_an_invalid_host_path_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--kubeconfig", "x", "--host-path", "/mnt/../etc"])
+    assert ended.value.code == 2
+    assert "host path /mnt/../etc must be an absolute path" in capsys.readouterr().err
 
 
 def test_kopf_run_exits_without_a_kubeconfig(tmp_path: Path) -> None:

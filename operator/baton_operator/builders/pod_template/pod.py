@@ -9,7 +9,7 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import Template
 from baton_operator.builders import config, model, service_key
-from baton_operator.builders.pod_template import free_form_fields, overlay
+from baton_operator.builders.pod_template import free_form_fields, overlay, restricted_profile
 from baton_operator.builders.resolved_service import ResolvedService
 
 #: User and group of all images (see docker/).
@@ -38,12 +38,22 @@ def pod_template(
         extra: (volume, mount) of each volume that only this role has.
 
     Raises:
-        ValueError: the overlay cannot be merged, the overlay removes a required part, or resources
-            are invalid. The message names the field.
+        ValueError: the overlay cannot be merged, the overlay removes a required part, resources are
+            invalid, or the operator's restrictions refuse a field. The message names the field.
     """
     free_form_fields.check_resources(resources, f"{role}.resources")
+    restrictions = resolved.restrictions
+    if restrictions is not None:
+        restrictions.check_host_paths(resolved.spec)
     own = _own_template(resolved, role, container, pod, resources, extra)
-    return _merge_overlay(own, resolved, role, template)
+    merged = _merge_overlay(own, resolved, role, template)
+    if restrictions is not None:
+        path = f"{role}.template"
+        restricted_profile.check(own, merged, path, restrictions, _named_secrets(resolved))
+        annotations = merged["metadata"].get("annotations", {}).keys()
+        added = annotations - service_key.pod_annotations(resolved).keys()
+        restrictions.check_annotations(sorted(added), f"{path}.metadata.annotations")
+    return merged
 
 
 def pod_security() -> Object:
@@ -183,6 +193,14 @@ def _merge_overlay(
         container.get("resources"), f"{path}.spec.containers[{name}].resources"
     )
     return {"metadata": kept, "spec": spec}
+
+
+def _named_secrets(resolved: ResolvedService) -> set[str]:
+    """Return the names of the service's key and of the Secrets in fields of the spec."""
+    model, gateway = resolved.spec.model, resolved.spec.gateway
+    in_gateway = (gateway.api_keys, gateway.tls, gateway.ingress and gateway.ingress.tls)
+    found = [model.credentials_secret, *(each.secret_name for each in in_gateway if each)]
+    return {names.service_key_name(resolved.name), *filter(None, found)}
 
 
 def _object(parent: Object, field: str, path: str) -> Object:

@@ -19,6 +19,7 @@ from baton_operator import handlers as handlers  # registers them
 from baton_operator import names
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.builders.resolved_service import controlled_by
+from baton_operator.builders.restrictions import Restrictions
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
@@ -51,9 +52,15 @@ ROUNDS = 200
 
 
 class Service:
-    """An LLMService and its cluster. `reconcile()` checks each step, `settle()` the final state."""
+    """An LLMService and its cluster. `reconcile()` checks each step, `settle()` the final state.
 
-    def __init__(self) -> None:
+    Args:
+        restrictions: what the service may request. None: everything. A change has an effect when
+            the operator restarts.
+    """
+
+    def __init__(self, restrictions: Restrictions | None = None) -> None:
+        self.restrictions = restrictions
         self.server = ApiServer()
         self.nodes = Nodes(self.server)
         self.coordinator = Coordinator(started=self._started_ranks, clock=self.server.seconds)
@@ -122,7 +129,13 @@ class Service:
         coordinator: Any = self.coordinator
         kube = Kube(self.client)
         await kube.discover()
-        self._reconciler = Reconciler(kube, drainer, coordinator, clock=lambda: self.server.now)
+        self._reconciler = Reconciler(
+            kube,
+            drainer,
+            coordinator,
+            clock=lambda: self.server.now,
+            restrictions=self.restrictions,
+        )
         self.runtime = Runtime(kube, self._reconcile, Metrics(), _autoscale_nothing)
         self._stop = asyncio.Event()  # without it kopf kills this process when it does not stop
         memo = kopf.Memo(runtime=self.runtime)

@@ -42,5 +42,15 @@ def kopf_run(plane: EmbeddedControlPlane, tmp_path: Path) -> Iterator[subprocess
 async def test_kopf_run_creates_the_pods_of_a_service(plane: EmbeddedControlPlane) -> None:
     async with connect(plane.kubeconfig) as connection:
         service = Cluster(Kube(connection), "by-kopf-run")
-        await service.create(decode={"replicas": 2})
+        await service.create(model={"uri": "pvc://models/x"}, decode={"replicas": 2})
         await service.names("decode-0", "decode-1")
+
+
+@pytest.mark.usefixtures("kopf_run")
+async def test_kopf_run_restricts_services(plane: EmbeddedControlPlane) -> None:
+    async with connect(plane.kubeconfig) as connection:
+        service = Cluster(Kube(connection), "on-a-node")
+        await service.create(model={"uri": "file:///models/x"})
+        condition = await service.condition("Ready", "False", "InvalidSpec")
+        assert "hostPaths does not allow the folder /models/x" in condition["message"]
+        assert await service.pods() == {}

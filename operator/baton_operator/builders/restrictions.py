@@ -1,0 +1,117 @@
+"""What an LLMService may request beyond the pods that the operator builds by itself.
+
+An operator for several tenants restricts the fields that the CRD leaves open. Without
+`Restrictions`, the right to create LLMServices equals the right to create pods.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from baton_operator.api.llmservice import Spec
+
+#: An absolute path whose parts are neither empty nor dots. A `/` may follow the last part.
+_FOLDER = re.compile(r"(/(?!\.{1,2}(/|$))[^/]+)+/?")
+
+
+class HostPath(NamedTuple):
+    """A folder of nodes that a field of the spec requests."""
+
+    field: str  #: Path of the field in the spec.
+    path: str
+    is_writable: bool
+
+
+class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
+    """The exceptions from the restricted Pod Security profile that LLMServices may request.
+
+    Raises:
+        ValueError: an entry of `host_paths` is no absolute path, a writable folder is inside
+            another entry, or a prefix is empty.
+    """
+
+    #: `/DIR`: exactly this folder of nodes, to read and write. `/DIR/`: this folder and the folders
+    #: below it, to read only. A pod that can write below a folder could place a symbolic link
+    #: there, and mount its target. So nothing below a writable folder is allowed.
+    host_paths: tuple[str, ...] = ()
+    #: Beginnings of the keys that annotations of pods and of the Ingress may have.
+    annotation_prefixes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if "" in self.annotation_prefixes:
+            raise ValueError("an annotation prefix must not be empty")
+        for entry in self.host_paths:
+            if not _FOLDER.fullmatch(entry):
+                raise ValueError(f"host path {entry} must be an absolute path without . and ..")
+        for writable in self._writable:
+            for folder in self.host_paths:
+                if f"{writable}/".startswith(f"{folder.rstrip('/')}/") and folder != writable:
+                    raise ValueError(
+                        f"host path {writable} is writable, so it must not be in {folder}: pods "
+                        "could place symbolic links there"
+                    )
+
+    @property
+    def _writable(self) -> list[str]:
+        return [entry for entry in self.host_paths if not entry.endswith("/")]
+
+    def allows_host_path(self, path: str, *, is_writable: bool) -> bool:
+        """Return whether pods may mount the folder `path` of a node."""
+        parts = [part for part in path.split("/") if part not in ("", ".")]
+        folder = "/" + "/".join(parts)
+        if ".." in parts or not path.startswith("/"):
+            return False
+        return folder in self._writable or (
+            not is_writable
+            and any(
+                f"{folder}/".startswith(entry) for entry in self.host_paths if entry.endswith("/")
+            )
+        )
+
+    def check_host_paths(self, spec: Spec) -> None:
+        """Raise ValueError if a field of `spec` requests a folder of nodes that is not allowed."""
+        for field, path, is_writable in host_paths(spec):
+            if not self.allows_host_path(path, is_writable=is_writable):
+                entry = path if is_writable else f"{path.rstrip('/')}/"
+                raise ValueError(
+                    f"{field}: the operator's setting hostPaths does not allow the folder {path} "
+                    f"of nodes; use a PersistentVolumeClaim, or add {entry} to the setting"
+                )
+
+    def check_annotations(self, annotations: Iterable[str], path: str) -> None:
+        """Raise ValueError if an annotation is not allowed.
+
+        Args:
+            annotations: names of the annotations.
+            path: path of the annotations in the spec, for the error message.
+        """
+        for name in annotations:
+            if not name.startswith(self.annotation_prefixes):
+                raise ValueError(
+                    f"{path}.{name}: the operator's setting annotationPrefixes does not allow this "
+                    "annotation; remove it, or add its prefix to the setting"
+                )
+
+
+def host_paths(spec: Spec) -> Iterator[HostPath]:
+    """Yield each folder of nodes that a field of `spec` requests, except those in templates."""
+    scheme, _, path = spec.model.uri.partition("://")
+    if scheme == "file":
+        yield HostPath("model.uri", path, is_writable=False)
+    if spec.model.cache and spec.model.cache.host_path:
+        yield HostPath("model.cache.hostPath", spec.model.cache.host_path, is_writable=True)
+    for section, engine in (
+        ("engine", spec.engine),
+        ("prefill.engine", spec.prefill.engine if spec.prefill else None),
+        ("decode.engine", spec.decode.engine),
+    ):
+        for name, storage in (
+            ("compileCache", engine and engine.compile_cache),
+            ("diagnostics", engine and engine.diagnostics),
+        ):
+            if storage and storage.host_path:
+                yield HostPath(f"{section}.{name}.hostPath", storage.host_path, is_writable=True)
