@@ -92,15 +92,18 @@ def connected_from(listening: Collection[Address]) -> list[tuple[Address, Addres
     return [(own, peer) for _, own, peer in _connected() if peer in listening]
 
 
-def reject_non_members(own: Address, members: Collection[Address]) -> int:
+def reject_non_members(
+    own: Address, members: Collection[Address], *, is_translated: bool = False
+) -> int:
     """Shut down connections that are not from members, and drop new connections.
 
-    Call this function when all members are connected. If there are as many connections as members,
-    no connection is shut down, because address translation may have changed the peers' addresses.
+    Call this function when all members are connected.
 
     Args:
         own: address on which a device of this process listens.
         members: addresses from which members have connected to `own`.
+        is_translated: the network may change the peers' addresses. Then no connection is shut down
+            if there are as many connections as members.
 
     Returns:
         Number of connections that were shut down.
@@ -111,8 +114,7 @@ def reject_non_members(own: Address, members: Collection[Address]) -> int:
         ):
             _drop_new_connections(tcp)
     accepted = [(peer, each) for each, local, peer in _connected() if local == own]
-    # With address translation the peers' addresses differ, so an equal number is accepted.
-    if len(accepted) == len(set(members)):
+    if is_translated and len(accepted) == len(set(members)):
         return 0
     rejected = [connection for address, connection in accepted if address not in members]
     end_connections(rejected)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -45,6 +46,9 @@ logger = logging.getLogger(__name__)
 Backend = Any
 #: Makes a backend's current operations fail. Any thread may call it.
 Abort = Callable[[Backend], None]
+#: Environment variable with the value 1 in a network that changes the addresses of pods, such as a
+#: service mesh with sidecars. Members then accept connections from other addresses than published.
+TRANSLATED_ADDRESSES = "BATON_TRANSLATED_ADDRESSES"
 #: Matches the start of a generation's store keys. Group 1 is the generation's number.
 GENERATION_KEY = re.compile(r"generation-([0-9]{1,18})\b")
 
@@ -377,14 +381,17 @@ def _gloo(
     ]
     own = (own_host, port)
     num_rejected = reject_non_members(
-        own, {source for each in others for source, target in each if target == own}
+        own,
+        {source for each in others for source, target in each if target == own},
+        is_translated=os.environ.get(TRANSLATED_ADDRESSES) == "1",
     )
     if num_rejected:
         logger.warning(
             "closed %d connections to gloo at %s:%d: they are not from members of the group; check "
-            "the NetworkPolicy",
+            "the NetworkPolicy, or set %s=1 if the network changes the addresses of pods",
             num_rejected,
             *own,
+            TRANSLATED_ADDRESSES,
         )
     return backend, lambda _: end_connections(connections)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from baton_engine.distributed import gloo_connections, process_group
+from baton_engine.distributed.gloo_connections import reject_non_members
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.process_group import create_group
@@ -211,6 +212,28 @@ def test_a_connection_that_takes_the_place_of_a_member_is_closed(
         close(groups)
 
 
+@pytest.mark.parametrize("is_translated", [False, True])
+def test_one_connection_of_a_stranger_does_not_count_as_the_one_member(is_translated: bool) -> None:
+    """The member's connection may still be in the queue of the listener."""
+    with contextlib.ExitStack() as closing:
+        listener = closing.enter_context(socket.create_server((HOST, 0)))
+        own = listener.getsockname()
+        stranger = subprocess.Popen(
+            [sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        closing.callback(stranger.communicate)
+        closing.callback(stranger.kill)
+        stranger.stdin.write(f"{own[0]} {own[1]}\n")
+        stranger.stdin.flush()
+        connection = closing.enter_context(listener.accept()[0])
+        member = (HOST, 1)
+        num_closed = reject_non_members(own, {member}, is_translated=is_translated)
+        assert num_closed == (0 if is_translated else 1)
+        if not is_translated:
+            connection.settimeout(WAIT_S)
+            assert connection.recv(1) == b""
+
+
 def test_members_behind_address_translation_are_not_closed(
     store: StoreServer, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +243,7 @@ def test_members_behind_address_translation_are_not_closed(
         "connected_from",
         lambda members: [(("10.9.9.9", port), target) for (_, port), target in original(members)],
     )
+    monkeypatch.setenv(process_group.TRANSLATED_ADDRESSES, "1")
     groups = groups_of(form(store, 3))
     exchange(groups)
     close(groups)
