@@ -23,7 +23,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -114,11 +114,16 @@ def reject_non_members(
         ):
             _drop_new_connections(tcp)
     accepted = [(peer, each) for each, local, peer in _connected() if local == own]
-    if is_translated and len(accepted) == len(set(members)):
+    if is_translated and _num_sockets(each for _, each in accepted) == len(set(members)):
         return 0
     rejected = [connection for address, connection in accepted if address not in members]
     end_connections(rejected)
-    return len(rejected)
+    return _num_sockets(rejected)
+
+
+def _num_sockets(connections: Iterable[Connection]) -> int:
+    # Another thread that lists sockets duplicates each descriptor for a moment.
+    return len({connection.inode for connection in connections})
 
 
 class _Instruction(ctypes.Structure):
