@@ -90,7 +90,8 @@ def test_labels_that_panels_group_by_exist() -> None:
     monitor = one(render({"podMonitor": {"enabled": True}}), "PodMonitor")
     added = {"llmservice", "component"}
     for endpoint in monitor["spec"]["podMetricsEndpoints"]:
-        assert {entry["targetLabel"] for entry in endpoint["relabelings"]} == added
+        labels = {entry.get("targetLabel") for entry in endpoint["relabelings"]}
+        assert labels - {None} == added
     metric_labels = {"status", "reason", "role", "phase", "kind", "outcome", "result"}
     for title, expression in panels():
         for labels in re.findall(r"by \(([\w, ]+)\)", expression):

@@ -38,13 +38,13 @@ async def test_new_requests_are_served_until_none_arrive(make_rig: MakeRig) -> N
     for _ in range(4):
         await asyncio.sleep(0.8)
         assert not shutdown.done()
+        last = time.monotonic()
         status, body, headers = await rig.post("/v1/completions", QUESTION)
         assert (status, headers["Connection"]) == (200, "close")
         assert body["choices"][0]["text"] == TEXT
-    last = time.monotonic()
     async with asyncio.timeout(60.0):
         await shutdown
-    assert time.monotonic() - last >= 2.0
+    assert time.monotonic() - last >= 2.4
 
 
 async def test_probes_and_scrapes_do_not_delay_the_shutdown(make_rig: MakeRig) -> None:

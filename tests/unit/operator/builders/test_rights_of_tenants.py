@@ -59,7 +59,15 @@ def test_a_tenant_mounts_every_claim_and_config_map_of_the_namespace() -> None:
 def test_the_image_of_a_tenant_has_the_token_of_the_gateway_which_lists_pods_and_services() -> None:
     made = gateway_pod()
     assert made["serviceAccountName"] == "demo-gateway"
-    assert "automountServiceAccountToken" not in made
+    (token,) = [
+        volume["name"]
+        for volume in made["volumes"]
+        if any(
+            "serviceAccountToken" in each for each in volume.get("projected", {}).get("sources", [])
+        )
+    ]
+    assert made["containers"][0]["image"] == IMAGE
+    assert token in [mount["name"] for mount in made["containers"][0]["volumeMounts"]]
     assert one("Role")["rules"] == [
         {"apiGroups": [""], "resources": ["pods", "services"], "verbs": ["list", "watch"]}
     ]
