@@ -4,7 +4,8 @@ The operator generates a key of 32 random bytes per service, and mounts the key 
 pods. No process sends the key itself. Processes use derived secrets:
 
     ZMQ sockets        CURVE, with one derived key pair for servers and one for clients
-    HTTP admin         `Authorization: Bearer <derived>` on every request that changes something
+    HTTP admin         on every request that changes something, `Authorization: Bearer <derived>`,
+                       or a signature of the request, which is of no use to another receiver
     KV handshake,      HMAC proofs over nonces, with a secret derived for this purpose
     rendezvous store
 
@@ -17,8 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
@@ -33,6 +35,22 @@ HANDSHAKE_FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+
+#: A signed request is valid for this long. The clocks of sender and receiver may differ as much.
+SIGNATURE_LIFETIME_S = 300.0
+_SIGNED = "Baton-Signature"
+
+
+class AdminRequest(NamedTuple):
+    """The parts of an HTTP request that a signature covers."""
+
+    method: str
+    target: str  #: Path and query.
+    #: Address of the pod that must carry out the request. Empty for a coordinator, whose clients
+    #: know only the address of its Service.
+    pod_ip: str = ""
+    body: bytes = b""
 
 
 class ServiceKeyError(ValueError):
@@ -92,14 +110,47 @@ class ServiceKey:
 
     @property
     def bearer(self) -> str:
-        """Value of the Authorization header for HTTP admin requests."""
+        """Value of the Authorization header for all HTTP admin requests, for people."""
         return f"Bearer {self.secret('http').hex()}"
 
-    def admits(self, authorization: str | None) -> bool:
-        """Return whether the sender of this Authorization header has the key."""
-        return authorization is not None and hmac.compare_digest(
-            authorization.encode(errors="replace"), self.bearer.encode()
+    def sign(self, request: AdminRequest, *, now: float | None = None) -> str:
+        """Return the value of the Authorization header for one HTTP admin request.
+
+        The receiver learns no secret. So the request may be sent to an address that belongs to
+        another pod by now.
+
+        Args:
+            now: time of the signature. None: the current time.
+        """
+        return self._signature(request, str(int(time.time() if now is None else now)))
+
+    def admits(self, authorization: str | None, request: AdminRequest | None = None) -> bool:
+        """Return whether the sender of this Authorization header has the key.
+
+        Args:
+            request: the request with the header. None: only the bearer token is accepted.
+        """
+        if authorization is None:
+            return False
+        given = authorization.encode(errors="replace")
+        scheme, _, rest = authorization.partition(" ")
+        if request is None or scheme != _SIGNED:
+            return hmac.compare_digest(given, self.bearer.encode())
+        at = rest.partition(":")[0]
+        if not (at.isascii() and at.isdecimal() and len(at) <= 12):
+            return False
+        return hmac.compare_digest(given, self._signature(request, at).encode()) and (
+            abs(time.time() - int(at)) <= SIGNATURE_LIFETIME_S
         )
+
+    def _signature(self, request: AdminRequest, at: str) -> str:
+        head = "\n".join((at, request.method, request.target, request.pod_ip, ""))
+        digest = hmac.digest(
+            self.secret("http-signature"),
+            head.encode(errors="surrogateescape") + request.body,
+            hashlib.sha256,
+        )
+        return f"{_SIGNED} {at}:{digest.hex()}"
 
     def protect_server(self, socket: zmq.Socket[Any]) -> None:
         """Encrypt a server's socket and admit only clients with the key. Call before `bind`."""

@@ -188,7 +188,8 @@ class BoundedHandler(BaseHTTPRequestHandler):
         """Respond with 401 and close the connection, because the request's body is not read."""
         message = (
             "this request needs the service's key: send `Authorization: Bearer TOKEN`, where TOKEN "
-            "is the HMAC-SHA256 of baton/http with that key, in hex"
+            "is the HMAC-SHA256 of baton/http with that key, in hex. The operator's signature is "
+            "valid for one address and 5 minutes, so compare the clocks"
         )
         body = msgspec.json.encode({"reason": "Unauthorized", "message": message})
         self._answer(

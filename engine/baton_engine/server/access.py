@@ -11,7 +11,7 @@ from typing import Literal
 from prometheus_client import Counter
 
 from baton_engine.models.errors import ConfigurationError
-from baton_protocol.service_key import ServiceKey, ServiceKeyError
+from baton_protocol.service_key import AdminRequest, ServiceKey, ServiceKeyError
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,9 @@ class Access:
         except ServiceKeyError as error:
             raise ConfigurationError("ServiceKeyInvalid", str(error)) from None
 
-    def admits(self, authorization: str | None) -> bool:
+    def admits(self, authorization: str | None, request: AdminRequest) -> bool:
         """Return whether this Authorization header permits a POST request. Refusals are counted."""
-        if self.key is None or self.key.admits(authorization):
+        if self.key is None or self.key.admits(authorization, request):
             return True
         self.refused("http")
         return False

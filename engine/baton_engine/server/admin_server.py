@@ -1,7 +1,7 @@
 """The engine's admin HTTP server: health, readiness, metrics, drain, pause, sleep, profiles.
 
 The server's threads do not access the engine's state directly. If the service has a key, POST
-requests need the bearer token that is derived from the key.
+requests need a signature with the key or the bearer token that is derived from the key.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
 from baton_engine.server.access import Access
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import Health, LoadProgress
+from baton_protocol.service_key import AdminRequest
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ class AdminServer:
         """Bind the port.
 
         Args:
+            host: the pod's address, for which requests must be signed.
             port: 0 selects a free port. The attribute `port` contains the bound port.
             access: checks POST requests for the key. None admits all requests.
 
@@ -150,6 +152,7 @@ class _Server(BoundedHTTPServer):
 
     def __init__(self, host: str, port: int, handler: type[BoundedHandler]) -> None:
         super().__init__(host, port, handler)
+        self.host = host
         self._metrics_lock = threading.Lock()
         self._metrics = b""
         #: Times at which the metrics were computed last.
@@ -186,7 +189,8 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             self._call()
 
     def do_POST(self) -> None:
-        if not self.server.access.admits(self.headers.get("Authorization")):
+        request = AdminRequest("POST", self.path, self.server.host)
+        if not self.server.access.admits(self.headers.get("Authorization"), request):
             self._unauthorized()
             return
         if self.body() is None:

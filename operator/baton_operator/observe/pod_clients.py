@@ -13,7 +13,7 @@ import msgspec
 from baton_kube.client import error_text
 from baton_operator import names
 from baton_protocol.config import ENGINE_HTTP_PORT
-from baton_protocol.service_key import ServiceKey
+from baton_protocol.service_key import AdminRequest, ServiceKey
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, TopologyStatus
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ class _PodClient:
     """Sends requests to components of one kind over one HTTP session."""
 
     component: str  #: Name of the components in log lines.
+    #: Whether requests go to the address of a pod, which another pod may have by now.
+    is_bound_to_pod: bool
     port: int  #: Port on which the components listen, unless the constructor gets another one.
 
     def __init__(self, session: aiohttp.ClientSession, port: int | None = None) -> None:
@@ -57,7 +59,10 @@ class _PodClient:
         }
         if authority in self._silent_until:
             return None
-        headers = {"Authorization": key.bearer} if key is not None else {}
+        headers = {}
+        if key is not None:
+            signed = AdminRequest(method, path, host if self.is_bound_to_pod else "", body or b"")
+            headers["Authorization"] = key.sign(signed)
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         try:
             async with self._session.request(
@@ -115,6 +120,7 @@ class Drainer(_PodClient):
     """HTTP client of engines, for draining them."""
 
     component = "engine"
+    is_bound_to_pod = True
     port = ENGINE_HTTP_PORT
 
     async def drain(self, host: str, key: ServiceKey | None = None) -> int | None:
@@ -130,6 +136,7 @@ class CoordinatorClient(_PodClient):
     """HTTP client of the coordinators of expert-parallel groups."""
 
     component = "coordinator"
+    is_bound_to_pod = False
     port = COORDINATOR_HTTP_PORT
 
     async def topology(self, host: str, key: ServiceKey | None = None) -> TopologyStatus | None:

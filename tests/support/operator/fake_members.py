@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 import msgspec
 from aiohttp import web
 
-from baton_protocol.service_key import ServiceKey
+from baton_protocol.service_key import AdminRequest, ServiceKey
 from baton_protocol.topology import (
     COORDINATOR_HTTP_PORT,
     MemberStatus,
@@ -26,16 +26,19 @@ class DrainingEngine:
 
     def __init__(self, unfinished: int, key: ServiceKey | None = None) -> None:
         self.unfinished, self.asked, self.refused = unfinished, 0, 0
-        self._key = key
+        self._key, self._ip = key, ""
 
     async def answer(self, request: web.Request) -> web.Response:
-        if self._key is not None and not self._key.admits(request.headers.get("Authorization")):
+        signed = AdminRequest("POST", request.path_qs, self._ip)
+        authorization = request.headers.get("Authorization")
+        if self._key is not None and not self._key.admits(authorization, signed):
             self.refused += 1
             raise web.HTTPUnauthorized
         self.asked += 1
         return web.json_response({"draining": True, "unfinished": self.unfinished})
 
     def serve(self, ip: str) -> AbstractAsyncContextManager[int]:
+        self._ip = ip
         return serving(web.post("/drain", self.answer), host=ip, port=8000)
 
 

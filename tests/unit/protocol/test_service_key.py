@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from zmq.utils.monitor import recv_monitor_message
 from baton_protocol import zap
 from baton_protocol.service_key import (
     HANDSHAKE_FAILED,
+    SIGNATURE_LIFETIME_S,
+    AdminRequest,
     ServiceKey,
     ServiceKeyError,
     count_refused,
@@ -353,6 +356,38 @@ def test_only_the_bearer_is_admitted() -> None:
         "ü",
     ]
     assert not any(OURS.admits(each) for each in refused)
+
+
+def test_a_signature_is_of_use_for_one_request_of_one_receiver_and_for_minutes() -> None:
+    request = AdminRequest("POST", "/sleep?level=1", "10.0.0.1", b"body")
+    now = time.time()
+    signed = OURS.sign(request)
+    assert OURS.admits(signed, request)
+    assert OURS.admits(OURS.sign(request, now=now - SIGNATURE_LIFETIME_S / 2), request)
+    for other in (
+        request._replace(method="PUT"),
+        request._replace(target="/sleep?level=2"),
+        request._replace(pod_ip="10.0.0.2"),
+        request._replace(pod_ip=""),
+        request._replace(body=b""),
+    ):
+        assert not OURS.admits(signed, other), other
+    assert not OURS.admits(signed), "a signature is no bearer token"
+    scheme, _, rest = signed.partition(" ")
+    at, _, digest = rest.partition(":")
+    for forged in (
+        THEIRS.sign(request),
+        OURS.sign(request, now=now - 2 * SIGNATURE_LIFETIME_S),
+        OURS.sign(request, now=now + 2 * SIGNATURE_LIFETIME_S),
+        f"{scheme} {int(at) + 1}:{digest}",
+        f"{scheme} {at}:{digest[:-1]}",
+        f"{scheme} :{digest}",
+        f"{scheme} {'9' * 5000}:{digest}",
+        f"{scheme} ²:{digest}",
+        f"{scheme} \ud800",
+        scheme,
+    ):
+        assert not OURS.admits(forged, request), forged[:80]
 
 
 def test_the_key_is_not_in_the_repr() -> None:

@@ -24,7 +24,12 @@ from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
 from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
 from baton_engine.untrusted import SparseLog
 from baton_engine.wake_pipe import WakePipe
-from baton_protocol.service_key import ServiceKey, count_refused, watch_handshakes
+from baton_protocol.service_key import (
+    AdminRequest,
+    ServiceKey,
+    count_refused,
+    watch_handshakes,
+)
 from baton_protocol.topology import Directive, Status, TopologyRequest, TopologyStatus
 
 logger = logging.getLogger(__name__)
@@ -109,8 +114,8 @@ class Coordinator:
 
     # Called by the HTTP server's threads
 
-    def admits(self, authorization: str | None) -> bool:
-        admitted = self._key is None or self._key.admits(authorization)
+    def admits(self, authorization: str | None, request: AdminRequest) -> bool:
+        admitted = self._key is None or self._key.admits(authorization, request)
         if not admitted:
             self.metrics.refused.labels("http").inc()
         return admitted

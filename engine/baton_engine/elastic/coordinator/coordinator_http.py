@@ -1,6 +1,7 @@
 """The coordinator's HTTP server: topology, health and metrics.
 
-With a service key, PUT and POST need a bearer token derived from the key. GET needs no token.
+With a service key, PUT and POST need a signature with the key, or a bearer token derived from the
+key. GET needs neither.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from baton_engine.elastic.coordinator.checks import Refusal
 from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
 from baton_engine.untrusted import one_line
+from baton_protocol.service_key import AdminRequest
 from baton_protocol.topology import TopologyRequest, TopologyStatus
 
 METHODS = {
@@ -29,7 +31,7 @@ METHODS = {
 class TopologyAdmin(Protocol):
     """The methods of the coordinator that the HTTP server's threads call."""
 
-    def admits(self, authorization: str | None) -> bool:
+    def admits(self, authorization: str | None, request: AdminRequest) -> bool:
         """Return whether a request with this Authorization header may change the topology."""
 
     def topology(self) -> TopologyStatus: ...
@@ -86,7 +88,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body = self.body()
-        if body is None or not self._may_change("PUT"):
+        if body is None or not self._may_change("PUT", body):
             return
         try:
             request = msgspec.json.decode(body, type=TopologyRequest)
@@ -102,7 +104,8 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         self._answer(200, msgspec.json.encode(self.server.admin.topology()))
 
     def do_POST(self) -> None:
-        if self.body() is None or not self._may_change("POST"):
+        body = self.body()
+        if body is None or not self._may_change("POST", body):
             return
         self.server.admin.request_rebalance()
         self._send_reason(
@@ -111,12 +114,13 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             "the rebalance starts when no other operation is active; see GET /topology",
         )
 
-    def _may_change(self, method: str) -> bool:
+    def _may_change(self, method: str, body: bytes) -> bool:
         """Return whether a request may change the topology. If not, send the refusal.
 
         A request needs the service key and a known path.
         """
-        if not self.server.admin.admits(self.headers.get("Authorization")):
+        request = AdminRequest(method, self.path, body=body)
+        if not self.server.admin.admits(self.headers.get("Authorization"), request):
             self._unauthorized()
             return False
         return self._is_there(method)

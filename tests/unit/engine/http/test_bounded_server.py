@@ -15,6 +15,7 @@ from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
 from baton_engine.fetch import progress
 from baton_engine.http import bounded_server
 from baton_engine.server.admin_server import AdminServer, DrainStatus, ProbeResult
+from baton_protocol.service_key import AdminRequest
 from baton_protocol.topology import TopologyRequest, TopologyStatus
 from support.waiting import eventually
 
@@ -25,7 +26,7 @@ DEADLINE_S = 30.0
 class Group:
     """The empty group of a coordinator."""
 
-    def admits(self, authorization: str | None) -> bool:
+    def admits(self, authorization: str | None, request: AdminRequest) -> bool:
         return True
 
     def topology(self) -> TopologyStatus:

@@ -23,7 +23,7 @@ from baton_engine.server.access import LOG_INTERVAL_S, Access
 from baton_engine.server.admin_server import AdminServer, DrainStatus, Pending, ProbeResult
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.progress import LoadProgress
-from baton_protocol.service_key import ServiceKey
+from baton_protocol.service_key import AdminRequest, ServiceKey
 from support.waiting import eventually
 
 
@@ -208,6 +208,16 @@ def test_a_post_with_the_service_key_is_accepted(locked, admin, access) -> None:
     assert ask(locked, "POST", "/pause", KEY.bearer) == (200, {"result": True})
     assert ask(locked, "POST", "/drain", KEY.bearer) == (200, {"draining": True, "unfinished": 0})
     assert refusals(access, "http") == 0
+
+
+def test_a_request_signed_for_a_pod_cannot_be_sent_to_another_one(locked, admin, access) -> None:
+    """A pod with a recycled address may receive the operator's request, and send it on."""
+    admin.answer = True
+    request = AdminRequest("POST", "/pause", "127.0.0.1")
+    assert ask(locked, "POST", "/pause", KEY.sign(request)) == (200, {"result": True})
+    for captured in (request._replace(pod_ip="127.0.0.2"), request._replace(target="/drain")):
+        assert ask(locked, "POST", "/pause", KEY.sign(captured))[0] == 401
+    assert refusals(access, "http") == 2
 
 
 def test_reads_need_no_service_key(locked) -> None:

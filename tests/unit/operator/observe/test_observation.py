@@ -19,6 +19,7 @@ from baton_operator.names import ANNOTATION_DRAIN_STARTED
 from baton_operator.observe import pod_clients
 from baton_operator.observe.observation import member
 from baton_operator.observe.pod_clients import Drainer
+from baton_protocol.service_key import AdminRequest, ServiceKey
 from support.http_server import serving
 from support.operator.services import pod
 
@@ -106,6 +107,28 @@ async def drained_by(
     routes = web.post("/drain", handler), web.post("/elsewhere", handler)
     async with serving(*routes) as port, aiohttp.ClientSession() as session:
         yield Drainer(session, port=port)
+
+
+async def test_a_pod_at_a_recycled_address_learns_nothing_to_send_to_others() -> None:
+    """The operator may send a drain to an address that another namespace's pod has by now."""
+    key, received = ServiceKey(b"the key of one service"), []
+
+    async def capture(request: web.Request) -> web.Response:
+        received.append(request.headers["Authorization"])
+        return web.json_response({"unfinished": 0})
+
+    async with drained_by(capture) as drainer:
+        assert await drainer.drain("127.0.0.1", key) == 0
+    (header,) = received
+    assert key.secret("http").hex() not in header
+    meant = AdminRequest("POST", "/drain", "127.0.0.1")
+    assert key.admits(header, meant)
+    for replayed in (
+        meant._replace(pod_ip="127.0.0.2"),
+        meant._replace(target="/sleep?level=2"),
+        AdminRequest("PUT", "/topology"),
+    ):
+        assert not key.admits(header, replayed), replayed
 
 
 async def test_a_redirect_of_a_pod_is_not_followed() -> None:
