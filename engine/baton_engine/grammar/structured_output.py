@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 #: Compiled grammars kept for later requests with the same specification.
 MAX_COMPILED = 128
+#: Limit for the sum of the lengths of their specifications. A compiled JSON schema takes about 120
+#: bytes per character, so clients with long schemas cannot fill the memory.
+MAX_COMPILED_CHARS = 2**20
 #: Threads for compilation and masks. The model needs the remaining cores.
 NUM_THREADS = min(2, os.cpu_count() or 1)
 #: Maximum length of an error message, in characters.
@@ -173,7 +176,9 @@ class StructuredOutputManager:
             matcher = self._compile_new(spec)
             with self._lock:
                 self._compiled[key] = matcher
-                while len(self._compiled) > MAX_COMPILED:
+                while len(self._compiled) > MAX_COMPILED or (
+                    sum(len(text) for _, text in self._compiled) > MAX_COMPILED_CHARS
+                ):
                     self._compiled.popitem(last=False)
         return Grammar(matcher.deep_copy(), self._eos_token_ids)
 

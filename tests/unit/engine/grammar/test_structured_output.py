@@ -16,8 +16,13 @@ import numpy as np
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.grammar.structured_output import Grammar, StructuredOutputManager
-from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from baton_engine.grammar.structured_output import (
+    MAX_COMPILED,
+    MAX_COMPILED_CHARS,
+    Grammar,
+    StructuredOutputManager,
+)
+from baton_protocol.sampling import MAX_SPEC_LENGTH, StructuredOutput, StructuredOutputKind
 from baton_text.tokenizer import Tokenizer
 
 TOKENIZER_SIZE = 512
@@ -372,3 +377,19 @@ def test_the_grammar_library_is_not_imported_without_structured_requests(checkpo
         "assert 'llguidance' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_long_specifications_do_not_fill_the_memory_with_compiled_grammars(
+    checkpoint: Path,
+) -> None:
+    manager = StructuredOutputManager(checkpoint, VOCAB_SIZE, EOS, lambda: None)
+    # In sum, four times the limit, and fewer than the limit of compiled grammars.
+    length, count = MAX_SPEC_LENGTH, 4 * MAX_COMPILED_CHARS // MAX_SPEC_LENGTH
+    assert count < MAX_COMPILED
+    for number in range(count):
+        spec = f"{number:08}".ljust(length, "x")
+        manager.compile(StructuredOutput(StructuredOutputKind.REGEX, spec)).result()
+        kept = [text for _, text in manager._compiled]
+        assert kept[-1] == spec
+        assert sum(map(len, kept)) <= MAX_COMPILED_CHARS
+    manager.shutdown()
