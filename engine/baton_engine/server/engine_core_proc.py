@@ -500,7 +500,8 @@ class EngineCoreProc:
         self._deliver(core.take_outputs())
 
     def _take_input(self, core: EngineCore, message: Input) -> None:
-        kind, client, payload = message
+        kind, client, payload, num_bytes = message
+        self.io.bytes_taken += num_bytes
         if isinstance(payload, EngineCoreRequest):
             self._add_request(core, client, payload)
         elif isinstance(payload, Abort):

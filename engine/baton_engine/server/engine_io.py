@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from baton_engine.scheduling.refusals import refusal_of
 from baton_engine.server.access import Access
 from baton_engine.server.output_buffers import OutputBuffers
 from baton_engine.wake_pipe import WakePipe
@@ -29,6 +30,7 @@ from baton_protocol.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreResponseType,
+    ErrorCode,
     Hello,
     Init,
     KVEvent,
@@ -58,6 +60,10 @@ CLOSE_LINGER_MS = 2000
 #: Limit for one message. ZMQ disconnects a client that exceeds the limit. A prompt of a million
 #: tokens has about 5 MB.
 MAX_MESSAGE_BYTES = 64 * 2**20
+#: Limits for the messages that wait for the engine's loop, which takes them between two steps.
+#: Above the limits, messages are refused, except ABORT.
+MAX_QUEUED_BYTES = 2 * MAX_MESSAGE_BYTES
+MAX_QUEUED_MESSAGES = 2**14
 
 #: Maximum length of the frame with the instance id, in bytes.
 _INSTANCE_FRAME_LIMIT = 256
@@ -73,6 +79,8 @@ class Input(NamedTuple):
     client: bytes = b""
     #: The struct of the message type, `Abort` for ABORT, or a reason for EXECUTOR_FAILED.
     payload: Any = None
+    #: Size of the encoded payload. 0 for messages from inside the process.
+    num_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -140,6 +148,10 @@ class EngineIO:
             zmq.ZMQError: the address cannot be bound.
         """
         self.input_queue: queue.SimpleQueue[Input] = queue.SimpleQueue()
+        #: Bytes of all messages that were taken from `input_queue`. Only the loop writes it.
+        self.bytes_taken = 0
+        #: Bytes of all messages in `input_queue` so far. Only the I/O thread writes it.
+        self._bytes_queued = 0
         #: The ABORT messages of `input_queue`, which can be read before earlier messages.
         self.aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
         self._instance_id = instance_id.encode()
@@ -347,9 +359,9 @@ class EngineIO:
         if state is not None:
             state.last_message_at = time.monotonic()
             state.gone = False
-        self._handle(client, RequestType(kind), message)
+        self._handle(client, RequestType(kind), message, len(payload))
 
-    def _handle(self, client: bytes, kind: RequestType, message: Any) -> None:
+    def _handle(self, client: bytes, kind: RequestType, message: Any, num_bytes: int) -> None:
         if kind is RequestType.HELLO:
             self._hello(client, message)
         elif kind is RequestType.PING:
@@ -361,8 +373,25 @@ class EngineIO:
             self._refuse(client, reason, getattr(message, "request_id", ""))
         elif kind is RequestType.ABORT:
             self._abort(client, message)
+        elif self._is_full(num_bytes):
+            self._refuse_for_now(client, kind, message)
         else:
-            self.input_queue.put(Input(kind, client, message))
+            self._bytes_queued += num_bytes
+            self.input_queue.put(Input(kind, client, message, num_bytes))
+
+    def _is_full(self, num_bytes: int) -> bool:
+        queued = self._bytes_queued - self.bytes_taken
+        return (
+            queued + num_bytes > MAX_QUEUED_BYTES or self.input_queue.qsize() >= MAX_QUEUED_MESSAGES
+        )
+
+    def _refuse_for_now(self, client: bytes, kind: RequestType, message: Any) -> None:
+        reason = "the engine's input queue is full; retry later"
+        if isinstance(message, EngineCoreRequest):
+            refusal = refusal_of(message, ErrorCode.OVERLOADED, reason)
+            self._reply(client, ResponseType.OUTPUTS, EngineCoreOutputs([refusal]))
+        else:
+            self._refuse(client, f"{kind.name}: {reason}", getattr(message, "request_id", ""))
 
     def _hello(self, client: bytes, hello: Hello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
