@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from baton_engine.elastic.rank.rank_link import RankLink
-from baton_protocol.service_key import ServiceKey
+from baton_protocol.service_key import AdminRequest, ServiceKey
 from baton_protocol.topology import Directive, Member, RankPhase, StartWave, Status
 from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 from support.waiting import eventually
@@ -73,6 +73,21 @@ def test_a_client_without_the_bearer_token_can_only_read(
     assert coordinator.http("GET", "/ready", headers=authorization)[0] == 200
     assert coordinator.topology().desired == []
     assert metric(coordinator, 'baton:topology_refused_total{door="http"}') == before + 3
+
+
+def test_a_signed_request_is_accepted_with_its_own_body_only(
+    key: ServiceKey, coordinator: CoordinatorProcess
+) -> None:
+    body = json.dumps({"operation_id": "", "members": []}).encode()
+    signed = {"Authorization": key.sign(AdminRequest("PUT", "/topology", body=body))}
+    code, text = coordinator.http("PUT", "/topology", body, signed)
+    assert code == 400, text  # the key was accepted, and the request is invalid
+    for method, path, other in (
+        ("PUT", "/topology", body.replace(b"[]", b'["a"]')),
+        ("POST", "/rebalance", body),
+    ):
+        assert coordinator.http(method, path, other, signed)[0] == 401
+    assert coordinator.topology().desired == []
 
 
 @pytest.mark.parametrize("theirs", [None, WRONG], ids=["no key", "another key"])
