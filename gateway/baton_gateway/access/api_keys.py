@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 #: Paths for load balancers, which have no key. Every other path of the clients' port needs one.
 OPEN_PATHS = frozenset({"/health", "/ready"})
+#: Shorter keys are invalid, because they can be guessed.
+MIN_KEY_BYTES = 16
 #: Longer keys are invalid. HTTP servers and proxies limit the size of a header.
 MAX_KEY_BYTES = 4096
 #: Name of the client whose key a request carries. A request that needs no key has no entry.
@@ -34,8 +36,8 @@ class ApiKeys:
 
     Args:
         folder: each file's name is the client's name. Each file's content is the client's key: one
-            line of printable ASCII without spaces. Files with other content are ignored
-            with a warning.
+            line of printable ASCII without spaces, of at least MIN_KEY_BYTES. Files with other
+            content are ignored with a warning.
 
     Raises:
         OSError: the folder cannot be read.
@@ -94,8 +96,9 @@ class ApiKeys:
             if not digest:
                 logger.warning(
                     "API key of client %s is ignored: a key must be one line of printable ASCII "
-                    "without spaces, of at most %d bytes",
+                    "without spaces, of %d to %d bytes; make one with `openssl rand -hex 32`",
                     client,
+                    MIN_KEY_BYTES,
                     MAX_KEY_BYTES,
                 )
             elif digest in clients:
@@ -140,7 +143,9 @@ def _read(folder: Path) -> dict[str, bytes]:
         except (FileNotFoundError, IsADirectoryError):  # removed by a newer version of the Secret
             continue
         key = content.strip()
-        is_valid = len(content) <= MAX_KEY_BYTES and _KEY.fullmatch(key)
+        is_valid = (
+            len(key) >= MIN_KEY_BYTES and len(content) <= MAX_KEY_BYTES and _KEY.fullmatch(key)
+        )
         entries[path.name] = hashlib.sha256(key).digest() if is_valid else b""
     return entries
 

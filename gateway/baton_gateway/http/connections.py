@@ -173,15 +173,19 @@ class Connection(web.RequestHandler):
         """Record that the head of a request is complete."""
         self._connections.on_request(self)
 
+    def end_request(self) -> None:
+        """Count the connection as waiting for a request, even if a response is still due."""
+        self._connections.on_response(self)
+
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
         # Before the response is sent too: a client that does not read it has the same deadline.
-        self._connections.on_response(self)
+        self.end_request()
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self._connections.on_response(self)
+            self.end_request()
 
     def handle_error(
         self,
@@ -209,6 +213,12 @@ class Connection(web.RequestHandler):
         )
         response.force_close()
         return response
+
+
+def wait_for_client(request: web.BaseRequest) -> None:
+    """Let a new connection close the connection of `request`, whose response is delayed."""
+    assert isinstance(request.protocol, Connection)
+    request.protocol.end_request()
 
 
 class TLSHandshake(asyncio.Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
@@ -10,10 +11,11 @@ from aiohttp import web
 
 from baton_gateway.access.api_keys import CLIENT, OPEN_PATHS, ApiKeys, client_name
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
+from baton_gateway.access.refusals import Refusals
 from baton_gateway.errors import APIError, bad_request, gateway_failure
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
-from baton_gateway.http.connections import response_headers
+from baton_gateway.http.connections import response_headers, wait_for_client
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_STATUS
 from baton_gateway.http.request_id import log_request_id, request_id
@@ -49,6 +51,7 @@ class Routes:
         self._metrics = metrics
         self._shutdown = shutdown
         self._keys = keys
+        self._refusals = Refusals()
         #: Serves clients.
         self.app = web.Application(
             middlewares=[log_request_id, cors.middleware, self._respond, self._authenticate]
@@ -77,7 +80,13 @@ class Routes:
         """Require an API key, except for the probes of load balancers."""
         self._shutdown.on_request(request.path)
         if self._keys is not None and request.path not in OPEN_PATHS:
-            request[CLIENT] = self._keys.client_of(request.headers.getall("Authorization", []))
+            try:
+                request[CLIENT] = self._keys.client_of(request.headers.getall("Authorization", []))
+            except APIError:
+                if delay_s := self._refusals.record(request.remote):
+                    wait_for_client(request)
+                    await asyncio.sleep(delay_s)
+                raise
         return await handler(request)
 
     @web.middleware

@@ -118,11 +118,12 @@ class PromptReader:
             add_generation_prompt: end the prompt with the start of an assistant's message.
 
         Raises:
-            RequestError: the model has no chat template, `variables` has the name of another
-                field, or the template refuses the messages.
+            RequestError: the model has no chat template, the template refuses the messages, or a
+                variable has the name of a field of the request.
             APIError, RequestError: there are more messages than allowed tokens.
         """
-        if reserved := {"messages", "add_generation_prompt"} & (variables or {}).keys():
+        variables = variables or {}
+        if reserved := {"messages", "add_generation_prompt"} & variables.keys():
             name = f"chat_template_kwargs.{min(reserved)}"
             raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
         bounds.check(len(messages), "messages")
@@ -138,7 +139,7 @@ class PromptReader:
             return template.render(
                 template_messages(messages),
                 add_generation_prompt=add_generation_prompt,
-                **(variables or {}),
+                **variables,
             )
 
         try:

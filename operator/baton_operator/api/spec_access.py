@@ -79,9 +79,10 @@ class APIKeys(ApiStruct, frozen=True):
     """API keys, which clients send as `Authorization: Bearer KEY`. Unset: no key is required."""
 
     #: Name of a Secret in the service's namespace, with one entry per client. The entry's value is
-    #: the API key, and its name is the client's name in logs and metrics. The gateway applies
-    #: changes while it runs. A request without a valid key gets 401, except on /health and /ready.
-    #: If the Secret is empty, every request gets 401.
+    #: the API key of at least 16 characters, and its name is the client's name in logs and metrics.
+    #: Shorter keys are ignored. The gateway applies changes while it runs. A request without a
+    #: valid key gets 401, except on /health and /ready. If the Secret is empty, every request gets
+    #: 401.
     secret_name: DNSName
     #: Requests that share blocks of the prefix cache. key: those of one entry of the Secret.
     #: service: those of all entries. Each client can then find out, by cached_tokens or by time,

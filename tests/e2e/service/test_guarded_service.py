@@ -24,7 +24,7 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
     files = {file: (tmp_path / "tls" / file).read_text() for file in ("tls.crt", "tls.key")}
     for name, kind, entries in (
         ("guarded-tls", "kubernetes.io/tls", files),
-        ("guarded-clients", "Opaque", {"team-a": "first-key"}),
+        ("guarded-clients", "Opaque", {"team-a": "the-first-key-of-team-a"}),
     ):
         metadata = {"name": name, "namespace": "default"}
         cluster.apply(
@@ -53,7 +53,7 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
         http = openai.DefaultHttpxClient(verify=trusted, trust_env=False)
         client = openai.OpenAI(
             base_url=f"{endpoint}/v1",
-            api_key="first-key",
+            api_key="the-first-key-of-team-a",
             http_client=http,
             max_retries=0,
             timeout=60,
@@ -62,11 +62,11 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
             model=NAME, prompt="hello", temperature=0, extra_body={"ignore_eos": True}
         )
         assert answer.usage.completion_tokens == 4
-        stranger = client.with_options(api_key="second-key")
+        stranger = client.with_options(api_key="the-second-key-of-team-a")
         with pytest.raises(openai.AuthenticationError):
             stranger.models.list()
 
-        data = {"stringData": {"team-a": "second-key\n"}}
+        data = {"stringData": {"team-a": "the-second-key-of-team-a\n"}}
         cluster.kubectl(
             "patch", "secret", "guarded-clients", "--type=merge", "-p", json.dumps(data)
         )

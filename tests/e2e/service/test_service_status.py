@@ -46,7 +46,7 @@ def test_conditions_report_incompatible_pods_and_a_missing_secret(
                 "apiVersion": "v1",
                 "kind": "Secret",
                 "metadata": metadata,
-                "stringData": {"me": "a-key"},
+                "stringData": {"me": "a-key-of-22-characters"},
             }
         )
         wait_condition(cluster, "GatewayReady", "True", "PodsReady")
@@ -57,7 +57,10 @@ def test_conditions_report_incompatible_pods_and_a_missing_secret(
         assert cluster.condition(NAME)["reason"] == "IncompatiblePeers"
         endpoint = cluster.get("llms", NAME)["status"]["endpoint"]
         client = openai.OpenAI(
-            base_url=f"{endpoint}/v1", api_key="a-key", max_retries=0, timeout=120.0
+            base_url=f"{endpoint}/v1",
+            api_key="a-key-of-22-characters",
+            max_retries=0,
+            timeout=120.0,
         )
         answer = client.completions.create(
             model=NAME, prompt="who is there " * 20, max_tokens=4, temperature=0

@@ -482,7 +482,7 @@ def test_requests_that_the_loop_does_not_take_are_refused_beyond_a_limit(
     dealer.rcvtimeo = int(DEADLINE_S * 1000)
     proc.io.start()
     try:
-        proc.io.send_ready(Ready(max_model_len=4096, num_blocks=64, block_size=4))
+        proc.io.send_ready(Ready(max_model_len=4096))
         dealer.connect(f"tcp://{HOST}:{proc.io.port}")
         hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "flood"))
         dealer.send_multipart([RequestType.HELLO, b"", hello])

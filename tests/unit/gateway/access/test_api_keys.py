@@ -16,7 +16,9 @@ import pytest
 from cryptography import x509
 
 from baton_gateway import server
+from baton_gateway.access import refusals
 from baton_gateway.access.api_keys import ApiKeys
+from baton_gateway.access.refusals import Refusals
 from baton_gateway.cli import main
 from baton_gateway.errors import APIError
 from baton_gateway.http.tls import ServerCertificate
@@ -39,8 +41,8 @@ def quick_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 def keys(tmp_path: Path) -> Path:
     folder = tmp_path / "keys"
     folder.mkdir()
-    (folder / "team-a").write_text("key-of-a")
-    (folder / "team-b").write_text("key-of-b\n")
+    (folder / "team-a").write_text("the-key-of-team-a")
+    (folder / "team-b").write_text("the-key-of-team-b\n")
     return folder
 
 
@@ -78,7 +80,7 @@ def publish(folder: Path, version: str, entries: dict[str, str]) -> None:
 async def test_a_client_with_a_key_is_served_and_counted_under_its_name(
     guarded: GatewayRig,
 ) -> None:
-    client = guarded.client().with_options(api_key="key-of-a")
+    client = guarded.client().with_options(api_key="the-key-of-team-a")
     answer = await client.completions.create(**COMPLETION)
     assert answer.choices[0].finish_reason == "length"
     assert guarded.metric("baton:client_requests_total", client="team-a", status="200") == 1
@@ -122,18 +124,18 @@ async def test_every_path_except_probes_requires_a_key(guarded: GatewayRig) -> N
 @pytest.mark.parametrize(
     ("value", "status"),
     [
-        ("Bearer key-of-b", 200),
-        ("bearer key-of-b", 200),
-        ("BEARER   key-of-b  ", 200),
-        ("key-of-b", 401),
-        ("Basic key-of-b", 401),
+        ("Bearer the-key-of-team-b", 200),
+        ("bearer the-key-of-team-b", 200),
+        ("BEARER   the-key-of-team-b  ", 200),
+        ("the-key-of-team-b", 401),
+        ("Basic the-key-of-team-b", 401),
         ("Bearer", 401),
         ("Bearer ", 401),
-        ("Bearer key-of-b extra", 401),
-        ("Bearer key-of-", 401),
-        ("Bearer key-of-bb", 401),
-        ("Bearer KEY-OF-B", 401),
-        ("Bearer key-of-b\x00", 400),
+        ("Bearer the-key-of-team-b extra", 401),
+        ("Bearer the-key-of-team-", 401),
+        ("Bearer the-key-of-team-bb", 401),
+        ("Bearer THE-KEY-OF-TEAM-B", 401),
+        ("Bearer the-key-of-team-b\x00", 400),
         ("Bearer kéy", 401),
         ("Bearer " + "k" * 20_000, 400),
     ],
@@ -151,14 +153,14 @@ async def test_valid_and_invalid_authorization_headers(
         answer = await reader.readline()
     writer.close()
     assert int(answer.split()[1]) == status
-    assert await status_of(guarded, **bearer("key-of-a")) == 200
+    assert await status_of(guarded, **bearer("the-key-of-team-a")) == 200
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        "Authorization: Bearer key-of-b\x00",
-        "Authorization: Bearer key-of-b" + "k" * 20_000,
+        "Authorization: Bearer the-key-of-team-b\x00",
+        "Authorization: Bearer the-key-of-team-b" + "k" * 20_000,
         "no header",
     ],
 )
@@ -175,13 +177,65 @@ async def test_invalid_http_gets_an_openai_error_and_is_not_logged(
     assert b" 400 " in head.splitlines()[0]
     error = json.loads(body)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_http")
-    assert b"key-of-b" not in answer
-    assert "key-of-b" not in caplog.text, "the log contains the key"
+    assert b"the-key-of-team-b" not in answer
+    assert "the-key-of-team-b" not in caplog.text, "the log contains the key"
     assert "sent no valid HTTP request" in caplog.text
 
 
+async def test_a_client_that_guesses_keys_is_slowed_and_others_are_not(
+    guarded: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "DELAY_S", DEADLINE_S)
+    for _ in range(refusals.BURST):
+        assert await status_of(guarded, **bearer("a-wrong-guess-of-a-key")) == 401
+    guess = asyncio.create_task(status_of(guarded, **bearer("another-wrong-guess")))
+    await until(lambda: guarded.metric("baton:gateway_connections") == 1, "the guess to arrive")
+    assert await status_of(guarded, **bearer("the-key-of-team-a")) == 200
+    assert not guess.done(), "the guess was answered at once"
+    guess.cancel()
+
+
+async def test_guesses_do_not_take_the_connections_of_others(
+    make_rig: MakeRig, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "DELAY_S", DEADLINE_S)
+    monkeypatch.setattr(refusals, "BURST", 0)
+    rig = make_rig(access=AccessConfig(api_keys_dir=str(keys)), max_connections=3)
+    await rig.start(rig.engine("d", "decode"))
+    guesses = [asyncio.create_task(status_of(rig)) for _ in range(3)]
+    await until(lambda: rig.metric("baton:gateway_connections") == 3, "the guesses to arrive")
+    assert await status_of(rig, **bearer("the-key-of-team-a")) == 200
+    for guess in guesses:
+        guess.cancel()
+    await asyncio.gather(*guesses, return_exceptions=True)
+
+
+def test_refusals_are_forgotten_and_their_table_is_bounded() -> None:
+    now = 1000.0
+    table = Refusals(lambda: now)
+
+    def num_at_once(address: str) -> int:
+        return next(count for count in range(100) if table.record(address))
+
+    assert num_at_once("10.0.0.1") == refusals.BURST
+    assert num_at_once("10.0.0.2") == refusals.BURST
+    assert num_at_once("10.0.0.1") == 0
+    now += refusals.REFILL_S
+    assert num_at_once("10.0.0.1") == 1
+    now += refusals.BURST * refusals.REFILL_S
+    assert num_at_once("10.0.0.1") == refusals.BURST
+    # The addresses of one IPv6 network count as one.
+    assert num_at_once("2001:db8::1") == refusals.BURST
+    assert num_at_once("2001:db8::ffff") == 0
+    assert num_at_once("2001:db8:0:1::1") == refusals.BURST
+    assert table.record(None) == 0
+    for number in range(refusals.MAX_ADDRESSES + 10):
+        table.record(f"host-{number}")
+    assert len(table._forgotten_at) == refusals.MAX_ADDRESSES
+
+
 async def test_two_authorization_headers_are_refused(guarded: GatewayRig) -> None:
-    headers = [("Authorization", "Bearer key-of-a"), ("Authorization", "Bearer wrong")]
+    headers = [("Authorization", "Bearer the-key-of-team-a"), ("Authorization", "Bearer wrong")]
     for order in (headers, headers[::-1]):
         async with (
             http_session() as session,
@@ -204,13 +258,14 @@ def test_invalid_key_files_are_ignored(tmp_path: Path, caplog: pytest.LogCapture
     contents = {
         "empty": b"",
         "blank": b" \r\n",
-        "lines": b"one\ntwo",
-        "spaced": b"one two",
-        "latin": "schlüssel".encode(),
-        "mark": b"\xef\xbb\xbfkey",
+        "lines": b"one-long-key\ntwo-long-key",
+        "spaced": b"one-long-key two-long-key",
+        "latin": "ein-langer-schlüssel".encode(),
+        "mark": b"\xef\xbb\xbfa-key-after-a-mark",
         "long": b"k" * 5000,
-        "crlf": b"good-key\r\n",
-        "same": b" good-key ",
+        "short": b"fifteen-letters",
+        "crlf": b"a-good-key-of-22-chars\r\n",
+        "same": b" a-good-key-of-22-chars ",
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -218,45 +273,50 @@ def test_invalid_key_files_are_ignored(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "dangling").symlink_to("nowhere")
     with caplog.at_level(logging.INFO, "baton_gateway.access.api_keys"):
         keys = ApiKeys(tmp_path)
-    assert keys.client_of(["Bearer good-key"]) == "crlf"
-    for offered in ("", " ", "one", "two", "one two", "schlüssel", "key", "k" * 5000, "k" * 4096):
+    assert keys.client_of(["Bearer a-good-key-of-22-chars"]) == "crlf"
+    for offered in (
+        *("", " ", "one-long-key", "two-long-key", "one-long-key two-long-key"),
+        *("ein-langer-schlüssel", "a-key-after-a-mark", "k" * 5000, "k" * 4096, "fifteen-letters"),
+    ):
         with pytest.raises(APIError):
             keys.client_of([f"Bearer {offered}"])
     assert "API keys of 1 clients: crlf" in caplog.text
     for name in contents.keys() - {"crlf"}:
         assert f"API key of client {name} is ignored" in caplog.text
-    assert "good-key" not in caplog.text, "the log contains the key"
+    for key in ("a-good-key-of-22-chars", "fifteen-letters"):
+        assert key not in caplog.text, "the log contains the key"
 
 
 async def test_changed_keys_are_reloaded(make_rig: MakeRig, tmp_path: Path) -> None:
     folder = tmp_path / "secret"
-    publish(folder, "1", {"a": "first", "b": "other"})
+    publish(folder, "1", {"a": "the-first-api-key", "b": "the-other-api-key"})
     rig = make_rig(access=AccessConfig(api_keys_dir=str(folder)))
     await rig.start(rig.engine("d", "decode"))
-    assert await status_of(rig, **bearer("first")) == 200
+    assert await status_of(rig, **bearer("the-first-api-key")) == 200
 
     async def has_status(key: str, status: int) -> bool:
         return await status_of(rig, **bearer(key)) == status
 
-    publish(folder, "2", {"a": "second"})
-    await until(lambda: has_status("second", 200), "the new key to be accepted")
-    assert await status_of(rig, **bearer("first")) == 401
-    assert await status_of(rig, **bearer("other")) == 401, "a removed key was accepted"
+    publish(folder, "2", {"a": "the-second-api-key"})
+    await until(lambda: has_status("the-second-api-key", 200), "the new key to be accepted")
+    assert await status_of(rig, **bearer("the-first-api-key")) == 401
+    assert await status_of(rig, **bearer("the-other-api-key")) == 401, "a removed key was accepted"
     publish(folder, "3", {})
-    await until(lambda: has_status("second", 401), "all keys to be refused")
+    await until(lambda: has_status("the-second-api-key", 401), "all keys to be refused")
     folder.rename(tmp_path / "gone")
-    publish(tmp_path / "gone", "4", {"a": "third"})
+    publish(tmp_path / "gone", "4", {"a": "the-third-api-key"})
     (tmp_path / "gone").rename(folder)
     await until(
-        lambda: has_status("third", 200), "the folder to be read again after it was missing"
+        lambda: has_status("the-third-api-key", 200),
+        "the folder to be read again after it was missing",
     )
 
 
 async def test_limits_per_client_leave_capacity_for_others(guarded: GatewayRig) -> None:
     engine = guarded.engines[0]
     engine.hold_after = 1
-    greedy = guarded.client().with_options(api_key="key-of-a")
-    modest = guarded.client().with_options(api_key="key-of-b")
+    greedy = guarded.client().with_options(api_key="the-key-of-team-a")
+    modest = guarded.client().with_options(api_key="the-key-of-team-b")
     running = [asyncio.create_task(greedy.completions.create(**COMPLETION)) for _ in range(2)]
     await until(lambda: len(engine.adds) == 2, "both run")
     with pytest.raises(openai.RateLimitError) as refused:
@@ -332,11 +392,11 @@ async def test_names_of_clients_are_only_on_the_port_of_the_metrics(
     secure = rig.url.replace("http:", "https:")
     async with http_session() as session:
         for path in ("/health", "/ready", "/metrics", "/v1/models"):
-            headers = bearer("key-of-a") if path == "/v1/models" else {}
+            headers = bearer("the-key-of-team-a") if path == "/v1/models" else {}
             async with session.get(secure + path, ssl=False, headers=headers) as response:
                 assert response.status == (401 if path == "/metrics" else 200)
                 assert b"team-a" not in await response.read()
-        key = bearer("key-of-a")
+        key = bearer("the-key-of-team-a")
         async with session.get(f"{secure}/metrics", ssl=False, headers=key) as response:
             assert response.status == 404
         # The other port has plain HTTP, and nothing else.

@@ -302,3 +302,13 @@ async def test_prompts_that_do_not_fit_are_refused_with_numbers(ready: GatewayRi
     assert status == 200
     request = ready.engines[0].adds.pop()
     assert request.sampling_params.max_tokens == limit - len(request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+async def test_template_variables_of_tokenize_cannot_replace_its_fields(
+    rig: GatewayRig, name: str
+) -> None:
+    await rig.start(rig.engine("d", "decode"))
+    body = {"messages": CHAT["messages"], "chat_template_kwargs": {name: True}}
+    status, answer, _ = await rig.post("/tokenize", body)
+    assert (status, answer["error"]["param"]) == (400, f"chat_template_kwargs.{name}")

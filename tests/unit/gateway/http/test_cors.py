@@ -14,6 +14,7 @@ from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
 
 PAGE = "https://chat.example.com"
+KEY = "the-key-of-the-page"
 OTHER = "http://chat.example.com"
 COMPLETION = {"model": "m", "prompt": "hello", "max_tokens": 2}
 ORIGIN = "Access-Control-Allow-Origin"
@@ -25,7 +26,7 @@ async def rig(make_rig: MakeRig, tmp_path: Path) -> GatewayRig:
     """Return a gateway that needs a key and allows PAGE and another origin."""
     keys = tmp_path / "keys"
     keys.mkdir()
-    (keys / "page").write_text("key")
+    (keys / "page").write_text(KEY)
     return await started(
         make_rig, "http://localhost:3000", PAGE, api_keys_dir=str(keys), max_prompt_tokens=99
     )
@@ -85,9 +86,9 @@ async def test_only_a_preflight_is_answered_without_a_key(rig: GatewayRig) -> No
 
 async def test_responses_errors_and_streams_allow_the_origin(rig: GatewayRig) -> None:
     for json, key, status in (
-        (COMPLETION, "key", 200),
-        (COMPLETION | {"stream": True}, "key", 200),
-        (COMPLETION | {"n": 0}, "key", 400),
+        (COMPLETION, KEY, 200),
+        (COMPLETION | {"stream": True}, KEY, 200),
+        (COMPLETION | {"n": 0}, KEY, 400),
         (COMPLETION, "wrong", 401),
     ):
         got, headers = await request(
@@ -103,7 +104,7 @@ async def test_responses_errors_and_streams_allow_the_origin(rig: GatewayRig) ->
 async def test_other_origins_get_no_header(rig: GatewayRig, origin: str) -> None:
     """Their preflights are requests without a key."""
     refused = await preflight(rig, origin)
-    served = await request(rig, "GET", "/v1/models", Origin=origin, Authorization="Bearer key")
+    served = await request(rig, "GET", "/v1/models", Origin=origin, Authorization=f"Bearer {KEY}")
     assert (refused[0], served[0]) == (401, 200)
     for _, headers in (refused, served):
         assert not [name for name in headers if name.startswith("Access-Control")]

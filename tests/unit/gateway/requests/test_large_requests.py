@@ -346,15 +346,17 @@ async def test_tokenization_counts_as_a_running_request(
     path: str,
     body: dict[str, Any],
 ) -> None:
-    (tmp_path / "ann").write_text("ann-key")
-    (tmp_path / "bob").write_text("bob-key")
+    (tmp_path / "ann").write_text("a-long-key-of-ann")
+    (tmp_path / "bob").write_text("a-long-key-of-bob")
     rig = large_rig(
         make_rig,
         max_concurrent_requests=2,
         access=AccessConfig(api_keys_dir=str(tmp_path), max_concurrent_per_client=1),
     )
     await rig.start(*rig.engines)
-    ann, bob = ({"headers": {"Authorization": f"Bearer {name}-key"}} for name in ("ann", "bob"))
+    ann, bob = (
+        {"headers": {"Authorization": f"Bearer a-long-key-of-{name}"}} for name in ("ann", "bob")
+    )
     held = BlockedFunction(monkeypatch, kind, "validate")
     large = body | ({"prompt": LONG * 3} if "prompt" in body else {"tokens": [5] * 50_000})
     first = asyncio.create_task(rig.post(path, large, **ann))
