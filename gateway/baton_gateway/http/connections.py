@@ -11,7 +11,7 @@ import asyncio
 import logging
 import resource
 import ssl
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 from aiohttp import hdrs, web
@@ -186,6 +186,17 @@ class Connection(web.RequestHandler):
             return await super().finish_response(request, resp, start_time)
         finally:
             self.end_request()
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Log a failure of this connection, without a traceback if the request's body is invalid.
+
+        aiohttp reads the rest of an invalid body after the response, and logs the failure again.
+        Any client could fill the log with these tracebacks.
+        """
+        if isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
+            logger.info("the rest of a request's body is invalid and was discarded")
+        else:
+            super().log_exception(*args, **kwargs)
 
     def handle_error(
         self,

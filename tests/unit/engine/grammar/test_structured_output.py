@@ -310,6 +310,24 @@ def test_a_specification_that_no_text_matches_is_refused_at_compilation(
         manager.compile(StructuredOutput(kind, spec)).result(timeout=60)
 
 
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("json", json.dumps({"enum": [-(2**63)]})),  # recurses without end
+        (
+            "grammar",
+            "start: a0\n" + "".join(f"a{n}: a{n + 1}\n" for n in range(9000)) + 'a9000: "x"',
+        ),
+        ("regex", "a?" * 30_000),  # would take gigabytes
+    ],
+)
+def test_a_specification_that_crashes_the_compiler_is_refused_and_later_ones_work(
+    manager: StructuredOutputManager, kind: str, spec: str
+) -> None:
+    assert "too complex" in refusal(manager, kind, spec)
+    compiled(manager, "regex", f"after {kind}")
+
+
 def test_a_choice_can_have_thousands_of_strings(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:

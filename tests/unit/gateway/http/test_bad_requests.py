@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 
 import openai
 import pytest
 
 from baton_gateway.http.body_budget import MAX_BODY_BYTES
 from support.gateway.fake_engine import DEADLINE_S
-from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
+from support.waiting import until
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
@@ -312,3 +314,18 @@ async def test_template_variables_of_tokenize_cannot_replace_its_fields(
     body = {"messages": CHAT["messages"], "chat_template_kwargs": {name: True}}
     status, answer, _ = await rig.post("/tokenize", body)
     assert (status, answer["error"]["param"]) == (400, f"chat_template_kwargs.{name}")
+
+
+async def test_a_body_with_invalid_compression_gets_400_and_logs_no_traceback(
+    rig: GatewayRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    await rig.start(rig.engine("D", "decode"))
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    caplog.set_level(logging.INFO, "baton_gateway")
+    async with (
+        http_session() as session,
+        session.post(f"{rig.url}/v1/completions", data=b"no gzip", headers=headers) as response,
+    ):
+        assert response.status == 400
+    await until(lambda: "body is invalid" in caplog.text, "the line in the log", DEADLINE_S)
+    assert "Traceback" not in caplog.text
