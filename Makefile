@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 ARGS ?=
 SUBJECT ?= kv_transfer
 
-.PHONY: help install up test e2e chaos elastic soak check format manifests diagrams images test-images control-plane gpu gpu-wheels bench clean
+.PHONY: help install up test e2e chaos elastic soak fuzz check format manifests diagrams images test-images control-plane gpu gpu-wheels bench clean
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
@@ -17,6 +17,7 @@ help:
 	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted; the operator under random faults (about 50 minutes)"
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
+	@echo "make fuzz           100,000 random requests or messages at each port of a gateway and an engine, from BATON_FUZZ_SEED (BATON_FUZZ_CASES=1000 for fewer; make test sends 300)"
 	@echo "make check          ruff, codespell, mypy, import-linter, and whether generated files are current"
 	@echo "make manifests      regenerate the CRD, RBAC and the references in docs/ from the code"
 	@echo "make images         build the images of docker/ with buildah, each with an archive and an SBOM in build/images (ARGS=\"--only gateway\")"
@@ -62,6 +63,9 @@ elastic: $(STAMP)
 soak: $(STAMP)
 	BATON_SOAK_SECONDS=600 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_engine_soak.py -k long -s $(ARGS)
 	BATON_SOAK_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_kv_soak.py -k long -s $(ARGS)
+
+fuzz: $(STAMP)
+	BATON_FUZZ_CASES=$${BATON_FUZZ_CASES:-100000} OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -s $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

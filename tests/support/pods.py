@@ -161,14 +161,16 @@ class Pods:
         parallel: ParallelConfig | None = None,
         network: Network | None = None,
         service_key_file: str = "",
+        max_model_len: int | None = None,
     ) -> Pod:
         """Start an engine.
 
         Args:
+            max_model_len: limit of prompt plus generated tokens; None for the model's limit.
             network: network of the engine; None for a new address in the test's own namespace.
         """
         config = EngineConfig(
-            model=ModelConfig(path=str(checkpoint), dtype="float32"),
+            model=ModelConfig(path=str(checkpoint), dtype="float32", max_model_len=max_model_len),
             cache=cache or CacheConfig(memory_bytes=64 * 2**20),
             scheduler=scheduler or SchedulerConfig(),
             kv_transfer=kv_transfer
@@ -205,6 +207,7 @@ class Pods:
             drain_timeout_s=20.0,
             service_key_file=service_key_file,
             stall_timeout_s=stall_timeout_s,
+            access=access or AccessConfig(),
         )
         return self._run(name, "baton-gateway", config)
 
