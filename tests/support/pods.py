@@ -207,7 +207,6 @@ class Pods:
             drain_timeout_s=20.0,
             service_key_file=service_key_file,
             stall_timeout_s=stall_timeout_s,
-            access=access or AccessConfig(),
         )
         return self._run(name, "baton-gateway", config)
 
