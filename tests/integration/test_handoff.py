@@ -78,14 +78,16 @@ async def test_samples_of_a_prompt_cost_one_prefill_and_one_transfer(stack, max_
     """Their tokens are those of an engine that computes the prompt itself."""
 
     def counts() -> list[float]:
-        decode, prefill = stack.decode.metric, stack.prefill.metric
         return [
-            prefill("baton:prompt_tokens_computed_total"),
-            prefill("baton:kv_transfer_blocks_sent_total"),
-            decode("baton:kv_transfer_blocks_received_total"),
-            decode("baton:kv_transfer_bytes_received_total"),
-            decode("baton:prompt_tokens_remote_total"),
-            decode("baton:prompt_tokens_computed_total"),
+            *stack.prefill.metrics(
+                "baton:prompt_tokens_computed_total", "baton:kv_transfer_blocks_sent_total"
+            ),
+            *stack.decode.metrics(
+                "baton:kv_transfer_blocks_received_total",
+                "baton:kv_transfer_bytes_received_total",
+                "baton:prompt_tokens_remote_total",
+                "baton:prompt_tokens_computed_total",
+            ),
         ]
 
     async def cost(

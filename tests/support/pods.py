@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,10 +88,21 @@ class Pod:
 
     def metric(self, name: str, port: int = 8000) -> float:
         """Return the sum of all samples of the metric `name`."""
+        return self.metrics(name, port=port)[0]
+
+    def metrics(self, *names: str, port: int = 8000) -> list[float]:
+        """Return `metric` of each name, all from one request.
+
+        An engine answers many requests in one second with the same metrics.
+        """
         _, body = self.get(port, "/metrics")
-        lines = [line for line in body.splitlines() if line.split("{")[0].split(" ")[0] == name]
-        assert lines, f"{self.name} has no metric {name}"
-        return sum(float(line.split()[-1]) for line in lines)
+        samples: dict[str, list[float]] = {}
+        for line in body.splitlines():
+            if line and not line.startswith("#"):
+                name = re.split("[{ ]", line, maxsplit=1)[0]
+                samples.setdefault(name, []).append(float(line.split()[-1]))
+        assert set(names) <= set(samples), f"{self.name} has no metric {set(names) - set(samples)}"
+        return [sum(samples[name]) for name in names]
 
     def wait_ready(self, port: int, timeout_s: float = 180.0) -> None:
         def ready() -> bool:
