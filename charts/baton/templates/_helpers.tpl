@@ -34,3 +34,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end -}}
 {{- end -}}
+
+{{/* What LLMServices may request: the operator's default if `templates` is empty. */}}
+{{- define "baton.templates" -}}
+{{- .Values.templates | default (empty .Values.watchNamespaces | ternary "restricted" "unrestricted") -}}
+{{- end -}}

@@ -38,6 +38,7 @@ ALL_OPTIONS: Object = {
         "networkPolicy",
     )
 }
+EDITOR = "baton-llmservice-editor"
 SELECTOR = {
     "app.kubernetes.io/name": "baton",
     "app.kubernetes.io/instance": "baton",
@@ -48,6 +49,11 @@ SELECTOR = {
 def manifest(path: str) -> Object:
     document: Object = list(yaml.safe_load_all((ROOT / "manifests" / path).read_text()))[-1]
     return document
+
+
+def named(objects: list[Object], kind: str, name: str) -> list[Object]:
+    """Return the objects of this kind and name, which differ in their namespace."""
+    return [obj for obj in objects if (obj["kind"], obj["metadata"]["name"]) == (kind, name)]
 
 
 def container(values: Object | None = None) -> Object:
@@ -72,9 +78,11 @@ def test_by_default_the_chart_renders_the_plain_manifests() -> None:
     objects = render()
     assert kinds(objects) == [
         "ClusterRole",
+        "ClusterRole",
         "ClusterRoleBinding",
         "CustomResourceDefinition",
         "Deployment",
+        "NetworkPolicy",
         "Role",
         "RoleBinding",
         "ServiceAccount",
@@ -82,7 +90,13 @@ def test_by_default_the_chart_renders_the_plain_manifests() -> None:
     crd, plain = one(objects, "CustomResourceDefinition"), manifest("crd/llmservices.yaml")
     assert crd["spec"] == plain["spec"]
     assert crd["metadata"]["name"] == plain["metadata"]["name"]
-    assert one(objects, "ClusterRole")["rules"] == manifest("rbac/cluster_role.yaml")["rules"]
+    for name, path in (
+        ("baton-operator", "rbac/cluster_role.yaml"),
+        (EDITOR, "rbac/llmservice_editor.yaml"),
+    ):
+        (rendered,) = named(objects, "ClusterRole", name)
+        assert rendered["metadata"]["name"] == manifest(path)["metadata"]["name"]
+        assert rendered["rules"] == manifest(path)["rules"]
     binding, plain = one(objects, "ClusterRoleBinding"), manifest("rbac/cluster_role_binding.yaml")
     assert (binding["roleRef"], binding["subjects"]) == (plain["roleRef"], plain["subjects"])
     lease_role, lease_binding = yaml.safe_load_all(
@@ -295,7 +309,9 @@ def test_the_plain_manifests_restrict_services() -> None:
 )
 def test_object_names_follow_the_release(release: str, values: Object, expected: str) -> None:
     objects = [
-        obj for obj in render(values, release=release) if obj["kind"] != "CustomResourceDefinition"
+        obj
+        for obj in render(values, release=release)
+        if obj["kind"] != "CustomResourceDefinition" and obj["metadata"]["name"] != EDITOR
     ]
     assert {obj["metadata"]["name"] for obj in objects} == {expected, f"{expected}-lease"}
     lease = next(obj for obj in objects if obj["kind"] == "Role")
@@ -320,12 +336,10 @@ def test_with_watch_namespaces_the_operator_has_no_rights_elsewhere() -> None:
         ["leases"],
     ]
     deployment = one(objects, "Deployment")
-    objects = [obj for obj in objects if obj["metadata"].get("namespace") != NAMESPACE]
-    for kind in ("Role", "RoleBinding"):
-        found = [obj for obj in objects if obj["kind"] == kind]
+    roles = named(objects, "Role", "baton-operator")
+    bindings = named(objects, "RoleBinding", "baton-operator")
+    for found in (roles, bindings):
         assert [obj["metadata"]["namespace"] for obj in found] == ["team-a", "team-b"]
-    roles = [obj for obj in objects if obj["kind"] == "Role"]
-    bindings = [obj for obj in objects if obj["kind"] == "RoleBinding"]
     for role, binding in zip(roles, bindings, strict=True):
         assert role["rules"] == manifest("rbac/cluster_role.yaml")["rules"]
         assert binding["roleRef"]["kind"] == "Role"
@@ -341,9 +355,10 @@ def test_objects_that_the_user_provides_are_not_rendered() -> None:
     values = {
         "crds": {"install": False},
         "rbac": {"create": False},
+        "editorRole": {"create": False},
         "serviceAccount": {"create": False, "name": "mine"},
     }
-    assert kinds(render(values)) == ["Deployment"]
+    assert kinds(render(values)) == ["Deployment", "NetworkPolicy"]
     binding = one(
         render({"serviceAccount": {"create": False, "name": "mine"}}), "ClusterRoleBinding"
     )
@@ -406,13 +421,13 @@ def test_the_pod_monitor_finds_the_pods_of_services() -> None:
 
 
 def test_the_network_policy_allows_the_egress_that_the_operator_needs() -> None:
-    plain = one(render({"networkPolicy": {"enabled": True}}), "NetworkPolicy")["spec"]
+    plain = one(render(), "NetworkPolicy")["spec"]
     assert plain["podSelector"]["matchLabels"] == SELECTOR
     assert plain["policyTypes"] == ["Ingress", "Egress"]
     (metrics,), (dns, api, members) = plain["ingress"], plain["egress"]
     assert metrics == {"ports": [{"port": HTTP_PORT, "protocol": "TCP"}]}
     assert {(port["port"], port["protocol"]) for port in dns["ports"]} == {(53, "UDP"), (53, "TCP")}
-    assert [port["port"] for port in api["ports"]] == [443, 6443]
+    assert [port["port"] for port in api["ports"]] == [443, 6443, 8443, 16443]
     assert "to" not in api
     assert [port["port"] for port in members["ports"]] == [
         ENGINE_HTTP_PORT,
@@ -422,9 +437,9 @@ def test_the_network_policy_allows_the_egress_that_the_operator_needs() -> None:
     (peer,) = members["to"]
     assert peer["podSelector"]["matchLabels"].items() <= names.labels("demo", "coordinator").items()
 
+    assert "NetworkPolicy" not in kinds(render({"networkPolicy": {"enabled": False}}))
     source = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
     values = {
-        "enabled": True,
         "metricsFrom": [source],
         "apiServerPorts": [8443],
         "apiServerCIDRs": ["10.0.0.1/32"],
@@ -437,8 +452,50 @@ def test_the_network_policy_allows_the_egress_that_the_operator_needs() -> None:
     }
 
 
+def test_the_role_of_tenants_is_granted_to_nobody_by_default() -> None:
+    objects = render()
+    (role,) = named(objects, "ClusterRole", EDITOR)
+    assert not [label for label in role["metadata"]["labels"] if "aggregate" in label]
+    bound = [obj["roleRef"]["name"] for obj in objects if "roleRef" in obj]
+    assert EDITOR not in bound
+    (role,) = named(render({"editorRole": {"aggregateToEdit": True}}), "ClusterRole", EDITOR)
+    labels = role["metadata"]["labels"]
+    assert {name: value for name, value in labels.items() if "aggregate" in name} == {
+        "rbac.authorization.k8s.io/aggregate-to-edit": "true",
+        "rbac.authorization.k8s.io/aggregate-to-admin": "true",
+    }
+    assert not named(render({"editorRole": {"create": False}}), "ClusterRole", EDITOR)
+
+
+def test_the_role_of_tenants_grants_llmservices_only() -> None:
+    (role,) = named(render(), "ClusterRole", EDITOR)
+    assert {group for rule in role["rules"] for group in rule["apiGroups"]} == {names.GROUP}
+    verbs = {rule["resources"][0]: rule["verbs"] for rule in role["rules"]}
+    assert {"create", "update", "patch", "delete"} <= set(verbs["llmservices"])
+    assert verbs["llmservices/status"] == ["get"], "the operator trusts the status"
+
+
+def test_with_watch_namespaces_tenants_have_a_role_in_each_namespace() -> None:
+    objects = render({"watchNamespaces": ["team-a", "team-b"]})
+    roles = named(objects, "Role", EDITOR)
+    assert [role["metadata"]["namespace"] for role in roles] == ["team-a", "team-b"]
+    for role in roles:
+        assert role["rules"] == manifest("rbac/llmservice_editor.yaml")["rules"]
+
+
+def test_the_network_policy_equals_that_of_the_plain_manifests() -> None:
+    policy, deployment = yaml.safe_load_all((ROOT / "manifests/operator.yaml").read_text())
+    rendered = one(render(), "NetworkPolicy")
+    for part in ("name", "namespace"):
+        assert policy["metadata"][part] == rendered["metadata"][part]
+    assert policy["spec"].pop("podSelector") == deployment["spec"]["selector"]
+    del rendered["spec"]["podSelector"]
+    assert policy["spec"] == rendered["spec"]
+
+
 def test_the_notes_name_the_next_steps() -> None:
     text = notes()
+    assert "at the ports 443, 6443, 8443, 16443" in text
     assert "rollout status deployment/baton-operator" in text
     assert "all namespaces" in text
     assert "names no registry" in text
