@@ -15,6 +15,10 @@ from typing import Any, BinaryIO
 #: Limit on config.json, generation_config.json, tokenizer_config.json and a chat template. The
 #: largest known files of this kind have a few megabytes.
 MAX_CONFIG_BYTES = 2**24
+#: Limit on tokenizer.json. The largest known files have some 35 MB.
+MAX_TOKENIZER_BYTES = 2**27
+#: Limit on token ids. Tables of tokens are as long as the largest id.
+MAX_TOKEN_ID = 2**22
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:

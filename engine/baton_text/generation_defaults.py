@@ -10,10 +10,13 @@ from typing import Any
 
 import msgspec
 
+from baton_protocol.checkpoint_files import read_file
 from baton_protocol.sampling import SamplingParams
 from baton_text.requests.generation_request import GenerationRequest
 
 FILE = "generation_config.json"
+#: Limit on integers. Messages to engines cannot hold every integer that JSON can.
+MAX_INTEGER = 2**31 - 1
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -39,11 +42,15 @@ class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
         """
         file = folder / FILE
         try:
-            defaults = msgspec.json.decode(file.read_bytes(), type=cls)
+            defaults = msgspec.json.decode(read_file(folder, FILE), type=cls)
+            for name in ("top_k", "max_tokens"):
+                if (getattr(defaults, name) or 0) > MAX_INTEGER:
+                    raise ValueError(f"{name} must be at most {MAX_INTEGER}")
             SamplingParams(**defaults.sampling_fields(), max_tokens=defaults.max_tokens).validate()
         except FileNotFoundError:
             return cls()
-        except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+        # msgspec's errors are ValueErrors. It raises RecursionError for nested values.
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} cannot be used: {error}") from error
         return defaults
 

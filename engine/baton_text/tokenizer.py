@@ -7,15 +7,31 @@ decode at the same time. Long texts are processed without the GIL.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as _Backend
 
+from baton_protocol.checkpoint_files import (
+    MAX_TOKEN_ID,
+    MAX_TOKENIZER_BYTES,
+    read_file,
+    read_json,
+)
 from baton_text.chat_template import ChatTemplate
+
+FILE, CONFIG_FILE, TEMPLATE_FILE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
+#: Limit on the factor by which the replacements of a normalizer or a decoder lengthen a text.
+#: Known tokenizers replace a space with three bytes.
+MAX_GROWTH = 64
 
 #: For more tokens than this, `decode` calls the library's `decode_batch`. That call releases the
 #: GIL, and takes a little longer.
@@ -31,6 +47,12 @@ _NAMED_SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
+
+_Result = TypeVar("_Result")
+
+
+class TokenizerError(ValueError):
+    """Raised when the `tokenizers` library fails, which depends on tokenizer.json and the text."""
 
 
 class Tokenizer:
@@ -69,33 +91,45 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Load the tokenizer of a checkpoint folder.
+        """Load the tokenizer of a checkpoint folder, which is untrusted.
 
         Raises:
             FileNotFoundError: the folder or its tokenizer.json is missing.
-            ValueError: a file cannot be parsed.
+            ValueError: a file cannot be used. The message names the file.
         """
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path} does not exist: the model path must be a checkpoint with tokenizer.json"
-            )
+        path = folder / FILE
         try:
-            backend = _Backend.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
+            content = read_file(folder, FILE, MAX_TOKENIZER_BYTES)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{path} does not exist: the model path must be a checkpoint with {FILE}"
+            ) from None
+        try:
+            backend = _guarded(lambda: _Backend.from_buffer(content))
+            backend.no_truncation()
+            backend.no_padding()
+            _check_backend(backend)
+        except ValueError as error:
             raise ValueError(
                 f"{path} is not a tokenizer of the `tokenizers` library: {error}"
             ) from error
-        config_path = folder / "tokenizer_config.json"
-        config: dict[str, Any] = {}
-        if config_path.is_file():
-            try:
-                config = json.loads(config_path.read_text(encoding="utf-8"))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{config_path} is not JSON: {error}") from error
-        template_path = folder / "chat_template.jinja"
-        template = template_path.read_text(encoding="utf-8") if template_path.is_file() else None
-        return cls(backend, config, template)
+        config = read_json(folder, CONFIG_FILE) if _exists(folder, CONFIG_FILE) else {}
+        try:
+            template_file, template = CONFIG_FILE, _template_of(config)
+            tokenizer = cls(backend, config | {"chat_template": None})
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"{folder / CONFIG_FILE} cannot be used: {error!r}") from error
+        if _exists(folder, TEMPLATE_FILE):
+            template_file = TEMPLATE_FILE
+            content = read_file(folder, TEMPLATE_FILE)
+        try:
+            if template_file == TEMPLATE_FILE:
+                template = content.decode()
+            if template is not None:
+                tokenizer.chat_template = ChatTemplate(template, tokenizer.special_tokens)
+        except ValueError as error:
+            raise ValueError(f"{folder / template_file} cannot be used: {error}") from error
+        return tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -111,6 +145,7 @@ class Tokenizer:
 
         Raises:
             ValueError: the text cannot be encoded as UTF-8.
+            TokenizerError: the library fails.
         """
         try:
             text.encode()
@@ -119,7 +154,9 @@ class Tokenizer:
                 f"the text is invalid Unicode: character {error.start} is half of a surrogate pair"
             ) from error
         # The batch call lets other threads run and keeps no offsets.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        [encoding] = _guarded(
+            lambda: self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        )
         return list(encoding.ids)
 
     def fewest_tokens(self, text: str) -> int:
@@ -134,13 +171,19 @@ class Tokenizer:
         """Return the text of token ids.
 
         Invalid UTF-8 becomes U+FFFD. Ids outside the vocabulary add no text.
+
+        Raises:
+            TokenizerError: the library fails.
         """
-        if len(token_ids) > _LONG_DECODE:
-            [text] = self._backend.decode_batch(
-                [list(token_ids)], skip_special_tokens=skip_special_tokens
+        ids = list(token_ids)
+        if len(ids) > _LONG_DECODE:
+            [text] = _guarded(
+                lambda: self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
             )
             return str(text)
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        return str(
+            _guarded(lambda: self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        )
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, which may be a special token."""
@@ -207,6 +250,8 @@ class Tokenizer:
     def _register_special_tokens(self, config: dict[str, Any]) -> None:
         """Add the tokens that only tokenizer_config.json declares, as `transformers` does."""
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        # One call for all tokens: each call compiles the patterns of all added tokens.
+        tokens = []
         declared = config.get("added_tokens_decoder") or {}
         for _, token in sorted(declared.items(), key=lambda item: int(item[0])):
             if token["content"] not in known:
@@ -214,16 +259,83 @@ class Tokenizer:
                     key: bool(token.get(key))
                     for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
                 }
-                self._backend.add_tokens([AddedToken(token["content"], **flags)])
+                tokens.append(AddedToken(token["content"], **flags))
                 known.add(token["content"])
+        _guarded(lambda: self._backend.add_tokens(tokens))
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         extra_texts = [
             _token_text(token) for token in (extra.values() if isinstance(extra, dict) else extra)
         ]
+        special = []
         for text in [*self.special_tokens.values(), *extra_texts]:
             if text is not None and text not in known:
-                self._backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+                special.append(AddedToken(text, special=True, normalized=False))
                 known.add(text)
+        _guarded(lambda: self._backend.add_special_tokens(special))
+
+
+def _exists(folder: Path, name: str) -> bool:
+    """Return whether the folder has a file of this name, which may be a broken link."""
+    return os.path.lexists(folder / name)
+
+
+def _guarded(call: Callable[[], _Result]) -> _Result:
+    """Return the result of a call of the `tokenizers` library.
+
+    Raises:
+        TokenizerError: the library fails. It raises plain Exception, and for a panic of its Rust
+            code an exception that is no Exception.
+    """
+    try:
+        return call()
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise TokenizerError(str(error)) from error
+
+
+def _check_backend(backend: _Backend) -> None:
+    """Check what the library does not check when it reads tokenizer.json.
+
+    Raises:
+        ValueError: an id is too large, a text can grow without bound, or a short text fails.
+    """
+    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest > MAX_TOKEN_ID:
+        raise ValueError(f"its largest token id is {largest}; at most {MAX_TOKEN_ID} is supported")
+    for name in ("normalizer", "decoder"):
+        part = getattr(backend, name)
+        growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > MAX_GROWTH:
+            raise ValueError(
+                f"its {name} can lengthen a text {growth:g} times; at most {MAX_GROWTH} times is "
+                "supported"
+            )
+    [encoding] = _guarded(lambda: backend.encode_batch_fast(["a b"], add_special_tokens=True))
+    _guarded(lambda: backend.decode(encoding.ids, skip_special_tokens=False))
+
+
+def _growth(part: object) -> float:
+    """Return the factor by which the replacements in a normalizer or decoder lengthen a text."""
+    growth = 1.0
+    for step in _steps(part):
+        if step.get("type") == "Replace":
+            # A regular expression may match an empty text, which remains.
+            pattern = step["pattern"].get("String") or ""
+            size, replaced = len(step["content"].encode()), len(pattern.encode())
+            growth *= max(1.0, size / replaced if replaced else 1 + size)
+        elif step.get("type") == "Prepend":
+            growth *= 1 + len(step["prepend"].encode()) / MAX_GROWTH
+    return growth
+
+
+def _steps(part: object) -> Iterator[dict[str, Any]]:
+    """Yield all objects in a value of JSON, which may be nested."""
+    if isinstance(part, dict):
+        yield part
+    if isinstance(part, dict | list):
+        for value in part.values() if isinstance(part, dict) else part:
+            yield from _steps(value)
 
 
 def _token_text(token: object) -> str | None:
@@ -247,6 +359,8 @@ def _template_of(config: dict[str, Any]) -> str | None:
         template = next(
             (item["template"] for item in template if item.get("name") == "default"), None
         )
+    if template is not None and not isinstance(template, str):
+        raise ValueError("chat_template must be a text, or a list of named texts")
     return template
 
 

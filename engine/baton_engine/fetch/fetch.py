@@ -110,4 +110,8 @@ def _fetch_once(
 
 def _taken(listing: Listing, only: Only) -> list[RemoteFile]:
     by_name = {file.name: file for file in listing.files}
-    return [by_name[name] for name in select(by_name, only)]
+    files = [by_name[name] for name in select(by_name, only)]
+    for file in files:
+        if file.size < 0:
+            raise FetchError("ModelInvalid", f"{file.name} is listed with {file.size} bytes")
+    return files

@@ -26,12 +26,11 @@ from baton_engine.fetch.lock import boot_id
 from baton_engine.fetch.selection import Only, check_name
 from baton_engine.fetch.source import RemoteFile
 from baton_engine.fetch.verify import verify
+from baton_protocol.checkpoint_files import read_file
 
 MARKER = ".baton-model.json"
 INCOMPLETE = ".incomplete"
 _STATE, _OWNER = ".baton-partial.json", ".baton-partial.lock"
-#: A longer marker or state file is not read. Those of the largest models have some 100 KiB.
-_MAX_RECORD_BYTES = 2**24
 
 _Record = TypeVar("_Record")
 
@@ -59,6 +58,8 @@ class _State(msgspec.Struct):
 
 def read_complete(target: Path, uri: str, only: Only) -> Marker | None:
     """Return the marker of the complete folder at `target`. Remove the folder if it is damaged.
+
+    The cache may be shared with other pods, so the content of the marker is not trusted.
 
     Returns:
         None if the model must be downloaded.
@@ -91,23 +92,16 @@ def _cache_invalid(target: Path, why: str) -> FetchError:
 
 
 def _read_record(path: Path, kind: type[_Record]) -> _Record:
-    """Decode a marker or a state file.
-
-    Another client of a shared cache may have written the file. So it may be a pipe, which would
-    block `open`, or a link.
+    """Decode a marker or a state file, which another client of a shared cache may have written.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: the file has another content.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file cannot be read, or has another content.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError("it is no regular file")
-        content = file.read(_MAX_RECORD_BYTES + 1)
-    if len(content) > _MAX_RECORD_BYTES:
-        raise ValueError(f"it has more than {_MAX_RECORD_BYTES} bytes")
-    return msgspec.json.decode(content, type=kind)
+    try:
+        return msgspec.json.decode(read_file(path.parent, path.name), type=kind)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def _is_file(path: Path, size: int) -> bool:

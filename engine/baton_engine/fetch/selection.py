@@ -12,6 +12,7 @@ Only = Literal["all", "tokenizer"]
 
 WEIGHTS_SUFFIX = ".safetensors"
 CONFIG_FILE = "config.json"
+MAX_FILES = 4096
 #: Files that a gateway reads, at the top of the folder.
 TEXT_FILES = frozenset(
     {
@@ -42,7 +43,8 @@ def select(names: Iterable[str], only: Only) -> list[str]:
         only: "tokenizer" selects only the files that a gateway reads.
 
     Raises:
-        FetchError: a name leads out of the folder, or config or weights are missing (ModelInvalid).
+        FetchError: a name leads out of the folder, there are more than MAX_FILES, or config or
+            weights are missing (ModelInvalid).
     """
     taken = []
     for name in sorted(set(names)):
@@ -52,6 +54,10 @@ def select(names: Iterable[str], only: Only) -> list[str]:
         engine = at_top and name.endswith((WEIGHTS_SUFFIX, ".json"))
         if text or (engine and only == "all"):
             taken.append(name)
+    if len(taken) > MAX_FILES:
+        raise FetchError(
+            "ModelInvalid", f"the model has {len(taken)} files; at most {MAX_FILES} are downloaded"
+        )
     if CONFIG_FILE not in taken:
         raise FetchError("ModelInvalid", f"the model has no {CONFIG_FILE}")
     if only == "all" and not any(name.endswith(WEIGHTS_SUFFIX) for name in taken):

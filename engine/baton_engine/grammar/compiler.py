@@ -16,6 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from baton_protocol.checkpoint_files import (
+    MAX_TOKEN_ID,
+    MAX_TOKENIZER_BYTES,
+    parse_object,
+    read_file,
+)
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 
 if TYPE_CHECKING:
@@ -129,14 +135,15 @@ class GrammarCompiler:
             )
         eos_token_ids = sorted(self._eos_token_ids)
         try:
-            content = file.read_text(encoding="utf-8")
+            content = read_file(self._model_path, file.name, MAX_TOKENIZER_BYTES).decode()
             try:
                 tokenizer = LLTokenizer(content, n_vocab=self._vocab_size, eos_token=eos_token_ids)
             except ValueError:
                 # Some tokenizers have more ids than the model has logits. `bitmask` cuts off these
                 # ids.
+                _check_ids(content)
                 tokenizer = LLTokenizer(content, eos_token=eos_token_ids)
-        except Exception as error:
+        except BaseException as error:  # a panic of the library's Rust code is no Exception
             raise ValueError(f"structured_output cannot use {file}: {error}") from error
         limits = LLParserLimits(
             max_grammar_size=MAX_GRAMMAR_SIZE,
@@ -144,6 +151,19 @@ class GrammarCompiler:
             verbose_errors=False,
         )
         return _Backend(tokenizer, LLExecutor(num_threads=NUM_THREADS), limits)
+
+
+def _check_ids(content: str) -> None:
+    """Raise ValueError if tokenizer.json has ids for which the library's table would be too long.
+
+    The table has an entry for each id, also for ids that no token has.
+    """
+    data = parse_object(content.encode())
+    vocab = data["model"]["vocab"]
+    ids = list(vocab.values()) if isinstance(vocab, dict) else [len(vocab)]
+    ids += [token["id"] for token in data.get("added_tokens") or []]
+    if (largest := max(ids, default=0)) > MAX_TOKEN_ID:
+        raise ValueError(f"its largest token id is {largest}; at most {MAX_TOKEN_ID} is supported")
 
 
 def reason_of(matcher: LLMatcher) -> str:

@@ -11,7 +11,7 @@ from baton_gateway.thread_pool import run_template
 from baton_text.chat_template import ChatTemplateError
 from baton_text.errors import RequestError
 from baton_text.messages import ChatMessage, template_messages
-from baton_text.tokenizer import Tokenizer
+from baton_text.tokenizer import Tokenizer, TokenizerError
 
 #: A text with more than this many characters per allowed token is first tokenized in pieces. A
 #: text that cannot fit is then refused before all of it was tokenized.
@@ -156,11 +156,17 @@ class PromptReader:
 
         Raises:
             APIError, RequestError: a quick check shows that the text exceeds `bounds`.
+            RequestError: the model's tokenizer fails for this text.
         """
         bounds.check(self._tokenizer.fewest_tokens(text), field)
-        if len(text) > LONG_TEXT * bounds.max_tokens:
-            self._check_pieces(text, field, bounds)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        try:
+            if len(text) > LONG_TEXT * bounds.max_tokens:
+                self._check_pieces(text, field, bounds)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TokenizerError as error:
+            raise RequestError(
+                f"The model's tokenizer cannot process {field}: {error}", param=field
+            ) from error
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:
         """Raise RequestError if an id is not in the vocabulary."""

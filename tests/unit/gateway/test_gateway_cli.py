@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from baton_gateway.cli import OPTIONS, ConfigurationError, load_config, main, make_discovery
 from baton_protocol.config import DiscoveryConfig
 from support.gateway.fake_engine import FakeEngine
+from support.hostile.attack import Attack, parametrize
+from support.hostile.tokenizers import DEFAULTS_ATTACKS, TEXT_ATTACKS
 from support.waiting import until
 
 
@@ -182,3 +185,15 @@ async def test_the_process_serves_on_its_pod_ip_and_exits_with_0_on_sigterm(
             process.kill()
             await process.wait()
         engine.die()
+
+
+@parametrize([*TEXT_ATTACKS[::6], *DEFAULTS_ATTACKS[::4]])
+def test_a_hostile_checkpoint_ends_the_gateway_with_the_file_in_the_reason(
+    tokenizer_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], attack: Attack
+) -> None:
+    model = Path(shutil.copytree(tokenizer_folder, tmp_path / "model"))
+    attack.apply(model)
+    assert main(["--model", str(model), "--discovery-file", str(tmp_path / "f")]) == os.EX_CONFIG
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith(("FATAL InvalidTokenizer: ", "FATAL ModelInvalid: "))
+    assert str(model / attack.file) in last

@@ -19,9 +19,14 @@ from tqdm import tqdm
 from baton_engine import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
+from baton_protocol.fatal import ConfigurationError
 from baton_protocol.messages import EngineCoreOutput
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from support.hostile.attack import Attack, parametrize
+from support.hostile.configs import CONFIG_ATTACKS
 from support.hostile.templates import LOOPS
+from support.hostile.tokenizers import DEFAULTS_ATTACKS, TEXT_ATTACKS
+from support.hostile.weights import INDEX_ATTACKS
 from support.parity import assert_greedy, prompts, reference_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -399,6 +404,20 @@ def test_invalid_conversations_are_refused(llm: LLM) -> None:
             llm.chat(wrong, GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match="chat_template_kwargs must not set messages"):
         llm.chat([user], GREEDY, use_tqdm=False, chat_template_kwargs={"messages": []})
+
+
+@parametrize(
+    [*INDEX_ATTACKS[::9], *CONFIG_ATTACKS[::16], *TEXT_ATTACKS[::12], *DEFAULTS_ATTACKS[::6]]
+)
+def test_a_hostile_checkpoint_is_refused_with_the_file_in_the_message(
+    checkpoint: Path, tmp_path: Path, attack: Attack
+) -> None:
+    path = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    attack.apply(path)
+    with pytest.raises((ConfigurationError, ValueError)) as caught:
+        make_llm(path)
+    assert str(path) in str(caught.value)
+    assert attack.message in str(caught.value)
 
 
 def test_a_hostile_chat_template_ends_with_a_reason(llm: LLM) -> None:

@@ -1,4 +1,4 @@
-"""A hostile chat template of the served model: clients get a reason, and other requests go on."""
+"""A hostile chat template or tokenizer: clients get a reason, and other requests go on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from baton_text.tokenizer import Tokenizer
 from support.gateway.gateway_rig import GatewayRig
+from support.hostile.attack import fields
 from support.hostile.templates import LOOPS
 from support.waiting import until
 
@@ -20,12 +21,16 @@ TEMPLATE = (
     "{% elif text == 'write' %}{% for i in range(99999) %}" + "a" * 100 + "{% endfor %}"
     "{% endif %}{{ text }}"
 )
+#: A regular expression that needs too many steps for a long run of x, and few for other texts.
+SLOW = "(x+)+$"
 
 
 @pytest.fixture
 async def rig(tokenizer_folder: Path, tmp_path: Path) -> AsyncIterator[GatewayRig]:
     folder = Path(shutil.copytree(tokenizer_folder, tmp_path / "model"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    split = {"type": "Split", "pattern": {"Regex": SLOW}, "behavior": "Isolated", "invert": False}
+    fields(pre_tokenizer=split)(folder / "tokenizer.json")
     rig = GatewayRig(tmp_path, Tokenizer.from_folder(folder))
     await rig.start(rig.engine("d", "decode"))
     yield rig
@@ -68,3 +73,20 @@ async def test_other_requests_are_answered_during_an_attack(rig: GatewayRig) -> 
         assert (await rig.post(path, body))[0] == 200
         assert not attack.done()
     assert (await attack)[0] == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+async def test_a_text_for_which_the_tokenizer_panics_is_refused(rig: GatewayRig, path: str) -> None:
+    status, answer, _ = await rig.post(path, {"model": "m", "prompt": "x" * 40 + "!"})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert "The model's tokenizer cannot process prompt" in answer["error"]["message"]
+    assert (await rig.post(path, {"model": "m", "prompt": "hello"}))[0] == 200
+
+
+async def test_a_gateway_has_two_processes_for_its_template_at_most(rig: GatewayRig) -> None:
+    answers = await asyncio.gather(
+        *(rig.post("/tokenize", chat(text)) for text in ["loop", "hello"] * 3)
+    )
+    assert [status for status, _, _ in answers] == [400, 200] * 3
+    assert rig.tokenizer.chat_template is not None
+    assert len(rig.tokenizer.chat_template._idle) <= 2
