@@ -65,7 +65,7 @@ soak: $(STAMP)
 	BATON_SOAK_TRANSFERS=10000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_kv_soak.py -k long -s $(ARGS)
 
 fuzz: $(STAMP)
-	BATON_FUZZ_CASES=$${BATON_FUZZ_CASES:-100000} OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -s $(ARGS)
+	BATON_FUZZ_CASES=$${BATON_FUZZ_CASES:-100000} BATON_FUZZ_SEED=$${BATON_FUZZ_SEED:-0} OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/fuzz -s $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
