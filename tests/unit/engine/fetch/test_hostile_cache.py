@@ -63,7 +63,7 @@ def test_names_in_the_state_of_another_fetcher_reach_no_file_outside(
     other = leftover(tmp_path / "model", {name: RemoteFile(name, len(SECRET))})
     (other / "sub").mkdir()
     mine = Partial(tmp_path / "model", URI, "r1")
-    mine.reuse_leftovers()
+    mine.reuse_leftovers([RemoteFile("config.json", len(SECRET))])
     assert secret.read_bytes() == SECRET
     assert sorted(os.listdir(tmp_path)) == sorted([mine.path.name, "secret"])
 
@@ -75,17 +75,18 @@ def test_a_hostile_state_file_of_another_fetcher_is_ignored(
     other = leftover(tmp_path / "model", {})
     damage(other / ".baton-partial.json")
     mine = Partial(tmp_path / "model", URI, "r1")
-    mine.reuse_leftovers()
+    mine.reuse_leftovers([])
     assert not other.exists()
 
 
 def test_a_link_in_the_folder_of_another_fetcher_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(SECRET)
-    other = leftover(tmp_path / "model", {"config.json": RemoteFile("config.json", len(SECRET))})
+    config = RemoteFile("config.json", len(SECRET))
+    other = leftover(tmp_path / "model", {"config.json": config})
     (other / "config.json").symlink_to("../secret")
     mine = Partial(tmp_path / "model", URI, "r1")
-    mine.reuse_leftovers()
-    assert not mine.has(RemoteFile("config.json", len(SECRET)))
+    mine.reuse_leftovers([config])
+    assert not mine.has(config)
     assert (tmp_path / "secret").read_bytes() == SECRET
 
 
