@@ -31,7 +31,7 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
 
     Raises:
         ValueError: an entry of `host_paths` is no absolute path, a writable folder is inside
-            another entry, or a prefix is empty.
+            another entry or contains another entry, or a prefix is empty.
     """
 
     #: `/DIR`: exactly this folder of nodes, to read and write. `/DIR/`: this folder and the folders
@@ -49,10 +49,11 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"host path {entry} must be an absolute path without . and ..")
         for writable in self._writable:
             for folder in self.host_paths:
-                if f"{writable}/".startswith(f"{folder.rstrip('/')}/") and folder != writable:
+                one, other = f"{writable}/", f"{folder.rstrip('/')}/"
+                if folder != writable and (one.startswith(other) or other.startswith(one)):
                     raise ValueError(
-                        f"host path {writable} is writable, so it must not be in {folder}: pods "
-                        "could place symbolic links there"
+                        f"host path {writable} is writable, so it must not overlap with {folder}: "
+                        "pods could place symbolic links there"
                     )
 
     @property

@@ -37,8 +37,8 @@ async def apply_objects(
     """Create, update and delete the objects of a service except its member pods.
 
     Written objects are added to `observed`. Kinds outside `observed.kinds` are skipped. If the
-    API server refuses one object, the others are still written, except Deployments whose pods would
-    run under a ServiceAccount of another owner.
+    API server refuses one object, the others are still written, except those that would use it as
+    an account or as its rights: an object of another owner may have this name.
 
     Returns:
         (kind, problem) for each refused object.
@@ -58,7 +58,7 @@ async def apply_objects(
             observed.objects[key] = await _apply(kube, resolved, obj, observed.objects.get(key))
         except (NameConflict, KubeError) as error:
             refused.append((obj["kind"], problem_of(error)))
-            if obj["kind"] == "ServiceAccount":
+            if obj["kind"] in ("ServiceAccount", "Role", "RoleBinding"):  # they share their name
                 refused_accounts.add(obj["metadata"]["name"])
     for kind, name in desired.absent:
         if present := observed.owned(kind, name):
@@ -71,7 +71,9 @@ async def apply_objects(
 
 
 def _account_of(obj: Object) -> str | None:
-    """Return the ServiceAccount of a Deployment's pods; None for other objects."""
+    """Return the account that a Deployment's pods use, or a RoleBinding binds; None: no account."""
+    if obj["kind"] == "RoleBinding":
+        return str(obj["metadata"]["name"])
     if obj["kind"] != "Deployment":
         return None
     account: str | None = obj["spec"]["template"]["spec"].get("serviceAccountName")

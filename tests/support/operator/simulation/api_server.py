@@ -194,9 +194,9 @@ class ApiServer:
         change(obj)
         self.cluster.store.put(storage, obj)
 
-    def put(self, obj: Object, plural: str) -> Object:
+    def put(self, obj: Object, storage: str) -> Object:
         """Create an object, as a write of a client other than the operator."""
-        info = RequestInfo(self.cluster.catalog.builtin(plural), NAMESPACE)
+        info = RequestInfo(self.cluster.catalog.by_storage(storage), NAMESPACE)
         return self._made(info.resource, self.cluster.registry.create(info, obj, SYSTEM))
 
     def remove(self, storage: str, name: str) -> None:

@@ -105,9 +105,10 @@ def test_the_refusal_names_the_entry_that_would_allow_the_folder() -> None:
         (("/",), "absolute"),
         (("/mnt/../etc",), "absolute"),
         (("/mnt/./models/",), "absolute"),
-        (("/mnt/", "/mnt/cache"), "must not be in /mnt/"),
-        (("/mnt", "/mnt/cache"), "must not be in /mnt:"),
-        (("/mnt/cache/", "/mnt/cache"), "must not be in /mnt/cache/"),
+        (("/mnt/", "/mnt/cache"), "must not overlap with /mnt/:"),
+        (("/mnt", "/mnt/cache"), "must not overlap with /mnt"),
+        (("/mnt/cache/", "/mnt/cache"), "must not overlap with /mnt/cache/:"),
+        (("/mnt/cache", "/mnt/cache/models/"), "must not overlap with /mnt/cache/models/:"),
     ],
 )
 def test_folders_that_would_allow_symbolic_links_are_no_setting(
@@ -115,6 +116,7 @@ def test_folders_that_would_allow_symbolic_links_are_no_setting(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         Restrictions(host_paths=host_paths)
+    Restrictions(host_paths=("/mnt/cache", "/mnt/cache-of-models/", "/mnt/cache"))
 
 
 def ingress(**annotations: str) -> Object:

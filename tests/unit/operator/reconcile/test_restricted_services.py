@@ -154,3 +154,22 @@ def test_no_pod_runs_under_an_account_of_another_owner(service: Service, account
         assert not service.server.list("deployments.apps")
     service.server.remove("serviceaccounts", f"{NAME}-{account}")
     service.settle()
+
+
+@pytest.mark.parametrize("kind", ["ServiceAccount", "Role", "RoleBinding"])
+def test_the_gateway_does_not_get_the_rights_of_another_owner(service: Service, kind: str) -> None:
+    plurals = {
+        "ServiceAccount": "serviceaccounts",
+        "Role": "roles.rbac.authorization.k8s.io",
+        "RoleBinding": "rolebindings.rbac.authorization.k8s.io",
+    }
+    name = f"{NAME}-gateway"
+    service.server.put({"metadata": {"name": name}}, plurals[kind])
+    service.create(SPEC)
+    rounds(service)
+    assert f"{kind} {name} exists" in ready(service)["message"]
+    bound = [each for each in service.server.list(plurals["RoleBinding"]) if "roleRef" in each]
+    assert not bound, "the binding would give the rights of the Role to the image of the service"
+    assert not service.server.list("deployments.apps")
+    service.server.remove(plurals[kind], name)
+    service.settle()
