@@ -7,6 +7,7 @@ limits, and is killed if it exceeds them.
 
 from __future__ import annotations
 
+import json
 import marshal
 import os
 import signal
@@ -44,6 +45,14 @@ class ChatTemplateError(ValueError):
     """Raised when the chat template refuses the messages or cannot render them."""
 
 
+class TemplateProcessError(RuntimeError):
+    """Raised when the process of a chat template takes too long or ends unexpectedly.
+
+    The reason may be the host: its CPUs are overloaded, or it kills the process for lack of memory.
+    A retry can succeed.
+    """
+
+
 class ChatTemplate:
     """A compiled chat template.
 
@@ -55,7 +64,8 @@ class ChatTemplate:
         special_tokens: texts of special tokens by the name of the template variable (`bos_token`).
 
     Raises:
-        ValueError: the template is not valid Jinja, or exceeds the limits.
+        ValueError: the template is not valid Jinja, or exceeds a limit on CPU time or memory.
+        TemplateProcessError: the process takes too long or ends unexpectedly.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -81,22 +91,18 @@ class ChatTemplate:
         The prompt text contains its special tokens. Encode the text with add_special_tokens=False.
 
         Args:
-            messages: plain JSON values, each with `role` and `content`.
+            messages: JSON values, each with `role` and `content`.
             add_generation_prompt: append the beginning of the assistant's turn.
-            variables: further template variables, such as `enable_thinking`: plain JSON values.
+            variables: further template variables, such as `enable_thinking`: JSON values.
 
         Raises:
-            ChatTemplateError: the template refuses the messages, cannot render them, or exceeds
-                the limits.
+            ChatTemplateError: the template refuses the messages, cannot render them, or exceeds a
+                limit on CPU time, memory or length.
+            TemplateProcessError: the process takes too long or ends unexpectedly.
         """
         values: dict[str, Any] = {"tools": None, "documents": None, **variables}
         values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
-        try:
-            request = marshal.dumps(values)
-        except ValueError:
-            raise ChatTemplateError(
-                "messages and variables must be JSON values without deep nesting"
-            ) from None
+        request = _encode(values)
         process = self._take()
         is_text, text = _ask(process, request)
         self._idle.append(process)
@@ -124,17 +130,37 @@ class ChatTemplate:
         return process
 
 
+def _encode(values: dict[str, Any]) -> bytes:
+    """Return `values` in the format of `marshal`.
+
+    Raises:
+        ChatTemplateError: they are not JSON values, or have too many levels.
+    """
+    try:
+        try:
+            return marshal.dumps(values)
+        except ValueError:  # a subclass of a JSON type, such as an OrderedDict or a StrEnum
+            return marshal.dumps(json.loads(json.dumps(values)))
+    except (TypeError, ValueError, RecursionError):
+        raise ChatTemplateError(
+            "messages and variables must be JSON values without deep nesting"
+        ) from None
+
+
 def _ask(process: _Process, request: bytes) -> tuple[bool, str]:
     """Return the result of `process.ask`. End the process if that fails."""
     try:
         return process.ask(request)
     except BaseException as error:
-        reason = process.end()
+        code = process.end()
         if not isinstance(error, OSError):
             raise
+        if code == -signal.SIGPROF:
+            raise ChatTemplateError(f"it takes more than {MAX_CPU_S:g} s of CPU time") from error
+        reason = f"its process ended with code {code}"
         if isinstance(error, TimeoutError):
             reason = f"it takes more than {MAX_WALL_S:g} s"
-        raise ChatTemplateError(reason) from error
+        raise TemplateProcessError(f"the chat template was not rendered: {reason}") from error
 
 
 class _Process:
@@ -172,14 +198,12 @@ class _Process:
             raise ConnectionError(f"the process sends {size} bytes, above its limit of {limit}")
         return is_text, self._receive(size, deadline).decode(errors="surrogatepass")
 
-    def end(self) -> str:
-        """Kill the process unless it has ended. Return why it ended. Idempotent."""
+    def end(self) -> int:
+        """Kill the process unless it has ended. Return its exit code. Idempotent."""
         self._process.kill()
         code = self._process.wait()
         self._socket.close()
-        if code == -signal.SIGPROF:
-            return f"it takes more than {MAX_CPU_S:g} s of CPU time"
-        return f"its process ended with code {code}"
+        return code
 
     def _receive(self, size: int, deadline: float) -> bytearray:
         data = bytearray()

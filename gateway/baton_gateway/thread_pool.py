@@ -16,13 +16,17 @@ INLINE_BYTES = 8192
 #: Number of threads. Python work holds the GIL, so more threads would slow all streams.
 NUM_THREADS = 4
 
-#: Number of threads that wait for the processes of the chat template, and so of these processes.
+#: A chat request with a body of at most this many bytes is small. Its template takes milliseconds.
+SMALL_TEMPLATE_BYTES = 2**16
+#: Number of threads that wait for the chat template of small requests. One more waits for large
+#: requests. Each thread uses one process of the template.
 NUM_TEMPLATE_THREADS = 2
 
 _Result = TypeVar("_Result")
 
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
 _template_threads = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="template")
+_large_template_thread = ThreadPoolExecutor(1, thread_name_prefix="large-template")
 
 
 async def run_off_loop(
@@ -42,10 +46,15 @@ async def run_off_loop(
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
-async def run_template(work: Callable[[], _Result]) -> _Result:
+async def run_template(work: Callable[[], _Result], size: int) -> _Result:
     """Run `work`, which renders a chat template, and return its result.
 
     A template may take seconds, so it never runs on the event loop, or in a thread that other work
-    needs. If the call is cancelled before a thread has started `work`, then `work` never runs.
+    needs. Small requests do not wait for large ones. If the call is cancelled before a thread has
+    started `work`, then `work` never runs.
+
+    Args:
+        size: bytes of the request's body.
     """
-    return await asyncio.get_running_loop().run_in_executor(_template_threads, work)
+    threads = _template_threads if size <= SMALL_TEMPLATE_BYTES else _large_template_thread
+    return await asyncio.get_running_loop().run_in_executor(threads, work)

@@ -127,7 +127,10 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
                     held_at = clock()
                     await self._queue.wait(stream.keep_alive)
                     deadline += clock() - held_at
-                    job = await self._builder.build(request, started, body_size, http.get(CLIENT))
+                    async with self._until(deadline):
+                        job = await self._builder.build(
+                            request, started, body_size, http.get(CLIENT)
+                        )
                 on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
                 async with aclosing(self._generator.run(job, on_output)) as events:
                     if request.stream:

@@ -82,14 +82,16 @@ class TokenizeEndpoints:
                 bounds = TextBounds(
                     PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._access.max_prompt_tokens)
                 )
-                text = await self._text(request, bounds)
+                text = await self._text(request, bounds, len(body))
                 encoded = await run_off_loop(
                     lambda: msgspec.json.encode(answer(request, text, bounds, max_model_len)),
                     max(len(body), len(text)),
                 )
             return await send_json(http, encoded, self._client_timeout_s)
 
-    async def _text(self, request: TokenizeRequest | DetokenizeRequest, bounds: TextBounds) -> str:
+    async def _text(
+        self, request: TokenizeRequest | DetokenizeRequest, bounds: TextBounds, size: int
+    ) -> str:
         """Return the text to tokenize. It is empty for a request with tokens."""
         if isinstance(request, DetokenizeRequest):
             return ""
@@ -101,6 +103,7 @@ class TokenizeEndpoints:
             request.chat_template_kwargs,
             bounds,
             add_generation_prompt=request.add_generation_prompt is not False,
+            size=size,
         )
 
     def _tokenize(

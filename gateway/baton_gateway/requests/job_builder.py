@@ -97,6 +97,7 @@ class JobBuilder:
                 request.chat_template_kwargs,
                 bounds,
                 add_generation_prompt=request.add_generation_prompt is not False,
+                size=size,
             )
             size = max(size, len(text))
         return await run_off_loop(

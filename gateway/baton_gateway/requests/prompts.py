@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_gateway.errors import prompt_too_long
+from baton_gateway.errors import prompt_too_long, unavailable
 from baton_gateway.thread_pool import run_template
-from baton_text.chat_template import ChatTemplateError
+from baton_text.chat_template import ChatTemplateError, TemplateProcessError
 from baton_text.errors import RequestError
 from baton_text.messages import ChatMessage, template_messages
 from baton_text.tokenizer import Tokenizer, TokenizerError
+
+logger = logging.getLogger(__name__)
 
 #: A text with more than this many characters per allowed token is first tokenized in pieces. A
 #: text that cannot fit is then refused before all of it was tokenized.
@@ -108,25 +111,30 @@ class PromptReader:
         bounds: PromptBounds | TextBounds,
         *,
         add_generation_prompt: bool,
+        size: int,
     ) -> str:
         """Return the prompt that the chat template renders from `messages`.
 
         Args:
             messages: the conversation.
             variables: further variables of the template; None: no further variables.
-            bounds: limit on the tokens of the prompt. Each message needs at least one token.
+            bounds: limit on the tokens of the prompt. Each message needs at least one token, and
+                the texts of all messages are in the prompt.
             add_generation_prompt: end the prompt with the start of an assistant's message.
+            size: bytes of the request's body.
 
         Raises:
             RequestError: the model has no chat template, the template refuses the messages, or a
                 variable has the name of a field of the request.
-            APIError, RequestError: there are more messages than allowed tokens.
+            APIError, RequestError: the messages cannot fit into the allowed tokens.
+            APIError: the template's process takes too long or ends unexpectedly.
         """
         variables = variables or {}
         if reserved := {"messages", "add_generation_prompt"} & variables.keys():
             name = f"chat_template_kwargs.{min(reserved)}"
             raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
         bounds.check(len(messages), "messages")
+        bounds.check(self._tokenizer.fewest_tokens(_texts(messages)), "messages")
         template = self._tokenizer.chat_template
         if template is None:
             raise RequestError(
@@ -143,11 +151,14 @@ class PromptReader:
             )
 
         try:
-            return await run_template(work)
+            return await run_template(work, size)
         except ChatTemplateError as error:
             raise RequestError(
                 f"The chat template refuses these messages: {error}", param="messages"
             ) from error
+        except TemplateProcessError as error:
+            logger.warning("%s; the client gets 503 and can retry", error)
+            raise unavailable(f"{error}. Retry the request.") from error
 
     def encode(
         self, text: str, field: str, bounds: PromptBounds | TextBounds, *, add_special_tokens: bool
@@ -189,3 +200,14 @@ class PromptReader:
             )
             if num_tokens > 2 * bounds.max_tokens + 1:
                 bounds.check(num_tokens // 2, field)
+
+
+def _texts(messages: list[ChatMessage]) -> str:
+    """Return the texts of all messages, joined."""
+    texts = []
+    for message in messages:
+        if isinstance(message.content, str):
+            texts.append(message.content)
+        else:
+            texts += [part.text or "" for part in message.content or ()]
+    return "".join(texts)

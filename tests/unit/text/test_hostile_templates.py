@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
 from pathlib import Path
 
 import psutil
 import pytest
 
 from baton_text import chat_template
-from baton_text.chat_template import MAX_ERROR, ChatTemplate, ChatTemplateError
+from baton_text.chat_template import (
+    MAX_ERROR,
+    ChatTemplate,
+    ChatTemplateError,
+    TemplateProcessError,
+)
 from support.hostile.templates import LOOPS, TEMPLATE_ATTACKS, TemplateAttack
 from support.waiting import eventually
 
@@ -63,9 +70,22 @@ def test_a_process_without_cpus_is_ended_after_a_time(monkeypatch: pytest.Monkey
     process = process_of(template)
     process.suspend()
     monkeypatch.setattr(chat_template, "MAX_WALL_S", 0.2)
-    with pytest.raises(ChatTemplateError, match=r"it takes more than 0\.2 s"):
+    with pytest.raises(TemplateProcessError, match=r"it takes more than 0\.2 s"):
         template.render(MESSAGES)
     assert not process.is_running()
+
+
+def test_a_process_that_is_killed_while_it_renders_is_no_fault_of_the_request() -> None:
+    """The kernel kills processes if a host or a pod has too little memory."""
+    template = ChatTemplate(SECOND_TIME, {})
+    process = process_of(template)
+    with ThreadPoolExecutor(1) as threads:
+        rendering = threads.submit(template.render, MESSAGES * 2)
+        eventually(lambda: not template._idle, "the request has taken the process")
+        process.kill()
+        with pytest.raises(TemplateProcessError, match="ended with code -9"):
+            rendering.result()
+    assert template.render(MESSAGES) == "sound"
 
 
 def test_a_template_that_is_no_longer_used_leaves_no_process() -> None:
@@ -113,9 +133,25 @@ def test_json_values_reach_the_template_unchanged(value: object) -> None:
     assert template.render([], value=value) == str(value)
 
 
+class Role(StrEnum):
+    USER = "user"
+
+
+def test_subclasses_of_json_types_are_rendered_as_json_values() -> None:
+    message = OrderedDict(role=Role.USER, content="hi")
+    template = ChatTemplate("{{ messages }} {{ value }}", {})
+    text = template.render([message], value=(Role.USER,))
+    assert text == f"{[{'role': 'user', 'content': 'hi'}]} {['user']}"
+
+
 def test_values_that_are_not_json_are_refused() -> None:
     with pytest.raises(ChatTemplateError, match="JSON values"):
         ChatTemplate("{{ value }}", {}).render([], value=object())
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ChatTemplateError, match="deep nesting"):
+        ChatTemplate("{{ value }}", {}).render([], value=deep)
 
 
 def test_a_large_conversation_may_have_a_large_prompt() -> None:

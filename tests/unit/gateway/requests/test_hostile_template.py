@@ -7,8 +7,10 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from baton_text import chat_template
 from baton_text.tokenizer import Tokenizer
 from support.gateway.gateway_rig import GatewayRig
 from support.hostile.attack import fields
@@ -90,3 +92,19 @@ async def test_a_gateway_has_two_processes_for_its_template_at_most(rig: Gateway
     assert [status for status, _, _ in answers] == [400, 200] * 3
     assert rig.tokenizer.chat_template is not None
     assert len(rig.tokenizer.chat_template._idle) <= 2
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_a_host_without_cpus_is_no_fault_of_the_request(
+    rig: GatewayRig, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = rig.tokenizer.chat_template
+    assert template is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template, "MAX_WALL_S", 0.2)
+        psutil.Process(template._idle[0]._process.pid).suspend()
+        status, answer, headers = await rig.post(path, chat("hello"))
+    assert (status, answer["error"]["code"]) == (503, "service_unavailable")
+    assert "takes more than 0.2 s" in answer["error"]["message"]
+    assert int(headers["Retry-After"]) > 0
+    assert (await rig.post(path, chat("hello")))[0] == 200

@@ -19,6 +19,7 @@ from baton_gateway.requests.generation import STAGGERED_TOKENS
 from baton_gateway.requests.job_builder import MAX_OPTION_ENTRIES
 from baton_gateway.requests.prompts import TEXT_FACTOR
 from baton_gateway.routing.dispatch import Dispatcher
+from baton_gateway.thread_pool import SMALL_TEMPLATE_BYTES
 from baton_protocol.config import AccessConfig
 from baton_text.errors import RequestError
 from baton_text.output import OutputProcessor
@@ -454,3 +455,60 @@ async def test_long_stop_strings_are_refused(rig: GatewayRig) -> None:
         rig, "/v1/completions", {"prompt": "hi", "stop": ["a", "b" * (MAX_STOP_LENGTH + 1)]}
     )
     assert param == "stop"
+
+
+async def test_small_chats_do_not_wait_for_the_templates_of_large_ones(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = large_rig(make_rig)
+    await rig.start(*rig.engines)
+    render, released = rig.tokenizer.chat_template.render, threading.Event()  # type: ignore[union-attr]
+
+    def held(messages: Any, **variables: Any) -> str:
+        assert "large" not in variables or released.wait(DEADLINE_S), "`released` was not set"
+        return render(messages, **variables)
+
+    monkeypatch.setattr(rig.tokenizer.chat_template, "render", held)
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    large = chat | {"chat_template_kwargs": {"large": "a" * SMALL_TEMPLATE_BYTES}}
+    async with asyncio.TaskGroup() as tasks:
+        posts = [tasks.create_task(rig.post("/v1/chat/completions", large)) for _ in range(5)]
+        try:
+            assert (await rig.post("/v1/chat/completions", chat))[0] == 200
+            assert not any(post.done() for post in posts)
+        finally:
+            released.set()
+    assert [post.result()[0] for post in posts] == [200] * 5
+
+
+async def test_a_template_does_not_outlast_the_deadline_of_its_request(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = large_rig(make_rig, request_timeout_s=0.5)
+    await rig.start(*rig.engines)
+    blocked = BlockedFunction(monkeypatch, rig.tokenizer.chat_template, "render")
+    try:
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        status, answer, _ = await rig.post("/v1/chat/completions", chat)
+        assert (status, answer["error"]["code"]) == (504, "timeout")
+    finally:
+        blocked.released.set()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_messages_that_cannot_fit_are_refused_before_they_are_rendered(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    rig = make_rig()
+    await rig.start(rig.engine("d", "decode"))
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise AssertionError("the messages are rendered")
+
+    monkeypatch.setattr(rig.tokenizer.chat_template, "render", fail)
+    content: Any
+    for content in (LONG, [{"type": "text", "text": LONG}]):
+        status, answer, _ = await rig.post(
+            path, {"messages": [{"role": "user", "content": content}]}
+        )
+        assert (status, answer["error"]["param"]) == (400, "messages")
