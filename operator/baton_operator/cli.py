@@ -100,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PREFIX",
-        help="beginning of annotations that restricted LLMServices may set on pods and the "
-        "Ingress; can be repeated; default: none",
+        help="beginning of annotations, and of labels with a domain, that restricted "
+        "LLMServices may set on pods and the Ingress; can be repeated; default: none",
     )
     add(
         "--host",

@@ -38,7 +38,8 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
     #: below it, to read only. A pod that can write below a folder could place a symbolic link
     #: there, and mount its target. So nothing below a writable folder is allowed.
     host_paths: tuple[str, ...] = ()
-    #: Beginnings of the keys that annotations of pods and of the Ingress may have.
+    #: Beginnings of the keys that annotations of pods and of the Ingress may have, and of the keys
+    #: with a domain that labels of pods may have.
     annotation_prefixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -94,8 +95,15 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
             if not name.startswith(self.annotation_prefixes):
                 raise ValueError(
                     f"{path}.{name}: the operator's setting annotationPrefixes does not allow this "
-                    "annotation; remove it, or add its prefix to the setting"
+                    "key; remove it, or add its prefix to the setting"
                 )
+
+    def check_labels(self, labels: Iterable[str], path: str) -> None:
+        """Raise ValueError if a label with a domain, such as `a.example/b`, is not allowed.
+
+        Webhooks and controllers of such a domain may add containers and tokens to the pod.
+        """
+        self.check_annotations((name for name in labels if "/" in name), path)
 
 
 def host_paths(spec: Spec) -> Iterator[HostPath]:

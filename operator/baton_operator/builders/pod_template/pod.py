@@ -53,6 +53,8 @@ def pod_template(
         annotations = merged["metadata"].get("annotations", {}).keys()
         added = annotations - service_key.pod_annotations(resolved).keys()
         restrictions.check_annotations(sorted(added), f"{path}.metadata.annotations")
+        labels = merged["metadata"]["labels"].keys() - own["metadata"]["labels"].keys()
+        restrictions.check_labels(sorted(labels), f"{path}.metadata.labels")
     return merged
 
 

@@ -4,8 +4,8 @@
 volumes with a hostPath. So a violation comes from the user's overlay, and its path is a path in the
 overlay.
 
-`check` also refuses credentials that the service does not name: other accounts, their tokens and
-other Secrets.
+`check` also refuses credentials that the service does not name: other accounts, their tokens, other
+Secrets, and volumes of CSI drivers, which may mount secrets.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _SYSCTLS = (
     "net.ipv4.tcp_syncookies",
 )
 _SELINUX_TYPES = ("container_t", "container_init_t", "container_kvm_t", "container_engine_t")
+#: The profile also admits csi. A driver may mount secrets from outside the cluster, though.
 _VOLUMES = (
-    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "image"),
+    *("configMap", "downwardAPI", "emptyDir", "ephemeral", "image"),
     *("persistentVolumeClaim", "projected", "secret"),
 )
 _PROJECTIONS = ("configMap", "downwardAPI", "secret")

@@ -56,18 +56,18 @@ def test_a_tenant_mounts_every_claim_and_config_map_of_the_namespace() -> None:
     assert pod(decode=decode(volumes=volumes))["volumes"][-2:] == volumes
 
 
+def test_a_tenant_pulls_images_with_every_secret_of_the_namespace() -> None:
+    pull = [{"name": "any"}]
+    assert pod(decode=decode(imagePullSecrets=pull))["imagePullSecrets"] == pull
+
+
 def test_the_image_of_a_tenant_has_the_token_of_the_gateway_which_lists_pods_and_services() -> None:
     made = gateway_pod()
     assert made["serviceAccountName"] == "demo-gateway"
-    (token,) = [
-        volume["name"]
-        for volume in made["volumes"]
-        if any(
-            "serviceAccountToken" in each for each in volume.get("projected", {}).get("sources", [])
-        )
-    ]
-    assert made["containers"][0]["image"] == IMAGE
-    assert token in [mount["name"] for mount in made["containers"][0]["volumeMounts"]]
+    (token,) = [each["name"] for each in made["volumes"] if "serviceAccountToken" in str(each)]
+    container = made["containers"][0]
+    assert container["image"] == IMAGE
+    assert token in [mount["name"] for mount in container["volumeMounts"]]
     assert one("Role")["rules"] == [
         {"apiGroups": [""], "resources": ["pods", "services"], "verbs": ["list", "watch"]}
     ]

@@ -131,7 +131,16 @@ ATTACKS: list[tuple[Object, str]] = [
         projected(secret={"name": "theirs", "secretName": "clients"}),
         "volumes[v].projected.sources[0].secret",
     ),
-    (volume(csi={"driver": "d", "nodePublishSecretRef": {"name": "theirs"}}), "volumes[v].csi"),
+    (volume(csi={"driver": "d", "nodePublishSecretRef": {"name": "theirs"}}), "volumes[v] must"),
+    (
+        volume(
+            csi={
+                "driver": "secrets-store.csi.k8s.io",
+                "volumeAttributes": {"secretProviderClass": "theirs"},
+            }
+        ),
+        "volumes[v] must",
+    ),
     ({"volumes": [{"name": "service-key", "secret": {"secretName": "theirs"}}]}, "volumes[servi"),
     (
         engine(env=env(secretKeyRef={"name": "theirs", "key": "k"})),
@@ -199,6 +208,16 @@ def test_annotations_of_claims_need_an_allowed_prefix() -> None:
     with pytest.raises(ValueError, match=r"volumeClaimTemplate.metadata.annotations.a.example/b: "):
         pod_of("decode", template, Restrictions())
     pod_of("decode", template, Restrictions(annotation_prefixes=("a.example/",)))
+
+
+@pytest.mark.parametrize("name", ["azure.workload.identity/use", "sidecar.istio.io/inject"])
+def test_labels_that_webhooks_execute_need_an_allowed_prefix(name: str) -> None:
+    template = {"metadata": {"labels": {name: "true"}}}
+    path = rf"^decode\.template\.metadata\.labels\.{name}: the operator's setting annotationPref"
+    with pytest.raises(ValueError, match=path):
+        pod_of("decode", template, Restrictions())
+    pod_of("decode", template, Restrictions(annotation_prefixes=(name.partition("/")[0],)))
+    pod_of("decode", {"metadata": {"labels": {"team": "a"}}}, Restrictions())
 
 
 def test_a_model_in_a_folder_of_the_node_can_only_be_mounted_to_read_only() -> None:
