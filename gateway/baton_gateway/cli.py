@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from baton_gateway.http.connections import raise_descriptor_limit
 from baton_gateway.http.request_id import LogFormatter
 from baton_gateway.routing.discovery import Discovery
 from baton_gateway.routing.file_discovery import FileDiscovery
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     try:
         config = load_config(sys.argv[1:] if argv is None else argv)
+        raise_descriptor_limit()
         tokenizer = load_tokenizer(config)
         discovery = make_discovery(config.discovery)
         gateway = make_gateway(config, tokenizer, discovery, load_defaults(config))

@@ -7,6 +7,7 @@ gateway measures what clients observe. An engine measures only its own part.
 from __future__ import annotations
 
 import time
+from collections import deque
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,6 +15,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 #: Gaps of more than this many seconds between two outputs are recorded in
 #: `gateway_stream_gap_seconds`.
 GAP_S = 1.0
+
+#: Further requests for metrics in the same second get the last ones. The event loop serves nobody
+#: else while it computes them.
+MAX_RENDERS_PER_S = 30
 
 # Upper bounds in seconds.
 # fmt: off
@@ -33,6 +38,9 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._rendered = b""
+        #: Times of the last renderings.
+        self._rendered_at: deque[float] = deque(maxlen=MAX_RENDERS_PER_S)
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -57,7 +65,8 @@ class GatewayMetrics:
             "baton:gateway_closed_connections",
             "Connections that the gateway closed. Reasons: timeout (no request arrived in time), "
             "evicted (the limit was reached, and it waited longest for a request), refused (the "
-            "limit was reached, and all connections had a request).",
+            "limit was reached, and all connections had a request), large_head (the heads of its "
+            "requests were too large).",
             ["reason"],
         )
         self.body_bytes = gauge(
@@ -127,8 +136,15 @@ class GatewayMetrics:
         )
 
     def render(self) -> bytes:
-        """Return all metrics in the text exposition format."""
-        return generate_latest(self.registry)
+        """Return all metrics in the text exposition format.
+
+        They are those of now, or those of the last second if there are many requests.
+        """
+        now = time.monotonic()
+        if len(self._rendered_at) < MAX_RENDERS_PER_S or now - self._rendered_at[0] >= 1.0:
+            self._rendered = generate_latest(self.registry)
+            self._rendered_at.append(now)
+        return self._rendered
 
 
 class TokenTimer:

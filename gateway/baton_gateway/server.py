@@ -17,7 +17,11 @@ from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.http.body_budget import BodyBudget
 from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
-from baton_gateway.http.connections import Connections, connection_limit
+from baton_gateway.http.connections import (
+    Connections,
+    bounded_by_descriptors,
+    connection_limit,
+)
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.listener import listen, stop_listening
 from baton_gateway.http.request_body import UnknownFields
@@ -42,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 #: Interval at which changed API keys and certificates are read.
 SECRETS_POLL_S = 1.0
-#: Connections to the port of the metrics.
-METRICS_CONNECTIONS = 64
+#: Connections to the port of the metrics. A burst of connections must not evict a probe.
+METRICS_CONNECTIONS = 1024
 
 
 class Gateway:
@@ -90,7 +94,8 @@ class Gateway:
             self.metrics,
             client_limit=access.max_concurrent_per_client,
         )
-        self._connections = Connections(connection_limit(config.max_connections), self.metrics)
+        limit = connection_limit(config.max_connections, config.max_concurrent_requests)
+        self._connections = Connections(limit, self.metrics)
         self.metrics.connections.set_function(lambda: self._connections.num_open)
         self._shutdown = GracefulShutdown(self.admission, config.drain_quiet_s)
         self._queue = ScaleFromZeroQueue(
@@ -123,7 +128,10 @@ class Gateway:
         self._secrets_task: asyncio.Task[None] | None = None
 
     def _routes(self, tokenizer: Tokenizer, builder: JobBuilder) -> Routes:
-        unknown_fields, bodies = UnknownFields(self.metrics), BodyBudget(self.metrics)
+        unknown_fields = UnknownFields(self.metrics)
+        # Rounded up: one key can send a body in all cases.
+        client_limit = -(-self.config.max_concurrent_requests // 4)
+        bodies = BodyBudget(self.metrics, client_limit=client_limit)
         collaborators = (
             builder,
             self._generator,
@@ -187,7 +195,7 @@ class Gateway:
             host,
             self.config.metrics_port,
             None,
-            Connections(METRICS_CONNECTIONS, self.metrics),
+            Connections(bounded_by_descriptors(METRICS_CONNECTIONS, 8), self.metrics),
         )
         port = await self._listen(self.app, host, self.config.port, context, self._connections)
         self._pool_task = asyncio.create_task(self.pool.run(), name="engine pool")

@@ -20,7 +20,7 @@ from baton_gateway.errors import APIError
 logger = logging.getLogger(__name__)
 
 #: Paths for load balancers, which have no key. Every other path of the clients' port needs one.
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 #: Shorter keys are invalid, because they can be guessed.
 MIN_KEY_BYTES = 16
 #: Longer keys are invalid. HTTP servers and proxies limit the size of a header.

@@ -1,5 +1,8 @@
 """Reads request bodies within a time, and within a budget of bytes over all connections.
 
+The number of bodies that one client sends at once is limited too, so that a client that sends heads
+without bodies leaves places of `admission` to others.
+
 A byte is charged to the budget until its request's prompt is tokenized or refused. Afterwards, the
 limits of `admission` and of the model bound what a request costs.
 """
@@ -7,13 +10,15 @@ limits of `admission` and of the model bound what a request costs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from aiohttp import ClientPayloadError, web
 from aiohttp.http import HttpProcessingError
 
-from baton_gateway.errors import APIError, unavailable
+from baton_gateway.access.api_keys import CLIENT
+from baton_gateway.errors import APIError, overloaded, unavailable
 from baton_gateway.metrics import GatewayMetrics
 
 #: A body must arrive within this time, plus its size divided by MIN_BODY_RATE.
@@ -31,9 +36,15 @@ class BodyBudget:
 
     When MAX_TOTAL_BODY_BYTES is reached, the request with the largest body is refused with 503.
     Small requests are then served beside many large ones.
+
+    Args:
+        client_limit: maximum number of bodies for each client that are being read. Clients are told
+            apart by their API keys. Without a key, there is no limit.
     """
 
-    def __init__(self, metrics: GatewayMetrics) -> None:
+    def __init__(self, metrics: GatewayMetrics, *, client_limit: int) -> None:
+        self._client_limit = client_limit
+        self._num_read: Counter[str] = Counter()
         self._num_bytes = 0
         self._charges: set[BodyCharge] = set()
         metrics.body_bytes.set_function(lambda: self._num_bytes)
@@ -72,6 +83,29 @@ class BodyBudget:
                 raise _exhausted()
             largest.timeout.reschedule(asyncio.get_running_loop().time())
 
+    @contextmanager
+    def reading(self, client: str | None) -> Iterator[None]:
+        """Count a body of `client` that is being read until the `with` block ends.
+
+        Raises:
+            APIError: 429, because too many bodies of the client are being read.
+        """
+        if client is None:
+            yield
+            return
+        if self._num_read[client] >= self._client_limit:
+            raise overloaded(
+                f"{self._client_limit} bodies of requests with this API key are arriving already; "
+                "retry later."
+            )
+        self._num_read[client] += 1
+        try:
+            yield
+        finally:
+            self._num_read[client] -= 1
+            if not self._num_read[client]:
+                del self._num_read[client]
+
     def _remove(self, charge: BodyCharge) -> None:
         if charge in self._charges:
             self._charges.remove(charge)
@@ -95,11 +129,18 @@ class BodyCharge:
             timeout_s: longest time for the whole body, however large it is.
 
         Raises:
-            APIError: 408 if the body does not arrive in time, 413 if it is too large, 503 if the
-                budget is exhausted, 400 if the body contradicts its headers.
+            APIError: 408 if the body does not arrive in time, 413 if it is too large, 429 if the
+                client sends too many bodies at once, 503 if the budget is exhausted, 400 if the
+                body contradicts its headers.
         """
         if (http.content_length or 0) > MAX_BODY_BYTES:
             raise _too_large()
+        if http.content.is_eof():  # the body has arrived together with the head
+            return await self._read(http, timeout_s)
+        with self._budget.reading(http.get(CLIENT)):
+            return await self._read(http, timeout_s)
+
+    async def _read(self, http: web.Request, timeout_s: float) -> bytes:
         body = bytearray()
         loop = asyncio.get_running_loop()
         started = loop.time()

@@ -2,7 +2,8 @@
 
 A connection counts as soon as it is accepted, so TLS handshakes count too. While it waits for the
 head of a request, it has a deadline and may be closed in favour of a new connection. While it
-serves a request, the limits of `admission` and `body_budget` apply.
+serves a request, the limits of `admission` and `body_budget` apply. The heads of requests that no
+handler has taken yet are bounded, so clients without a key cost little memory.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import asyncio
 import logging
 import resource
 import ssl
+from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import EMPTY_PAYLOAD, StreamReader, hdrs, web
 
 from baton_gateway.errors import APIError, gateway_failure
 from baton_gateway.http.cors import CORS
@@ -26,9 +28,18 @@ logger = logging.getLogger(__name__)
 #: A connection must complete its TLS handshake within this time, then the head of its first
 #: request. The head of a later request must be complete this long after its first byte.
 HEAD_TIMEOUT_S = 20.0
-#: Time from the end of a response to the first byte of the connection's next request. Load
-#: balancers reuse connections that were idle for up to 60 s.
-KEEP_ALIVE_S = 75.0
+#: A client must read a response that fits into the buffer of the connection within this time.
+WRITE_TIMEOUT_S = 75.0
+#: Time from the end of a response to the first byte of the connection's next request. A proxy must
+#: close idle connections first, because a request on a connection that the gateway is closing
+#: fails. Go and Traefik close them after 90 s, load balancers of Google after 600 s, and Envoy
+#: after an hour. At the limit of connections, idle ones are closed earlier.
+KEEP_ALIVE_S = 3630.0
+#: Limit on the headers of a request.
+MAX_HEADERS = 64
+#: Limit on the bytes of heads that have arrived since the last complete head, including the bytes
+#: that arrived together with it.
+MAX_HEAD_BYTES = 2**16
 #: Interval at which the deadlines of connections are checked.
 SWEEP_S = 1.0
 #: Size of the buffer for the body of a connection whose request is not read. aiohttp pauses the
@@ -47,7 +58,7 @@ class Connections:
     """
 
     def __init__(self, limit: int, metrics: GatewayMetrics) -> None:
-        self._limit = limit
+        self.limit = limit
         self._metrics = metrics
         #: The TCP transports of all connections.
         self._open: dict[Connection, asyncio.Transport] = {}
@@ -67,7 +78,7 @@ class Connections:
             False if the new connection was closed.
         """
         loop = asyncio.get_running_loop()
-        if len(self._open) >= self._limit:
+        if len(self._open) >= self.limit:
             self._warn(loop.time())
             longest = next(iter(self._waiting), None)
             if longest is None:
@@ -92,11 +103,16 @@ class Connections:
         """End the wait of a connection, because the head of a request is complete."""
         self._waiting.pop(connection, None)
 
-    def on_response(self, connection: Connection) -> None:
-        """Begin the wait for the connection's next request."""
+    def on_response(self, connection: Connection, timeout_s: float) -> None:
+        """Begin a wait of the connection, for the end of its response or for its next request."""
         if connection in self._open:
             self._waiting.pop(connection, None)
-            self._waiting[connection] = asyncio.get_running_loop().time() + KEEP_ALIVE_S
+            self._waiting[connection] = asyncio.get_running_loop().time() + timeout_s
+
+    def on_large_head(self, connection: Connection) -> None:
+        """Close a connection whose requests have too large heads."""
+        if connection in self._open:
+            self._close(connection, "large_head")
 
     def remove(self, connection: Connection) -> None:
         """Stop counting a connection that is closed."""
@@ -114,7 +130,7 @@ class Connections:
             loop.call_later(SWEEP_S, self._sweep)
 
     def _close(self, connection: Connection, reason: str) -> None:
-        del self._waiting[connection]
+        self._waiting.pop(connection, None)
         self._open.pop(connection).abort()
         self._metrics.closed_connections.labels(reason).inc()
 
@@ -124,7 +140,7 @@ class Connections:
             logger.warning(
                 "the limit of %d connections (max_connections) is reached: closing the connection "
                 "that has waited longest for a request",
-                self._limit,
+                self.limit,
             )
 
 
@@ -140,7 +156,7 @@ class Connection(web.RequestHandler):
     Neither the response nor the log quotes the request, because a header may contain an API key.
     """
 
-    __slots__ = ("_connections", "_cors")
+    __slots__ = ("_connections", "_cors", "_head_bytes", "_payload")
 
     def __init__(self, manager: web.Server, connections: Connections, cors: CORS) -> None:
         super().__init__(
@@ -149,9 +165,14 @@ class Connection(web.RequestHandler):
             access_log=None,  # type: ignore[arg-type]
             keepalive_timeout=KEEP_ALIVE_S,
             read_bufsize=READ_BUFFER_BYTES,
+            max_headers=MAX_HEADERS,
         )
         self._connections = connections
         self._cors = cors
+        #: Bytes of heads since the last complete head.
+        self._head_bytes = 0
+        #: The body of the last request whose head is complete.
+        self._payload = EMPTY_PAYLOAD
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._connections.add(self, cast(asyncio.Transport, transport)):
@@ -167,7 +188,25 @@ class Connection(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         self._connections.on_bytes(self)
+        num_queued, payload = len(self._messages), self._payload
+        num_body_bytes = -_num_bytes(payload)
         super().data_received(data)
+        num_body_bytes += _num_bytes(payload)
+        if len(self._messages) > num_queued:
+            self._head_bytes = 0
+            self._payload = self._messages[-1][1]
+            num_body_bytes += _num_bytes(self._payload)
+            if len(self._messages) > 1 or self._waiter is None:  # a request waits for another one
+                self._pause_reading_for_buffer()
+        if self._payload.is_eof():
+            self._head_bytes += max(0, len(data) - num_body_bytes)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._connections.on_large_head(self)
+
+    def _resume_reading_if_drained(self) -> None:
+        # aiohttp resumes while 16 requests wait. Their heads and bodies can have megabytes.
+        if not self._messages:
+            super()._resume_reading_if_drained()
 
     def request_received(self) -> None:
         """Record that the head of a request is complete."""
@@ -175,17 +214,16 @@ class Connection(web.RequestHandler):
 
     def end_request(self) -> None:
         """Count the connection as waiting for a request, even if a response is still due."""
-        self._connections.on_response(self)
+        self._connections.on_response(self, WRITE_TIMEOUT_S)
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        # Before the response is sent too: a client that does not read it has the same deadline.
-        self.end_request()
+        self._connections.on_response(self, WRITE_TIMEOUT_S)
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
-            self.end_request()
+            self._connections.on_response(self, KEEP_ALIVE_S)
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """Log a failure of this connection, without a traceback if the request's body is invalid.
@@ -230,6 +268,11 @@ def wait_for_client(request: web.BaseRequest) -> None:
     """Let a new connection close the connection of `request`, whose response is delayed."""
     assert isinstance(request.protocol, Connection)
     request.protocol.end_request()
+
+
+def _num_bytes(payload: StreamReader) -> int:
+    """Return the number of bytes of a body that have arrived, before they are decompressed."""
+    return 0 if payload is EMPTY_PAYLOAD else payload.total_raw_bytes
 
 
 class TLSHandshake(asyncio.Protocol):
@@ -279,16 +322,38 @@ class TLSHandshake(asyncio.Protocol):
             self._connection.data_received(bytes(self._received))
 
 
-def connection_limit(configured: int) -> int:
-    """Return the maximum number of connections: at most half of the process's descriptors."""
+def raise_descriptor_limit() -> None:
+    """Raise the limit of file descriptors to the highest value that the process may set."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):  # the kernel may allow less than the hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def bounded_by_descriptors(num_connections: int, share: int) -> int:
+    """Return `num_connections`, but at most the limit of file descriptors divided by `share`."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if descriptors == resource.RLIM_INFINITY or configured <= descriptors // 2:
-        return configured
-    logger.info(
-        "max_connections is %d, but the limit of file descriptors (ulimit -n) is %d: at most %d "
-        "connections are served at once",
-        configured,
-        descriptors,
-        descriptors // 2,
-    )
-    return descriptors // 2
+    if descriptors == resource.RLIM_INFINITY:
+        return num_connections
+    return min(num_connections, descriptors // share)
+
+
+def connection_limit(max_connections: int, max_concurrent_requests: int) -> int:
+    """Return the maximum number of clients' connections: at most half of the file descriptors."""
+    limit = bounded_by_descriptors(max_connections, 2)
+    if limit < max_connections:
+        logger.info(
+            "max_connections is %d, but the limit of file descriptors (ulimit -Hn) is %d: at most "
+            "%d connections are served at once",
+            max_connections,
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            limit,
+        )
+    if limit < max_concurrent_requests:
+        logger.warning(
+            "max_concurrent_requests is %d, but at most %d connections are open at once: raise "
+            "max_connections and the limit of file descriptors (ulimit -Hn)",
+            max_concurrent_requests,
+            limit,
+        )
+    return limit

@@ -13,8 +13,8 @@ from aiohttp.http import RawRequestMessage
 from baton_gateway.http.connections import Connection, Connections, TLSHandshake
 from baton_gateway.http.cors import CORS
 
-#: Number of connections that the kernel queues until the gateway accepts them.
-BACKLOG = 1024
+#: Limit on the connections that the kernel queues until the gateway accepts them.
+MAX_BACKLOG = 1024
 
 _SLASHES = re.compile("//+")
 
@@ -57,7 +57,10 @@ async def listen(
         return connection if context is None else TLSHandshake(connection, connections, context)
 
     manager.request_factory = on_request
-    return await loop.create_server(make_protocol, host, port, backlog=BACKLOG)
+    # asyncio accepts as many connections as `backlog` before it reads from any of them. With more
+    # than a part of the limit, a burst would evict a client before its request is read.
+    backlog = min(MAX_BACKLOG, max(1, connections.limit // 4))
+    return await loop.create_server(make_protocol, host, port, backlog=backlog)
 
 
 def normalize_path(message: RawRequestMessage) -> RawRequestMessage:

@@ -65,6 +65,7 @@ class Routes:
         self.app.router.add_post("/detokenize", tokenization.detokenize)
         self.app.router.add_get("/v1/models", status.get_models)
         self.app.router.add_get("/v1/models/{model:.+}", status.get_model)
+        self.app.router.add_get("/", status.get_root)
         self.app.router.add_get("/health", status.get_health)
         self.app.router.add_get("/ready", status.get_ready)
         self.app.router.add_get("/version", status.get_version)
@@ -78,7 +79,6 @@ class Routes:
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         """Require an API key, except for the probes of load balancers."""
-        self._shutdown.on_request(request.path)
         if self._keys is not None and request.path not in OPEN_PATHS:
             try:
                 request[CLIENT] = self._keys.client_of(request.headers.getall("Authorization", []))
@@ -87,6 +87,7 @@ class Routes:
                     wait_for_client(request)
                     await asyncio.sleep(delay_s)
                 raise
+        self._shutdown.on_request(request.path)  # a client without a key must not prolong it
         return await handler(request)
 
     @web.middleware

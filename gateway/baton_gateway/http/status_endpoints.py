@@ -19,7 +19,7 @@ from baton_text.responses import Model, ModelList
 
 
 class StatusEndpoints:
-    """The endpoints `/v1/models`, `/health`, `/ready`, `/metrics` and `/version`."""
+    """The endpoints `/`, `/v1/models`, `/health`, `/ready`, `/metrics` and `/version`."""
 
     def __init__(
         self,
@@ -51,6 +51,10 @@ class StatusEndpoints:
         return Model(
             id=self._served_name, created=self._created, max_model_len=self._pool.max_model_len
         )
+
+    async def get_root(self, _: web.Request) -> web.Response:
+        """Answer the health checks of load balancers that request `/` unless configured."""
+        return web.Response(text="ok")
 
     async def get_health(self, _: web.Request) -> web.Response:
         return web.Response()

@@ -28,7 +28,7 @@ from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
 from support.waiting import until
 
-OPEN = {"/health", "/ready"}
+OPEN = {"/", "/health", "/ready"}
 COMPLETION = {"model": "m", "prompt": "hello", "max_tokens": 2}
 
 
@@ -119,6 +119,61 @@ async def test_every_path_except_probes_requires_a_key(guarded: GatewayRig) -> N
         for path in OPEN:
             async with session.get(guarded.url + path) as response:
                 assert response.status == 200, path
+                assert await response.text() == ("ok" if path == "/" else "")
+
+
+async def test_a_key_that_sends_heads_without_bodies_leaves_places_to_others(
+    make_rig: MakeRig, keys: Path
+) -> None:
+    rig = make_rig(access=AccessConfig(api_keys_dir=str(keys)), max_concurrent_requests=8)
+    await rig.start(rig.engine("d", "decode"))
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer key-of-a\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+    )
+    pairs = [
+        await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1])) for _ in range(8)
+    ]
+    for _, writer in pairs:
+        writer.write(head)
+    refused = {"endpoint": "/v1/completions", "status": "429"}
+    await until(lambda: rig.metric("baton:http_requests_total", **refused) == 6, "the refusals")
+    for key, status in (("key-of-b", 200), ("key-of-a", 200)):  # bodies that come with their heads
+        body = json.dumps(COMPLETION).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+        writer.write(
+            head.replace(b"key-of-a", key.encode()).replace(b"100", b"%d" % len(body)) + body
+        )
+        async with asyncio.timeout(DEADLINE_S):
+            assert int((await reader.readline()).split()[1]) == status
+        writer.close()
+    got, _, _ = await rig.post("/v1/completions", COMPLETION, headers=bearer("key-of-b"))
+    assert got == 200
+    for _, writer in pairs:
+        writer.close()
+
+    async def is_admitted() -> bool:
+        return (await rig.post("/tokenize", {"prompt": "a"}, headers=bearer("key-of-a")))[0] == 200
+
+    await until(is_admitted, "the places of closed connections")
+
+
+async def test_requests_without_a_key_do_not_prolong_the_graceful_shutdown(
+    make_rig: MakeRig, keys: Path
+) -> None:
+    access = AccessConfig(api_keys_dir=str(keys))
+    rig = make_rig(access=access, drain_quiet_s=0.3, drain_timeout_s=600.0)
+    await rig.start(rig.engine("d", "decode"))
+    shutdown = asyncio.create_task(rig.gateway.shut_down())
+
+    async def has_ended() -> bool:
+        try:
+            assert await status_of(rig) == 401
+        except aiohttp.ClientError:
+            await shutdown
+        return shutdown.done()
+
+    await until(has_ended, "the end of the gateway")
 
 
 @pytest.mark.parametrize(

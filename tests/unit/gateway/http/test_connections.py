@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from baton_gateway import server
+from baton_gateway.cli import main
 from baton_gateway.http import connections
 from baton_gateway.http.connections import connection_limit
 from baton_protocol.config import AccessConfig
@@ -109,22 +113,20 @@ async def test_responses_that_are_not_read_end_the_connection(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client sends requests without reading the responses, which fill the buffers."""
-    monkeypatch.setattr(connections, "KEEP_ALIVE_S", 1.0)
+    monkeypatch.setattr(connections, "WRITE_TIMEOUT_S", 1.0)
     await rig.start(rig.engine("d", "decode"))
+    num_sent = 0
     async with rig.slow_connection("/tokenize", {"prompt": "a"}) as connection:
-        connection.setblocking(False)
 
         async def is_cut() -> bool:
-            try:
-                connection.send(GET * 1000)
-            except BlockingIOError:
-                pass
-            except ConnectionError:
-                return True
-            return False
+            nonlocal num_sent
+            served = {"endpoint": "/v1/models", "status": "200"}
+            if rig.metric("baton:http_requests_total", **served) == num_sent:
+                connection.sendall(GET * 1000)
+                num_sent += 1000
+            return closed(rig, "timeout") == 1
 
         await until(is_cut, "the end of the connection")
-    assert closed(rig, "timeout") == 1
 
 
 async def test_a_stream_may_last_longer_than_all_deadlines(
@@ -228,12 +230,135 @@ async def test_a_tls_handshake_has_a_deadline(
     await until(lambda: not rig.metric("baton:gateway_connections"), "no connection counted")
 
 
+def head_without_end(num_bytes: int) -> bytes:
+    lines = [b"X-%d: %s\r\n" % (index, b"v" * 4000) for index in range(num_bytes // 4000)]
+    return b"GET /v1/models HTTP/1.1\r\nHost: g\r\n" + b"".join(lines)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nHost: g\r\n\r\n",
+        b"POST /v1/models HTTP/1.1\r\nHost: g\r\nContent-Length: 100\r\n\r\n" + b" " * 100,
+    ],
+)
+async def test_a_large_head_without_an_end_closes_the_connection(
+    rig: GatewayRig, first: bytes
+) -> None:
+    """Clients without a key could keep half a megabyte per connection in memory."""
+    await rig.start(rig.engine("d", "decode"))
+    async with connect(rig) as (_, writer):
+        writer.write(first + head_without_end(2 * connections.MAX_HEAD_BYTES))
+        await until(lambda: closed(rig, "large_head") == 1, "the end of the connection")
+    await until(lambda: not rig.metric("baton:gateway_connections"), "no connection counted")
+
+
+async def test_a_head_that_grows_in_parts_closes_the_connection(rig: GatewayRig) -> None:
+    await rig.start(rig.engine("d", "decode"))
+    async with connect(rig) as (_, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: g\r\n")
+
+        async def is_cut() -> bool:
+            writer.write(b"X: %s\r\n" % (b"v" * 4000))
+            return closed(rig, "large_head") == 1
+
+        await until(is_cut, "the end of the connection")
+
+
+async def test_long_keys_many_requests_and_large_bodies_are_no_large_heads(
+    rig: GatewayRig,
+) -> None:
+    await rig.start(rig.engine("d", "decode"))
+    length = 2**20
+    head = b"POST /v1/models HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer %s\r\n" % (b"k" * 4096)
+    plain = head + b"Content-Length: %d\r\n\r\n" % length + b" " * length
+    chunk = b"%x\r\n%s\r\n" % (2**12, b" " * 2**12)
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 256 + b"0\r\n\r\n"
+    async with connect(rig) as pair:
+        for request in (plain, chunked) * 10:
+            pair[1].write(request)
+            async with asyncio.timeout(DEADLINE_S):
+                response = await pair[0].readuntil(b"}}")
+            assert b"405" in response.splitlines()[0]
+        assert b"200" in await answer(pair)
+
+
+async def test_requests_behind_a_running_one_wait_outside_of_the_gateway(rig: GatewayRig) -> None:
+    """A client could keep 32 heads and bodies per connection in memory."""
+    engine = rig.engine("d", "decode", "hello world")
+    engine.hold_after = 1
+    await rig.start(engine)
+    body = b" " * 100_000
+    behind = b"POST /health HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    async with rig.slow_connection("/v1/completions", STREAM) as connection:
+        await until(lambda: engine.adds, "the request at the engine")
+        sending = asyncio.create_task(asyncio.to_thread(connection.sendall, behind * 40))
+        (served,) = rig.gateway._connections._open
+        transport = served.transport
+        assert transport is not None
+        await until(lambda: not transport.is_reading(), "a connection that is not read")
+        num_bytes = sum(body.total_raw_bytes for _, body in served._messages)
+        assert 0 < num_bytes < 2**19
+        engine.released.set()
+        connection.shutdown(socket.SHUT_RDWR)
+        await asyncio.gather(sending, return_exceptions=True)
+
+
+@pytest.mark.parametrize("limit", [64, server.METRICS_CONNECTIONS])
+async def test_a_burst_of_connections_does_not_evict_a_probe(
+    rig: GatewayRig, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connections arrive in one turn of the event loop, before a request was read."""
+    monkeypatch.setattr(server, "METRICS_CONNECTIONS", limit)
+    await rig.start(rig.engine("d", "decode"))
+    address = ("127.0.0.1", rig.gateway.metrics_port)
+    with ExitStack() as stack:
+        probe = stack.enter_context(socket.create_connection(address, DEADLINE_S))
+        probe.sendall(b"GET /health HTTP/1.1\r\nHost: g\r\n\r\n")
+
+        def burst() -> None:
+            for _ in range(900):
+                connection = stack.enter_context(socket.socket())
+                connection.setblocking(False)
+                connection.connect_ex(address)
+
+        attack = threading.Thread(target=burst)
+        attack.start()
+        attack.join()  # the event loop stands still
+        response = await asyncio.to_thread(probe.recv, 100)
+    assert response.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_proxy_may_keep_an_idle_connection_for_an_hour(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start(rig.engine("d", "decode"))
+    async with connect(rig) as pair:
+        assert b"200" in await answer(pair)
+        await rig.skip(3600.0, monkeypatch)
+        assert b"200" in await answer(pair)
+
+
+def test_the_gateway_raises_its_limit_of_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        assert main(["--model", "/nowhere", "--discovery-file", "/nowhere"]) == 78
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_half_of_the_descriptors_are_left_to_the_engines(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    assert connection_limit(100) == 100
+    assert connection_limit(100, 100) == 100
     assert "max_connections" not in caplog.text
-    assert connection_limit(4096) == 512
-    assert "ulimit -n" in caplog.text
+    assert connection_limit(4096, 512) == 512
+    assert "max_connections is 4096" in caplog.text
+    assert "max_concurrent_requests" not in caplog.text
+    assert connection_limit(4096, 513) == 512
+    assert "max_concurrent_requests is 513, but at most 512 connections" in caplog.text

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import openai
 import pytest
 
+from baton_gateway import metrics
+from baton_gateway.metrics import GatewayMetrics
 from baton_protocol.messages import KVSide
 from baton_text.generation_defaults import GenerationDefaults
 from support.gateway.fake_engine import DEADLINE_S, EOS_ID
@@ -346,6 +349,25 @@ async def test_endpoints_for_models_health_version_and_metrics(rig: GatewayRig) 
     assert 'baton:engines_ready{role="decode"} 1.0' in text
 
 
+def test_many_requests_for_metrics_do_not_block_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, computed = 100.0, []
+
+    def generate(registry: object) -> bytes:
+        computed.append(registry)
+        return b"%d" % len(computed)
+
+    monkeypatch.setattr(metrics, "generate_latest", generate)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now))
+    rendered = GatewayMetrics()
+    texts = [rendered.render() for _ in range(2 * metrics.MAX_RENDERS_PER_S)]
+    assert len(computed) == metrics.MAX_RENDERS_PER_S
+    assert texts[-1] == b"%d" % len(computed)
+    now += 1.0
+    assert rendered.render() != texts[-1]
+
+
 @pytest.mark.parametrize("variant", ["{}/", "/{}", "{}///?a=b"])
 async def test_extra_slashes_of_a_path_are_ignored_without_a_redirect(
     rig: GatewayRig, variant: str
@@ -364,7 +386,7 @@ async def test_extra_slashes_of_a_path_are_ignored_without_a_redirect(
         assert rig.metric("baton:http_requests_total", endpoint=endpoint, status="200") == 1
     for path in ("/v1/models", "/v1/models//m", "/health", "/ready", "/version"):
         assert (await rig.get(variant.format(path)))[0] == 200, path
-    for path in ("/", "/v1", "/v1/chatcompletions"):
+    for path in ("/v1", "/v1/chatcompletions"):
         assert (await rig.get(variant.format(path)))[0] == 404, path
 
 

@@ -38,7 +38,7 @@ def keys(tmp_path: Path) -> Path:
     folder = tmp_path / "keys"
     folder.mkdir()
     for client in CLIENTS:
-        (folder / client).write_text(f"key-of-{client}")
+        (folder / client).write_text(f"the-secret-key-of-{client}")
     return folder
 
 
@@ -49,7 +49,7 @@ async def start(rig: GatewayRig) -> None:
 
 
 async def cached_tokens(rig: GatewayRig, client: str | None, **fields: Any) -> int:
-    headers = {} if client is None else {"Authorization": f"Bearer key-of-{client}"}
+    headers = {} if client is None else {"Authorization": f"Bearer the-secret-key-of-{client}"}
     body = {"prompt": "a secret prompt", "max_tokens": 1, **fields}
     status, answer, _ = await rig.post("/v1/completions", body, headers=headers)
     assert status == 200, answer
