@@ -41,7 +41,7 @@ class Client:
     def __init__(self, session: aiohttp.ClientSession, gateway: Pod, name: str) -> None:
         self._session = session
         self._url = f"http://{gateway.address}:{GATEWAY_PORT}/v1/completions"
-        self._headers = {"Authorization": f"Bearer key-of-{name}"}
+        self._headers = {"Authorization": f"Bearer the-secret-key-of-{name}"}
 
     async def send(self, prompt: list[int]) -> tuple[float, int]:
         """Send a prompt.
@@ -117,7 +117,7 @@ def main() -> None:
         keys = folder / "keys"
         keys.mkdir()
         for client in (VICTIM, ATTACKER):
-            (keys / client).write_text(f"key-of-{client}")
+            (keys / client).write_text(f"the-secret-key-of-{client}")
         service_key = folder / "service-key"
         service_key.write_text("5e" * 32)
         engine = group.engine("engine", checkpoint, service_key_file=str(service_key))

@@ -45,7 +45,7 @@ def stack(
     keys = folder / "keys"
     keys.mkdir()
     for client in CLIENTS:
-        (keys / client).write_text(f"key-of-{client}")
+        (keys / client).write_text(f"the-secret-key-of-{client}")
     key_file = folder / "service-key"
     key_file.write_text("5e" * 32)
     with pods(folder, 39) as group:
@@ -84,7 +84,7 @@ async def cached_tokens(gateway: Pod, client: str, prompt: list[int], salt: str 
     """Send `prompt` as `client`, and return the cached tokens that the response reports."""
     async with openai.AsyncOpenAI(
         base_url=f"http://{gateway.address}:{GATEWAY_PORT}/v1",
-        api_key=f"key-of-{client}",
+        api_key=f"the-secret-key-of-{client}",
         max_retries=0,
         timeout=120.0,
     ) as api:
