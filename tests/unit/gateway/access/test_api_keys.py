@@ -128,7 +128,7 @@ async def test_a_key_that_sends_heads_without_bodies_leaves_places_to_others(
     rig = make_rig(access=AccessConfig(api_keys_dir=str(keys)), max_concurrent_requests=8)
     await rig.start(rig.engine("d", "decode"))
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer key-of-a\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer the-key-of-team-a\r\n"
         b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n"
     )
     pairs = [
@@ -138,22 +138,28 @@ async def test_a_key_that_sends_heads_without_bodies_leaves_places_to_others(
         writer.write(head)
     refused = {"endpoint": "/v1/completions", "status": "429"}
     await until(lambda: rig.metric("baton:http_requests_total", **refused) == 6, "the refusals")
-    for key, status in (("key-of-b", 200), ("key-of-a", 200)):  # bodies that come with their heads
+    for key, status in (
+        ("the-key-of-team-b", 200),
+        ("the-key-of-team-a", 200),
+    ):  # bodies that come with their heads
         body = json.dumps(COMPLETION).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
         writer.write(
-            head.replace(b"key-of-a", key.encode()).replace(b"100", b"%d" % len(body)) + body
+            head.replace(b"the-key-of-team-a", key.encode()).replace(b"100", b"%d" % len(body))
+            + body
         )
         async with asyncio.timeout(DEADLINE_S):
             assert int((await reader.readline()).split()[1]) == status
         writer.close()
-    got, _, _ = await rig.post("/v1/completions", COMPLETION, headers=bearer("key-of-b"))
+    got, _, _ = await rig.post("/v1/completions", COMPLETION, headers=bearer("the-key-of-team-b"))
     assert got == 200
     for _, writer in pairs:
         writer.close()
 
     async def is_admitted() -> bool:
-        return (await rig.post("/tokenize", {"prompt": "a"}, headers=bearer("key-of-a")))[0] == 200
+        return (await rig.post("/tokenize", {"prompt": "a"}, headers=bearer("the-key-of-team-a")))[
+            0
+        ] == 200
 
     await until(is_admitted, "the places of closed connections")
 
