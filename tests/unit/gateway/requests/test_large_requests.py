@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from baton_gateway.http import completion_endpoint, request_body
 from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
+from baton_gateway.requests import prompts
 from baton_gateway.requests.generation import STAGGERED_TOKENS
 from baton_gateway.requests.job_builder import MAX_OPTION_ENTRIES
 from baton_gateway.requests.prompts import TEXT_FACTOR
 from baton_gateway.routing.dispatch import Dispatcher
-from baton_gateway.thread_pool import SMALL_TEMPLATE_BYTES
+from baton_gateway.thread_pool import SMALL_TEMPLATE_BYTES, run_template
 from baton_protocol.config import AccessConfig
 from baton_text.errors import RequestError
 from baton_text.output import OutputProcessor
@@ -468,12 +469,20 @@ async def test_small_chats_do_not_wait_for_the_templates_of_large_ones(
         assert "large" not in variables or released.wait(DEADLINE_S), "`released` was not set"
         return render(messages, **variables)
 
+    started: list[int] = []
+
+    async def run(*args: Any) -> Any:
+        started.append(1)
+        return await run_template(*args)
+
     monkeypatch.setattr(rig.tokenizer.chat_template, "render", held)
+    monkeypatch.setattr(prompts, "run_template", run)
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     large = chat | {"chat_template_kwargs": {"large": "a" * SMALL_TEMPLATE_BYTES}}
     async with asyncio.TaskGroup() as tasks:
         posts = [tasks.create_task(rig.post("/v1/chat/completions", large)) for _ in range(5)]
         try:
+            await until(lambda: len(started) == len(posts), "the large requests wait or run")
             assert (await rig.post("/v1/chat/completions", chat))[0] == 200
             assert not any(post.done() for post in posts)
         finally:
