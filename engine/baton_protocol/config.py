@@ -399,6 +399,9 @@ class GatewayConfig(_Config, frozen=True):
     metrics_port: Annotated[
         int, Option("port of /metrics, /health and /ready on $POD_IP; 0: any free port", _PORT)
     ] = GATEWAY_METRICS_PORT
+    metrics_host: Annotated[
+        str, Option("address to bind metrics_port to; empty: $POD_IP, as for port")
+    ] = ""
     #: Beyond this number, the connection that has waited longest for a request is closed. At most
     #: half of the limit of file descriptors.
     max_connections: Annotated[

@@ -180,7 +180,10 @@ class Gateway:
         )
 
     async def start(self, host: str) -> int:
-        """Start the HTTP server on `host`, and begin to connect to engines.
+        """Start the HTTP servers, and begin to connect to engines.
+
+        Args:
+            host: address to bind, also for the metrics unless metrics_host is set.
 
         Returns:
             The server's port.
@@ -192,7 +195,7 @@ class Gateway:
         # First the metrics: the kubelet then sees a gateway that has all its ports, or none.
         self.metrics_port = await self._listen(
             self.metrics_app,
-            host,
+            self.config.metrics_host or host,
             self.config.metrics_port,
             None,
             Connections(bounded_by_descriptors(METRICS_CONNECTIONS, 8), self.metrics),

@@ -1,8 +1,8 @@
 """`baton serve MODEL`: one engine and its gateway as child processes, without Kubernetes.
 
-The engine listens on 127.0.0.1, and the gateway on --host. The gateway discovers the engine through
-a file in a private temporary folder. The folder also holds a service key, without which other users
-of the machine, and web pages, cannot control the engine or send it requests.
+The engine and the metrics listen on 127.0.0.1, and the gateway on --host. The gateway discovers the
+engine through a file in a private temporary folder. The folder also holds a service key, without
+which other users of the machine, and web pages, cannot control the engine or send it requests.
 
 The child processes end when this process ends, even if it is killed.
 """
@@ -75,6 +75,12 @@ def flags_parser() -> argparse.ArgumentParser:
         type=arguments.port,
         default=8000,
         help="port of the endpoint (default 8000; 0: a free port)",
+    )
+    parser.add_argument(
+        "--metrics-port",
+        type=arguments.port,
+        default=0,
+        help="port of /metrics on 127.0.0.1, without a key (default 0: a free port)",
     )
     parser.add_argument(
         "--served-model-name",
@@ -151,6 +157,14 @@ def run_serve(model: str, flags: list[str]) -> int:
         _print(
             f"cannot listen on {options.host}:{options.port}: "
             f"{error.strerror}; see --host and --port"
+        )
+        return 1
+    try:
+        options.metrics_port = _free_port(LOOPBACK, options.metrics_port)
+    except OSError as error:
+        _print(
+            f"cannot listen on {LOOPBACK}:{options.metrics_port}: "
+            f"{error.strerror}; see --metrics-port"
         )
         return 1
     with tempfile.TemporaryDirectory(prefix="baton-serve-") as folder:
@@ -261,7 +275,6 @@ class _Server:
         self._folder = folder
         self._service_key_file = folder / "service.key"
         self._children: list[_Child] = []
-        self._metrics_port = 0
         self._name = options.served_model_name or Path(model).resolve().name
         self._stop = asyncio.Event()
         self._second_signal = asyncio.Event()
@@ -306,7 +319,7 @@ class _Server:
             TimeoutError: the engine or the gateway was not ready in time.
         """
         write_private(self._service_key_file, secrets.token_hex(32).encode())
-        engine_port, http_port, self._metrics_port = free_ports(3)
+        engine_port, http_port = free_ports(2)
         engine = await self._start_engine(engine_port, http_port)
         gateway = await self._start_gateway(engine_port)
         watch = [asyncio.create_task(_until_ended(child)) for child in (engine, gateway)]
@@ -347,7 +360,8 @@ class _Server:
                 min_priority=self._options.min_priority,
             ),
             port=self._options.port,
-            metrics_port=self._metrics_port,
+            metrics_port=self._options.metrics_port,
+            metrics_host=LOOPBACK,
             service_key_file=str(self._service_key_file),
             drain_timeout_s=self._options.drain_timeout_s,
             drain_quiet_s=0.0,  # there is no other gateway for new requests
@@ -385,12 +399,8 @@ class _Server:
 
     @property
     def _url(self) -> str:
-        return f"{self._address}:{self._options.port}"
-
-    @property
-    def _address(self) -> str:
         host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(self._options.host, self._options.host)
-        return f"http://{f'[{host}]' if ':' in host else host}"
+        return f"http://{f'[{host}]' if ':' in host else host}:{self._options.port}"
 
     def _announce(self) -> None:
         body = {
@@ -449,7 +459,7 @@ class _Server:
             async with asyncio.timeout(_NOTICE_S), aiohttp.ClientSession() as session:
                 while True:
                     async with session.get(
-                        f"{self._address}:{self._metrics_port}/metrics"
+                        f"http://{LOOPBACK}:{self._options.metrics_port}/metrics"
                     ) as response:
                         if 'baton:engines_ready{role="decode"} 0.0' in await response.text():
                             return

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
+from pocketkube.ports import free_ports
 from support.waiting import eventually
 
 READY_S = 180.0
@@ -213,6 +214,21 @@ def has_request_in_flight(serve: Serve) -> bool:
     port = config["metrics_port"]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
         return "baton:requests_in_flight 1.0" in response.read().decode()
+
+
+def test_metrics_are_on_their_port_of_loopback_only(tmp_path: Path, checkpoint: Path) -> None:
+    """Other machines could read the metrics of an endpoint with --host 0.0.0.0."""
+    (port,) = free_ports(1)
+    flags = ["--host", "0.0.0.0", "--metrics-port", str(port), "--served-model-name", "m"]
+    serving = Serve(tmp_path, checkpoint, *flags)
+    try:
+        assert serving.url
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+            assert "baton:engines_ready" in response.read().decode()
+        with pytest.raises(urllib.error.URLError, match="refused"):
+            urllib.request.urlopen(f"http://127.0.0.2:{port}/metrics", timeout=30)
+    finally:
+        serving.close()
 
 
 def test_kill_9_leaves_no_child_process(serve: Serve) -> None:
