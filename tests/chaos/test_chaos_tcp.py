@@ -80,6 +80,11 @@ class Peers:
     def is_in_progress(self, handle: XferHandle) -> bool:
         return self._agent.check_xfer_state(handle) == "PROC"
 
+    def freeze_owner(self) -> None:
+        """Stop the owner. All its threads have stopped at the end: until then, it may answer."""
+        self.owner.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.owner.pid, os.WSTOPPED)
+
     def close(self) -> None:
         self._agent.close()
         self.owner.send_signal(signal.SIGCONT)
@@ -105,7 +110,7 @@ def test_transfers_to_a_silent_host_fail(peers: Peers, op: str, num_bytes: int) 
 
 def test_a_read_from_a_frozen_owner_fails_when_its_host_is_silent(peers: Peers) -> None:
     """No data is in flight, so only the kernel's keepalive probes detect it."""
-    peers.owner.send_signal(signal.SIGSTOP)
+    peers.freeze_owner()
     handle = peers.begin("READ", SMALL)
     time.sleep(1.0)  # the kernel of the frozen process acknowledges the request
     assert peers.is_in_progress(handle)
@@ -117,7 +122,7 @@ def test_a_read_from_a_frozen_owner_fails_when_its_host_is_silent(peers: Peers) 
 
 
 def test_a_write_to_a_host_that_reads_no_bytes_fails(peers: Peers) -> None:
-    peers.owner.send_signal(signal.SIGSTOP)
+    peers.freeze_owner()
     assert peers.outcome(peers.begin("WRITE", LARGE)) == "ERR"
     peers.owner.send_signal(signal.SIGCONT)
     assert peers.outcome(peers.begin("READ", SMALL)) == "DONE"
