@@ -15,6 +15,7 @@ arguments         types of command-line arguments
 fatal             error and exit code for a configuration that cannot work
 checkpoint_files  reads the files of a checkpoint, which is untrusted
 progress          body of a pod's GET /health response
+metrics_text      a process's metrics as text
 pod_labels        labels and annotations of pods
 service_key       the key that all processes of a service share
 zap               authentication of ZMQ clients by their CURVE key

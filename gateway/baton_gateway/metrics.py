@@ -7,18 +7,15 @@ gateway measures what clients observe. An engine measures only its own part.
 from __future__ import annotations
 
 import time
-from collections import deque
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from baton_protocol.metrics_text import MetricsText
 
 #: Gaps of more than this many seconds between two outputs are recorded in
 #: `gateway_stream_gap_seconds`.
 GAP_S = 1.0
-
-#: Further requests for metrics in the same second get the last ones. The event loop serves nobody
-#: else while it computes them.
-MAX_RENDERS_PER_S = 30
 
 # Upper bounds in seconds.
 # fmt: off
@@ -38,9 +35,7 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._rendered = b""
-        #: Times of the last renderings.
-        self._rendered_at: deque[float] = deque(maxlen=MAX_RENDERS_PER_S)
+        self.text = MetricsText(self.registry)
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -134,17 +129,6 @@ class GatewayMetrics:
             "Pairs of prefill and decode engines that cannot exchange KV blocks, because their "
             "compatibility hash or KV transport differs.",
         )
-
-    def render(self) -> bytes:
-        """Return all metrics in the text exposition format.
-
-        They are those of now, or those of the last second if there are many requests.
-        """
-        now = time.monotonic()
-        if len(self._rendered_at) < MAX_RENDERS_PER_S or now - self._rendered_at[0] >= 1.0:
-            self._rendered = generate_latest(self.registry)
-            self._rendered_at.append(now)
-        return self._rendered
 
 
 class TokenTimer:

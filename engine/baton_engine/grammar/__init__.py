@@ -1,4 +1,6 @@
 """Structured output. Does not import torch.
 
-structured_output   compiles grammars and computes the tokens that they allow next
+structured_output   the grammars of requests, and the tokens that they allow next
+trial               compiles untrusted specifications in a child process first
+compiler            compiles specifications with `llguidance`
 """

@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
-from time import monotonic
 from typing import Any, Protocol
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
 from baton_engine.server.access import Access
 from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.metrics_text import MetricsText
 from baton_protocol.progress import Health, LoadProgress
 from baton_protocol.service_key import AdminRequest
 
 logger = logging.getLogger(__name__)
-
-#: Further requests for metrics in the same second get the last ones. Computing them takes 2 to 4 ms
-#: of the interpreter's lock.
-MAX_METRICS_PER_S = 30
 
 #: Utility methods of the engine core by HTTP method. The path is /<name>, and the query holds the
 #: arguments.
@@ -132,7 +127,7 @@ class AdminServer:
             OSError: the address is in use.
         """
         self._server = _Server(host, port, _Handler)
-        self._server.admin, self._server.registry = admin, registry
+        self._server.admin, self._server.metrics = admin, MetricsText(registry)
         self._server.access = access or Access()
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
@@ -147,29 +142,12 @@ class AdminServer:
 
 class _Server(BoundedHTTPServer):
     admin: EngineAdmin
-    registry: CollectorRegistry
+    metrics: MetricsText
     access: Access
 
     def __init__(self, host: str, port: int, handler: type[BoundedHandler]) -> None:
         super().__init__(host, port, handler)
         self.host = host
-        self._metrics_lock = threading.Lock()
-        self._metrics = b""
-        #: Times at which the metrics were computed last.
-        self._computed: deque[float] = deque(maxlen=MAX_METRICS_PER_S)
-
-    def metrics_text(self) -> bytes:
-        """Return the metrics of now, or those of the last second if there are many requests.
-
-        One thread at a time computes them, at most MAX_METRICS_PER_S times per second. With many
-        requests, the threads would otherwise take the interpreter's lock from the engine's loop.
-        """
-        with self._metrics_lock:
-            now = monotonic()
-            if len(self._computed) < MAX_METRICS_PER_S or now - self._computed[0] >= 1.0:
-                self._metrics = generate_latest(self.registry)
-                self._computed.append(now)
-            return self._metrics
 
 
 class _Handler(BoundedHandler, BaseHTTPRequestHandler):
@@ -182,7 +160,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         elif self.path == "/ready":
             self._send_probe(self.server.admin.readiness())
         elif self.path == "/metrics":
-            self._answer(200, self.server.metrics_text(), CONTENT_TYPE_PLAIN_0_0_4)
+            self._answer(200, self.server.metrics.get(), CONTENT_TYPE_PLAIN_0_0_4)
         elif self.path == "/drain":
             self._drain(start=False)
         else:

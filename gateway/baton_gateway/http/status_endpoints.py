@@ -83,7 +83,7 @@ class StatusEndpoints:
 
     async def get_metrics(self, _: web.Request) -> web.Response:
         return web.Response(
-            body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=self._metrics.text.get(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
     async def get_version(self, _: web.Request) -> web.Response:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 
 import openai
 import pytest
 
-from baton_gateway import metrics
 from baton_gateway.metrics import GatewayMetrics
+from baton_protocol import metrics_text
 from baton_protocol.messages import KVSide
 from baton_text.generation_defaults import GenerationDefaults
 from support.gateway.fake_engine import DEADLINE_S, EOS_ID
@@ -358,14 +357,14 @@ def test_many_requests_for_metrics_do_not_block_the_event_loop(
         computed.append(registry)
         return b"%d" % len(computed)
 
-    monkeypatch.setattr(metrics, "generate_latest", generate)
-    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now))
-    rendered = GatewayMetrics()
-    texts = [rendered.render() for _ in range(2 * metrics.MAX_RENDERS_PER_S)]
-    assert len(computed) == metrics.MAX_RENDERS_PER_S
+    monkeypatch.setattr(metrics_text, "generate_latest", generate)
+    monkeypatch.setattr(metrics_text, "monotonic", lambda: now)
+    text = GatewayMetrics().text
+    texts = [text.get() for _ in range(2 * metrics_text.MAX_PER_S)]
+    assert len(computed) == metrics_text.MAX_PER_S
     assert texts[-1] == b"%d" % len(computed)
     now += 1.0
-    assert rendered.render() != texts[-1]
+    assert text.get() != texts[-1]
 
 
 @pytest.mark.parametrize("variant", ["{}/", "/{}", "{}///?a=b"])
