@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_PORT, AccessConfig, SchedulerConfig
+from baton_protocol.config import (
+    ENGINE_HTTP_PORT,
+    GATEWAY_METRICS_PORT,
+    GATEWAY_PORT,
+    AccessConfig,
+    SchedulerConfig,
+)
 from support.fuzz.door import TIMEOUT_S, Door
 from support.fuzz.http_cases import HTTPCases
 from support.fuzz.http_client import HTTPFuzzer
@@ -155,7 +161,7 @@ def complete(gateway: Pod) -> list[int]:
 def count_statuses(gateway: Pod) -> dict[str, float]:
     """Return the number of requests by status, from the gateway's metrics."""
     counts: dict[str, float] = {}
-    for line in gateway.get(GATEWAY_PORT, "/metrics")[1].splitlines():
+    for line in gateway.get(GATEWAY_METRICS_PORT, "/metrics")[1].splitlines():
         if line.startswith("baton:http_requests_total{"):
             status = line.split('status="')[1].split('"')[0]
             counts[status] = counts.get(status, 0) + float(line.split()[-1])
@@ -169,7 +175,7 @@ def test_gateway(gateway: Pod, engine: Pod) -> None:
         assert complete(gateway) == expected
 
     def is_idle() -> bool:
-        return gateway.metric("baton:requests_in_flight", GATEWAY_PORT) == 0
+        return gateway.metric("baton:requests_in_flight", GATEWAY_METRICS_PORT) == 0
 
     door = Door(gateway, "gateway", engine)
     key = (b"Authorization", b"Bearer " + API_KEY.encode())

@@ -80,7 +80,7 @@ def test_engines_and_gateways_register_different_names() -> None:
 
 def test_documented_types_equal_those_of_a_scrape() -> None:
     scraped = [
-        GatewayMetrics().render(),
+        GatewayMetrics().text.get(),
         CoordinatorMetrics().text(
             TopologyStatus(generation=0, desired=[], members=[]), imbalance=1.0
         ),

@@ -79,8 +79,9 @@ def test_a_process_that_is_killed_while_it_renders_is_no_fault_of_the_request() 
     """The kernel kills processes if a host or a pod has too little memory."""
     template = ChatTemplate(SECOND_TIME, {})
     process = process_of(template)
+    process.suspend()
     with ThreadPoolExecutor(1) as threads:
-        rendering = threads.submit(template.render, MESSAGES * 2)
+        rendering = threads.submit(template.render, MESSAGES)
         eventually(lambda: not template._idle, "the request has taken the process")
         process.kill()
         with pytest.raises(TemplateProcessError, match="ended with code -9"):

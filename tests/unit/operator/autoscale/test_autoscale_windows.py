@@ -95,7 +95,7 @@ def test_metrics_of_a_gateway_are_parsed() -> None:
         ("/health", "200", 9),
     ):
         metrics.requests.labels(endpoint, status).inc(times)
-    read = sample(None, metrics.render().decode())
+    read = sample(None, metrics.text.get().decode())
     assert (read.gauges[windows.IN_FLIGHT], read.gauges[windows.HELD], read.requests) == (4, 2, 3)
 
 

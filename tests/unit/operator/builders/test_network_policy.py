@@ -54,7 +54,9 @@ def pods(name: str, namespace: str = "default") -> dict[str, Pod]:
 
 
 def operator() -> Pod:
-    template = yaml.safe_load((ROOT / "manifests/operator.yaml").read_text())["spec"]["template"]
+    documents = yaml.safe_load_all((ROOT / "manifests/operator.yaml").read_text())
+    (deployment,) = [each for each in documents if each["kind"] == "Deployment"]
+    template = deployment["spec"]["template"]
     return Pod(namespace=OPERATOR_NAMESPACE, labels=template["metadata"]["labels"])
 
 
