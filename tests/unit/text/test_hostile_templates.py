@@ -75,14 +75,17 @@ def test_a_process_without_cpus_is_ended_after_a_time(monkeypatch: pytest.Monkey
     assert not process.is_running()
 
 
-def test_a_process_that_is_killed_while_it_renders_is_no_fault_of_the_request() -> None:
+def test_a_process_that_is_killed_while_it_renders_is_no_fault_of_the_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The kernel kills processes if a host or a pod has too little memory."""
+    monkeypatch.setattr(chat_template, "MAX_CPU_S", 60.0)
     template = ChatTemplate(SECOND_TIME, {})
     process = process_of(template)
-    process.suspend()
+    started = process.cpu_times().user
     with ThreadPoolExecutor(1) as threads:
-        rendering = threads.submit(template.render, MESSAGES)
-        eventually(lambda: not template._idle, "the request has taken the process")
+        rendering = threads.submit(template.render, MESSAGES * 2)
+        eventually(lambda: process.cpu_times().user > started + 0.1, "the template runs")
         process.kill()
         with pytest.raises(TemplateProcessError, match="ended with code -9"):
             rendering.result()
