@@ -93,7 +93,7 @@ class Pod:
     def metrics(self, *names: str, port: int = 8000) -> list[float]:
         """Return `metric` of each name, all from one request.
 
-        An engine answers many requests in one second with the same metrics.
+        A flood of requests gets the same metrics, see `baton_protocol.metrics_text`.
         """
         _, body = self.get(port, "/metrics")
         samples: dict[str, list[float]] = {}

@@ -22,6 +22,8 @@ from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 
 #: Processor time for one specification. A schema of 100 KB takes less than a second.
 MAX_CPU_S = 10
+#: The same as wall time, on a machine whose CPUs have other work. It includes the process's start.
+MAX_WALL_S = 120.0
 #: Memory that the compilation of one specification may allocate.
 MAX_MEMORY_BYTES = 256 * 2**20
 #: Stack of the thread that compiles. The engine's threads have at least 2 MiB, so a specification
@@ -49,7 +51,7 @@ class GrammarTrial:
 
         Raises:
             ValueError: the specification is invalid, or its compilation ends the process or takes
-                more than MAX_CPU_S or MAX_MEMORY_BYTES.
+                more than MAX_CPU_S, MAX_WALL_S or MAX_MEMORY_BYTES.
         """
         with self._lock:
             answer = self._ask(spec)
@@ -82,12 +84,17 @@ class GrammarTrial:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
+        timer = threading.Timer(MAX_WALL_S, process.kill)
+        timer.daemon = True
+        timer.start()
         try:
             process.stdin.write(msgspec.json.encode((spec.kind, spec.spec)) + b"\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = b""
+        finally:
+            timer.cancel()
         if not answer.endswith(b"\n"):
             answer = b""
             process.kill()

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
+from baton_engine.grammar import trial
 from baton_engine.grammar.structured_output import (
     MAX_COMPILED,
     MAX_COMPILED_CHARS,
@@ -326,6 +328,19 @@ def test_a_specification_that_crashes_the_compiler_is_refused_and_later_ones_wor
 ) -> None:
     assert "too complex" in refusal(manager, kind, spec)
     compiled(manager, "regex", f"after {kind}")
+
+
+def test_a_child_that_does_not_answer_is_ended_and_later_specifications_work(
+    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled(manager, "regex", "before the child is frozen")
+    child = manager._trial._process
+    assert child is not None
+    monkeypatch.setattr(trial, "MAX_WALL_S", 0.2)
+    child.send_signal(signal.SIGSTOP)
+    assert "too complex" in refusal(manager, "regex", "while it is frozen")
+    monkeypatch.undo()
+    compiled(manager, "regex", "after it was replaced")
 
 
 def test_a_choice_can_have_thousands_of_strings(
