@@ -299,6 +299,8 @@ async def test_a_kubelet_that_does_not_read_notices_that_the_client_has_left(
         async def write() -> None:
             while has_output:
                 await socket.send_bytes(bytes(2**16))
+                # send_bytes() does not yield to the event loop once the connection is lost.
+                await asyncio.sleep(0)
             await asyncio.Event().wait()
 
         try:
