@@ -14,6 +14,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -150,7 +151,10 @@ def link_ports(rank: Pod) -> list[int]:
         for each in psutil.Process(rank.process.pid).net_connections("tcp")
         if each.status == psutil.CONN_LISTEN and each.laddr.ip == rank.address
     }
-    return [port for port in sorted(listening - {ENGINE_PORT}) if _speaks_zmtp(rank.address, port)]
+    ports = sorted(listening - {ENGINE_PORT})
+    with ThreadPoolExecutor() as threads:
+        speaks = threads.map(lambda port: _speaks_zmtp(rank.address, port), ports)
+        return [port for port, is_link in zip(ports, speaks, strict=True) if is_link]
 
 
 def _speaks_zmtp(host: str, port: int) -> bool:

@@ -229,7 +229,7 @@ async def test_a_rank_waits_after_sigterm_for_a_generation_without_it(ranks, coo
 async def test_a_leaving_rank_ends_at_its_drain_timeout_or_at_a_second_signal(
     ranks, coordinator
 ) -> None:
-    engines = ranks("a", "b", "c", drain_timeout_s=15, BATON_FAKE_STEP_S="0.1")
+    engines = ranks("a", "b", "c", drain_timeout_s=8, BATON_FAKE_STEP_S="0.1")
     await asyncio.to_thread(coordinator.commit, 1, ["a", "b", "c"])
     async with await connect(engines["b"]) as client, await connect(engines["c"]) as other:
         streams = [each.add(request("r", [1, 2], 250)) for each in (client, other)]

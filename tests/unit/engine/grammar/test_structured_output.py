@@ -416,8 +416,8 @@ def test_long_specifications_do_not_fill_the_memory_with_compiled_grammars(
     checkpoint: Path,
 ) -> None:
     manager = StructuredOutputManager(checkpoint, VOCAB_SIZE, EOS, lambda: None)
-    # In sum, four times the limit, and fewer than the limit of compiled grammars.
-    length, count = MAX_SPEC_LENGTH, 4 * MAX_COMPILED_CHARS // MAX_SPEC_LENGTH
+    # In sum, twice the limit, and fewer than the limit of compiled grammars.
+    length, count = MAX_SPEC_LENGTH, 2 * MAX_COMPILED_CHARS // MAX_SPEC_LENGTH
     assert count < MAX_COMPILED
     for number in range(count):
         spec = f"{number:08}".ljust(length, "x")

@@ -99,7 +99,10 @@ async def test_an_unknown_key_gets_an_openai_error(guarded: GatewayRig) -> None:
     )
 
 
-async def test_every_path_except_probes_requires_a_key(guarded: GatewayRig) -> None:
+async def test_every_path_except_probes_requires_a_key(
+    guarded: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "DELAY_S", 0.0)
     routes = {
         (route.method, route.resource.canonical.replace("{model}", "m"))
         for route in guarded.gateway.app.router.routes()

@@ -72,8 +72,12 @@ def operator(plane: EmbeddedControlPlane, folder: Path, name: str) -> Iterator[O
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGCONT)
-            process.kill()
-            process.wait()
+            process.terminate()  # so that it releases the Lease, and the next test need not wait
+            try:
+                process.wait(30)
+            finally:
+                process.kill()
+                process.wait()
 
 
 @dataclass
