@@ -92,7 +92,7 @@ def _container(container: Object, pod: Object) -> Iterator[str]:
     profile = security.get("seccompProfile") or pod.get("seccompProfile") or {}
     if profile.get("type") not in ("RuntimeDefault", "Localhost"):
         yield "seccompProfile.type is not RuntimeDefault or Localhost"
-    for port in container.get("ports") or []:
+    for port in filter(None, container.get("ports") or []):  # a null is an empty port
         if port.get("hostPort"):
             yield f"hostPort {port['hostPort']} is used"
     handlers = [container.get(f"{probe}Probe") for probe in ("liveness", "readiness", "startup")]
