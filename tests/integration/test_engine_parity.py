@@ -120,8 +120,6 @@ def test_asynchronous_scheduling(case) -> None:
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)], ids=["tensor-2", "pipeline-2"])
 def test_several_workers(case, tensor, pipeline) -> None:
-    if pipeline > 1 and case.name not in ("llama", "mixtral"):
-        pytest.skip("a dense model and one with experts are enough here")
     with engine(
         case,
         tensor_parallel_size=tensor,

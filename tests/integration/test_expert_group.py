@@ -81,12 +81,13 @@ async def start_six_streams(group: ExpertGroup) -> asyncio.Task[dict[int, Stream
     return streams
 
 
+@pytest.mark.parametrize(
+    "checkpoint", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.chaos)], indirect=True
+)
 def test_a_deleted_group_finishes_its_requests_and_exits(
-    group: ExpertGroup, checkpoint: Path, model: torch.nn.Module
+    group: ExpertGroup, model: torch.nn.Module
 ) -> None:
     """All ranks get SIGTERM at the same time, and exit well before the drain timeout of 30 s."""
-    if checkpoint.name != "qwen3_moe":
-        pytest.skip("one architecture is enough here")
     group.start(3)
 
     async def delete_under_load() -> list[Stream]:

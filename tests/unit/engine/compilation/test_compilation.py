@@ -98,7 +98,9 @@ def assert_same_logits(compiled: CompiledModel, model: CausalLM) -> None:
         torch.testing.assert_close(actual, run_model(model, SEQUENCES, chunk), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("arch", "sizes"), [("llama", ()), ("qwen3_moe", (2, 10))])
+@pytest.mark.parametrize(
+    ("arch", "sizes"), [("llama", ()), ("qwen3", (2,)), ("qwen3_moe", (2, 10))]
+)
 def test_inductor_computes_the_same_logits_and_a_second_start_compiles_nothing(
     models: dict[str, CausalLM],
     arch: str,
