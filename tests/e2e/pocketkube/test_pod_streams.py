@@ -122,9 +122,11 @@ def cluster(
         try:
             cluster = Cluster(Path(process.stdout.readline().strip()), request.param)
             objects = {"apiVersion": "v1", "kind": "List", "items": [SETTINGS, SERVICE, WEB]}
+            trial = ("create", "--dry-run=server", "-f", "-")
+            # Until admission has seen the default account and its secret, it refuses each pod.
             eventually(
-                lambda: cluster.run("get", "serviceaccount", "default").returncode == 0,
-                "the default service account",
+                lambda: cluster.run(*trial, stdin=json.dumps(WEB)).returncode == 0,
+                "a pod of the default service account is admitted",
             )
             cluster.kubectl("apply", "-f", "-", stdin=json.dumps(objects))
             cluster.kubectl("wait", "pod/web", "--for=condition=Ready", "--timeout=50s")
