@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 ARGS ?=
 SUBJECT ?= kv_transfer
 
-.PHONY: help install up test e2e chaos elastic soak fuzz check format manifests diagrams images test-images control-plane gpu gpu-wheels bench clean
+.PHONY: help install up test e2e chaos elastic soak fuzz check format manifests diagrams locks images test-images control-plane gpu gpu-wheels bench clean
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
@@ -18,8 +18,9 @@ help:
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
 	@echo "make fuzz           100,000 random requests or messages at a gateway's HTTP port and an engine's ZMQ and HTTP ports, from BATON_FUZZ_SEED (BATON_FUZZ_CASES=1000 for fewer; make test sends 300)"
-	@echo "make check          ruff, codespell, mypy, import-linter, and whether generated files are current"
+	@echo "make check          ruff, codespell, mypy, import-linter, whether generated files are current, and pip-audit where PyPI answers"
 	@echo "make manifests      regenerate the CRD, RBAC and the references in docs/ from the code"
+	@echo "make locks          lock the packages of the images with uv, after a change of constraints.txt or pyproject.toml"
 	@echo "make images         build the images of docker/ with buildah, each with an archive and an SBOM in build/images (ARGS=\"--only gateway\")"
 	@echo "make test-images    run the built images as pods run them: user 65532, a read-only root (as root)"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
@@ -78,6 +79,10 @@ check: $(STAMP)
 	$(BIN)/python hack/metrics_reference.py --check docs/reference/metrics.md
 	$(BIN)/python hack/openai_reference.py --check docs/reference/openai.md
 	$(BIN)/python hack/options_reference.py --check docs/reference/options.md
+	$(BIN)/python hack/licence_reference.py --check docs/reference/licences.md
+	@if curl --silent --fail --max-time 10 --output /dev/null https://pypi.org/pypi/pip/json; \
+	then $(BIN)/pip-audit --disable-pip -r docker/locks/operator.txt -r docker/locks/engine-cuda.txt; \
+	else echo "pip-audit did not run: https://pypi.org/pypi does not answer"; fi
 
 format: $(STAMP)
 	$(BIN)/ruff format .
@@ -89,9 +94,20 @@ manifests: $(STAMP)
 	$(BIN)/python hack/metrics_reference.py docs/reference/metrics.md
 	$(BIN)/python hack/openai_reference.py docs/reference/openai.md
 	$(BIN)/python hack/options_reference.py docs/reference/options.md
+	$(BIN)/python hack/licence_reference.py docs/reference/licences.md
 
 diagrams: # needs Graphviz
 	for source in docs/internals/diagrams/*.dot; do dot -Tsvg $$source -o $${source%.dot}.svg; done
+
+# The packages of the images with their hashes. torch and Triton come from PyTorch's index, which has other builds.
+LOCK := uv pip compile --quiet --generate-hashes --no-annotate --python-version 3.11 --python-platform x86_64-manylinux_2_28 --constraints constraints.txt --no-emit-package torch --no-emit-package triton
+locks: # needs uv
+	$(LOCK) pyproject.toml --extra operator -o docker/locks/operator.txt
+	$(LOCK) pyproject.toml --extra gateway --extra fetch -o docker/locks/gateway.txt
+	$(LOCK) pyproject.toml --extra engine --extra gateway --extra fetch -o docker/locks/engine-cpu.txt
+	$(LOCK) pyproject.toml --extra engine --extra cuda --extra gateway --extra fetch --extra nixl -o docker/locks/engine-cuda.txt
+	$(LOCK) --group build -o docker/locks/build.txt
+	$(LOCK) --group sbom -o docker/locks/sbom.txt
 
 images: # needs buildah
 	$(PYTHON) hack/build_images.py $(ARGS)

@@ -2,27 +2,29 @@
 #   docker build -f docker/engine-cpu.Dockerfile -t baton:0.1.0-cpu .
 ARG BASE=python:3.11.14-slim-bookworm
 FROM $BASE AS dependencies
-# This index has torch without CUDA. pip prefers its version (+cpu) to the one on PyPI.
+# This index has torch without CUDA.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /source
 # The environment has no pip: the pip of the base image installs into it.
 RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
-COPY pyproject.toml constraints.txt ./
-COPY docker/requirements.py docker/
-RUN python docker/requirements.py engine gateway fetch > requirements.txt \
-    && pip --python /opt/baton install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints.txt -r requirements.txt
+# Dependencies before Baton: a change of the code then makes a layer of megabytes. torch comes from its index alone,
+# and the lock has the packages that it needs.
+COPY constraints.txt docker/locks/engine-cpu.txt ./
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)" \
+    && pip --python /opt/baton install --no-cache-dir --no-deps --require-hashes -r engine-cpu.txt
 
 FROM dependencies AS package
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-COPY README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE docker/locks/build.txt ./
 COPY engine engine
 COPY gateway gateway
 COPY kernels kernels
 COPY kv_transfer kv_transfer
 COPY operator/baton_kube operator/baton_kube
 # In a folder of its own, so that the last stage can copy Baton without its dependencies.
-RUN pip --python /opt/baton install --no-cache-dir --no-deps --root /package . \
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --require-hashes -r build.txt \
+    && pip --python /opt/baton install --no-cache-dir --no-deps --no-build-isolation --root /package . \
     && cd /package/opt/baton/bin && rm baton baton-operator
 # Compiles the CPU kernels for every instruction set; the processor that runs the image selects one. The engine is
 # slower without compiled kernels, so a missing file fails the build here.

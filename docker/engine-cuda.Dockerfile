@@ -10,25 +10,25 @@ WORKDIR /source
 # The environment has no pip: the pip of the base image installs into it.
 RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
-COPY pyproject.toml constraints.txt ./
-COPY docker/requirements.py docker/link_nixl_ucx.py docker/
-# A CUDA build of torch requires its own version of Triton; constraints.txt has the one for tests on CPUs.
-RUN python docker/requirements.py engine cuda gateway fetch nixl > requirements.txt \
-    && grep -v '^triton==' constraints.txt > constraints-cuda.txt \
-    && pip --python /opt/baton install --no-cache-dir --extra-index-url "$TORCH_INDEX" -c constraints-cuda.txt -r requirements.txt
+# Dependencies before Baton: a change of the code then makes a layer of megabytes. torch comes from its index alone,
+# with its own versions of Triton and of CUDA's libraries. The lock replaces its other dependencies.
+COPY constraints.txt docker/locks/engine-cuda.txt docker/link_nixl_ucx.py ./
+RUN pip --python /opt/baton install --no-cache-dir --index-url "$TORCH_INDEX" "$(grep '^torch==' constraints.txt)" \
+    && pip --python /opt/baton install --no-cache-dir --no-deps --require-hashes -r engine-cuda.txt
 # The wheel libucx-cu12 has no verbs and so no RDMA. The UCX in NIXL's wheel has both.
-RUN python docker/link_nixl_ucx.py /opt/baton/ucx
+RUN python link_nixl_ucx.py /opt/baton/ucx
 
 FROM dependencies AS package
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
-COPY README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE docker/locks/build.txt ./
 COPY engine engine
 COPY gateway gateway
 COPY kernels kernels
 COPY kv_transfer kv_transfer
 COPY operator/baton_kube operator/baton_kube
 # In a folder of its own, so that the last stage can copy Baton without its dependencies.
-RUN pip --python /opt/baton install --no-cache-dir --no-deps --root /package . \
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --require-hashes -r build.txt \
+    && pip --python /opt/baton install --no-cache-dir --no-deps --no-build-isolation --root /package . \
     && cd /package/opt/baton/bin && rm baton baton-operator
 # Compiles the CPU kernels for every instruction set; the processor that runs the image selects one. The engine is
 # slower without compiled kernels, so a missing file fails the build here.

@@ -7,13 +7,12 @@ WORKDIR /source
 # The environment has no pip: the pip of the base image installs into it.
 RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
-COPY pyproject.toml constraints.txt ./
-COPY docker/requirements.py docker/
-RUN python docker/requirements.py gateway fetch > requirements.txt \
-    && pip --python /opt/baton install --no-cache-dir -c constraints.txt -r requirements.txt
+# Dependencies before Baton: a change of the code then makes a layer of megabytes.
+COPY docker/locks/gateway.txt ./
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --require-hashes -r gateway.txt
 
 FROM dependencies AS package
-COPY README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE docker/locks/build.txt ./
 COPY gateway gateway
 COPY engine/baton_protocol engine/baton_protocol
 COPY engine/baton_text engine/baton_text
@@ -23,7 +22,8 @@ COPY engine/baton_engine/__init__.py engine/baton_engine/untrusted.py engine/bat
 COPY engine/baton_engine/fetch engine/baton_engine/fetch
 COPY engine/baton_engine/http engine/baton_engine/http
 # In a folder of its own, so that the last stage can copy Baton without its dependencies.
-RUN pip --python /opt/baton install --no-cache-dir --no-deps --root /package . \
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --require-hashes -r build.txt \
+    && pip --python /opt/baton install --no-cache-dir --no-deps --no-build-isolation --root /package . \
     && cd /package/opt/baton/bin && rm baton baton-coordinator baton-engine baton-operator
 
 FROM $BASE

@@ -6,17 +6,17 @@ WORKDIR /source
 # The environment has no pip: the pip of the base image installs into it.
 RUN python -m venv --without-pip /opt/baton
 ENV PATH=/opt/baton/bin:$PATH
-COPY pyproject.toml constraints.txt ./
-COPY docker/requirements.py docker/
-RUN python docker/requirements.py operator > requirements.txt \
-    && pip --python /opt/baton install --no-cache-dir -c constraints.txt -r requirements.txt
+# Dependencies before Baton: a change of the code then makes a layer of megabytes.
+COPY docker/locks/operator.txt ./
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --require-hashes -r operator.txt
 
 FROM dependencies AS package
-COPY README.md LICENSE ./
+COPY pyproject.toml README.md LICENSE docker/locks/build.txt ./
 COPY operator operator
 COPY engine/baton_protocol engine/baton_protocol
 # In a folder of its own, so that the last stage can copy Baton without its dependencies.
-RUN pip --python /opt/baton install --no-cache-dir --no-deps --root /package . \
+RUN pip --python /opt/baton install --no-cache-dir --no-deps --require-hashes -r build.txt \
+    && pip --python /opt/baton install --no-cache-dir --no-deps --no-build-isolation --root /package . \
     && cd /package/opt/baton/bin && rm baton baton-coordinator baton-engine baton-gateway baton-model
 
 FROM $BASE

@@ -82,9 +82,9 @@ def tag(name: str) -> str:
 
 def install_sbom_tool(folder: str) -> None:
     """Install cyclonedx-py into `folder`, for the Python of the images."""
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "-c", "constraints.txt"]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes"]
     for_images = ["--only-binary", ":all:", "--python-version", "3.11", "--target", folder]
-    run(*install, *for_images, "cyclonedx-bom")
+    run(*install, *for_images, "-r", "docker/locks/sbom.txt")
 
 
 def describe(image: str, tools: str) -> dict[str, Any]:

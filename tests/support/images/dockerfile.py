@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+LOCKS = ROOT / "docker/locks"
 
 Instruction = tuple[str, str]
 
@@ -56,9 +57,21 @@ def packages(source: str) -> dict[str, set[str]]:
 
 
 def extras(path: Path) -> list[str]:
-    """Return the extras of pyproject.toml that the Dockerfile installs."""
-    (line,) = re.findall(r"requirements\.py ([a-z ]+) >", path.read_text())
-    return line.split()
+    """Return the extras of pyproject.toml that the image's lock was made from."""
+    command = lock_of(path).read_text().splitlines()[1]
+    return re.findall(r"--extra ([a-z]+)", command)
+
+
+def lock_of(path: Path) -> Path:
+    """Return the file with the versions and hashes of the image's dependencies."""
+    return LOCKS / f"{path.name.removesuffix('.Dockerfile')}.txt"
+
+
+def locked(lock: Path) -> dict[str, str]:
+    """Return the version of each package in the lock, all of which have hashes."""
+    lines = re.findall(r"^(\S+)==(\S+) \\\n +--hash=sha256:[0-9a-f]{64}", lock.read_text(), re.M)
+    assert len(lines) == lock.read_text().count("==")
+    return dict(lines)
 
 
 def removed_commands(path: Path) -> set[str]:

@@ -7,18 +7,23 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from support.images.dockerfile import (
     DOCKERFILES,
+    LOCKS,
     ROOT,
     copied,
     extras,
     instructions,
+    lock_of,
+    locked,
     packages,
     removed_commands,
     stages,
@@ -111,18 +116,43 @@ class TestDockerfile:
                 .is_file()
             ), module
 
-    def test_versions_equal_the_constraints(self, path: Path) -> None:
-        runs = [
-            args
-            for _, _, lines in stages(path)
-            for name, args in lines
-            if name == "RUN" and "pip " in args
+    def test_every_package_has_a_hash_or_comes_from_the_index_of_torch_alone(
+        self, path: Path
+    ) -> None:
+        runs = [args for name, args in instructions(path) if name == "RUN" and "pip " in args]
+        commands = [
+            command.removeprefix("pip --python /opt/baton install --no-cache-dir ").strip()
+            for run in runs
+            for command in re.findall(r"pip [^&]*", run)
         ]
-        assert runs
-        for run in runs:
-            for command in re.findall(r"pip (?:--python /opt/baton install|wheel) [^&]*", run):
-                assert "--no-cache-dir" in command
-                assert " -c constraints" in command or "--no-deps" in command, command
+        torch = [command for command in commands if "TORCH_INDEX" in command]
+        index = '--index-url "$TORCH_INDEX" "$(grep \'^torch==\' constraints.txt)"'
+        assert [command.removeprefix("--no-deps ") for command in torch] == (
+            [index] if "engine" in path.name else []
+        )
+        assert [command for command in commands if command not in torch] == [
+            f"--no-deps --require-hashes -r {lock_of(path).name}",
+            "--no-deps --require-hashes -r build.txt",
+            "--no-deps --no-build-isolation --root /package .",
+        ]
+
+    def test_the_lock_has_the_dependencies_in_the_tested_versions(self, path: Path) -> None:
+        versions = locked(lock_of(path))
+        tested = (ROOT / "constraints.txt").read_text().splitlines()
+        assert normalized(f"{name}=={versions[name]}" for name in versions) <= normalized(tested)
+        needed = [*PROJECT["dependencies"]]
+        for extra in extras(path):
+            needed += PROJECT["optional-dependencies"][extra]
+        for name in versions:
+            needed += requires(name) or []
+        requirements = [Requirement(line) for line in needed]
+        names = normalized(
+            each.name
+            for each in requirements
+            if each.marker is None or each.marker.evaluate({"extra": ""})
+        )
+        assert names - {"torch", "triton"} <= set(versions)
+        assert not {"torch", "triton"} & set(versions)
 
     def test_no_step_mounts_files_of_another_stage(self, path: Path) -> None:
         """The cache of buildah ignores changes of mounted files (issue 6609)."""
@@ -183,15 +213,11 @@ def test_the_build_context_has_few_other_files() -> None:
         assert not in_context(other), other
 
 
-def test_requirements_equal_those_of_the_project() -> None:
-    command = [sys.executable, "docker/requirements.py", "engine", "gateway"]
-    printed = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
-    ).stdout
-    extras = PROJECT["optional-dependencies"]
-    wanted = {*PROJECT["dependencies"], *extras["engine"], *extras["gateway"]}
-    assert set(printed.splitlines()) == wanted
-    assert len(printed.splitlines()) == len(wanted)
+def test_tools_of_the_build_have_hashes() -> None:
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert build["dependency-groups"]["build"] == build["build-system"]["requires"]
+    assert set(locked(LOCKS / "build.txt")) == {"setuptools"}
+    assert "cyclonedx-bom" in locked(LOCKS / "sbom.txt")
 
 
 def test_the_tests_of_images_fail_without_buildah(tmp_path: Path) -> None:
