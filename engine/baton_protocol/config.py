@@ -389,6 +389,20 @@ class AccessConfig(_Config, frozen=True):
     ] = None
 
 
+#: The formats of `baton_text.replies`.
+TOOL_PARSERS = (
+    "deepseek_v3",
+    "deepseek_v31",
+    "hermes",
+    "json",
+    "llama3_json",
+    "mistral",
+    "mistral_args",
+    "pythonic",
+)
+REASONING_PARSERS = ("mistral", "think")
+
+
 class GatewayConfig(_Config, frozen=True):
     model: ModelConfig
     discovery: DiscoveryConfig
@@ -419,6 +433,23 @@ class GatewayConfig(_Config, frozen=True):
             "none",
             help="auto: default sampling parameters come from the checkpoint's "
             "generation_config.json",
+        ),
+    ] = "auto"
+    tool_parser: Annotated[
+        str,
+        choice(
+            "auto",
+            *TOOL_PARSERS,
+            help="how the model writes tool calls; auto: its chat template decides",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        choice(
+            "auto",
+            "none",
+            *REASONING_PARSERS,
+            help="how the model writes its reasoning; auto: its chat template decides",
         ),
     ] = "auto"
     #: The decode engine computes such prompts itself.

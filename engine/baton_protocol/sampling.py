@@ -18,6 +18,13 @@ MAX_PATTERN_SIZE = 256
 MAX_PATTERN_COUNT = 1024
 #: Maximum length of a structured output's specification, in characters.
 MAX_SPEC_LENGTH = 2**17
+#: llguidance's options for JSON. Between two JSON tokens, the pattern matches at most once. Without
+#: a bound, a model can spend all its tokens on white space.
+JSON_FORMAT = {
+    "whitespace_pattern": r"[ \t]{1,2}|\r?\n[ \t]{0,64}",
+    "item_separator": ",",
+    "key_separator": ":",
+}
 
 
 class _Params(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

@@ -23,11 +23,22 @@ class IncrementalDetokenizer:
     decoders drop a space at the start of a text. If the decoded text ends with U+FFFD, this
     character is held back, because later bytes may complete the UTF-8 sequence. All other text is
     final.
+
+    Args:
+        kept_token_ids: special tokens whose text is not left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        kept_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = (
+            tokenizer.special_token_ids - kept_token_ids if skip_special_tokens else frozenset()
+        )
         self._window: list[int] = []
         #: Number of leading tokens of the window that are only context. Their text was emitted when
         #: the text last ended at a whole character.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -18,6 +19,22 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    #: Name of the tool.
+    name: str
+    #: The arguments: the JSON text of an object.
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    #: What the call does. Results name the id.
+    function: CalledFunction
+    #: Id of the call.
+    id: str = ""
+    #: Kind of the call. Only `function` is accepted.
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     #: Author of the message. Bounds: ROLES.
     role: str
@@ -27,11 +44,11 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     name: str | None = None
     #: Passed to the chat template.
     reasoning_content: str | None = None
-    #: Passed to the chat template.
+    #: Id of the call whose result this message is. Passed to the chat template.
     tool_call_id: str | None = None
-    #: A non-empty `tool_calls` or `function_call` is refused, whatever its type.
-    tool_calls: Any = None
-    #: Refused like `tool_calls`.
+    #: Calls that the assistant has made. `content` may then be null.
+    tool_calls: list[ToolCall] | None = None
+    #: A non-empty `function_call` is refused, whatever its type.
     function_call: Any = None
 
 
@@ -52,14 +69,22 @@ def _check_message(message: ChatMessage, where: str) -> None:
             f"{where}.role must be one of {', '.join(sorted(ROLES))}, got {message.role!r}",
             param=f"{where}.role",
         )
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
-            raise RequestError(
-                f"{where}.{name} is not supported by this server",
-                param=f"{where}.{name}",
-                code="unsupported_parameter",
-            )
+    if message.function_call:
+        raise RequestError(
+            f"{where}.function_call is not supported by this server; use tool_calls",
+            param=f"{where}.function_call",
+            code="unsupported_parameter",
+        )
+    if message.tool_calls and message.role != "assistant":
+        raise RequestError(
+            f"{where}.tool_calls needs the role assistant, got {message.role!r}",
+            param=f"{where}.tool_calls",
+        )
+    for index, call in enumerate(message.tool_calls or ()):
+        _check_tool_call(call, f"{where}.tool_calls[{index}]")
     if message.content is None:
+        if message.tool_calls:
+            return
         raise RequestError(f"{where}.content is required", param=f"{where}.content")
     if isinstance(message.content, str):
         return
@@ -77,6 +102,24 @@ def _check_message(message: ChatMessage, where: str) -> None:
             )
 
 
+def _check_tool_call(call: ToolCall, where: str) -> None:
+    if call.type != "function":
+        raise RequestError(
+            f"{where}.type {call.type!r} is not supported by this server; use 'function'",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+    try:
+        is_object = isinstance(json.loads(call.function.arguments or "{}"), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise RequestError(
+            f"{where}.function.arguments must be the JSON text of an object",
+            param=f"{where}.function.arguments",
+        )
+
+
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
@@ -85,7 +128,17 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
         "name": message.name,
         "reasoning_content": message.reasoning_content,
         "tool_call_id": message.tool_call_id,
+        "tool_calls": [_template_call(call) for call in message.tool_calls or ()] or None,
     }
     return {"role": message.role, "content": content} | {
         k: v for k, v in optional.items() if v is not None
     }
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    """Return a call as chat templates take it: the arguments are an object, not its text."""
+    function = {
+        "name": call.function.name,
+        "arguments": json.loads(call.function.arguments or "{}"),
+    }
+    return {"type": call.type, "id": call.id, "function": function}

@@ -11,6 +11,7 @@ from baton_protocol.messages import (
     TokenLogprobs,
 )
 from baton_text.detokenizer import IncrementalDetokenizer
+from baton_text.replies.reply_parser import ReplyDelta, ReplyParser
 from baton_text.responses import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -31,7 +32,7 @@ class TextOutput:
     token_ids: list[int] = field(default_factory=list)
     #: Logprobs of the new tokens, except a stop token that is left out of the text.
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    #: "stop", "length" or "repetition" in the last output of the sequence, else None.
+    #: "stop", "length", "repetition" or "tool_calls" in the last output of the sequence, else None.
     finish_reason: str | None = None
     #: The stop string or token id that ended the text. None: EOS, or another finish_reason.
     stop_reason: int | str | None = None
@@ -39,6 +40,8 @@ class TextOutput:
     prompt_logprobs: PromptLogprobs | None = None
     #: Number of NaN logits from which the new tokens were sampled. 0 if the engine counts none.
     num_nans_in_logits: int = 0
+    #: What `text` adds to the reply, if the reply is parsed.
+    reply: ReplyDelta | None = None
 
 
 class OutputProcessor:
@@ -52,6 +55,8 @@ class OutputProcessor:
         min_tokens: stop strings are ignored in the text of this many first tokens.
         stop_token_ids: stop tokens of the request. A stop token that ends the text becomes the
             stop_reason.
+        reply_parser: divides the text into reasoning, content and tool calls.
+        kept_token_ids: special tokens that `reply_parser` needs in the text.
     """
 
     def __init__(
@@ -63,14 +68,21 @@ class OutputProcessor:
         skip_special_tokens: bool,
         min_tokens: int,
         stop_token_ids: list[int] | None = None,
+        reply_parser: ReplyParser | None = None,
+        kept_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special_tokens=skip_special_tokens
+            tokenizer,
+            skip_special_tokens=skip_special_tokens,
+            kept_token_ids=kept_token_ids,
         )
         self._scanner = StopScanner(stops, include_stop=include_stop)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stop_token_ids = frozenset(stop_token_ids or ())
+        self._reply_parser = reply_parser
+        #: Number of tokens of the reasoning so far.
+        self.num_reasoning_tokens = 0
         #: Number of tokens so far. Tokens after a stop string do not count.
         self.num_tokens = 0
         #: Sum of the log-probabilities of the tokens so far. 0 if the request asks for no logprobs.
@@ -87,6 +99,23 @@ class OutputProcessor:
         A result with a finish_reason is the last result. After a stop string, the engine may still
         generate tokens, which the caller must not push.
         """
+        result = self._push(output)
+        if self._reply_parser is not None:
+            self._parse(self._reply_parser, result)
+        return result
+
+    def _parse(self, parser: ReplyParser, result: TextOutput) -> None:
+        """Divide the text of `result`, the next piece of the sequence."""
+        result.reply = parser.push(result.text)
+        if parser.is_reasoning:
+            self.num_reasoning_tokens += len(result.token_ids)
+        if result.finish_reason is not None:
+            end = parser.finish(is_truncated=result.finish_reason == "length")
+            result.reply = ReplyDelta.join([result.reply, end])
+            if parser.num_calls and result.finish_reason == "stop":
+                result.finish_reason = "tool_calls"
+
+    def _push(self, output: EngineCoreOutput) -> TextOutput:
         result = TextOutput(
             prompt_logprobs=output.prompt_logprobs, num_nans_in_logits=output.num_nans_in_logits
         )

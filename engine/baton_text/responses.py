@@ -15,6 +15,8 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     #: `cached_tokens`: prompt tokens taken from a prefix cache.
     prompt_tokens_details: dict[str, int] | None = None
+    #: `reasoning_tokens`: generated tokens of the reasoning, if the model writes one.
+    completion_tokens_details: dict[str, int] | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, kw_only=True):
@@ -70,9 +72,33 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     text_offset: list[int] = []
 
 
+class CalledFunctionDelta(msgspec.Struct, kw_only=True):
+    #: Name of the tool. A stream sends it only with the begin of the call.
+    name: str | UnsetType = UNSET
+    #: JSON text of the arguments. A chunk adds its text to the text of earlier chunks.
+    arguments: str
+
+
+class ChatToolCall(msgspec.Struct, kw_only=True):
+    """A tool call of a response, or what a chunk adds to one."""
+
+    #: Number of the call in the message. Only in chunks.
+    index: int | UnsetType = UNSET
+    #: Id of the call, which the message with its result repeats.
+    id: str | UnsetType = UNSET
+    #: Always `function`.
+    type: str | UnsetType = UNSET
+    #: The tool and its arguments.
+    function: CalledFunctionDelta
+
+
 class ChatResponseMessage(msgspec.Struct, kw_only=True):
-    #: The generated text.
-    content: str
+    #: The generated text. Null if there are only tool calls.
+    content: str | None
+    #: Text of the reasoning before the content, if the model writes one.
+    reasoning_content: str | UnsetType = UNSET
+    #: Calls of tools, if there are any.
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
     #: Author of the message.
     role: str = "assistant"
     #: Always null.
@@ -86,7 +112,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatResponseMessage
     #: Log-probabilities of the generated tokens. Null unless the request has `logprobs`.
     logprobs: ChatLogprobs | None
-    #: `stop`, `length` or `repetition`.
+    #: `stop`, `length`, `repetition` or `tool_calls`.
     finish_reason: str | None
     #: The stop string or stop token that ended the text. Null: EOS, or another reason.
     stop_reason: int | str | None = None
@@ -118,6 +144,10 @@ class ChatDelta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     #: Text that the chunk adds. It may be empty.
     content: str | UnsetType = UNSET
+    #: Text that the chunk adds to the reasoning.
+    reasoning_content: str | UnsetType = UNSET
+    #: What the chunk adds to tool calls.
+    tool_calls: list[ChatToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -127,7 +157,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     delta: ChatDelta
     #: Log-probabilities of the chunk's tokens. Null unless the request has `logprobs`.
     logprobs: ChatLogprobs | None = None
-    #: `stop`, `length` or `repetition`. Null in chunks before the choice's last one.
+    #: `stop`, `length`, `repetition` or `tool_calls`. Null in chunks before the choice's last one.
     finish_reason: str | None = None
     #: The stop string or stop token that ended the text. Null: EOS, or another reason.
     stop_reason: int | str | None = None

@@ -136,6 +136,11 @@ class Tokenizer:
         """Number of tokens in the vocabulary, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    def special_token_id(self, text: str) -> int | None:
+        """Return the id of the special token with this text. None: no special token has it."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_token_ids else None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
 

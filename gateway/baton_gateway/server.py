@@ -40,6 +40,7 @@ from baton_gateway.routing.pool import EnginePool
 from baton_protocol.config import GatewayConfig, container_path
 from baton_protocol.service_key import ServiceKey
 from baton_text.generation_defaults import GenerationDefaults
+from baton_text.replies.reply_format import ReplyFormat
 from baton_text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -116,7 +117,15 @@ class Gateway:
             placer, self.metrics, inter_token_timeout_s=config.inter_token_timeout_s
         )
         salts = CacheSalts(access, service_key)
-        builder = JobBuilder(tokenizer, self.pool, self.metrics, access, salts, defaults)
+        template = tokenizer.chat_template
+        reply_format = ReplyFormat.choose(
+            config.tool_parser,
+            config.reasoning_parser,
+            None if template is None else template.source,
+        )
+        builder = JobBuilder(
+            tokenizer, self.pool, self.metrics, access, salts, defaults, reply_format
+        )
         self._generator = Generator(dispatcher, self.metrics)
         routes = self._routes(tokenizer, builder)
         self.app, self.metrics_app = routes.app, routes.metrics_app

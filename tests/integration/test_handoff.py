@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import signal
 
@@ -127,6 +128,37 @@ async def test_samples_of_a_prompt_cost_one_prefill_and_one_transfer(stack, max_
         )
     assert tokens == alone
     assert len(set(map(tuple, tokens))) > 1
+
+
+async def test_required_tool_calls_follow_their_schema(stack) -> None:
+    """The model's weights are random, so only the grammar makes the calls valid."""
+    city = {"enum": ["Malmö", "Lund"]}
+    schema = {
+        "type": "object",
+        "properties": {"city": city, "days": {"type": "array", "items": city, "maxItems": 2}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    client = openai.AsyncOpenAI(base_url=stack.url, api_key="unused", max_retries=0, timeout=120)
+    async with client:
+        answer = await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "hi"}],
+            tools=[tool],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            n=4,
+            max_tokens=150,
+            seed=3,
+        )
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        [call] = choice.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name == "get_weather"
+        assert {arguments["city"], *arguments["days"]} <= {"Malmö", "Lund"}
 
 
 async def test_an_engine_continues_the_request_of_another_engine(stack) -> None:

@@ -22,7 +22,7 @@ from baton_protocol.checkpoint_files import (
     parse_object,
     read_file,
 )
-from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling import JSON_FORMAT, StructuredOutput, StructuredOutputKind
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -35,13 +35,6 @@ MAX_REASON_LENGTH = 300
 # these two limits hold an untrusted schema to about 60 MB.
 MAX_GRAMMAR_SIZE = 100_000
 MAX_LEXER_STATES = 30_000
-#: llguidance's options for JSON. Between two JSON tokens, the pattern matches at most once. Without
-#: a bound, a model can spend all its tokens on white space.
-JSON_FORMAT = {
-    "whitespace_pattern": r"[ \t]{1,2}|\r?\n[ \t]{0,64}",
-    "item_separator": ",",
-    "key_separator": ":",
-}
 
 
 @dataclass(frozen=True, slots=True)

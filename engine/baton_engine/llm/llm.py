@@ -148,6 +148,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Generate the assistant's next message in one or several conversations.
 
@@ -158,6 +159,8 @@ class LLM:
             chat_template: Jinja source to use instead of the checkpoint's template.
             add_generation_prompt: end each prompt with the start of an assistant message.
             chat_template_kwargs: additional variables of the template, such as enable_thinking.
+            tools: tools in OpenAI's form, which the template describes to the model.
+                `baton_text.replies` finds calls in the outputs' texts.
 
         Returns:
             One output per conversation, in the order of the conversations.
@@ -174,7 +177,7 @@ class LLM:
                 template = ChatTemplate(chat_template, self._tokenizer.special_tokens)
                 self._given_template = template
         variables = chat_template_kwargs or {}
-        for name in ("messages", "add_generation_prompt"):
+        for name in ("messages", "add_generation_prompt", "tools"):
             if name in variables:
                 raise ValueError(
                     f"chat_template_kwargs must not set {name}: it is an argument of chat()"
@@ -184,7 +187,7 @@ class LLM:
                 "this model has no chat template: pass chat_template=..., or use generate()"
             )
         conversations = as_conversations(messages)
-        variables = {**variables, "add_generation_prompt": add_generation_prompt}
+        variables = {**variables, "add_generation_prompt": add_generation_prompt, "tools": tools}
         with self._lock:
             prompts = [
                 render_conversation(self._tokenizer, template, conversation, variables)

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
+
+import msgspec
 
 from baton_protocol.sampling import MAX_LOGPROBS
 from baton_text.errors import RequestError
 from baton_text.messages import ChatMessage, template_messages
 from baton_text.requests.generation_request import GenerationRequest, check_max_tokens
 
+#: OpenAI's limit.
+MAX_TOOLS = 128
+_TOOL_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+
+
+class ToolFunction(msgspec.Struct, kw_only=True):
+    #: Name of the function. Bounds: 1..64 letters, digits, underscores, dots and hyphens.
+    name: str
+    #: What the function does.
+    description: str | None = None
+    #: JSON schema of the arguments. Unset: any object.
+    parameters: dict[str, Any] | None = None
+    #: Whether arguments must follow the schema. They do in all cases in which the model's calls
+    #: have a grammar.
+    strict: bool | None = None
+
 
 class ChatCompletionRequest(GenerationRequest, kw_only=True):
     UNSUPPORTED: ClassVar[tuple[str, ...]] = (
-        "tools",
         "functions",
         "function_call",
         "audio",
@@ -35,9 +53,15 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     #: Variables of the template, such as enable_thinking.
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Any = None
-    #: `none` and `auto` have no effect. Other values are refused.
+    #: Tools that the answer may call. Passed to the chat template as they are.
+    tools: list[dict[str, Any]] | None = None
+    #: auto: the model decides whether to call tools. required: it calls one or more. none: it gets
+    #: no tools. An object with the name of a function: it calls this function. Unset: auto.
     tool_choice: Any = None
+    #: Whether an answer may have several calls. Unset: true.
+    parallel_tool_calls: bool | None = None
+    #: Whether the response has the reasoning of the model. Unset: true.
+    include_reasoning: bool | None = None
     functions: Any = None
     function_call: Any = None
     #: `["text"]` has no effect. Other values are refused.
@@ -63,8 +87,34 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def requested_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def offered_tools(self) -> list[ToolFunction]:
+        """The functions that the answer may call."""
+        return [] if self.tool_choice == "none" else self._functions()
+
+    @property
+    def template_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as the chat template gets them. None: no tools."""
+        return (self.tools or None) if self.tool_choice != "none" else None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must consist of tool calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
+
+    def callable_tools(self) -> list[ToolFunction]:
+        """Return the functions that the answer may call: only one if `tool_choice` names it."""
+        if not isinstance(self.tool_choice, dict):
+            return self.offered_tools
+        name = self.tool_choice["function"]["name"]
+        return [tool for tool in self._functions() if tool.name == name]
+
+    def _functions(self) -> list[ToolFunction]:
+        return [msgspec.convert(tool["function"], ToolFunction) for tool in self.tools or ()]
+
     def validate(self) -> None:
         super().validate()
+        self._validate_tools()
         check_max_tokens("max_completion_tokens", self.max_completion_tokens)
         check_max_tokens("max_tokens", self.max_tokens)
         if self.top_logprobs is not None:
@@ -79,17 +129,69 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             raise RequestError("messages must not be empty", param="messages")
         template_messages(self.messages)
 
+    def _validate_tools(self) -> None:
+        tools = self.tools or []
+        if len(tools) > MAX_TOOLS:
+            raise RequestError(
+                f"tools must have at most {MAX_TOOLS} entries, got {len(tools)}", param="tools"
+            )
+        names: set[str] = set()
+        for index, tool in enumerate(tools):
+            names.add(_check_tool(tool, f"tools[{index}]", names))
+        choice = self.tool_choice
+        if isinstance(choice, dict):
+            function = choice.get("function")
+            name = function.get("name") if isinstance(function, dict) else None
+            if choice.get("type") != "function" or name not in names:
+                raise RequestError(
+                    "tool_choice must name a function of tools, as "
+                    '{"type": "function", "function": {"name": ...}}',
+                    param="tool_choice",
+                )
+        elif choice not in (None, "none", "auto", "required"):
+            raise RequestError(
+                f"tool_choice must be none, auto, required or a function, got {choice!r:.60}",
+                param="tool_choice",
+            )
+        elif choice == "required" and not tools:
+            raise RequestError("tool_choice required needs tools", param="tool_choice")
+        structure = self.structured_output_field()
+        if structure is not None and self.offered_tools:
+            raise RequestError(f"{structure} cannot be combined with tools", param=structure)
+        if self.offered_tools and self.use_beam_search:
+            raise RequestError("tools cannot be combined with use_beam_search", param="tools")
+
     def _refuse_unsupported(self) -> None:
         super()._refuse_unsupported()
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError(
-                "tool_choice is not supported by this server",
-                param="tool_choice",
-                code="unsupported_parameter",
-            )
         if self.modalities not in (None, ["text"]):
             raise RequestError(
                 'modalities other than ["text"] are not supported by this server',
                 param="modalities",
                 code="unsupported_parameter",
             )
+
+
+def _check_tool(tool: dict[str, Any], where: str, earlier: set[str]) -> str:
+    """Return the name of a tool.
+
+    Raises:
+        RequestError: the tool is no function, or another tool has its name.
+    """
+    if tool.get("type") != "function":
+        raise RequestError(
+            f"{where}.type must be 'function', got {tool.get('type')!r:.60}",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+    try:
+        function = msgspec.convert(tool.get("function"), ToolFunction)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"{where}.function: {error}", param=f"{where}.function") from error
+    field = f"{where}.function.name"
+    if not _TOOL_NAME.fullmatch(function.name):
+        raise RequestError(
+            f"{field} must be 1 to 64 letters, digits, underscores, dots or hyphens", param=field
+        )
+    if function.name in earlier:
+        raise RequestError(f"{field}: two tools are named {function.name}", param=field)
+    return function.name

@@ -33,6 +33,7 @@ from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.thread_pool import run_off_loop
 from baton_text.errors import RequestError
 from baton_text.output import TextOutput
+from baton_text.replies.reply_parser import ReplyDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import GenerationRequest
@@ -337,4 +338,9 @@ def _merge(outputs: list[TextOutput]) -> TextOutput:
             (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None
         ),
         num_nans_in_logits=sum(output.num_nans_in_logits for output in outputs),
+        reply=_merge_replies([o.reply for o in outputs if o.reply is not None]),
     )
+
+
+def _merge_replies(deltas: list[ReplyDelta]) -> ReplyDelta | None:
+    return ReplyDelta.join(deltas) if deltas else None

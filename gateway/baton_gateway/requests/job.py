@@ -137,9 +137,12 @@ class Job:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
         completion_tokens = sum(choice.processor.num_tokens for choice in self.choices)
         cached_tokens = sum(prompt.runs[0].sequence.num_cached_tokens for prompt in self.prompts)
-        return Usage(
+        usage = Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details={"cached_tokens": cached_tokens},
         )
+        if reasoning := sum(choice.processor.num_reasoning_tokens for choice in self.choices):
+            usage.completion_tokens_details = {"reasoning_tokens": reasoning}
+        return usage

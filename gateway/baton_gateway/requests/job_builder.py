@@ -25,6 +25,7 @@ from baton_protocol.sampling import SamplingParams
 from baton_text.errors import RequestError
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.output import OutputProcessor
+from baton_text.replies.reply_format import Reply, ReplyFormat
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import GenerationRequest
@@ -47,6 +48,7 @@ class JobBuilder:
         access: AccessConfig,
         salts: CacheSalts,
         defaults: GenerationDefaults,
+        reply_format: ReplyFormat,
     ) -> None:
         self.tokenizer = tokenizer
         self._reader = PromptReader(tokenizer)
@@ -55,6 +57,7 @@ class JobBuilder:
         self._access = access
         self._salts = salts
         self._defaults = defaults
+        self._format = reply_format
 
     @property
     def max_model_len(self) -> int | None:
@@ -98,6 +101,7 @@ class JobBuilder:
                 bounds,
                 add_generation_prompt=request.add_generation_prompt is not False,
                 size=size,
+                tools=request.template_tools,
             )
             size = max(size, len(text))
         return await run_off_loop(
@@ -113,8 +117,10 @@ class JobBuilder:
         cache_salt: str,
     ) -> Job:
         """Return the job of `request`. `text` is the rendered prompt of a chat request."""
+        reply: Reply | None = None
         if isinstance(request, ChatCompletionRequest):
             assert text is not None
+            reply = self._format.reply(request, text, self.tokenizer.special_token_id)
             prefix, field = "chatcmpl", "messages"
             prompts = [self._reader.encode(text, field, bounds, add_special_tokens=False)]
             echoes = [""]
@@ -130,7 +136,7 @@ class JobBuilder:
         lengths = [
             self._max_tokens(request, len(token_ids), field, bounds) for token_ids in prompts
         ]
-        params_of = self._params(request, set(lengths))
+        params_of = self._params(request, set(lengths), reply)
         jobs = []
         for prompt_index, (token_ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
             # The client's seed is the same for all prompts: equal prompts get equal answers.
@@ -139,7 +145,9 @@ class JobBuilder:
             self._metrics.prompt_tokens.inc(len(token_ids))
             first_index = prompt_index * request.num_candidates
             choices = [
-                Choice(first_index + index, self._processor(request, params), token_ids, echo)
+                Choice(
+                    first_index + index, self._processor(request, params, reply), token_ids, echo
+                )
                 for index in range(request.num_candidates)
             ]
             # The choices of each sequence: a beam search is one sequence, with a choice per beam.
@@ -182,7 +190,9 @@ class JobBuilder:
             ]
         return token_ids, echoes
 
-    def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
+    def _params(
+        self, request: GenerationRequest, lengths: set[int], reply: Reply | None
+    ) -> dict[int, SamplingParams]:
         """Return the sampling parameters for each max_tokens in `lengths`.
 
         Prompts with equal max_tokens share one object, because the lists of options may be long.
@@ -198,11 +208,15 @@ class JobBuilder:
             for max_tokens in lengths
         }
         for params in params_of.values():
+            if reply is not None and reply.structured_output is not None:
+                params.structured_output = reply.structured_output
             self._reader.check_ids(list(params.logit_bias or {}), "logit_bias")
             self._reader.check_ids(params.stop_token_ids, "stop_token_ids")
         return params_of
 
-    def _processor(self, request: GenerationRequest, params: SamplingParams) -> OutputProcessor:
+    def _processor(
+        self, request: GenerationRequest, params: SamplingParams, reply: Reply | None
+    ) -> OutputProcessor:
         return OutputProcessor(
             self.tokenizer,
             stops=request.stops,
@@ -210,6 +224,8 @@ class JobBuilder:
             skip_special_tokens=request.skip_special_tokens is not False,
             min_tokens=params.min_tokens,
             stop_token_ids=params.stop_token_ids,
+            reply_parser=None if reply is None else reply.parser(),
+            kept_token_ids=frozenset() if reply is None else reply.special_token_ids,
         )
 
     def _max_tokens(

@@ -112,6 +112,7 @@ class PromptReader:
         *,
         add_generation_prompt: bool,
         size: int,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """Return the prompt that the chat template renders from `messages`.
 
@@ -122,6 +123,7 @@ class PromptReader:
                 the texts of all messages are in the prompt.
             add_generation_prompt: end the prompt with the start of an assistant's message.
             size: bytes of the request's body.
+            tools: tools that the answer may call.
 
         Raises:
             RequestError: the model has no chat template, the template refuses the messages, or a
@@ -130,7 +132,7 @@ class PromptReader:
             APIError: the template's process takes too long or ends unexpectedly.
         """
         variables = variables or {}
-        if reserved := {"messages", "add_generation_prompt"} & variables.keys():
+        if reserved := {"messages", "add_generation_prompt", "tools"} & variables.keys():
             name = f"chat_template_kwargs.{min(reserved)}"
             raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
         bounds.check(len(messages), "messages")
@@ -147,6 +149,7 @@ class PromptReader:
             return template.render(
                 template_messages(messages),
                 add_generation_prompt=add_generation_prompt,
+                tools=tools,
                 **variables,
             )
 

@@ -62,6 +62,25 @@ class Model(ApiStruct, frozen=True):
     quantization: Literal["int8", "int4"] | None = None
     #: Maximum number of tokens of a sequence, prompt included. Unset: the model's own maximum.
     max_model_len: Tokens | None = None
+    #: How the model writes tool calls. auto: its chat template decides. Unset: auto.
+    tool_parser: (
+        Literal[
+            "auto",
+            "deepseek_v3",
+            "deepseek_v31",
+            "hermes",
+            "json",
+            "llama3_json",
+            "mistral",
+            "mistral_args",
+            "pythonic",
+        ]
+        | None
+    ) = None
+    #: How the model writes its reasoning. think: between <think> and </think>. mistral: between
+    #: [THINK] and [/THINK]. none: the reasoning is not told apart. auto: the chat template decides.
+    #: Unset: auto.
+    reasoning_parser: Literal["auto", "none", "mistral", "think"] | None = None
 
 
 class ModelStatus(ApiStruct, frozen=True):

@@ -69,6 +69,8 @@ GATEWAY = (
     Setting("gateway.limits.max_completion_tokens", "access.max_completion_tokens"),
     Setting("gateway.max_concurrent_requests", "max_concurrent_requests"),
     Setting("gateway.generation_config", "generation_config"),
+    Setting("model.tool_parser", "tool_parser"),
+    Setting("model.reasoning_parser", "reasoning_parser"),
     Setting("gateway.prefill_threshold_tokens", "prefill_threshold_tokens"),
     Setting("gateway.queue_timeout_seconds", "queue_wait_s"),
     Setting("gateway.resume_timeout_seconds", "resume_wait_s"),

@@ -106,10 +106,23 @@ def test_fields_of_other_sections_reach_the_gateway() -> None:
             {"model": {"uri": "file:///models/x", "servedName": "n"}},
             {"model.served_name": "n"},
         ),
+        (
+            {"model": {"uri": "file:///models/x", "toolParser": "hermes"}},
+            {"tool_parser": "hermes"},
+        ),
+        (
+            {"model": {"uri": "file:///models/x", "reasoningParser": "none"}},
+            {"reasoning_parser": "none"},
+        ),
     ):
         assert changes(spec) == options
 
 
 def test_every_option_of_a_field_is_set_by_a_test() -> None:
     tested = {option for _, options in CONFIGURED.values() for option in options}
-    assert {setting.option for setting in GATEWAY} == tested | {"hold_s", "drain_timeout_s"}
+    assert {setting.option for setting in GATEWAY} == tested | {
+        "hold_s",
+        "drain_timeout_s",
+        "tool_parser",
+        "reasoning_parser",
+    }

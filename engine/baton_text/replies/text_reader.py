@@ -1,0 +1,239 @@
+"""Reads a text that arrives in pieces.
+
+Parsers are generators. They read with `yield from`, and yield when the text so far does not decide
+what comes next. Their decisions depend on the characters alone, so the result does not depend on
+how the text is divided into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
+#: A generator that yields when it needs more text, and returns a T.
+Reading = Generator[None, None, _T]
+
+_SPACES = re.compile(r"\s*")
+#: The characters of a JSON string up to a quote, a backslash or the end of the piece.
+_PLAIN = re.compile(r'[^"\\]*')
+_BETWEEN = re.compile(r"[-+.0-9a-zA-Z,:\s]*")
+_CLOSING = {"{": "}", "[": "]"}
+
+
+class BadSyntaxError(Exception):
+    """Raised when the text is not what the format requires."""
+
+
+class EndOfTextError(BadSyntaxError):
+    """Raised when the text ends before the format allows it."""
+
+
+class TextReader:
+    """A position in a text of which more may arrive."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._position = 0
+        #: Position to which `rewind` may return; None: there is none.
+        self._mark: int | None = None
+        #: Whether no more text will arrive.
+        self.has_ended = False
+
+    def push(self, text: str) -> None:
+        """Add a piece of text."""
+        kept = self._position if self._mark is None else self._mark
+        self._text = self._text[kept:] + text
+        self._position -= kept
+        if self._mark is not None:
+            self._mark = 0
+
+    def mark(self) -> None:
+        """Let `rewind` return to this position."""
+        self._mark = self._position
+
+    def forget_mark(self) -> None:
+        self._mark = None
+
+    def rewind(self) -> None:
+        """Return to the position of `mark`."""
+        assert self._mark is not None
+        self._position, self._mark = self._mark, None
+
+    def since_mark(self) -> str:
+        """Return the text from the mark to this position."""
+        return self._text[self._mark : self._position]
+
+    def need(self) -> Reading[None]:
+        """Wait until there is a next character.
+
+        Raises:
+            EndOfTextError: the text has ended.
+        """
+        while self._position == len(self._text):
+            if self.has_ended:
+                raise EndOfTextError
+            yield
+
+    def peek(self) -> Reading[str]:
+        """Return the next character without consuming it, or "" at the end of the text."""
+        try:
+            yield from self.need()
+        except EndOfTextError:
+            return ""
+        return self._text[self._position]
+
+    def skip_spaces(self) -> Reading[str]:
+        """Consume whitespace, and return it."""
+        spaces = ""
+        while True:
+            match = _SPACES.match(self._text, self._position)
+            assert match
+            spaces += match[0]
+            self._position = match.end()
+            if self._position < len(self._text) or self.has_ended:
+                return spaces
+            yield
+
+    def follows(self, literal: str) -> Reading[bool]:
+        """Return whether `literal` follows. Nothing is consumed."""
+        while True:
+            found = self._text[self._position : self._position + len(literal)]
+            if found == literal:
+                return True
+            if not literal.startswith(found) or self.has_ended:
+                return False
+            yield
+
+    def skip(self, literal: str) -> Reading[bool]:
+        """Consume `literal` if it follows, and return whether it does."""
+        if (yield from self.follows(literal)):
+            self._position += len(literal)
+            return True
+        return False
+
+    def expect(self, literal: str) -> Reading[None]:
+        """Consume `literal`.
+
+        Raises:
+            BadSyntaxError: another text follows.
+        """
+        if not (yield from self.skip(literal)):
+            raise self._error()
+
+    def read_until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Reading[str]:
+        """Consume the text up to the first of the markers, and the marker.
+
+        Text is emitted as soon as no marker can begin in it.
+
+        Returns:
+            The marker, or "" if the text ended without one.
+        """
+        while True:
+            rest = self._text[self._position :]
+            found = [(at, marker) for marker in markers if (at := rest.find(marker)) >= 0]
+            # A longer marker that begins earlier may still be incomplete.
+            limit = len(rest) if self.has_ended else len(rest) - _held(rest, markers)
+            if found and min(found)[0] <= limit:
+                at, marker = min(found, key=lambda each: (each[0], -len(each[1])))
+                emit(rest[:at])
+                self._position += at + len(marker)
+                return marker
+            emit(rest[:limit])
+            self._position += limit
+            if self.has_ended:
+                return ""
+            yield
+
+    def read_json(self, emit: Callable[[str], None]) -> Reading[None]:
+        """Consume one JSON object, array or string, and emit its text as it arrives.
+
+        Brackets, strings and the characters between them are checked. `json.loads` of the text may
+        still fail.
+
+        Raises:
+            BadSyntaxError: the text is not JSON.
+        """
+        yield from self.need()
+        closing: list[str] = []
+        is_string = False
+        while True:
+            start = self._position
+            while self._position < len(self._text):
+                character = self._text[self._position]
+                if is_string:
+                    if character == "\\":
+                        if self._position + 1 == len(self._text):
+                            break
+                        self._position += 2
+                        continue
+                    if character != '"':
+                        self._position = _end(_PLAIN, self._text, self._position)
+                        continue
+                    is_string = False
+                elif character == '"':
+                    is_string = True
+                elif character in _CLOSING:
+                    closing.append(_CLOSING[character])
+                elif closing and character == closing[-1]:
+                    closing.pop()
+                else:
+                    end = _end(_BETWEEN, self._text, self._position) if closing else start
+                    if end == self._position:
+                        emit(self._text[start:end])
+                        raise self._error()
+                    self._position = end
+                    continue
+                self._position += 1
+                if not closing and not is_string:
+                    emit(self._text[start : self._position])
+                    return
+            emit(self._text[start : self._position])
+            if self.has_ended:
+                raise EndOfTextError
+            yield
+
+    def read_json_string(self) -> Reading[str]:
+        """Consume a JSON string, and return its value.
+
+        Raises:
+            BadSyntaxError: no valid string follows.
+        """
+        if (yield from self.peek()) != '"':
+            raise self._error()
+        pieces: list[str] = []
+        yield from self.read_json(pieces.append)
+        try:
+            return str(json.loads("".join(pieces), strict=False))
+        except ValueError:
+            raise BadSyntaxError from None
+
+    def read_word(self, pattern: re.Pattern[str]) -> Reading[str]:
+        """Consume the characters that match `pattern`, which matches a single character."""
+        word = ""
+        while pattern.fullmatch(character := (yield from self.peek())):
+            word += character
+            self._position += 1
+        return word
+
+    def _error(self) -> BadSyntaxError:
+        """Return the error for a next character that the format does not allow."""
+        is_end = self.has_ended and self._position == len(self._text)
+        return EndOfTextError() if is_end else BadSyntaxError()
+
+
+def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
+    match = pattern.match(text, start)
+    assert match
+    return match.end()
+
+
+def _held(text: str, markers: Sequence[str]) -> int:
+    """Return the length of the longest suffix of `text` that begins a marker and is none."""
+    longest = max(map(len, markers), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(len(each) > length and each.startswith(text[-length:]) for each in markers):
+            return length
+    return 0

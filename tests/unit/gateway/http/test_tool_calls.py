@@ -1,0 +1,218 @@
+"""Tools, tool calls and reasoning of /v1/chat/completions, through the `openai` client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from baton_protocol.sampling import StructuredOutputKind
+from support.gateway.fake_engine import EOS_ID, FakeEngine
+from support.gateway.gateway_rig import GatewayRig
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+ADD: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+USER = {"role": "user", "content": "hi"}
+CALLS = (
+    '<think>Two calls.</think>\n\nI look.\n<tool_call>\n{"name": "get_weather", "arguments": '
+    '{"city": "Malmö"}}\n</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n'
+    "</tool_call>"
+)
+
+
+@pytest.fixture
+def rig(make_rig: Any) -> GatewayRig:
+    return make_rig(tool_parser="hermes", reasoning_parser="think")
+
+
+def answering(rig: GatewayRig, text: str, name: str = "d") -> FakeEngine:
+    """Start a decode engine that answers with `text` and EOS."""
+    engine = rig.engine(name, "decode", text)
+    engine.answer.append(EOS_ID)
+    return engine
+
+
+async def chat(rig: GatewayRig, **options: Any) -> Any:
+    fields: dict[str, Any] = {"model": "m", "messages": [USER], "tools": [WEATHER, ADD], **options}
+    return await rig.client().chat.completions.create(**fields)
+
+
+async def streamed(rig: GatewayRig, **options: Any) -> dict[str, Any]:
+    """Return the message that the chunks of a stream make."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
+    async for chunk in await chat(rig, stream=True, **options):
+        for choice in chunk.choices:
+            message["content"] += choice.delta.content or ""
+            message["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            message["finish"] = choice.finish_reason or message["finish"]
+            for call in choice.delta.tool_calls or []:
+                if call.id:
+                    assert (call.index, call.type) == (len(message["calls"]), "function")
+                    message["calls"].append([call.function.name, ""])
+                message["calls"][call.index][1] += call.function.arguments
+    return message
+
+
+EXPECTED = {
+    "content": "I look.",
+    "reasoning": "Two calls.",
+    "calls": [["get_weather", '{"city": "Malmö"}'], ["add", '{"a": 1}']],
+    "finish": "tool_calls",
+}
+
+
+async def test_an_answer_has_its_reasoning_content_and_calls(rig: GatewayRig) -> None:
+    engine = answering(rig, CALLS)
+    await rig.start(engine)
+    answer = await chat(rig)
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.reasoning_content == "Two calls."
+    calls = choice.message.tool_calls
+    assert [[call.function.name, call.function.arguments] for call in calls] == EXPECTED["calls"]
+    assert len({call.id for call in calls}) == 2
+    assert {call.type for call in calls} == {"function"}
+    reasoning = answer.usage.completion_tokens_details.reasoning_tokens
+    assert 0 < reasoning <= len(rig.tokenizer.encode("<think>Two calls.</think>"))
+    [request] = engine.adds
+    assert request.sampling_params.structured_output.kind is StructuredOutputKind.GRAMMAR
+
+
+async def test_a_stream_makes_the_same_message(rig: GatewayRig) -> None:
+    await rig.start(answering(rig, CALLS))
+    assert await streamed(rig) == EXPECTED
+    assert (await streamed(rig, extra_body={"include_reasoning": False}))["reasoning"] == ""
+
+
+async def test_calls_continue_on_another_engine(rig: GatewayRig) -> None:
+    """The first engine is lost within the arguments of a call."""
+    first, second = answering(rig, CALLS, "a"), answering(rig, CALLS, "b")
+    begun = rig.tokenizer.encode(CALLS.partition("Malm")[0], add_special_tokens=False)
+    for engine in (first, second):
+        engine.hold_after = len(begun)
+    await rig.start(first, second)
+    stream = await chat(rig, stream=True)
+    calls: list[str] = []
+    async for chunk in stream:
+        for choice in chunk.choices:
+            calls += [call.function.arguments for call in choice.delta.tool_calls or []]
+        holding = first if first.adds else second
+        if not holding.released.is_set() and "".join(calls):
+            holding.die()
+            for engine in (first, second):
+                engine.released.set()
+    assert "".join(calls) == '{"city": "Malmö"}{"a": 1}'
+
+
+async def test_only_calls_leave_the_content_null(rig: GatewayRig) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    engine = answering(rig, call)
+    await rig.start(engine)
+    message = (await chat(rig, tool_choice="required")).choices[0].message
+    assert message.content is None
+    assert [each.function.name for each in message.tool_calls] == ["add"]
+    named = {"type": "function", "function": {"name": "add"}}
+    await chat(rig, tool_choice=named)
+    required, one = [request.sampling_params.structured_output.spec for request in engine.adds]
+    assert '"get_weather' in required.replace("\\", "")
+    assert "get_weather" not in one
+
+
+async def test_without_tools_nothing_is_parsed_as_a_call(rig: GatewayRig) -> None:
+    engine = answering(rig, CALLS)
+    await rig.start(engine)
+    for options in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
+        choice = (await chat(rig, **options)).choices[0]
+        assert choice.message.tool_calls is None
+        assert choice.message.content == CALLS.partition("</think>\n\n")[2]
+        assert choice.finish_reason == "stop"
+    assert engine.adds[0].sampling_params.structured_output is None
+
+
+async def test_the_template_gets_tools_and_earlier_calls(make_rig: Any) -> None:
+    rig = make_rig(tool_parser="hermes", reasoning_parser="none")
+    engine = answering(rig, "ok")
+    await rig.start(engine)
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]
+    seen: list[dict[str, Any]] = []
+    template = rig.tokenizer.chat_template
+
+    class Recorder:
+        source = template.source
+
+        def render(self, messages: Any, **variables: Any) -> str:
+            seen.append({"messages": messages, **variables})
+            return "prompt"
+
+    rig.tokenizer.chat_template = Recorder()
+    try:
+        await chat(rig, messages=messages)
+    finally:
+        rig.tokenizer.chat_template = template
+    [given] = seen
+    assert given["tools"] == [WEATHER, ADD]
+    assert given["messages"][1] == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"a": 1}}}
+        ],
+    }
+    assert given["messages"][2] == {"role": "tool", "content": "2", "tool_call_id": "c1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "retrieval"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [ADD, ADD]}, "tools[1].function.name"),
+        ({"tools": [ADD] * 129}, "tools"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"extra_body": {"guided_regex": "a"}}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [
+                            {
+                                "id": "1",
+                                "type": "function",
+                                "function": {"name": "a", "arguments": "["},
+                            }
+                        ],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+async def test_invalid_tools_are_refused(
+    rig: GatewayRig, options: dict[str, Any], param: str
+) -> None:
+    await rig.start(answering(rig, "ok"))
+    with pytest.raises(openai.BadRequestError) as refused:
+        await chat(rig, **options)
+    assert refused.value.param == param
+    assert json.dumps(refused.value.body)

@@ -1,0 +1,85 @@
+"""The format of replies follows the options and the chat template."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_type_hints
+
+import msgspec
+import pytest
+
+from baton_operator.api.spec_model import Model
+from baton_protocol.config import REASONING_PARSERS, TOOL_PARSERS
+from baton_text.replies.reasoning import REASONING_FORMATS
+from baton_text.replies.reply_format import ReplyFormat
+from baton_text.replies.tool_formats import TOOL_FORMATS
+from baton_text.requests.chat_request import ChatCompletionRequest
+
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+def names_of(field: str) -> set[str]:
+    """Return the values that a field of the LLMService's model accepts."""
+    found: set[str] = set()
+    pending: list[Any] = [get_type_hints(Model)[field]]
+    while pending:
+        kind = pending.pop()
+        if getattr(kind, "__origin__", None) is Literal:
+            found |= set(get_args(kind))
+        else:
+            pending += get_args(kind)
+    return found
+
+
+def test_options_and_fields_name_all_formats() -> None:
+    assert set(TOOL_PARSERS) == set(TOOL_FORMATS) == names_of("tool_parser") - {"auto"}
+    assert set(REASONING_PARSERS) == set(REASONING_FORMATS)
+    assert names_of("reasoning_parser") == {"auto", "none", *REASONING_FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        (None, "json", None),
+        ("{{ messages[0].content }}", "json", None),
+        ("{{ '<tool_call>\\n' }}{{ '<think>\\n\\n</think>' }}", "hermes", "think"),
+        ("{{ '[TOOL_CALLS] [' }}", "mistral", None),
+        ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}[/THINK]", "mistral_args", "mistral"),
+        ("{{ '<｜tool▁calls▁begin｜>function<｜tool▁sep｜>' }}</think>", "deepseek_v3", "think"),
+        ("<|python_tag|>", "llama3_json", None),
+        ("<|python_start|>", "pythonic", None),
+    ],
+)
+def test_the_chat_template_decides(template: str | None, tools: str, reasoning: str | None) -> None:
+    chosen = ReplyFormat.choose("auto", "auto", template)
+    assert chosen.tools is TOOL_FORMATS[tools]
+    assert chosen.reasoning is (REASONING_FORMATS[reasoning] if reasoning else None)
+    given = ReplyFormat.choose("pythonic", "none", template)
+    assert given == ReplyFormat(TOOL_FORMATS["pythonic"], None)
+
+
+def reply(name: str, prompt: str = "", **fields: Any) -> Any:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
+    request = msgspec.convert(body, ChatCompletionRequest)
+    request.validate()
+    chosen = ReplyFormat.choose(name, "think", None)
+    return chosen.reply(request, prompt, {"<think>": 7, "<tool_call>": 8}.get)
+
+
+def test_a_reply_begins_inside_the_reasoning_if_the_prompt_does() -> None:
+    assert reply("hermes", "...assistant\n<think>\n").is_reasoning
+    assert not reply("hermes", "...assistant\n<think>\n\n</think>\n\n").is_reasoning
+    assert reply("hermes", response_format={"type": "json_object"}) is None
+
+
+def test_special_tokens_of_the_format_stay_in_the_text() -> None:
+    assert reply("hermes", tools=[TOOL]).special_token_ids == {7, 8}
+    assert reply("json", tools=[TOOL]).special_token_ids == {7}
+    assert "<[8]>" in reply("hermes", tools=[TOOL]).structured_output.spec
+
+
+def test_calls_that_no_grammar_describes_are_written_as_json_if_they_are_required() -> None:
+    assert reply("pythonic", tools=[TOOL]).tool_format is TOOL_FORMATS["pythonic"]
+    assert reply("pythonic", tools=[TOOL]).structured_output is None
+    required = reply("pythonic", tools=[TOOL], tool_choice="required")
+    assert required.tool_format is TOOL_FORMATS["json"]
+    assert required.structured_output is not None
