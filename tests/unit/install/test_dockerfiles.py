@@ -119,11 +119,13 @@ class TestDockerfile:
     def test_every_package_has_a_hash_or_comes_from_the_index_of_torch_alone(
         self, path: Path
     ) -> None:
-        runs = [args for name, args in instructions(path) if name == "RUN" and "pip " in args]
+        runs = [
+            args for name, args in instructions(path) if name == "RUN" and "pip --python" in args
+        ]
         commands = [
             command.removeprefix("pip --python /opt/baton install --no-cache-dir ").strip()
             for run in runs
-            for command in re.findall(r"pip [^&]*", run)
+            for command in re.findall(r"pip --python [^&]*", run)
         ]
         torch = [command for command in commands if "TORCH_INDEX" in command]
         index = '--index-url "$TORCH_INDEX" "$(grep \'^torch==\' constraints.txt)"'
