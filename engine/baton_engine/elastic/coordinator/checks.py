@@ -13,6 +13,10 @@ from baton_protocol.topology import Member, Placement, Status, TopologyRequest
 
 MAX_EXPERTS = 2**16
 MAX_LAYERS = 2**12
+MAX_REDUNDANT_EXPERTS = 2**12
+#: Limit of the experts of all sparse layers together, and of the slots of a placement. The time to
+#: plan a placement grows with both. Engines load at most 2**17 experts.
+MAX_SLOTS = 2**20
 MAX_MEMBERS = 2**10
 #: Maximum number of characters of `Status.failure`. A longer text is truncated.
 MAX_FAILURE = 2**12
@@ -74,21 +78,29 @@ def check_status(status: Status) -> None:
         raise ValueError(
             f"{member.name}: {len(status.suspects)} suspects exceed the limit of {MAX_MEMBERS}"
         )
+    names = (status.prepared, status.commit_seen, status.failed, *status.suspects)
+    if not all(not name or PRINTABLE.fullmatch(name) for name in names):
+        raise ValueError(f"{member.name}: a nonce or the instance id of a suspect is invalid")
     if not (0 <= status.num_experts <= MAX_EXPERTS and 0 <= status.num_sparse_layers <= MAX_LAYERS):
         raise ValueError(
             f"{member.name}: {status.num_sparse_layers} sparse layers of {status.num_experts} "
             f"experts exceed the limits of {MAX_LAYERS} layers and {MAX_EXPERTS} experts"
+        )
+    if not 0 <= status.num_redundant_experts <= MAX_REDUNDANT_EXPERTS:
+        raise ValueError(
+            f"{member.name}: num_redundant_experts must be 0 to "
+            f"{MAX_REDUNDANT_EXPERTS}, got {status.num_redundant_experts}"
+        )
+    num_slots = status.num_sparse_layers * (status.num_experts + status.num_redundant_experts)
+    if num_slots > MAX_SLOTS:
+        raise ValueError(
+            f"{member.name}: {num_slots} experts in all layers exceed the limit of {MAX_SLOTS}"
         )
     shape = [status.num_experts] * status.num_sparse_layers
     if status.loads is not None and [len(layer) for layer in status.loads.tokens] != shape:
         raise ValueError(
             f"{member.name}: the shape of the loads is not {status.num_sparse_layers} layers of "
             f"{status.num_experts} experts"
-        )
-    if status.num_redundant_experts < 0:
-        raise ValueError(
-            f"{member.name}: num_redundant_experts must not be negative, "
-            f"got {status.num_redundant_experts}"
         )
     if status.expert_bytes < 0:
         raise ValueError(
@@ -120,7 +132,8 @@ def check_status(status: Status) -> None:
         if not _fits(generation.placement, generation.size, status):
             raise ValueError(
                 f"{member.name}: the shape of the placement of generation {generation.number} is "
-                f"not {status.num_sparse_layers} layers of {generation.size} ranks"
+                f"not {status.num_sparse_layers} layers of {generation.size} ranks with at most "
+                f"{MAX_SLOTS} slots"
             )
 
 
@@ -143,6 +156,8 @@ def _check_member(member: Member) -> None:
 
 
 def _fits(placement: Placement, num_ranks: int, status: Status) -> bool:
-    return len(placement) == status.num_sparse_layers and all(
-        len(layer) == num_ranks for layer in placement
+    return (
+        len(placement) == status.num_sparse_layers
+        and all(len(layer) == num_ranks for layer in placement)
+        and sum(sum(map(len, layer)) for layer in placement) <= MAX_SLOTS
     )

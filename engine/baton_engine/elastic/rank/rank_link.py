@@ -216,11 +216,13 @@ class RankLink:
     ) -> None:
         for _ in range(MAX_MESSAGES_PER_TURN):
             try:
-                payload = source.recv_multipart(zmq.NOBLOCK)[-1]
+                frames = source.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             try:
-                message = decoder.decode(payload)
+                if len(frames) > 2:  # a ROUTER adds the route
+                    raise ValueError(f"a message has 1 frame, got {len(frames) - 1}")
+                message = decoder.decode(frames[-1])
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self._log.warning(
                     "dropped a message of the coordinator or a rank that cannot be decoded: %s",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.operation import Rebalancing
@@ -16,6 +17,7 @@ from baton_engine.elastic.coordinator.placement.expert_placement import (
 )
 from baton_engine.elastic.coordinator.placement.rebalance_steps import first_moves
 from baton_engine.elastic.coordinator.roster import Roster, key_of
+from baton_engine.untrusted import SparseLog
 from baton_protocol.topology import ExpertLoads, Generation, Member, Placement, Status
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class Balance:
         self._end = 0.0
         self._start: Loads = []
         self._has_warned_of_limit = False
+        self._log = SparseLog(logger)
 
     def place(
         self,
@@ -123,7 +126,11 @@ class Balance:
         found = self.imbalance = _mean(imbalance(present.placement, loads))
         if not self._config.rebalance_threshold or found <= self._config.rebalance_threshold:
             return None
-        placement = self.place(present.members, present, loads=loads)
+        try:
+            placement = self.place(present.members, present, loads=loads)
+        except ValueError as error:  # the members' statuses contradict each other
+            self._log.warning("experts are not rebalanced: %s", error)
+            return None
         if _mean(imbalance(placement, loads)) >= WORTHWHILE * found:
             return None
         placement = self._within_limit(placement, present, loads)
@@ -167,10 +174,19 @@ class Balance:
         return [self._roster.living[member.instance_id] for member in members]
 
     def _loads(self, present: Generation) -> Loads:
-        """Return the tokens of each expert since the start of the generation."""
+        """Return the tokens of each expert since the start of the generation.
+
+        Reports that do not fit the placement are left out.
+        """
         key = key_of(present)
+        experts = set(chain.from_iterable(chain.from_iterable(present.placement)))
+        shape = [len(experts)] * len(present.placement)
+        if experts != set(range(len(experts))):
+            return []
         return summed_loads(
-            status.loads for status, own in self._roster.serving() if key_of(own) == key
+            status.loads
+            for status, own in self._roster.serving()
+            if key_of(own) == key and status.loads is not None and fits(status.loads, shape)
         )
 
     def _window(self, present: Generation, now: float) -> Loads:
@@ -183,7 +199,7 @@ class Balance:
             return []
         self._nonce, self._end = present.nonce, now + self._config.rebalance_window_s
         loads, start = self._loads(present), self._start
-        if not same:
+        if not same or list(map(len, loads)) != list(map(len, start)):
             self._start = loads
             return []
         window = [
@@ -204,6 +220,13 @@ def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]]
     if generation is None:
         return None
     return generation.placement, [member.instance_id for member in generation.members]
+
+
+def fits(loads: ExpertLoads, shape: list[int]) -> bool:
+    """Return whether a report has this number of experts per layer, and no negative number."""
+    return list(map(len, loads.tokens)) == shape and all(
+        min(layer, default=0) >= 0 for layer in loads.tokens
+    )
 
 
 def _mean(ratios: list[float]) -> float:

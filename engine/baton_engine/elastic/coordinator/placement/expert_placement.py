@@ -89,8 +89,8 @@ def plan_placement(
         if not any(load):
             load = [1.0] * num_experts
         held = {} if previous is None else dict(zip(previous[1], previous[0][index], strict=True))
-        if any(expert >= num_experts for slots in held.values() for expert in slots):
-            raise ValueError(f"the previous placement has more than {num_experts} experts")
+        if any(not 0 <= each < num_experts for slots in held.values() for each in slots):
+            raise ValueError(f"the previous placement has experts outside 0 to {num_experts - 1}")
         before = [held.get(instance_id, ()) for instance_id in instance_ids]
         layer = _plan_layer(load, num_ranks, min(num_slots, num_experts), before, tolerance)
         surplus = [expert % num_experts for expert in range(num_slots - len(layer[0]))]

@@ -15,18 +15,24 @@ import pytest
 import zmq
 
 from baton_engine.elastic.coordinator.checks import (
+    MAX_EXPERTS,
     MAX_FAILURE,
     MAX_MEMBERS,
+    MAX_SLOTS,
     check_request,
     check_status,
     truncate_failure,
 )
+from baton_engine.elastic.coordinator.controller import Controller
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator import Coordinator
+from baton_engine.elastic.coordinator.placement.balance import fits
 from baton_engine.elastic.rank.rank_link import RankLink
 from baton_protocol.topology import (
+    ExpertLoads,
     Generation,
     Member,
+    Placement,
     RankPhase,
     StartWave,
     Status,
@@ -194,6 +200,18 @@ GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HO
         status(member=Member("a", "a#0", HOST, 1, 2, 2**16)),
         status(member=Member("a", "a#0", HOST, 1, -2, 3)),
         status(suspects=("x",) * (MAX_MEMBERS + 1)),
+        status(suspects=("a b",)),
+        status(prepared="1.x\n"),
+        status(commit_seen="1." + "x" * 300),
+        status(failed="\x1b"),
+        status(num_redundant_experts=-1),
+        status(num_redundant_experts=2**40),
+        status(num_experts=MAX_EXPERTS, num_sparse_layers=MAX_SLOTS // MAX_EXPERTS + 1),
+        status(
+            generation=msgspec.structs.replace(
+                GENERATION, placement=(((0,) * (MAX_SLOTS // 2 + 1),),) * 2
+            )
+        ),
         status(generation=msgspec.structs.replace(GENERATION, operation_id="o\n")),
         status(generation=msgspec.structs.replace(GENERATION, nonce="1.x\n")),
         status(generation=msgspec.structs.replace(GENERATION, store_host="")),
@@ -204,12 +222,62 @@ GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HO
         ),
     ],
 )
-def test_a_status_with_invalid_names_is_refused(wrong: Status) -> None:
+def test_a_status_with_invalid_names_or_numbers_is_refused(wrong: Status) -> None:
     with pytest.raises(
-        ValueError, match=r"generation|a port is not|address is invalid|a DNS label|suspects"
+        ValueError, match=r"generation|a port is not|address is invalid|a DNS label|suspect|experts"
     ) as refused:
         check_status(wrong)
     assert str(refused.value).isprintable()
+
+
+PLACEMENT = (((0, 1), (2, 3)),) * 2
+A, B = (Member(name, f"{name}#0", HOST, 1, 2, 3) for name in "ab")
+
+
+@pytest.mark.parametrize(
+    ("members", "placement", "num_experts"),
+    [
+        ((A, B), (((0, 1), (2, 99)),) * 2, 4),
+        ((A, B), (((0, 1), (2, -99)),) * 2, 4),
+        ((A, B), (((0, 1, 2), (3, 4, 5)),) * 2, 6),
+        ((A, B), PLACEMENT + PLACEMENT, 4),
+        ((A, A), PLACEMENT, 4),
+    ],
+    ids=["unknown expert", "negative expert", "more experts", "more layers", "one member twice"],
+)
+def test_ranks_that_contradict_each_other_do_not_end_the_coordinator(
+    members: tuple[Member, ...], placement: Placement, num_experts: int
+) -> None:
+    controller = Controller(
+        lambda: "n",
+        ControllerConfig(settle_s=0.0, rebalance_threshold=1.1, rebalance_window_s=1.0),
+    )
+
+    def report(member: Member, generation: Generation, num_experts: int, now: int) -> None:
+        layer = (now * 10**6, *[now] * (num_experts - 1))
+        status = Status(
+            member,
+            RankPhase.SERVING,
+            num_experts,
+            len(generation.placement),
+            generation=generation,
+            loads=ExpertLoads((layer,) * len(generation.placement)),
+        )
+        check_status(status)
+        controller.on_status(status, float(now))
+
+    right = Generation(1, "1.x", (A, B), PLACEMENT, HOST, 3)
+    wrong = msgspec.structs.replace(right, members=members, placement=placement)
+    for now in range(5):
+        report(A, right, 4, now)
+        report(B, wrong, num_experts, now)
+        controller.tick(float(now))
+    assert controller.status(5.0).generation == 1
+
+
+def test_a_report_with_negative_loads_is_left_out() -> None:
+    assert fits(ExpertLoads(((0, 1),)), [2])
+    assert not fits(ExpertLoads(((0, -1),)), [2])
 
 
 def test_a_status_with_a_long_reason_is_truncated() -> None:

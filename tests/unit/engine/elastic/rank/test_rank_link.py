@@ -182,7 +182,8 @@ def test_invalid_messages_of_the_coordinator_and_of_peers_are_dropped(link, coor
         for junk in (b"", b"\xc1", b"\x91" * 100_000, msgspec.msgpack.encode([1])):
             coordinator.send(junk)
             peer.send(junk)
-        peer.send_multipart([b"a", b"b", b"c"])
+        late = msgspec.msgpack.encode(StartWave(3, "nonce-3", 8))
+        peer.send_multipart([b"a", b"b", late])
         peer.send(msgspec.msgpack.encode(START))
         assert received.get(timeout=DEADLINE_S) == START
         coordinator.send(msgspec.msgpack.encode(Directive(dismissed=True)))

@@ -236,7 +236,8 @@ def test_a_plan_for_a_large_model_takes_a_few_seconds_at_most() -> None:
         ((1, 4, ["a", "a"]), "no placement"),
         ((1, 4, ["a"], 0, [[1, 2, 3]]), "shape of the loads"),
         ((2, 4, ["a"], 0, None, ((((0, 1, 2, 3),),), ["a"])), "1 layers instead of 2"),
-        ((1, 2, ["a"], 0, None, ((((0, 1, 2, 3),),), ["a"])), "more than 2 experts"),
+        ((1, 2, ["a"], 0, None, ((((0, 1, 2, 3),),), ["a"])), "outside 0 to 1"),
+        ((1, 2, ["a"], 0, None, ((((0, -1),),), ["a"])), "outside 0 to 1"),
     ],
 )
 def test_inconsistent_sizes_are_refused(arguments: tuple[object, ...], reason: str) -> None:
