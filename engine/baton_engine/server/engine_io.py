@@ -23,6 +23,7 @@ import zmq
 from baton_engine.scheduling.refusals import refusal_of
 from baton_engine.server.access import Access
 from baton_engine.server.output_buffers import OutputBuffers
+from baton_engine.untrusted import SparseLog, one_line
 from baton_engine.wake_pipe import WakePipe
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
@@ -64,6 +65,9 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 #: Above the limits, messages are refused, except ABORT.
 MAX_QUEUED_BYTES = 2 * MAX_MESSAGE_BYTES
 MAX_QUEUED_MESSAGES = 2**14
+#: Limit of clients, including clients that are gone and not yet forgotten.
+MAX_CLIENTS = 2**12
+MAX_CLIENT_ID_LENGTH = 256
 
 #: Maximum length of the frame with the instance id, in bytes.
 _INSTANCE_FRAME_LIMIT = 256
@@ -159,6 +163,7 @@ class EngineIO:
         self._client_timeout_s = client_timeout_s
         self._access = access
         self._clients: dict[bytes, _Client] = {}
+        self._refusals = SparseLog(logger)
         self._init = Init(PROTOCOL_VERSION, instance_id, compatibility_hash="")
         self._ready: Ready | None = None
         self._outbox: queue.SimpleQueue[tuple[ResponseType, bytes | None, Any] | _Close] = (
@@ -309,7 +314,8 @@ class EngineIO:
         self._send_message([client], kind, message)
 
     def _refuse(self, client: bytes, reason: str, request_id: str = "") -> None:
-        logger.warning("refused a message of client %s: %s", self._name(client), reason)
+        reason = one_line(reason)  # may contain text of the client
+        self._refusals.warning("refused a message of client %s: %s", self._name(client), reason)
         self._reply(client, ResponseType.REFUSED, Refused(reason, request_id))
 
     def _receive_all(self) -> None:
@@ -400,11 +406,31 @@ class EngineIO:
                 f"the client has protocol {hello.protocol_version}, this engine {PROTOCOL_VERSION}",
             )
             return
+        if len(hello.client_id) > MAX_CLIENT_ID_LENGTH or not hello.client_id.isprintable():
+            self._refuse(
+                client, f"a client id has at most {MAX_CLIENT_ID_LENGTH} printable characters"
+            )
+            return
+        if client not in self._clients and not self._has_room():
+            self._refuse(client, f"the limit of {MAX_CLIENTS} clients is reached; retry later")
+            return
         self._clients[client] = _Client(hello.client_id, hello.kv_events)
         logger.info("client %s connected", hello.client_id)
         self._reply(client, ResponseType.INIT, self._init)
         if self._ready is not None:
             self._reply(client, ResponseType.READY, self._ready)
+
+    def _has_room(self) -> bool:
+        """Return whether another client can be recorded.
+
+        At the limit, forget the client that has been gone longest.
+        """
+        if len(self._clients) < MAX_CLIENTS:
+            return True
+        gone = [client for client, state in self._clients.items() if state.gone]
+        if gone:
+            del self._clients[min(gone, key=lambda client: self._clients[client].last_message_at)]
+        return bool(gone)
 
     def _abort(self, client: bytes, request_ids: list[str] | None) -> None:
         abort = Abort(client, request_ids)
