@@ -196,7 +196,11 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             self._send_reason(503, "Unresponsive", str(error))
 
     def _call(self) -> None:
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError as error:  # an absolute URL with an invalid host
+            self._send_reason(400, "BadRequest", f"the path is invalid: {error}")
+            return
         method = url.path.removeprefix("/")
         if method not in CALLS[self.command]:
             self._not_found()

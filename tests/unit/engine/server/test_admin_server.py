@@ -166,6 +166,16 @@ def test_unknown_paths_and_wrong_methods_are_answered_with_the_known_paths(serve
     assert admin.called is None
 
 
+def test_an_absolute_url_with_an_invalid_host_is_refused(server, admin, caplog) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        connection.sendall(b"GET http://[/is_paused HTTP/1.1\r\nConnection: close\r\n\r\n")
+        answer = connection.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["reason"] == "BadRequest"
+    assert admin.called is None
+    assert not caplog.records
+
+
 # With a service key
 
 
