@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -24,6 +27,21 @@ def rows(words: NDArray[np.int64], *runs: tuple[int, int]) -> NDArray[np.int64]:
     return np.array(
         [[words.ctypes.data + first * 8, count * 8, 0] for first, count in runs], dtype=np.int64
     )
+
+
+def fail_to_accept(monkeypatch: pytest.MonkeyPatch, times: int) -> list[float]:
+    """Let the next accepts fail for lack of a descriptor. Return the list of their times."""
+    tries: list[float] = []
+    accept = socket.socket.accept
+
+    def fail(listener: socket.socket) -> Any:
+        if len(tries) >= times:
+            return accept(listener)
+        tries.append(time.monotonic())
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", fail)
+    return tries
 
 
 def end(transfer: Transfer) -> tuple[XferState, str]:

@@ -7,6 +7,7 @@ import os
 import socket
 import struct
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -23,6 +24,8 @@ from baton_kv_transfer.transports.sockets.peer_server import (
 from baton_kv_transfer.transports.transfer import Region
 from baton_kv_transfer.transports.transport_thread import Job
 
+#: Prefix of the names of the abstract unix sockets. Peers may name no other socket.
+SOCKET_PREFIX = b"\0baton-kv-"
 _PEER_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -116,10 +119,10 @@ class SHMServer(PeerServer[_Client]):
         self._cell = Cell()
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         server.setblocking(False)
-        server.bind(b"\0baton-kv-" + os.urandom(12).hex().encode())
+        server.bind(SOCKET_PREFIX + os.urandom(12).hex().encode())
         server.listen(MAX_UNAUTHENTICATED)
         self._server = server
-        self._thread.watch(server.fileno(), self._accept)
+        self._listen(server)
         here = get_location()
         self.address = msgspec.msgpack.encode(
             HostAddress(
@@ -133,18 +136,13 @@ class SHMServer(PeerServer[_Client]):
         self._server.close()
         super().close()
 
-    def _accept(self) -> None:
-        try:
-            end, _ = self._server.accept()
-        except OSError:  # the client has disconnected, or no file descriptor is free
-            return
+    def _make_client(self, end: socket.socket, where: Any) -> _Client | None:
         pid, uid, _ = _PEER_CREDENTIALS.unpack(
             end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         )
         if uid not in (os.geteuid(), 0):
-            end.close()
-            return
-        self._add(_Client(FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), pid))
+            return None
+        return _Client(FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), pid)
 
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
         if kind != HELLO:
@@ -160,9 +158,16 @@ class SHMServer(PeerServer[_Client]):
             self._context.deliver(client.name, payload)
         elif kind == WRITE:
             self._write(client, number, payload)
+        else:
+            raise ConnectionError(f"a message of kind {kind} is invalid here")
 
     def _write(self, client: _Client, number: int, request: bytes) -> None:
         notif, source, target = decode_write(request)
+        jobs = [job for job in self._thread.jobs if job.owner is client]
+        self._check_unfinished([job.copy.target for job in jobs], request)
+        if refusal := self._context.refuse(target):
+            self._answer(client, number, refusal)
+            return
         assert client.process is not None, "HELLO was accepted"
         copy = BatchedCopy(client.process, target, source)
 
@@ -173,7 +178,4 @@ class SHMServer(PeerServer[_Client]):
                     self._context.deliver(client.name, notif)
             self._answer(client, number, error)
 
-        if refusal := self._context.refuse(target):
-            self._answer(client, number, refusal)
-        else:
-            self._thread.jobs.append(Job(copy, finish, client))
+        self._thread.jobs.append(Job(copy, finish, client))

@@ -22,6 +22,7 @@ import msgspec
 from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
 from baton_kv_transfer.transports.shm.shm_server import (
+    SOCKET_PREFIX,
     Hello,
     HostAddress,
     SHMServer,
@@ -112,7 +113,11 @@ class SHMTransport(SocketTransport[_SHMLink]):
         self._clients.open()
 
     def add_peer(self, name: str, address: bytes) -> None:
-        """Add the peer, unless this process cannot read the peer's memory."""
+        """Add the peer, unless this process cannot read the peer's memory.
+
+        Raises:
+            ValueError: the address is not of a server of this transport.
+        """
         self.remove_peer(name)
         try:
             decoded = msgspec.msgpack.decode(address, type=HostAddress)
@@ -122,6 +127,8 @@ class SHMTransport(SocketTransport[_SHMLink]):
                 decoded.network_namespace,
             ) != get_location():
                 return
+            if not decoded.socket_name.startswith(SOCKET_PREFIX):
+                raise ValueError(f"agent {name} names a socket that is not of this transport")
             link = _SHMLink(self._context, name, decoded)
         except (msgspec.DecodeError, OSError, OverflowError, RecursionError, CopyError) as error:
             logger.info("KV transfers with %s cannot use the transport shm: %s", name, error)

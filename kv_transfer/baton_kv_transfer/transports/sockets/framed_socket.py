@@ -27,6 +27,9 @@ _SEND_BYTES = 2**18
 _TURN_BYTES = 4 * 2**20
 #: Size of the buffer for messages. One read usually empties the socket.
 _BUFFER_BYTES = 4096
+#: Maximum size of one read of a long message. The memory of a message grows with the bytes that
+#: have arrived, and not with the size that the other side has announced.
+_PART_BYTES = 2**18
 _ZEROS = c.create_string_buffer(FRAME_BYTES)
 #: Replaces the number of a stopped transfer while the rest of its frame is sent as zeros.
 _STOPPED = -1
@@ -91,6 +94,11 @@ class FramedSocket:
         sending = dict([self._sending] if self._sending else [])
         sending.pop(_STOPPED, None)
         return {**self._expected, **self._waiting, **sending}
+
+    @property
+    def num_unsent(self) -> int:
+        """Number of bytes of messages that the socket has not accepted yet."""
+        return len(self._head) + len(self._messages)
 
     def is_sending_last_frame(self, number: int) -> bool:
         """Return whether the last frame of a transfer's data is being sent.
@@ -224,6 +232,11 @@ class FramedSocket:
 
     # In
 
+    @property
+    def _is_message(self) -> bool:
+        """Whether the frame that arrives is a message. False: data, or no frame arrives."""
+        return self._frame is not None and self._frame[0] != DATA
+
     def _receive_some(self) -> tuple[int, bool]:
         """Read once from the socket. Return the number of bytes, and whether more may be readable.
 
@@ -234,11 +247,11 @@ class FramedSocket:
             self._moved["sockets"] += received
             self._missing -= received
             return received, True
-        if self._missing > _BUFFER_BYTES and self._payload:
-            with memoryview(self._payload) as whole, whole[-self._missing :] as rest:
-                received = self._end.recv_into(rest)
-            self._missing -= received
-            return received, True
+        if self._missing > _BUFFER_BYTES and self._is_message:
+            part = self._end.recv(min(self._missing, _PART_BYTES))
+            self._payload += part
+            self._missing -= len(part)
+            return len(part), True
         unread = self._filled - self._read  # less than one header
         self._buffer[:unread] = self._buffer[self._read : self._filled]
         self._read, self._filled = 0, unread
@@ -268,9 +281,8 @@ class FramedSocket:
     def _use_buffer(self) -> None:
         nbytes = min(self._missing, self._filled - self._read)
         if nbytes:
-            if self._payload:
-                first = len(self._payload) - self._missing
-                self._payload[first : first + nbytes] = self._view[self._read : self._read + nbytes]
+            if self._is_message:
+                self._payload += self._view[self._read : self._read + nbytes]
             elif self._target is not None:
                 self._target.put(self._base + self._read, nbytes)
                 self._moved["sockets"] += nbytes
@@ -284,7 +296,6 @@ class FramedSocket:
                 raise ConnectionError(
                     f"a frame of {nbytes} bytes is longer than {self.max_payload_bytes}"
                 )
-            self._payload = bytearray(nbytes)
             return
         if not self.takes_data or not 0 < nbytes <= FRAME_BYTES:
             raise ConnectionError(f"{nbytes} bytes of data that were not requested")

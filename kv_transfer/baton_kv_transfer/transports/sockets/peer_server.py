@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import abc
+import errno
 import logging
-from typing import Generic, TypeVar
+import socket
+import weakref
+from collections.abc import Collection
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -17,6 +21,17 @@ MAX_HELLO_BYTES = 4096
 HELLO_TIMEOUT_S = 5.0
 #: Limit of connections that have not sent HELLO. Above this limit, the oldest one is closed.
 MAX_UNAUTHENTICATED = 128
+#: Limit of the unfinished transfers of one client.
+MAX_UNFINISHED = 2**14
+#: Limit of the requests of one client's unfinished transfers.
+MAX_UNFINISHED_BYTES = 2 * MAX_PAYLOAD_BYTES
+#: Requests of up to this size are limited by MAX_UNFINISHED only, which takes no time to compare.
+_SMALL_REQUEST_BYTES = 4096
+#: A client is disconnected if it does not read answers of this size in total.
+MAX_UNSENT_BYTES = 2**24
+#: Pause before the next accept, after the process had no free file descriptor or memory.
+ACCEPT_PAUSE_S = 1.0
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 logger = logging.getLogger(__name__)
 
 
@@ -60,6 +75,18 @@ class PeerServer(abc.ABC, Generic[_Client]):
         """End the clients' operations on a deregistered region. See Transport."""
 
     @abc.abstractmethod
+    def _make_client(self, end: socket.socket, where: Any) -> _Client | None:
+        """Return the client of an accepted connection; None: refuse the connection.
+
+        Args:
+            end: the socket. The caller closes it after a refusal or an error.
+            where: address of the client.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+
+    @abc.abstractmethod
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
         """Check the first message of a client, and return the client's name.
 
@@ -83,16 +110,38 @@ class PeerServer(abc.ABC, Generic[_Client]):
         for client in list(self._clients):
             self._drop(client, "this agent cut all its peers off")
 
+    def _listen(self, listener: socket.socket) -> None:
+        """Accept clients until the listening socket is closed."""
+        self._thread.watch(listener.fileno(), lambda: self._accept(listener))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            end, where = listener.accept()
+        except OSError as error:  # the client has disconnected, or resources are exhausted
+            if error.errno in _EXHAUSTED:  # the socket stays readable
+                self._thread.unwatch(listener.fileno())
+                self._thread.call_later(ACCEPT_PAUSE_S, lambda: self._listen(listener))
+            return
+        try:
+            client = self._make_client(end, where)
+        except OSError:
+            client = None
+        if client is None:
+            end.close()
+        else:
+            self._add(client)
+
     def _add(self, client: _Client) -> None:
         unauthenticated = [each for each in self._clients if not each.name]
         if len(unauthenticated) >= MAX_UNAUTHENTICATED:
             self._drop(unauthenticated[0], "too many clients have sent no HELLO")
         self._clients.append(client)
         self._thread.watch(client.link.fileno(), lambda: self._serve(client))
-        self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_unauthenticated(client))
+        reference = weakref.ref(client)  # the timer must not keep the buffers of a lost client
+        self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_unauthenticated(reference()))
 
-    def _drop_unauthenticated(self, client: _Client) -> None:
-        if not client.name:
+    def _drop_unauthenticated(self, client: _Client | None) -> None:
+        if client is not None and not client.name:
             self._drop(client, f"no HELLO within {HELLO_TIMEOUT_S:g} s")
 
     def _serve(self, client: _Client) -> None:
@@ -114,10 +163,31 @@ class PeerServer(abc.ABC, Generic[_Client]):
             CopyError,
         ) as error:
             self._drop(client, str(error))
+        except Exception as error:  # caused by this client's bytes; other clients must continue
+            logger.exception("a request of the agent %s failed", client.name)
+            self._drop(client, repr(error))
+
+    def _check_unfinished(self, unfinished: Collection[bytes], request: bytes) -> None:
+        """Check the limits of a client's unfinished transfers before another one begins.
+
+        Args:
+            unfinished: iovecs of the unfinished transfers.
+            request: the request for another transfer.
+
+        Raises:
+            ConnectionError: a limit is exceeded.
+        """
+        is_small = len(request) <= _SMALL_REQUEST_BYTES
+        if len(unfinished) >= MAX_UNFINISHED or not (
+            is_small or sum(map(len, unfinished)) + len(request) <= MAX_UNFINISHED_BYTES
+        ):
+            raise ConnectionError(f"{len(unfinished)} of its transfers have not finished")
 
     def _answer(self, client: _Client, number: int, error: str) -> None:
         try:
             client.link.send(ANSWER, number, error.encode())
+            if client.link.num_unsent > MAX_UNSENT_BYTES:
+                raise ConnectionError("it does not read its answers")
             self._watch_writable(client)
         except OSError as failure:
             self._drop(client, str(failure))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import hmac
 import os
 import socket
+from typing import Any
 
 import msgspec
 
@@ -42,8 +42,6 @@ class Hello(msgspec.Struct, array_like=True):
 #: A connection is lost if the peer's host acknowledges nothing for this time, in seconds.
 SILENT_S = 10
 _PROBE_S = 2
-#: Pause before the next accept, after the process had no free file descriptor.
-_RETRY_S = 1.0
 _SECRET_BYTES = 16
 
 
@@ -88,7 +86,7 @@ class TCPServer(PeerServer[_Client]):
                 error.errno, f"KV transfers cannot be served at {host}: {error.strerror}"
             ) from error
         self._here: tuple[str, int] = self._server.getsockname()[:2]
-        self._listen()
+        self._listen(self._server)
         self._draw_secret()
 
     def forget_region(self, region: Region) -> None:
@@ -119,20 +117,10 @@ class TCPServer(PeerServer[_Client]):
         host, port = self._here
         self.address = msgspec.msgpack.encode(Address(host, port, self._secret))
 
-    def _listen(self) -> None:
-        self._thread.watch(self._server.fileno(), self._accept)
-
-    def _accept(self) -> None:
-        try:
-            end, where = self._server.accept()
-        except OSError as error:  # the client has disconnected, or no file descriptor is free
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._thread.unwatch(self._server.fileno())
-                self._thread.call_later(_RETRY_S, self._listen)
-            return
+    def _make_client(self, end: socket.socket, where: Any) -> _Client:
         set_options(end)
         link = FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved)
-        self._add(_Client(link, f"{where[0]}:{where[1]}"))
+        return _Client(link, f"{where[0]}:{where[1]}")
 
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
         if kind == DATA:  # all rows of a write have arrived
@@ -155,6 +143,8 @@ class TCPServer(PeerServer[_Client]):
 
     def _begin(self, client: _Client, kind: int, number: int, request: bytes) -> None:
         notif, iovec = decode_request(request)
+        unfinished = client.link.transfers.values()
+        self._check_unfinished([rows.iovec for rows in unfinished], request)
         if refusal := self._context.refuse(iovec):
             self._answer(client, number, refusal)
         elif kind == READ:

@@ -6,6 +6,7 @@ import itertools
 import os
 import socket
 import struct
+import tracemalloc
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,7 +16,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.iovec import pack_run
-from baton_kv_transfer.transports.sockets.framed_socket import DATA, FramedSocket
+from baton_kv_transfer.transports.sockets.framed_socket import (
+    DATA,
+    MAX_PAYLOAD_BYTES,
+    FramedSocket,
+)
 from baton_kv_transfer.transports.sockets.rows import FRAME_BYTES, Rows
 
 MESSAGE = 7
@@ -260,3 +265,16 @@ def test_a_partial_header_is_kept_over_repeated_receives() -> None:
     assert list(receiver.receive()) == [(MESSAGE, 2, b"words")]
     left.close()
     receiver.close()
+
+
+def test_an_announced_message_takes_no_memory_before_its_bytes_arrive(
+    ends: tuple[FramedSocket, FramedSocket],
+) -> None:
+    announced = struct.pack("<IIQ", MAX_PAYLOAD_BYTES, MESSAGE, 1) + b"x" * 10
+    os.write(ends[0].fileno(), announced)
+    tracemalloc.start()
+    try:
+        assert list(ends[1].receive()) == []
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()

@@ -27,7 +27,7 @@ from baton_kv_transfer.transports.transfer import CopyError, Region, XferState
 from baton_kv_transfer.transports.transport import TransportContext
 from baton_kv_transfer.transports.transport_thread import TransportThread
 from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
-from support.kv_transfer.transport_rig import TransportHere, end, rows
+from support.kv_transfer.transport_rig import TransportHere, end, fail_to_accept, rows
 from support.waiting import eventually
 
 WORDS = 4096
@@ -173,6 +173,8 @@ def test_the_transport_is_chosen_for_processes_of_this_host_that_prove_their_cel
         replace(address, cell_address=2**64 - 1),
     ):
         assert not one.knows(wrong), wrong
+    with pytest.raises(ValueError, match="not of this transport"):
+        one.knows(replace(address, socket_name=b"/run/other.sock"))
     one.transport.add_peer("x", b"no address")
     assert not one.transport.send_notif("x", b"hello")
 
@@ -214,6 +216,82 @@ def test_a_client_without_a_valid_proof_is_disconnected(
     peer = transports("peer")
     assert peer.knows(address)
     eventually(lambda: owner.notifs == [("peer", b"hello")], "a word of a real peer")
+
+
+def connect_to(owner: SHMTransportHere, cell: Cell) -> FramedSocket:
+    """Connect, send a valid hello, and return the connection."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end.connect(owner.address.socket_name)
+    link = FramedSocket(end)
+    hello = messages.Hello(owner.address.cell, "client", cell.address, cell.value)
+    link.send(peer_link.HELLO, 0, msgspec.msgpack.encode(hello))
+    return link
+
+
+def received_from(link: FramedSocket) -> tuple[int, int, bytes]:
+    """Wait for one message of the other side."""
+    received: list[tuple[int, int, bytes]] = []
+
+    def has_arrived() -> bool:
+        received.extend(link.receive())
+        return bool(received)
+
+    eventually(has_arrived, "a message")
+    return received[0]
+
+
+def test_lengths_that_cancel_each_other_are_refused_before_a_copy_is_prepared(
+    transports: Callable[[str], SHMTransportHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparing a copy splits its runs, and takes memory for each part of such a length."""
+    monkeypatch.setattr(messages, "BatchedCopy", None)
+    owner = transports("owner")
+    link = connect_to(owner, cell := Cell())
+    runs = pack_run(0, 2**44) + pack_run(0, 2**23 - 2**44)
+    link.send(peer_link.WRITE, 1, messages.encode_write(b"n", runs, runs))
+    kind, number, error = received_from(link)
+    assert (kind, number) == (peer_link.ANSWER, 1)
+    assert b"2 of 2 descriptors are outside" in error
+    link.send(peer_link.NOTIF, 2, b"hello")
+    eventually(lambda: owner.notifs == [("client", b"hello")], "a later message")
+    link.close()
+    cell.clear()
+
+
+def test_a_message_of_unknown_kind_ends_the_connection(
+    transports: Callable[[str], SHMTransportHere],
+) -> None:
+    link = connect_to(transports("owner"), cell := Cell())
+    link.send(99, 1, b"?")
+    with pytest.raises(ConnectionError, match=r"closed|reset"):
+        received_from(link)
+    link.close()
+    cell.clear()
+
+
+def test_the_unfinished_writes_of_a_client_are_limited(
+    transports: Callable[[str], SHMTransportHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_server, "MAX_UNFINISHED", 0)
+    owner = transports("owner")
+    link = connect_to(owner, cell := Cell())
+    run = pack(rows(owner.words, (0, 8)))
+    link.send(peer_link.WRITE, 1, messages.encode_write(b"", run, run))
+    with pytest.raises(ConnectionError, match=r"closed|reset"):
+        received_from(link)
+    link.close()
+    cell.clear()
+
+
+def test_without_free_descriptors_accepting_pauses(
+    transports: Callable[[str], SHMTransportHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_server, "ACCEPT_PAUSE_S", 0.1)
+    tries = fail_to_accept(monkeypatch, times=3)
+    owner, peer = transports("owner"), transports("peer")
+    assert peer.knows(owner.address)
+    eventually(lambda: owner.notifs == [("peer", b"hello")], "a word of a client")
+    assert tries[2] - tries[0] >= 0.2
 
 
 def test_silent_clients_are_disconnected_and_do_not_block_others(

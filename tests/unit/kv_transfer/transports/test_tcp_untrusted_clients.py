@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 from collections.abc import Callable
 
@@ -26,7 +27,7 @@ from baton_kv_transfer.transports.tcp import tcp_server
 from baton_kv_transfer.transports.tcp.tcp_server import Address, Hello
 from baton_kv_transfer.transports.transfer import XferState
 from support.kv_transfer.tcp_rig import HEADER, LENGTH, Raw, TCPTransportHere
-from support.kv_transfer.transport_rig import WORDS, end, rows
+from support.kv_transfer.transport_rig import WORDS, end, fail_to_accept, rows
 from support.waiting import eventually
 
 # Connections and requests
@@ -125,6 +126,71 @@ def test_invalid_requests_end_their_connection(
         raw.end.sendall(HEADER.pack(2**31, READ, 1))
     assert raw.is_cut_off()
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
+
+
+def test_a_client_that_does_not_read_its_answers_is_disconnected(
+    tcp_transports: Callable[..., TCPTransportHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave_little_room(end: socket.socket) -> None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    monkeypatch.setattr(tcp_server, "set_options", leave_little_room)
+    monkeypatch.setattr(peer_server, "MAX_UNSENT_BYTES", 2**16)
+    owner = tcp_transports("owner")
+    raw = Raw.to(owner)
+    raw.end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    refused = rows(np.zeros(1, dtype=np.int64), (0, 1))
+    with contextlib.suppress(ConnectionError):
+        for number in range(10_000):
+            raw.ask(READ, number, refused)
+    with contextlib.suppress(ConnectionError):
+        while raw.end.recv(2**16):
+            pass
+    assert 0 < owner.context.num_refused < 10_000
+
+
+@pytest.mark.parametrize("num_rows", [1, 600], ids=["many", "large"])
+def test_the_unfinished_transfers_of_a_client_are_limited(
+    tcp_transports: Callable[..., TCPTransportHere], monkeypatch: pytest.MonkeyPatch, num_rows: int
+) -> None:
+    monkeypatch.setattr(peer_server, "MAX_UNFINISHED", 4 if num_rows == 1 else 100)
+    monkeypatch.setattr(peer_server, "MAX_UNFINISHED_BYTES", 40_000)
+    owner = tcp_transports("owner")
+    raw = Raw.to(owner)
+    some = rows(owner.words, *[(0, 8)] * num_rows)
+    for number in range(4):
+        raw.ask(WRITE, number, some)
+    raw.send(NOTIF, 9, b"four")
+    eventually(lambda: owner.notifs == [("raw", b"four")], "four transfers")
+    raw.ask(WRITE, 4, some)
+    assert raw.is_cut_off()
+    np.testing.assert_array_equal(owner.words, np.arange(WORDS))
+
+
+def test_lost_clients_leave_nothing_behind_before_their_handshake_would_end(
+    tcp_transports: Callable[..., TCPTransportHere],
+) -> None:
+    owner = tcp_transports("owner")
+    connections = [Raw.to(owner, "") for _ in range(20)]
+
+    def num_clients() -> int:
+        return sum(issubclass(type(each), peer_server.Client) for each in gc.get_objects())
+
+    eventually(lambda: num_clients() == 20, "20 clients", every_s=0.1)
+    for connection in connections:
+        connection.end.close()
+    eventually(lambda: not num_clients(), "no client", timeout_s=4.0, every_s=0.1)
+
+
+def test_without_free_descriptors_accepting_pauses(
+    tcp_transports: Callable[..., TCPTransportHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_server, "ACCEPT_PAUSE_S", 0.1)
+    tries = fail_to_accept(monkeypatch, times=3)
+    owner = tcp_transports("owner")
+    Raw.to(owner).send(NOTIF, 1, b"late")
+    eventually(lambda: owner.notifs == [("raw", b"late")], "a word of a client")
+    assert tries[2] - tries[0] >= 0.2
 
 
 # Ended transfers
