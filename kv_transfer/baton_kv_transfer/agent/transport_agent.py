@@ -43,6 +43,8 @@ from baton_kv_transfer.transports.transport_thread import TransportThread
 
 _METADATA_VERSION = 4
 _DIGEST_BYTES = 8
+#: Limit of a peer's regions. The time to locate descriptors grows with it.
+MAX_REGIONS = 64
 
 
 class AgentMetadata(msgspec.Struct, array_like=True):
@@ -204,6 +206,11 @@ class TransportAgent(Agent):
             decoded = msgspec.msgpack.decode(packed, type=AgentMetadata)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"malformed agent metadata: {error}") from error
+        if len(decoded.regions) > MAX_REGIONS:
+            raise ValueError(
+                f"agent {decoded.name} has {len(decoded.regions)} regions, "
+                f"the limit is {MAX_REGIONS}"
+            )
         check_regions(decoded.regions, decoded.name)
         regions = [Region(*region) for region in decoded.regions]
         if decoded.name == self.name:

@@ -156,7 +156,10 @@ class ProducerSide:
                 identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return True
-            frame = b"".join(frames)
+            if len(frames) != 1:
+                self._sessions.refuse(identity, f"a message has 1 frame, got {len(frames)}")
+                continue
+            (frame,) = frames
             if (
                 len(frame) > side_channel.MAX_HANDSHAKE_BYTES
                 and self._sessions.find(identity, now) is None

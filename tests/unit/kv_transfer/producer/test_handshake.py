@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from baton_kv_transfer import auth, side_channel
+from baton_kv_transfer.agent.transport_agent import MAX_REGIONS
 from baton_kv_transfer.producer import sessions
 from baton_kv_transfer.side_channel import Publish, Refused, Welcome
 from baton_protocol.service_key import ServiceKey
@@ -210,3 +211,29 @@ def test_each_handshake_has_its_own_nonce(producer: Producer, make: Callable[...
     first, second = consumer.send(consumer.hello(), consumer.hello())
     assert isinstance(first, Welcome)
     assert first.nonce != second.nonce
+
+
+def test_a_message_of_several_frames_is_refused(
+    make: Callable[..., Any], producer: Producer
+) -> None:
+    consumer = make(Consumer, producer)
+    whole = side_channel.encode(side_channel.Heartbeat(["t"]))
+    consumer.socket.send_multipart([whole[:2], whole[2:]])
+    producer.advance()
+    (refused,) = consumer.received()
+    assert isinstance(refused, Refused)
+    assert "1 frame" in refused.reason
+    assert producer.stats.handshakes_refused == 1
+
+
+@pytest.mark.parametrize("num_regions", [MAX_REGIONS, MAX_REGIONS + 1])
+def test_the_number_of_regions_of_a_consumer_is_limited(
+    make: Callable[..., Any], producer: Producer, num_regions: int
+) -> None:
+    consumer = make(Consumer, producer, greet=False)
+    own = (consumer.bytes.ctypes.data, consumer.bytes.nbytes, 0, "kv")
+    consumer.agent.register_memory([own] * (num_regions - 1))
+    (welcome,) = consumer.send(consumer.hello())
+    describe = side_channel.Describe(consumer.proof(welcome), consumer.layout, consumer.memory())
+    (answer,) = consumer.send(describe)
+    assert isinstance(answer, Refused) == (num_regions > MAX_REGIONS), answer
