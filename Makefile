@@ -17,7 +17,7 @@ help:
 	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted; the operator under random faults (about 50 minutes)"
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
 	@echo "make soak           random traffic against one engine for 10 minutes, then 10,000 KV transfers: nothing wrong, no leak"
-	@echo "make fuzz           100,000 random requests or messages at a gateway's HTTP port and an engine's ZMQ and HTTP ports, from BATON_FUZZ_SEED (BATON_FUZZ_CASES=1000 for fewer; make test sends 300)"
+	@echo "make fuzz           100,000 random requests, messages or connections at each port of gateways, engines, coordinators, rank stores and KV transports, from BATON_FUZZ_SEED (BATON_FUZZ_CASES=1000 for fewer; make test sends 300)"
 	@echo "make check          ruff, codespell, mypy, import-linter, whether generated files are current, and pip-audit where PyPI answers"
 	@echo "make manifests      regenerate the CRD, RBAC and the references in docs/ from the code"
 	@echo "make locks          lock the packages of the images with uv, after a change of constraints.txt or pyproject.toml"

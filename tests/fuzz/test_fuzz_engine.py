@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ from baton_protocol.service_key import ServiceKey
 from support.fuzz.door import TIMEOUT_S, Door
 from support.fuzz.http_cases import HTTPCases
 from support.fuzz.http_client import HTTPFuzzer
-from support.fuzz.raw_client import send_raw, zmtp
+from support.fuzz.raw_client import connect_tcp, send_raw, zmtp
 from support.fuzz.zmq_client import (
     ANSWER_TIMEOUT_S,
     ZMQFuzzer,
@@ -86,7 +88,7 @@ PARAMS = [
         )
     ),
 ]
-#: All utility methods except drain, which would end the run, and start_profile.
+#: All utility methods except drain, which would end the run.
 UTILITIES = [
     UtilityRequest(1, method, arguments)
     for method, arguments in (
@@ -98,6 +100,7 @@ UTILITIES = [
         ("resume", []),
         ("sleep", [1]),
         ("wake_up", []),
+        ("start_profile", []),
         ("stop_profile", []),
         ("no_such_method", []),
     )
@@ -234,44 +237,76 @@ def test_strangers(start: Callable[[str, str], Pod], key_file: str) -> None:
 
     door = Door(engine, "engine, strangers")
     with door.checking(is_right):
-        send_raw(door, (engine.address, ENGINE_PORT), zmtp)
+        send_raw(door, partial(connect_tcp, engine.address, ENGINE_PORT), zmtp)
     assert engine.metric("baton:access_refused_total") > 0
 
 
 GETS = ("/health", "/ready", "/metrics", "/drain?x", "/is_paused", "/is_sleeping", "/is_paused?x=1")
 POSTS = (
-    *(
-        "/pause?mode=abort",
-        "/pause?mode=keep",
-        "/resume",
-        "/sleep?level=1",
-        "/wake_up?tags=weights",
-    ),
-    *("/reset_prefix_cache", "/stop_profile", "/pause?mode", "/sleep?level=999999999999"),
+    "/pause?mode=abort",
+    "/pause?mode=keep",
+    "/pause?mode=wait&clear_cache=maybe",
+    "/pause?mode",
+    "/resume",
+    "/resume?%00=%ff",
+    "/sleep?level=1",
+    "/sleep?level=999999999999",
+    "/wake_up?tags=weights",
+    "/wake_up?tags=weights,x&tags=" + "kv_cache," * 500,
+    "/reset_prefix_cache",
+    "/start_profile",
+    "/stop_profile",
 )
 
 
-def test_admin_http(start: Callable[[str, str], Pod], key_file: str) -> None:
-    """Requests with and without the key. None drains the engine, which would end the run."""
-    engine = start("admin", key_file)
+@pytest.fixture(scope="module")
+def admin(start: Callable[[str, str], Pod], key_file: str) -> Pod:
+    return start("admin", key_file)
+
+
+def test_admin_http(admin: Pod, key_file: str) -> None:
+    """Requests with the key. None drains the engine, which would end the run."""
     key = ServiceKey.load(key_file)
     assert key is not None
-    expected = tokens_of(engine, key)
+    expected = tokens_of(admin, key)
 
     def is_right() -> None:
         for path in ("/wake_up", "/resume"):
-            post(engine, path, key)
-        assert tokens_of(engine, key) == expected
+            post(admin, path, key)
+        assert tokens_of(admin, key) == expected
 
     bearer = (b"Authorization", key.bearer.encode())
-    door = Door(engine, "engine, admin HTTP")
+    door = Door(admin, "engine, admin HTTP")
     bodies = [("POST", path, None) for path in POSTS] + [("POST", "/resume", {"a": [1]})]
-    fuzzer = HTTPFuzzer(
-        door, ENGINE_HTTP_PORT, HTTPCases(bodies, GETS, [bearer]), allowed={503, 505}
-    )
+    cases = HTTPCases(bodies, GETS, [bearer])
+    fuzzer = HTTPFuzzer(door, ENGINE_HTTP_PORT, cases, allowed={503, 505})
     with door.checking(is_right):
         asyncio.run(fuzzer.run())
-    assert engine.metric("baton:access_refused_total") > 0
+    assert all(fuzzer.statuses[status] for status in (200, 400, 404, 409)), fuzzer.statuses
+
+
+def test_admin_http_strangers(admin: Pod, key_file: str) -> None:
+    """Requests without the key, which change nothing and are counted."""
+    key = ServiceKey.load(key_file)
+    assert key is not None
+    for path in ("/wake_up", "/resume"):
+        post(admin, path, key)
+    expected = tokens_of(admin, key)
+
+    def is_unchanged() -> None:
+        assert json.loads(admin.get(ENGINE_HTTP_PORT, "/drain")[1])["draining"] is False
+        assert tokens_of(admin, key) == expected, "paused or asleep"
+
+    paths = [*POSTS, "/drain", "/drain?x"]
+    bodies = [("POST", path, None) for path in paths] + [("POST", "/drain", {"a": [1]})]
+    door = Door(admin, "engine, admin HTTP, strangers")
+    cases = HTTPCases(bodies, [*GETS, "/drain"])
+    fuzzer = HTTPFuzzer(door, ENGINE_HTTP_PORT, cases, allowed={503, 505})
+    before = admin.metric("baton:access_refused_total")
+    with door.checking(is_unchanged):
+        asyncio.run(fuzzer.run())
+    assert admin.metric("baton:access_refused_total") > before
+    assert fuzzer.statuses[401]
 
 
 def post(engine: Pod, path: str, key: ServiceKey) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -113,6 +114,18 @@ class Pod:
 
         eventually(ready, timeout_s=timeout_s, what=f"{self.name} ready")
 
+    def wait_open(self, port: int, timeout_s: float = 180.0) -> None:
+        """Wait until the process accepts connections at the port."""
+
+        def is_open() -> bool:
+            assert self.process.poll() is None, f"{self.name} ended:\n{self.tail()}"
+            with contextlib.suppress(OSError):
+                socket.create_connection((self.address, port), 5).close()
+                return True
+            return False
+
+        eventually(is_open, timeout_s=timeout_s, what=f"{self.name} at port {port}")
+
     def kill(self, signum: int = signal.SIGKILL) -> int:
         self.process.send_signal(signum)
         return self.process.wait(timeout=60)
@@ -143,6 +156,13 @@ class Pods:
         key = ["--service-key-file", service_key_file] if service_key_file else []
         return self._start(name, [str(BIN / "baton-coordinator"), *key, *flags])
 
+    def script(self, name: str, module: str, *arguments: str) -> Pod:
+        """Run a module of `tests/support` as a script."""
+        environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
+        return self._start(
+            name, [sys.executable, "-m", module, *arguments], environment=environment
+        )
+
     def _run(
         self, name: str, command: str, config: msgspec.Struct, network: Network | None = None
     ) -> Pod:
@@ -150,9 +170,15 @@ class Pods:
         path.write_bytes(msgspec.json.encode(config))
         return self._start(name, [str(BIN / command), "--config", str(path)], network)
 
-    def _start(self, name: str, line: list[str], network: Network | None = None) -> Pod:
+    def _start(
+        self,
+        name: str,
+        line: list[str],
+        network: Network | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> Pod:
         if network is None:
-            pod = Pod(self._folder, name, self._address(), line)
+            pod = Pod(self._folder, name, self._address(), line, environment)
         else:
             pod = Pod(
                 self._folder, name, network.address, [*network.command, *line], network.environment

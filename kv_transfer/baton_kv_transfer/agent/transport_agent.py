@@ -184,7 +184,7 @@ class TransportAgent(Agent):
         packed = msgspec.msgpack.encode(
             AgentMetadata(_METADATA_VERSION, self.name, self._transport_name, address, regions)
         )
-        return _digest(packed) + packed
+        return seal(packed)
 
     def add_remote_agent(self, metadata: bytes) -> str:
         digest, packed = metadata[:_DIGEST_BYTES], metadata[_DIGEST_BYTES:]
@@ -421,6 +421,11 @@ class TransportAgent(Agent):
             for region in [region for region in regions if region in context.regions]:
                 context.regions.remove(region)
                 self._transports[kind].forget_region(region)
+
+
+def seal(packed: bytes) -> bytes:
+    """Return the metadata for these bytes: a digest, which finds damage, and the bytes."""
+    return _digest(packed) + packed
 
 
 def _digest(packed: bytes) -> bytes:

@@ -24,6 +24,8 @@ ODD_PATHS = (
         "/v1/models/%ff",
         "/v1/models/../x",
         "http://x/health",
+        "http://[/health",
+        "http://[::1/is_paused?x=1",
     ),
     *(
         "/v1/" + "a" * 9000,
@@ -67,6 +69,8 @@ ODD_HEADERS: Sequence[tuple[bytes, bytes]] = (
         (b"Authorization", b"Bearer \xff\xfe"),
         (b"Authorization", b"Basic Og=="),
         (b"Authorization", b""),
+        (b"Authorization", b"Baton-Signature 1:" + b"0" * 64),
+        (b"Authorization", b"Baton-Signature " + b"9" * 5000 + b":"),
     ),
     (b"Cookie", b"a" * 4000),
     (b"X-Request-Id", b"\x7f"),

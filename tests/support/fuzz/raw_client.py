@@ -16,6 +16,8 @@ from support.fuzz.mutations import mutate_bytes
 WIDTH = 16
 #: Time for which the client waits for an answer.
 QUIET_S = 0.01
+#: Timeout of a connection, on a busy machine.
+TIMEOUT_S = 120.0
 _RESET = struct.pack("ii", 1, 0)
 
 #: A ZMTP 3.1 greeting with the mechanism NULL or CURVE, READY and CURVE's HELLO.
@@ -24,13 +26,28 @@ _READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x0
 _CURVE_HELLO = b"\x05HELLO\x01\x00" + bytes(72)
 
 
+def connect_tcp(host: str, port: int) -> socket.socket:
+    return socket.create_connection((host, port), TIMEOUT_S)
+
+
+def connect_unix(name: bytes) -> socket.socket:
+    """Connect to an abstract unix socket, whose name begins with a zero byte."""
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end.settimeout(TIMEOUT_S)
+    end.connect(name)
+    return end
+
+
 def send_raw(
-    door: Door, where: tuple[str, int] | str, make: Callable[[random.Random], bytes]
+    door: Door, connect: Callable[[], socket.socket], make: Callable[[random.Random], bytes]
 ) -> int:
     """Send the cases of a door, each over a new connection. Return the number of answered cases.
 
+    A case is sent at once, or in two parts. Then the client waits for an answer for QUIET_S, or not
+    at all, and closes or resets the connection.
+
     Args:
-        where: host and port, or the name of an abstract unix socket.
+        connect: opens a connection, possibly with a handshake.
         make: makes the bytes of one case.
     """
     answered = 0
@@ -39,16 +56,18 @@ def send_raw(
         nonlocal answered
         rng = door.rng(number)
         data = make(rng)
-        if isinstance(where, str):
-            reader, writer = await asyncio.open_unix_connection("\0" + where)
-        else:
-            reader, writer = await asyncio.open_connection(*where)
+        at = rng.randrange(len(data) + 1) if rng.random() < 0.2 else len(data)
+        waits = rng.random() < 0.9
+        reader, writer = await asyncio.open_connection(sock=connect())
         with contextlib.suppress(ConnectionError):
-            writer.write(data)
+            for part in filter(None, (data[:at], data[at:])):
+                writer.write(part)
+                await asyncio.sleep(0)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(QUIET_S):
+                async with asyncio.timeout(QUIET_S if waits else 0.0):
                     answered += bool(await reader.read(2**16))
-                    await reader.read(2**16)
+                    while await reader.read(2**16):
+                        pass
         end: socket.socket = writer.get_extra_info("socket")
         if rng.random() < 0.3 and not writer.is_closing():
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)

@@ -14,10 +14,12 @@ from baton_protocol.service_key import ServiceKey
 from support.fuzz.door import Door
 from support.fuzz.mutations import DEEP, mutate_bytes, mutate_value, random_value
 
-#: Cases that one connection sends.
-CASES_PER_CONNECTION = 128
+#: Cases after which the client waits until the server has read them.
+CASES_PER_CHECK = 128
 #: Time in which the server must answer a valid message, on a busy machine.
 ANSWER_TIMEOUT_S = 120.0
+#: Time in which a closed connection sends its last messages.
+LINGER_MS = 1000
 _DEEP = b"\x91" * 3000 + b"\xc0"
 
 
@@ -29,11 +31,14 @@ class ZMQFuzzer(ABC):
         key: the service's key; None: no key.
     """
 
+    #: Cases that one connection sends.
+    cases_per_connection = CASES_PER_CHECK
+
     def __init__(self, door: Door, address: str, key: ServiceKey | None = None) -> None:
         self.door = door
         self._address = address
         self._key = key
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         #: Answers to the cases.
         self.num_answers = 0
 
@@ -55,10 +60,11 @@ class ZMQFuzzer(ABC):
         peer: zmq.Socket[bytes] | None = None
         try:
             for number in self.door.numbers():
-                if number % CASES_PER_CONNECTION == 0 or peer is None:
+                if number % CASES_PER_CHECK == 0 and peer is not None:
+                    self.settle()
+                if number % self.cases_per_connection == 0 or peer is None:
                     if peer is not None:
-                        self.settle()
-                        peer.close(linger=0)
+                        peer.close(linger=LINGER_MS)
                     peer = self.connect()
                     self.greet(peer, self.door.rng(-number - 1))
                 peer.send_multipart(self.make(self.door.rng(number)))
@@ -67,7 +73,8 @@ class ZMQFuzzer(ABC):
                         self.num_answers += 1
             self.settle()
         finally:
-            self._context.destroy(linger=0)
+            if peer is not None:
+                peer.close(linger=0)
 
     def settle(self) -> None:
         with self.connect() as peer:
@@ -106,7 +113,8 @@ def mutate_frames(frames: list[bytes], rng: random.Random) -> list[bytes]:
     if action == 0:
         del frames[at]
     elif action == 1:
-        frames[at:at] = [rng.randbytes(rng.choice((0, 1, 100, 10_000)))] * rng.choice((1, 1, 30))
+        frame = rng.randbytes(rng.choice((0, 1, 100, 10_000)))
+        frames[at:at] = [frame] * rng.choice((1, 1, 30, 2000 if len(frame) <= 1 else 1))
     elif action == 2:
         frames[at] = mutate_bytes(frames[at], rng)
     elif action == 3:
