@@ -505,8 +505,7 @@ class EngineCoreProc:
         if isinstance(payload, EngineCoreRequest):
             self._add_request(core, client, payload)
         elif isinstance(payload, Abort):
-            payload.done = True
-            core.abort_requests(self._owners.owned_ids(payload))
+            core.abort_requests(self._owners.deliver(payload))
         elif isinstance(payload, PrefillResult):
             if self._owners.may_touch(payload.request_id, client):
                 core.add_prefill_result(payload)

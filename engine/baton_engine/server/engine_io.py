@@ -62,9 +62,11 @@ CLOSE_LINGER_MS = 2000
 #: tokens has about 5 MB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 #: Limits for the messages that wait for the engine's loop, which takes them between two steps.
-#: Above the limits, messages are refused, except ABORT.
+#: Above the limits, messages are refused. ABORT, which makes room, is refused above ABORT_FACTOR
+#: times the limits.
 MAX_QUEUED_BYTES = 2 * MAX_MESSAGE_BYTES
 MAX_QUEUED_MESSAGES = 2**14
+ABORT_FACTOR = 2
 #: Limit of clients, including clients that are gone and not yet forgotten.
 MAX_CLIENTS = 2**12
 MAX_CLIENT_ID_LENGTH = 256
@@ -91,15 +93,15 @@ class Input(NamedTuple):
 class Abort:
     """An ABORT message, which is in both `EngineIO.input_queue` and `EngineIO.aborts`.
 
-    The loop can read `aborts` before earlier messages of `input_queue`.
+    The loop can read `aborts` before earlier messages of `input_queue`. Both queues have the same
+    order.
     """
 
     client: bytes
     #: None: all requests of a client that is gone.
     request_ids: list[str] | None
-    #: Set when the input queue has delivered this message. Then `RequestOwners.take_aborts` ignores
-    #: the message, because a later request may have the same id.
-    done: bool = False
+    #: Whether the message was taken from `aborts`.
+    taken: bool = False
 
 
 @dataclass(slots=True)
@@ -377,18 +379,20 @@ class EngineIO:
         elif self._ready is None:
             reason = f"{kind.name} before READY: the model is still loading"
             self._refuse(client, reason, getattr(message, "request_id", ""))
-        elif kind is RequestType.ABORT:
-            self._abort(client, message)
-        elif self._is_full(num_bytes):
+        elif self._is_full(num_bytes, ABORT_FACTOR if kind is RequestType.ABORT else 1):
             self._refuse_for_now(client, kind, message)
+        elif kind is RequestType.ABORT:
+            self._abort(client, message, num_bytes)
         else:
             self._bytes_queued += num_bytes
             self.input_queue.put(Input(kind, client, message, num_bytes))
 
-    def _is_full(self, num_bytes: int) -> bool:
+    def _is_full(self, num_bytes: int, factor: int) -> bool:
+        """Return whether a message would exceed the limits, multiplied by `factor`."""
         queued = self._bytes_queued - self.bytes_taken
         return (
-            queued + num_bytes > MAX_QUEUED_BYTES or self.input_queue.qsize() >= MAX_QUEUED_MESSAGES
+            queued + num_bytes > factor * MAX_QUEUED_BYTES
+            or self.input_queue.qsize() >= factor * MAX_QUEUED_MESSAGES
         )
 
     def _refuse_for_now(self, client: bytes, kind: RequestType, message: Any) -> None:
@@ -432,10 +436,11 @@ class EngineIO:
             del self._clients[min(gone, key=lambda client: self._clients[client].last_message_at)]
         return bool(gone)
 
-    def _abort(self, client: bytes, request_ids: list[str] | None) -> None:
+    def _abort(self, client: bytes, request_ids: list[str] | None, num_bytes: int = 0) -> None:
         abort = Abort(client, request_ids)
+        self._bytes_queued += num_bytes
         self.aborts.put(abort)
-        self.input_queue.put(Input(RequestType.ABORT, client, abort))
+        self.input_queue.put(Input(RequestType.ABORT, client, abort, num_bytes))
 
     def _expire_clients(self) -> None:
         now = time.monotonic()

@@ -39,7 +39,13 @@ class RequestOwners:
         """
         return self._owners.get(request_id, client) == client
 
-    def owned_ids(self, abort: Abort) -> list[str]:
+    def deliver(self, abort: Abort) -> list[str]:
+        """Return the ids of the next ABORT message of the input queue, see `_owned_ids`."""
+        if not abort.taken:  # the message is also the first of the other queue
+            self._aborts.get_nowait()
+        return self._owned_ids(abort)
+
+    def _owned_ids(self, abort: Abort) -> list[str]:
         """Return the ids of an ABORT message, without requests that other clients own.
 
         For a message without ids, return all requests of its client.
@@ -55,15 +61,15 @@ class RequestOwners:
         ]
 
     def take_aborts(self) -> list[str]:
-        """Return the `owned_ids` of all ABORT messages that the input queue has not delivered."""
+        """Return the `_owned_ids` of all ABORT messages that the input queue has not delivered."""
         request_ids: list[str] = []
         while True:
             try:
                 abort = self._aborts.get_nowait()
             except queue.Empty:
                 return request_ids
-            if not abort.done:
-                request_ids += self.owned_ids(abort)
+            abort.taken = True
+            request_ids += self._owned_ids(abort)
 
     def sort(
         self, outputs: list[EngineCoreOutput]

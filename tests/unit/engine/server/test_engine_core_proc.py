@@ -455,6 +455,12 @@ def test_the_time_since_a_sleep_counts_from_the_end_of_the_wake_up(monkeypatch) 
 class TakingCore:
     """Accepts every request, and generates nothing."""
 
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+
     def add_request(self, request: EngineCoreRequest) -> None:
         return None
 
@@ -500,6 +506,40 @@ def test_requests_that_the_loop_does_not_take_are_refused_beyond_a_limit(
             assert proc.io.input_queue.qsize() == 3
             proc._take_inputs(TakingCore(), wait=False)  # the loop ends a step
             assert proc.io.input_queue.empty()
+    finally:
+        proc.io.close()
+        dealer.close(linger=0)
+
+
+def test_aborts_that_reach_an_idle_engine_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle engine takes no step, so nothing reads the queue of early aborts."""
+    from baton_engine.server import engine_io
+    from baton_engine.server.engine_core_proc import EngineCoreProc
+    from baton_protocol.config import EngineConfig, ModelConfig
+
+    monkeypatch.setattr(engine_io, "MAX_QUEUED_MESSAGES", 5)
+    proc = EngineCoreProc(EngineConfig(model=ModelConfig("/nowhere"), engine_port=0), HOST)
+    instance_id = proc.instance_id.encode()
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.rcvtimeo = int(DEADLINE_S * 1000)
+    proc.io.start()
+    try:
+        proc.io.send_ready(Ready(max_model_len=4096))
+        dealer.connect(f"tcp://{HOST}:{proc.io.port}")
+        hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "flood"))
+        dealer.send_multipart([RequestType.HELLO, b"", hello])
+        while dealer.recv_multipart()[0] != EngineCoreResponseType.READY:
+            pass
+        for _ in range(12):
+            abort = msgspec.msgpack.encode(["r"])
+            dealer.send_multipart([RequestType.ABORT, instance_id, abort])
+        for _ in range(2):
+            assert dealer.recv_multipart()[0] == EngineCoreResponseType.REFUSED
+        assert proc.io.input_queue.qsize() == engine_io.ABORT_FACTOR * 5
+        core = TakingCore()
+        proc._take_inputs(core, wait=False)
+        assert core.aborted == ["r"] * 10
+        assert proc.io.aborts.empty()
     finally:
         proc.io.close()
         dealer.close(linger=0)
