@@ -148,7 +148,7 @@ def _run_up(args: argparse.Namespace) -> int:
     )
     if args.detach:
         flags = [arg for arg in sys.argv[1:] if arg != "--detach"]
-        command = [sys.executable, "-m", "baton_local.cli", *flags]
+        command = [sys.executable, "-P", "-m", "baton_local.cli", *flags]
         return run_detached(command, options.answer_timeout_s, StateDir(), make_console())
     return run_up(options, StateDir(), make_console())
 

@@ -64,7 +64,7 @@ async def _demo_checkpoint(demo: Path, console: Console) -> Path:
         console.print(f"creating a demo checkpoint in {escape(str(demo))}", style="dim")
         partial = demo.with_name("demo.partial")
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "baton_local.cli", "checkpoint", "create"),
+            *(sys.executable, "-P", "-m", "baton_local.cli", "checkpoint", "create"),
             *(*_CHECKPOINT, "--out", str(partial)),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -335,7 +335,7 @@ class _Server:
 
     async def _start_engine(self, engine_port: int, http_port: int) -> _Child:
         command = [
-            *(sys.executable, "-m", "baton_engine.cli"),
+            *(sys.executable, "-P", "-m", "baton_engine.cli"),
             *("--model", self._model, "--served-model-name", self._name),
             *("--engine-port", str(engine_port), "--http-port", str(http_port)),
             *("--service-key-file", str(self._service_key_file)),
@@ -371,7 +371,7 @@ class _Server:
                 config = msgspec.structs.replace(config, **{name: value})
         path = self._folder / "gateway.json"
         path.write_bytes(msgspec.json.encode(config))
-        command = [sys.executable, "-m", "baton_gateway.cli", "--config", str(path)]
+        command = [sys.executable, "-P", "-m", "baton_gateway.cli", "--config", str(path)]
         child = await _Child.start("gateway", command, {"POD_IP": self._options.host})
         self._children.append(child)
         return child

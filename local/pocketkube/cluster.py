@@ -73,7 +73,7 @@ class LocalCluster:
         """
         self._networks = claim_networks(self.control_plane)
         self.kubeconfig.unlink(missing_ok=True)
-        module = [sys.executable, "-m", f"pocketkube.control_plane.{self.control_plane}"]
+        module = [sys.executable, "-P", "-m", f"pocketkube.control_plane.{self.control_plane}"]
         options = [
             *("--state-dir", str(self.kubeconfig.parent)),
             *("--service-network", self._networks.services),
@@ -104,7 +104,7 @@ class LocalCluster:
         self._start_client("proxy", "--ingress-port", str(self._ingress_port))
 
     def _start_client(self, name: str, *options: str) -> None:
-        module = [sys.executable, "-m", f"pocketkube.{name}"]
+        module = [sys.executable, "-P", "-m", f"pocketkube.{name}"]
         kubeconfig = ["--kubeconfig", str(self.kubeconfig)]
         self.start(Component(name, [*module, *kubeconfig, *options], {}))
 

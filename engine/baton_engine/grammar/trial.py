@@ -75,7 +75,8 @@ class GrammarTrial:
             return b""
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "baton_engine.grammar.trial", *self._arguments],
+                # -P: the working folder may be that of a checkpoint.
+                [sys.executable, "-P", "-m", "baton_engine.grammar.trial", *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env={**os.environ, "MALLOC_ARENA_MAX": "1", "RUST_BACKTRACE": "0"},

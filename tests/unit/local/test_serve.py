@@ -27,19 +27,27 @@ READY_S = 180.0
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("serve") / "tiny"
-    return create_checkpoint(
-        path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512
+    path = create_checkpoint(
+        tmp_path_factory.mktemp("serve") / "tiny",
+        "qwen3",
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        vocab_size=512,
     )
+    for name in ("aiohttp", "msgspec", "resource"):
+        (path / f"{name}.py").write_text("raise SystemExit('imported')")
+    return path
 
 
 class Serve:
-    """A running `baton serve`."""
+    """A running `baton serve` in the model's folder, whose modules it must not import."""
 
     def __init__(self, folder: Path, model: Path, *flags: str) -> None:
         self._out, self._log = folder / "stdout", folder / "stderr"
         command = [
             sys.executable,
+            "-P",
             "-m",
             "baton_local.cli",
             "serve",
@@ -48,9 +56,11 @@ class Serve:
             "0",
             *flags,
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        path = os.pathsep.join(filter(None, sys.path))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        cwd = model if model.is_dir() else folder
         with open(self._out, "wb") as out, open(self._log, "wb") as log:
-            self.process = subprocess.Popen(command, stdout=out, stderr=log, env=env)
+            self.process = subprocess.Popen(command, stdout=out, stderr=log, env=env, cwd=cwd)
         self.children: list[psutil.Process] = []
 
     @property

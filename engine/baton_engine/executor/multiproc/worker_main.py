@@ -2,7 +2,7 @@
 
 The process reads commands from the ring, answers through its pipe, and ends when its parent ends.
 
-`WorkerProcesses` runs `python -m baton_engine.executor.multiproc.worker_main CONNECTION_FD
+`WorkerProcesses` runs `python -P -m baton_engine.executor.multiproc.worker_main CONNECTION_FD
 PARENT_PID`. It does not use `multiprocessing.Process`, which would run the parent's main module
 again.
 """

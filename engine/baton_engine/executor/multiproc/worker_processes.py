@@ -106,6 +106,7 @@ class WorkerProcesses:
         fd = theirs.fileno()
         command = [
             sys.executable,
+            "-P",  # the working folder may be that of a checkpoint
             "-m",
             "baton_engine.executor.multiproc.worker_main",
             str(fd),

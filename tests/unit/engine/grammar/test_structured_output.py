@@ -330,6 +330,18 @@ def test_a_specification_that_crashes_the_compiler_is_refused_and_later_ones_wor
     compiled(manager, "regex", f"after {kind}")
 
 
+def test_the_child_imports_nothing_from_the_working_folder(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working folder may be the folder of a checkpoint."""
+    for name in ("llguidance", "msgspec", "resource"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    manager = StructuredOutputManager(checkpoint, VOCAB_SIZE, EOS, lambda: None)
+    compiled(manager, "regex", "ab")
+    manager.shutdown()
+
+
 def test_a_child_that_does_not_answer_is_ended_and_later_specifications_work(
     manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
