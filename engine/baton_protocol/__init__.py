@@ -14,6 +14,7 @@ engine_options    the options of `baton-engine`, and the checks of their values
 arguments         types of command-line arguments
 fatal             error and exit code for a configuration that cannot work
 checkpoint_files  reads the files of a checkpoint, which is untrusted
+control_groups    the limits of this process's control groups
 progress          body of a pod's GET /health response
 metrics_text      a process's metrics as text
 pod_labels        labels and annotations of pods

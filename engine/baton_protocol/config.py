@@ -417,7 +417,7 @@ class GatewayConfig(_Config, frozen=True):
         str, Option("address to bind metrics_port to; empty: $POD_IP, as for port")
     ] = ""
     #: Beyond this number, the connection that has waited longest for a request is closed. At most
-    #: half of the limit of file descriptors.
+    #: half of the limit of file descriptors, and two for each MiB of the container's memory limit.
     max_connections: Annotated[
         int, Option("connections of clients that are open at once", _POSITIVE)
     ] = 4096

@@ -20,6 +20,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from baton_protocol.control_groups import memory_limit
+
 #: Header of a request to the process: bytes of the request, and limit on the bytes of the text.
 REQUEST = struct.Struct("<QQ")
 #: Header of a reply: whether it is the text and not an error, and bytes of the text or the error.
@@ -31,8 +33,12 @@ MAX_ERROR = 1000
 MAX_CPU_S = 2.0
 #: The same as wall time, on a machine whose CPUs have other work.
 MAX_WALL_S = 20.0
-#: Limit on the address space of the process.
+#: Limit on the address space of the process. In a container with a memory limit, it is an eighth of
+#: that limit, because a gateway has up to three processes.
 MAX_MEMORY_BYTES = 2**30
+#: The limit is never lower than this. Python itself takes a third of it.
+MIN_MEMORY_BYTES = 2**27
+MEMORY_SHARE = 8
 #: Limit on the bytes of a rendered prompt. A larger limit applies to large conversations:
 #: PROMPT_FACTOR times the bytes of messages and variables.
 MAX_PROMPT_BYTES = 2**22
@@ -70,7 +76,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self.source = source
-        self._first = marshal.dumps((source, special_tokens, MAX_CPU_S, MAX_MEMORY_BYTES))
+        self._first = marshal.dumps((source, special_tokens, MAX_CPU_S, _memory_bytes()))
         self._idle: list[_Process] = []
         weakref.finalize(self, _end_all, self._idle)
         try:
@@ -128,6 +134,14 @@ class ChatTemplate:
             process.end()
             raise ChatTemplateError(text)
         return process
+
+
+def _memory_bytes() -> int:
+    """Return the limit on the address space of a process."""
+    limit = memory_limit()
+    if limit is None:
+        return MAX_MEMORY_BYTES
+    return min(MAX_MEMORY_BYTES, max(MIN_MEMORY_BYTES, limit // MEMORY_SHARE))
 
 
 def _encode(values: dict[str, Any]) -> bytes:

@@ -21,6 +21,9 @@ SMALL_TEMPLATE_BYTES = 2**16
 #: Number of threads that wait for the chat template of small requests. One more waits for large
 #: requests. Each thread uses one process of the template.
 NUM_TEMPLATE_THREADS = 2
+#: Time in which a chat template must be rendered, including the wait for a thread. A process of the
+#: template has less time, so most of this time is left for the wait.
+TEMPLATE_TIMEOUT_S = 60.0
 
 _Result = TypeVar("_Result")
 
@@ -55,6 +58,10 @@ async def run_template(work: Callable[[], _Result], size: int) -> _Result:
 
     Args:
         size: bytes of the request's body.
+
+    Raises:
+        TimeoutError: the call takes more than TEMPLATE_TIMEOUT_S.
     """
     threads = _template_threads if size <= SMALL_TEMPLATE_BYTES else _large_template_thread
-    return await asyncio.get_running_loop().run_in_executor(threads, work)
+    async with asyncio.timeout(TEMPLATE_TIMEOUT_S):
+        return await asyncio.get_running_loop().run_in_executor(threads, work)

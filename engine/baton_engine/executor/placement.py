@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from baton_protocol.config import EngineConfig
-
-ROOT = Path("/")
+from baton_protocol.control_groups import ROOT, control_groups
 
 
 class Core(NamedTuple):
@@ -132,30 +131,6 @@ def cpu_limit(root: Path = ROOT) -> float | None:
             if quota != "max" and int(quota) > 0:
                 limits.append(int(quota) / int(period))
     return min(limits, default=None)
-
-
-def control_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process's control groups (cgroups) and of their parent groups.
-
-    Args:
-        root: folder that contains proc and sys.
-        controller: cpu or memory.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        for mount in (
-            (f"sys/fs/cgroup/{controller}", "sys/fs/cgroup/cpu,cpuacct")
-            if controllers
-            else ("sys/fs/cgroup",)
-        ):
-            own = root / mount / path.lstrip("/")
-            yield from (own, *own.parents[: len(Path(path).parts) - 1])
 
 
 def _read_cpu_list(path: Path) -> list[int]:

@@ -9,6 +9,7 @@ handler has taken yet are bounded, so clients without a key cost little memory.
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import logging
 import resource
 import ssl
@@ -22,6 +23,7 @@ from baton_gateway.errors import APIError, gateway_failure
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.request_id import REQUEST_ID_HEADER, request_id
 from baton_gateway.metrics import GatewayMetrics
+from baton_protocol.control_groups import memory_limit
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +47,11 @@ SWEEP_S = 1.0
 #: Size of the buffer for the body of a connection whose request is not read. aiohttp pauses the
 #: connection at twice this size.
 READ_BUFFER_BYTES = 2**16
+#: Limit on the bytes that one read of a connection returns, and size of the buffer of a TLS
+#: connection. asyncio's default of 256 KiB would be the largest part of a connection's memory.
+MAX_READ_BYTES = 2**15
+#: Memory that is reserved for a connection. A client without a key can make one take about half.
+CONNECTION_BYTES = 2**19
 #: Minimum time between two warnings that the limit of connections is reached.
 LOG_INTERVAL_S = 10.0
 
@@ -175,6 +182,7 @@ class Connection(web.RequestHandler):
         self._payload = EMPTY_PAYLOAD
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(Any, transport).max_size = MAX_READ_BYTES
         if self._connections.add(self, cast(asyncio.Transport, transport)):
             super().connection_made(transport)
 
@@ -275,6 +283,10 @@ def _num_bytes(payload: StreamReader) -> int:
     return 0 if payload is EMPTY_PAYLOAD else payload.total_raw_bytes
 
 
+# Each TLS connection has a buffer of this size from its handshake on.
+asyncio.sslproto.SSLProtocol.max_size = MAX_READ_BYTES
+
+
 class TLSHandshake(asyncio.Protocol):
     """Counts a connection, runs its TLS handshake, and then hands the connection over.
 
@@ -339,20 +351,27 @@ def bounded_by_descriptors(num_connections: int, share: int) -> int:
 
 
 def connection_limit(max_connections: int, max_concurrent_requests: int) -> int:
-    """Return the maximum number of clients' connections: at most half of the file descriptors."""
+    """Return the maximum number of clients' connections.
+
+    At most half of the file descriptors are used, and one connection for each CONNECTION_BYTES of
+    the container's memory limit.
+    """
     limit = bounded_by_descriptors(max_connections, 2)
+    if (memory := memory_limit()) is not None:
+        limit = min(limit, memory // CONNECTION_BYTES)
     if limit < max_connections:
         logger.info(
-            "max_connections is %d, but the limit of file descriptors (ulimit -Hn) is %d: at most "
-            "%d connections are served at once",
+            "max_connections is %d, but the limits on file descriptors (ulimit -Hn: %d) and on "
+            "memory (%s) allow %d connections at once",
             max_connections,
             resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            "none" if memory is None else f"{memory} bytes",
             limit,
         )
     if limit < max_concurrent_requests:
         logger.warning(
             "max_concurrent_requests is %d, but at most %d connections are open at once: raise "
-            "max_connections and the limit of file descriptors (ulimit -Hn)",
+            "max_connections, the limit of file descriptors (ulimit -Hn) and the memory limit",
             max_concurrent_requests,
             limit,
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton_gateway import thread_pool
 from baton_gateway.errors import prompt_too_long, unavailable
 from baton_gateway.thread_pool import run_template
 from baton_text.chat_template import ChatTemplateError, TemplateProcessError
@@ -129,7 +130,8 @@ class PromptReader:
             RequestError: the model has no chat template, the template refuses the messages, or a
                 variable has the name of a field of the request.
             APIError, RequestError: the messages cannot fit into the allowed tokens.
-            APIError: the template's process takes too long or ends unexpectedly.
+            APIError: the templates of other requests take too long, or the template's process
+                takes too long or ends unexpectedly.
         """
         variables = variables or {}
         if reserved := {"messages", "add_generation_prompt", "tools"} & variables.keys():
@@ -162,6 +164,15 @@ class PromptReader:
         except TemplateProcessError as error:
             logger.warning("%s; the client gets 503 and can retry", error)
             raise unavailable(f"{error}. Retry the request.") from error
+        except TimeoutError:
+            logger.warning(
+                "a chat request was not rendered within %g s, because the chat templates of other "
+                "requests take too long; the client gets 503 and can retry",
+                thread_pool.TEMPLATE_TIMEOUT_S,
+            )
+            raise unavailable(
+                "The chat templates of other requests take too long; retry later."
+            ) from None
 
     def encode(
         self, text: str, field: str, bounds: PromptBounds | TextBounds, *, add_special_tokens: bool

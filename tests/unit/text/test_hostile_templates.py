@@ -92,6 +92,21 @@ def test_a_process_that_is_killed_while_it_renders_is_no_fault_of_the_request(
     assert template.render(MESSAGES) == "sound"
 
 
+@pytest.mark.parametrize(
+    ("limit", "num_bytes"),
+    [(None, 2**30), (2**40, 2**30), (2**32, 2**29), (2**28, 2**27)],
+)
+def test_the_memory_of_the_process_is_bounded_by_the_limit_of_the_container(
+    limit: int | None, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "memory_limit", lambda: limit)
+    template = ChatTemplate("{% if messages|length > 1 %}{{ 'a' * 10 ** 11 }}{% endif %}sound", {})
+    assert process_of(template).rlimit(psutil.RLIMIT_AS) == (num_bytes, num_bytes)
+    assert template.render(MESSAGES) == "sound"
+    with pytest.raises(ChatTemplateError, match=f"more than {num_bytes >> 20} MiB of memory"):
+        template.render(MESSAGES * 2)
+
+
 def test_a_template_that_is_no_longer_used_leaves_no_process() -> None:
     template = ChatTemplate("sound", {})
     process = process_of(template)

@@ -8,6 +8,7 @@ import resource
 import socket
 import ssl
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
@@ -230,6 +231,32 @@ async def test_a_tls_handshake_has_a_deadline(
     await until(lambda: not rig.metric("baton:gateway_connections"), "no connection counted")
 
 
+async def test_a_tls_connection_takes_little_memory(make_rig: MakeRig, tmp_path: Path) -> None:
+    """With asyncio's default, the buffer of each connection has 256 KiB."""
+    folder = tmp_path / "tls"
+    write_certificate(folder, "gateway")
+    rig = make_rig(access=AccessConfig(tls_dir=str(folder)))
+    await rig.start(rig.engine("d", "decode"))
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    address = ("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+    with ExitStack() as stack:
+
+        def handshake() -> None:
+            tcp = stack.enter_context(socket.create_connection(address, DEADLINE_S))
+            stack.enter_context(context.wrap_socket(tcp))
+
+        await asyncio.to_thread(handshake)
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(20):
+            await asyncio.to_thread(handshake)
+        await until(lambda: rig.metric("baton:gateway_connections") == 21, "all connections")
+        after, _ = tracemalloc.get_traced_memory()
+    assert (after - before) / 20 < connections.CONNECTION_BYTES / 4
+
+
 def head_without_end(num_bytes: int) -> bytes:
     lines = [b"X-%d: %s\r\n" % (index, b"v" * 4000) for index in range(num_bytes // 4000)]
     return b"GET /v1/models HTTP/1.1\r\nHost: g\r\n" + b"".join(lines)
@@ -299,7 +326,7 @@ async def test_requests_behind_a_running_one_wait_outside_of_the_gateway(rig: Ga
         assert transport is not None
         await until(lambda: not transport.is_reading(), "a connection that is not read")
         num_bytes = sum(body.total_raw_bytes for _, body in served._messages)
-        assert 0 < num_bytes < 2**19
+        assert 0 < num_bytes < 2**17
         engine.released.set()
         connection.shutdown(socket.SHUT_RDWR)
         await asyncio.gather(sending, return_exceptions=True)
@@ -362,3 +389,15 @@ def test_half_of_the_descriptors_are_left_to_the_engines(
     assert "max_concurrent_requests" not in caplog.text
     assert connection_limit(4096, 513) == 512
     assert "max_concurrent_requests is 513, but at most 512 connections" in caplog.text
+
+
+def test_connections_fit_into_the_memory_of_the_container(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2**20, 2**20))
+    monkeypatch.setattr(connections, "memory_limit", lambda: 2**30)
+    assert connection_limit(4096, 512) == 2048
+    assert "on memory (1073741824 bytes) allow 2048 connections at once" in caplog.text
+    monkeypatch.setattr(connections, "memory_limit", lambda: None)
+    assert connection_limit(4096, 512) == 4096

@@ -48,7 +48,7 @@ def chat(text: str) -> dict[str, object]:
     ("text", "reason"),
     [
         ("loop", "takes more than 2 s of CPU time"),
-        ("grow", "needs more than 1024 MiB of memory"),
+        ("grow", "MiB of memory"),
         ("write", "has more than 4194304 bytes"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton_gateway import thread_pool
 from baton_gateway.http import completion_endpoint, request_body
 from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
 from baton_gateway.requests import prompts
@@ -20,7 +21,11 @@ from baton_gateway.requests.generation import STAGGERED_TOKENS
 from baton_gateway.requests.job_builder import MAX_OPTION_ENTRIES
 from baton_gateway.requests.prompts import TEXT_FACTOR
 from baton_gateway.routing.dispatch import Dispatcher
-from baton_gateway.thread_pool import SMALL_TEMPLATE_BYTES, run_template
+from baton_gateway.thread_pool import (
+    NUM_TEMPLATE_THREADS,
+    SMALL_TEMPLATE_BYTES,
+    run_template,
+)
 from baton_protocol.config import AccessConfig
 from baton_text.errors import RequestError
 from baton_text.output import OutputProcessor
@@ -502,6 +507,27 @@ async def test_a_template_does_not_outlast_the_deadline_of_its_request(
         assert (status, answer["error"]["code"]) == (504, "timeout")
     finally:
         blocked.released.set()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_the_wait_for_a_thread_of_the_template_has_a_deadline(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    monkeypatch.setattr(thread_pool, "TEMPLATE_TIMEOUT_S", 0.2)
+    rig = large_rig(make_rig)
+    await rig.start(*rig.engines)
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    blocked = BlockedFunction(monkeypatch, rig.tokenizer.chat_template, "render")
+    try:
+        # One more than there are threads, so that one waits.
+        posts = [rig.post(path, chat) for _ in range(NUM_TEMPLATE_THREADS + 1)]
+        for status, answer, headers in await asyncio.gather(*posts):
+            assert (status, answer["error"]["code"]) == (503, "service_unavailable")
+            assert "The chat templates of other requests" in answer["error"]["message"]
+            assert int(headers["Retry-After"]) > 0
+    finally:
+        blocked.released.set()
+    assert "a chat request was not rendered within 0.2 s" in caplog.text
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])

@@ -1,0 +1,46 @@
+"""The control groups (cgroups) of this process, by which Kubernetes limits a container."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def control_groups(root: Path, controller: str) -> Iterator[Path]:
+    """Yield the folders of this process's control groups and of their parent groups.
+
+    Args:
+        root: folder that contains proc and sys.
+        controller: cpu or memory.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for mount in (
+            (f"sys/fs/cgroup/{controller}", "sys/fs/cgroup/cpu,cpuacct")
+            if controllers
+            else ("sys/fs/cgroup",)
+        ):
+            own = root / mount / path.lstrip("/")
+            yield from (own, *own.parents[: len(Path(path).parts) - 1])
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """Return how many bytes this process's control groups may use together. None: no limit.
+
+    The result is the lowest limit of the process's own group and all parent groups.
+    """
+    limits = []
+    for group in control_groups(root, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
+            with suppress(OSError, ValueError):  # "max" is no number
+                limits.append(int((group / name).read_text()))
+    return min(limits, default=None)
