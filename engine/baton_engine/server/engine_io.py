@@ -70,6 +70,9 @@ ABORT_FACTOR = 2
 #: Limit of clients, including clients that are gone and not yet forgotten.
 MAX_CLIENTS = 2**12
 MAX_CLIENT_ID_LENGTH = 256
+#: Limit of the messages that one client has not read. Beyond it, its requests are aborted, and it
+#: has to send HELLO again.
+MAX_UNREAD_MESSAGES = 2**16
 
 #: Maximum length of the frame with the instance id, in bytes.
 _INSTANCE_FRAME_LIMIT = 256
@@ -310,7 +313,9 @@ class EngineIO:
                         raise
                     state = self._clients.get(client)
                     if state is not None and not state.gone:
-                        self._client_gone(client, state, "its connection is closed")
+                        self._client_gone(client, state, "it reads no messages, or is disconnected")
+                    if error.errno == zmq.EAGAIN:  # its next messages must not start this again
+                        self._clients.pop(client, None)
 
     def _reply(self, client: bytes, kind: ResponseType, message: Any) -> None:
         self._send_message([client], kind, message)
@@ -464,8 +469,7 @@ class EngineIO:
 def _open_router(client_timeout_s: float) -> zmq.Socket[bytes]:
     router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # Outputs are never dropped. A client that stops reading times out.
-    router.setsockopt(zmq.SNDHWM, 0)
+    router.setsockopt(zmq.SNDHWM, MAX_UNREAD_MESSAGES)
     router.setsockopt(zmq.RCVHWM, 0)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     router.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)

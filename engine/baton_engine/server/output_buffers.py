@@ -45,6 +45,8 @@ class OutputBuffers:
         self._free: list[bytearray] = []
         #: Buffers that ZMQ still reads.
         self._lent: deque[tuple[bytearray, zmq.MessageTracker]] = deque()
+        #: Number of lent buffers beyond which all of them are checked.
+        self._most_lent = MAX_BUFFERS
 
     @contextmanager
     def encode(self, message: Any) -> Iterator[Payload]:
@@ -65,11 +67,14 @@ class OutputBuffers:
     def _reclaim(self) -> None:
         """Take back sent buffers, oldest first. Stop at the first buffer that ZMQ still reads.
 
-        ZMQ rarely finishes a later buffer first, because it sends the messages to one client in
-        order.
+        A client that does not read keeps its buffers. So drop later buffers that were sent when the
+        number of lent buffers has doubled.
         """
         while self._lent and self._lent[0][1].done:
             self._give_back(self._lent.popleft()[0])
+        if len(self._lent) > self._most_lent:
+            self._lent = deque(each for each in self._lent if not each[1].done)
+            self._most_lent = MAX_BUFFERS + 2 * len(self._lent)
 
     def _give_back(self, buffer: bytearray) -> None:
         if len(self._free) < MAX_BUFFERS:

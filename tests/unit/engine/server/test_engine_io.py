@@ -108,3 +108,28 @@ def test_refusals_do_not_fill_the_log_and_their_texts_are_cut(
     lines = [record.getMessage() for record in caplog.records if "refused" in record.getMessage()]
     assert len(lines) == 1
     assert lines[0].isprintable()
+
+
+def test_a_client_that_reads_nothing_loses_its_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_io, "MAX_UNREAD_MESSAGES", 10)
+    io = EngineIO(HOST, 0, "engine", lambda: Pong(0), access=Access(), client_timeout_s=60.0)
+    io.start()
+    idle, other = Client(io), Client(io)
+    try:
+        assert idle.hello()[0] is ResponseType.INIT
+        add = msgspec.msgpack.encode(["r" * 2**16])
+
+        def is_gone() -> bool:
+            """Whether the requests of the client were aborted. Each refusal repeats its id."""
+            idle.socket.send_multipart([RequestType.ADD.value, b"another engine", add])
+            return not io.aborts.empty()
+
+        eventually(is_gone, "the end of the client", every_s=0.0)
+        assert io.aborts.get_nowait().request_ids is None
+        assert other.hello()[0] is ResponseType.INIT
+    finally:
+        for client in (idle, other):
+            client.socket.close()
+        io.close()

@@ -68,3 +68,18 @@ def test_one_message_can_be_sent_several_times(pair) -> None:
         payload.send(push)
         payload.send(push)
     assert receive(pull) == receive(pull) == LARGE
+
+
+def test_a_client_that_does_not_read_keeps_its_own_buffers_only(pair) -> None:
+    push, pull = pair
+    buffers = OutputBuffers()
+    with zmq.Context.instance().socket(zmq.PUSH) as unread:
+        unread.linger = 0
+        unread.connect("tcp://127.0.0.1:1")
+        with buffers.encode(LARGE) as payload:
+            payload.send(unread)
+        for _ in range(200):
+            with buffers.encode(LARGE) as payload:
+                payload.send(push)
+            receive(pull)
+        assert 1 <= len(buffers._lent) < 100
