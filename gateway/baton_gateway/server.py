@@ -19,7 +19,7 @@ from baton_gateway.http.chat_endpoint import ChatEndpoint
 from baton_gateway.http.completion_endpoint import CompletionEndpoint
 from baton_gateway.http.connections import (
     Connections,
-    bounded_by_descriptors,
+    bounded_by_resources,
     connection_limit,
 )
 from baton_gateway.http.cors import CORS
@@ -207,7 +207,7 @@ class Gateway:
             self.config.metrics_host or host,
             self.config.metrics_port,
             None,
-            Connections(bounded_by_descriptors(METRICS_CONNECTIONS, 8), self.metrics),
+            Connections(bounded_by_resources(METRICS_CONNECTIONS, 8), self.metrics),
         )
         port = await self._listen(self.app, host, self.config.port, context, self._connections)
         self._pool_task = asyncio.create_task(self.pool.run(), name="engine pool")

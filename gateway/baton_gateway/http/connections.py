@@ -50,8 +50,8 @@ READ_BUFFER_BYTES = 2**16
 #: Limit on the bytes that one read of a connection returns, and size of the buffer of a TLS
 #: connection. asyncio's default of 256 KiB would be the largest part of a connection's memory.
 MAX_READ_BYTES = 2**15
-#: Memory that is reserved for a connection. A client without a key can make one take about half.
-CONNECTION_BYTES = 2**19
+#: Limit on the memory that a client without a key can make one connection take.
+CONNECTION_BYTES = 2**18
 #: Minimum time between two warnings that the limit of connections is reached.
 LOG_INTERVAL_S = 10.0
 
@@ -342,24 +342,26 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def bounded_by_descriptors(num_connections: int, share: int) -> int:
-    """Return `num_connections`, but at most the limit of file descriptors divided by `share`."""
+def bounded_by_resources(num_connections: int, share: int) -> int:
+    """Return `num_connections`, or the number that the process's resources allow.
+
+    The connections use at most the limit of file descriptors divided by `share`, and the memory
+    limit of the container divided by `share`.
+    """
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if descriptors == resource.RLIM_INFINITY:
-        return num_connections
-    return min(num_connections, descriptors // share)
+    limits = [num_connections]
+    if descriptors != resource.RLIM_INFINITY:
+        limits.append(descriptors // share)
+    if (memory := memory_limit()) is not None:
+        limits.append(memory // CONNECTION_BYTES // share)
+    return min(limits)
 
 
 def connection_limit(max_connections: int, max_concurrent_requests: int) -> int:
-    """Return the maximum number of clients' connections.
-
-    At most half of the file descriptors are used, and one connection for each CONNECTION_BYTES of
-    the container's memory limit.
-    """
-    limit = bounded_by_descriptors(max_connections, 2)
-    if (memory := memory_limit()) is not None:
-        limit = min(limit, memory // CONNECTION_BYTES)
+    """Return the maximum number of clients' connections: at most half of the resources."""
+    limit = bounded_by_resources(max_connections, 2)
     if limit < max_connections:
+        memory = memory_limit()
         logger.info(
             "max_connections is %d, but the limits on file descriptors (ulimit -Hn: %d) and on "
             "memory (%s) allow %d connections at once",

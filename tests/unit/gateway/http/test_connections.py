@@ -10,12 +10,13 @@ import ssl
 import threading
 import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from baton_gateway import server
+from baton_gateway.access import refusals
 from baton_gateway.cli import main
 from baton_gateway.http import connections
 from baton_gateway.http.connections import connection_limit
@@ -231,32 +232,6 @@ async def test_a_tls_handshake_has_a_deadline(
     await until(lambda: not rig.metric("baton:gateway_connections"), "no connection counted")
 
 
-async def test_a_tls_connection_takes_little_memory(make_rig: MakeRig, tmp_path: Path) -> None:
-    """With asyncio's default, the buffer of each connection has 256 KiB."""
-    folder = tmp_path / "tls"
-    write_certificate(folder, "gateway")
-    rig = make_rig(access=AccessConfig(tls_dir=str(folder)))
-    await rig.start(rig.engine("d", "decode"))
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    address = ("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
-    with ExitStack() as stack:
-
-        def handshake() -> None:
-            tcp = stack.enter_context(socket.create_connection(address, DEADLINE_S))
-            stack.enter_context(context.wrap_socket(tcp))
-
-        await asyncio.to_thread(handshake)
-        tracemalloc.start()
-        stack.callback(tracemalloc.stop)
-        before, _ = tracemalloc.get_traced_memory()
-        for _ in range(20):
-            await asyncio.to_thread(handshake)
-        await until(lambda: rig.metric("baton:gateway_connections") == 21, "all connections")
-        after, _ = tracemalloc.get_traced_memory()
-    assert (after - before) / 20 < connections.CONNECTION_BYTES / 4
-
-
 def head_without_end(num_bytes: int) -> bytes:
     lines = [b"X-%d: %s\r\n" % (index, b"v" * 4000) for index in range(num_bytes // 4000)]
     return b"GET /v1/models HTTP/1.1\r\nHost: g\r\n" + b"".join(lines)
@@ -330,6 +305,55 @@ async def test_requests_behind_a_running_one_wait_outside_of_the_gateway(rig: Ga
         engine.released.set()
         connection.shutdown(socket.SHUT_RDWR)
         await asyncio.gather(sending, return_exceptions=True)
+
+
+BODY = b" " * 60_000
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer guess\r\n"
+#: What a client without a key sends, as fast as the gateway reads it.
+FLOODS = {
+    "nothing": b"",
+    "head": head_without_end(connections.MAX_HEAD_BYTES - 4000),
+    "body": REQUEST + b"Content-Length: 10000000\r\n\r\n" + BODY * 20,
+    "requests": (REQUEST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY) * 20,
+    "small requests": (REQUEST + b"\r\n") * 5000,
+}
+
+
+@pytest.mark.parametrize("is_tls", [False, True], ids=["tcp", "tls"])
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_client_without_a_key_cannot_make_a_connection_take_more_memory_than_is_reserved(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flood: str, is_tls: bool
+) -> None:
+    monkeypatch.setattr(refusals, "BURST", 0)
+    monkeypatch.setattr(refusals, "DELAY_S", 60.0)
+    write_certificate(tmp_path / "tls", "gateway")
+    (tmp_path / "keys").mkdir()
+    access = AccessConfig(
+        api_keys_dir=str(tmp_path / "keys"), tls_dir=str(tmp_path / "tls") if is_tls else ""
+    )
+    rig = make_rig(access=access)
+    await rig.start(rig.engine("d", "decode"))
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    address = ("127.0.0.1", int(rig.url.rsplit(":", 1)[1]))
+
+    def attack() -> None:
+        client: socket.socket = stack.enter_context(socket.create_connection(address, DEADLINE_S))
+        if is_tls:
+            client = stack.enter_context(context.wrap_socket(client))
+        client.settimeout(0.2)  # the gateway reads no more
+        with suppress(TimeoutError, ConnectionError):
+            client.sendall(FLOODS[flood])
+
+    with ExitStack() as stack:
+        await asyncio.to_thread(attack)
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(10):
+            await asyncio.to_thread(attack)
+        after, _ = tracemalloc.get_traced_memory()
+    assert (after - before) / 10 < connections.CONNECTION_BYTES
 
 
 @pytest.mark.parametrize("limit", [64, server.METRICS_CONNECTIONS])
