@@ -25,7 +25,8 @@ def open_file(folder: Path, name: str) -> BinaryIO:
     """Open a regular file of a checkpoint's folder.
 
     A link may lead to another file in the folder. If the folder is a snapshot in a cache of
-    `huggingface_hub` (`snapshots/<commit>`), a link may also lead to a file in the cache's `blobs`.
+    `huggingface_hub` (`snapshots/<commit>`) or below one, a link may also lead to a file in the
+    cache's `blobs`.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -44,17 +45,27 @@ def open_file(folder: Path, name: str) -> BinaryIO:
             )
         if not target.is_file():  # opening a device can have an effect
             raise ValueError(f"{path} is not a regular file")
-        # Another process may have replaced the file since these checks.
+        # Another process may replace the file, or a folder on the way to it, during these checks.
         fd = os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         file = os.fdopen(fd, "rb")
+        opened = os.readlink(path_of(file))
     except FileNotFoundError:
         raise
     except (OSError, RuntimeError) as error:  # Path.resolve raises RuntimeError for a loop
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
+    if not stat.S_ISREG(os.fstat(fd).st_mode) or opened != str(target):
         file.close()
-        raise ValueError(f"{path} is not a regular file")
+        raise ValueError(f"{path} is not a regular file, or was replaced while it was opened")
     return file
+
+
+def path_of(file: BinaryIO) -> str:
+    """Return a path of an open file that remains valid when the file is renamed or replaced.
+
+    Libraries that take a path open the same file by it. Its name leads to another one after a
+    replacement.
+    """
+    return f"/proc/self/fd/{file.fileno()}"
 
 
 def read_file(folder: Path, name: str, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
@@ -119,6 +130,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _roots(folder: Path) -> list[Path]:
     """Return the folders in which the files of the checkpoint may lie."""
-    if folder.parent.name == "snapshots":
-        return [folder, folder.parent.parent / "blobs"]
-    return [folder]
+    snapshots = next((each for each in folder.parents if each.name == "snapshots"), None)
+    return [folder] if snapshots is None else [folder, snapshots.parent / "blobs"]

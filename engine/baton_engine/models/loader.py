@@ -23,7 +23,13 @@ from baton_engine.metrics.load_counter import COUNTER
 from baton_engine.models.checkpoint_config import CONFIG_FILE
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.sharding import WeightTarget
-from baton_protocol.checkpoint_files import open_file, parse_object, read_file, read_json
+from baton_protocol.checkpoint_files import (
+    open_file,
+    parse_object,
+    path_of,
+    read_file,
+    read_json,
+)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -94,7 +100,7 @@ def identity_files(path: Path) -> dict[str, bytes]:
     """
     names = sorted({entry.file.name for entry in read_tensor_index(path).values()})
     try:
-        identity = {name: _read_header(path, name) + _read_samples(path, name) for name in names}
+        identity = {name: _read_header(path, name)[0] + _read_samples(path, name) for name in names}
         for name in (CONFIG_FILE, INDEX_FILE):
             if (path / name).exists():
                 identity[name] = read_file(path, name, MAX_HEADER_BYTES)
@@ -182,10 +188,10 @@ def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightT
         rows = target.index[0] if target.dim == 0 else slice(0, entry.shape[0])
         at, end = (entry.offset + row * row_bytes for row in (rows.start, rows.stop))
         try:
-            with entry.file.open("rb", buffering=0) as file:
+            with open_file(entry.file.parent, entry.file.name) as file:
                 while at < end and (num_read := os.preadv(file.fileno(), [buffer], at)):
                     at += num_read
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ModelInvalid(f"{entry.file}: tensor {name} cannot be read: {error}") from None
 
 
@@ -226,14 +232,18 @@ def _load_file(
 ) -> None:
     name = ""
     try:
-        with safe_open(file, framework="pt") as tensors:
+        with (
+            open_file(file.parent, file.name) as stream,
+            safe_open(path_of(stream), framework="pt") as tensors,
+        ):
             for name in names:
                 # The file is memory-mapped, so only the slice's pages are read.
                 values = tensors.get_slice(name)[targets[name].index]
                 targets[name].parameter.copy_(values)
                 progress.update(values.nbytes)
                 COUNTER.add(values.nbytes)
-    except (SafetensorError, OSError, RuntimeError) as error:  # torch raises RuntimeError
+    # torch raises RuntimeError, and `open_file` ValueError.
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         where = f"tensor {name} " if name else ""
         raise ModelInvalid(f"{file}: {where}cannot be read: {error}") from None
 
@@ -268,30 +278,31 @@ def _read_weight_map(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path, name: str, max_bytes: int = MAX_HEADER_BYTES) -> bytes:
+def _read_header(path: Path, name: str, max_bytes: int = MAX_HEADER_BYTES) -> tuple[bytes, int]:
+    """Return the header of a weight file, and the number of bytes after it."""
     file = path / name
     with open_file(path, name) as stream:
         prefix = stream.read(_LENGTH_BYTES)
         if len(prefix) < _LENGTH_BYTES:
             raise ModelInvalid(f"{file} is truncated: it has no safetensors header")
         (length,) = struct.unpack("<Q", prefix)
-        if length > os.fstat(stream.fileno()).st_size - _LENGTH_BYTES:
+        left = os.fstat(stream.fileno()).st_size - _LENGTH_BYTES - length
+        if left < 0:
             raise ModelInvalid(f"{file} is truncated inside its header")
         if length > max_bytes:
             raise ModelInvalid(
                 f"{file} has a header of {length} bytes; the headers of a checkpoint may have "
                 f"{MAX_HEADER_BYTES} bytes together"
             )
-        return stream.read(length)
+        return stream.read(length), left
 
 
 def _read_file(path: Path, name: str, max_bytes: int) -> tuple[dict[str, TensorEntry], int]:
     """Return the tensors of a weight file by name, and the size of its header in bytes."""
     file = path / name
     try:
-        header_bytes = _read_header(path, name, max_bytes)
+        header_bytes, data_bytes = _read_header(path, name, max_bytes)
         start = _LENGTH_BYTES + len(header_bytes)
-        data_bytes = (path / name).stat().st_size - start
     except FileNotFoundError:
         raise ModelInvalid(f"{file} is missing") from None
     except (OSError, ValueError) as error:

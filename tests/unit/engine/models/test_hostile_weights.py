@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,14 @@ from baton_engine.cli import main
 from baton_engine.models.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.factory import load_model
-from baton_engine.models.loader import identity_files
+from baton_engine.models.loader import (
+    identity_files,
+    read_ahead,
+    read_slices,
+    read_tensor_index,
+)
+from baton_engine.models.sharding import WeightTarget
+from baton_protocol.checkpoint_files import open_file
 from support.hostile.attack import Attack, fields, parametrize
 from support.hostile.configs import CONFIG_ATTACKS, GENERATION_ATTACKS
 from support.hostile.weights import INDEX, INDEX_ATTACKS, WEIGHT_ATTACKS, WEIGHTS
@@ -72,9 +80,12 @@ def link_files(source: Path, folder: Path) -> Path:
     return source
 
 
-def test_a_snapshot_in_a_cache_of_the_hub_is_loaded(checkpoint: Path, tmp_path: Path) -> None:
-    """Its files are links to the blobs of the cache."""
-    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd"
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_a_snapshot_in_a_cache_of_the_hub_is_loaded(
+    checkpoint: Path, tmp_path: Path, below: str
+) -> None:
+    """Its files, and those of its subfolders, are links to the blobs of the cache."""
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abcd" / below
     snapshot.parent.mkdir(parents=True)
     checkpoint.rename(snapshot)
     names = load(link_files(snapshot, tmp_path / "models--org--name" / "blobs"))
@@ -96,6 +107,47 @@ def test_links_within_the_folder_are_followed(checkpoint: Path) -> None:
     alias.symlink_to(checkpoint)
     link_files(alias, alias / "..data")
     assert load(alias) == ["config.json", WEIGHTS]
+
+
+@pytest.mark.parametrize("reader", [read_slices, read_ahead])
+def test_a_file_that_is_replaced_after_the_checks_is_refused(
+    checkpoint: Path, tmp_path: Path, reader: Callable[..., object]
+) -> None:
+    """Another pod may write to a shared cache while an engine loads."""
+    entries = read_tensor_index(checkpoint)
+    name, entry = next(iter(entries.items()))
+    targets = {name: WeightTarget(torch.zeros(entry.shape), entry.shape)}
+    reader(entries, targets)
+    file = checkpoint / WEIGHTS
+    file.rename(tmp_path / WEIGHTS)
+    file.symlink_to(tmp_path / WEIGHTS)
+    with pytest.raises(ModelInvalid, match="outside of the model's folder"):
+        reader(entries, targets)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ModelInvalid, match="not a regular file"):
+        reader(entries, targets)
+
+
+def test_a_folder_that_is_replaced_during_the_checks_is_noticed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """O_NOFOLLOW refuses a link in place of the file, and none in place of a folder."""
+    link_files(checkpoint, checkpoint / "..data")
+    (tmp_path / "other").mkdir()
+    blob = (checkpoint / WEIGHTS).resolve()
+    (tmp_path / "other" / blob.name).write_text("of another model")
+    is_file = Path.is_file
+
+    def replace(path: Path) -> bool:
+        found = is_file(path)
+        blob.parent.rename(checkpoint / "before")
+        blob.parent.symlink_to(tmp_path / "other")
+        return found
+
+    monkeypatch.setattr(Path, "is_file", replace)
+    with pytest.raises(ValueError, match="was replaced while it was opened"):
+        open_file(checkpoint, WEIGHTS)
 
 
 def test_a_sound_index_is_loaded(checkpoint: Path) -> None:
