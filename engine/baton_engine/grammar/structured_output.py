@@ -34,6 +34,10 @@ MAX_COMPILED = 128
 MAX_COMPILED_CHARS = 2**20
 
 
+#: Cache salt, kind and text of a specification.
+_Key = tuple[str, StructuredOutputKind, str]
+
+
 class Grammar:
     """The state of one request in its compiled grammar. Not thread-safe."""
 
@@ -100,18 +104,28 @@ class StructuredOutputManager:
         self._compiler = GrammarCompiler(model_path, vocab_size, self._eos_token_ids)
         self._trial = GrammarTrial(model_path, vocab_size, self._eos_token_ids)
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[tuple[StructuredOutputKind, str], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[_Key, LLMatcher] = OrderedDict()
         self._pool: ThreadPoolExecutor | None = None
 
-    def compile(self, spec: StructuredOutput) -> Future[Grammar]:
-        """Start to compile a specification in another thread.
+    def compile(self, spec: StructuredOutput, cache_salt: str = "") -> Future[Grammar]:
+        """Return the grammar of a specification. Compile it in another thread if necessary.
+
+        Args:
+            spec: the specification.
+            cache_salt: only requests with the same salt share compiled grammars. Otherwise the time
+                to the first token would show whether another client has sent a specification.
 
         Returns:
             A Future of the grammar. The Future raises ValueError if the specification is invalid.
         """
         if self._pool is None:
             self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
-        future = self._pool.submit(self._compile, spec)
+        key = (cache_salt, spec.kind, spec.spec)
+        if (matcher := self._find(key)) is None:
+            future = self._pool.submit(self._compile, spec, key)
+        else:  # it does not wait for the specifications of other requests
+            future = Future()
+            future.set_result(self._grammar(matcher))
         future.add_done_callback(lambda _: self._wakeup())
         return future
 
@@ -136,19 +150,25 @@ class StructuredOutputManager:
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _compile(self, spec: StructuredOutput) -> Grammar:
-        key = (spec.kind, spec.spec)
-        with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
-                self._compiled.move_to_end(key)
+    def _compile(self, spec: StructuredOutput, key: _Key) -> Grammar:
+        matcher = self._find(key)  # another sample of the request may have compiled it
         if matcher is None:
             self._trial.check(spec)
             matcher = self._compiler.compile(spec)
             with self._lock:
                 self._compiled[key] = matcher
                 while len(self._compiled) > MAX_COMPILED or (
-                    sum(len(text) for _, text in self._compiled) > MAX_COMPILED_CHARS
+                    sum(len(text) for _, _, text in self._compiled) > MAX_COMPILED_CHARS
                 ):
                     self._compiled.popitem(last=False)
+        return self._grammar(matcher)
+
+    def _find(self, key: _Key) -> LLMatcher | None:
+        with self._lock:
+            matcher = self._compiled.get(key)
+            if matcher is not None:
+                self._compiled.move_to_end(key)
+        return matcher
+
+    def _grammar(self, matcher: LLMatcher) -> Grammar:
         return Grammar(matcher.deep_copy(), self._eos_token_ids)

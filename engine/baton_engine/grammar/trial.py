@@ -20,8 +20,9 @@ import msgspec
 from baton_engine.grammar.compiler import GrammarCompiler
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 
-#: Processor time for one specification. A schema of 100 KB takes less than a second.
-MAX_CPU_S = 10
+#: Processor time for one specification. A schema of 100 KB takes less than a second. Other clients'
+#: new specifications wait for this long.
+MAX_CPU_S = 2
 #: The same as wall time, on a machine whose CPUs have other work. It includes the process's start.
 MAX_WALL_S = 120.0
 #: Memory that the compilation of one specification may allocate.

@@ -42,7 +42,7 @@ class GrammarQueue:
             raise ValueError(
                 "structured_output is not available in this engine; send the request without it"
             )
-        self._futures[request.request_id] = self._manager.compile(spec)
+        self._futures[request.request_id] = self._manager.compile(spec, request.cache_salt)
 
     def must_wait(self, request: Request) -> bool:
         """Return whether the request's grammar is still being compiled."""

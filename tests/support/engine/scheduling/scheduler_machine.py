@@ -74,7 +74,7 @@ class FakeGrammars:
     def __init__(self) -> None:
         self.pending: list[tuple[StructuredOutput, Future[FakeGrammar]]] = []
 
-    def compile(self, spec: StructuredOutput) -> Future[FakeGrammar]:
+    def compile(self, spec: StructuredOutput, cache_salt: str = "") -> Future[FakeGrammar]:
         future: Future[FakeGrammar] = Future()
         self.pending.append((spec, future))
         return future

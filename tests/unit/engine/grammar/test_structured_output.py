@@ -18,6 +18,7 @@ import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.grammar import trial
+from baton_engine.grammar.compiler import NUM_THREADS
 from baton_engine.grammar.structured_output import (
     MAX_COMPILED,
     MAX_COMPILED_CHARS,
@@ -355,6 +356,29 @@ def test_a_child_that_does_not_answer_is_ended_and_later_specifications_work(
     compiled(manager, "regex", "after it was replaced")
 
 
+def test_a_compiled_grammar_is_used_again_at_once_and_with_its_cache_salt_only(
+    manager: StructuredOutputManager,
+) -> None:
+    """Another client's specifications delay no known one, and a hit would reveal one of them."""
+    known = StructuredOutput(StructuredOutputKind.CHOICE, '["Alice", "Bob"]')
+    manager.compile(known, "one").result(timeout=30)
+    child = manager._trial._process
+    assert child is not None
+    child.send_signal(signal.SIGSTOP)
+    try:
+        others = [
+            manager.compile(StructuredOutput(StructuredOutputKind.REGEX, f"other {number}"), "two")
+            for number in range(NUM_THREADS + 1)
+        ]
+        assert manager.compile(known, "one").done()
+        others.append(manager.compile(known, "two"))
+        assert not any(other.done() for other in others)
+    finally:
+        child.send_signal(signal.SIGCONT)
+    for other in others:
+        other.result(timeout=30)
+
+
 def test_a_choice_can_have_thousands_of_strings(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
@@ -434,7 +458,7 @@ def test_long_specifications_do_not_fill_the_memory_with_compiled_grammars(
     for number in range(count):
         spec = f"{number:08}".ljust(length, "x")
         manager.compile(StructuredOutput(StructuredOutputKind.REGEX, spec)).result()
-        kept = [text for _, text in manager._compiled]
+        kept = [text for _, _, text in manager._compiled]
         assert kept[-1] == spec
         assert sum(map(len, kept)) <= MAX_COMPILED_CHARS
     manager.shutdown()
