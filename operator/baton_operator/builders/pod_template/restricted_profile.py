@@ -227,7 +227,7 @@ def _check_credentials(
         if "secret" in key.lower():
             # Every name counts, because the API server ignores the one that is no field.
             found = [value[each] for each in ("secretName", "name") if each in value]
-            if not found or any(name not in secrets for name in found):
+            if not found or not all(isinstance(name, str) and name in secrets for name in found):
                 raise must_be("a Secret that another field of the service names", field, value)
         elif key == "annotations":  # of the claim of an ephemeral volume
             restrictions.check_annotations(value, field)

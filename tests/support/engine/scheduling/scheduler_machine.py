@@ -73,10 +73,12 @@ class FakeGrammars:
 
     def __init__(self) -> None:
         self.pending: list[tuple[StructuredOutput, Future[FakeGrammar]]] = []
+        self.cache_salts: list[str] = []
 
     def compile(self, spec: StructuredOutput, cache_salt: str = "") -> Future[FakeGrammar]:
         future: Future[FakeGrammar] = Future()
         self.pending.append((spec, future))
+        self.cache_salts.append(cache_salt)
         return future
 
     def compile_one(self) -> None:

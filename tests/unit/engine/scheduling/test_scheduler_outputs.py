@@ -30,10 +30,11 @@ def even(prompt: list[int], num_tokens: int) -> list[int]:
 def test_requests_wait_for_their_grammar_without_blocking_others() -> None:
     grammars = FakeGrammars()
     engine = Engine(grammars=grammars, max_num_seqs=1)
-    engine.add("json", [1, 2], 9, grammar("3"))
+    engine.add("json", [1, 2], 9, grammar("3"), cache_salt="client")
     engine.add("text", [3], 2)
     engine.run()
     assert engine.outputs.keys() == {"text"}
+    assert grammars.cache_salts == ["client"]
     grammars.compile_one()
     engine.run()
     assert engine.text("json") == even([1, 2], 3)

@@ -126,6 +126,7 @@ ATTACKS: list[tuple[Object, str]] = [
     (projected(podCertificate={"signerName": "s"}), "volumes[v].projected.sources[0]"),
     # Secrets.
     (volume(secret={"secretName": "theirs"}), "volumes[v].secret"),
+    (volume(secret={"secretName": {"name": "theirs"}}), "volumes[v].secret must"),
     (projected(secret={"name": "theirs"}), "volumes[v].projected.sources[0].secret"),
     (
         projected(secret={"name": "theirs", "secretName": "clients"}),
