@@ -192,6 +192,10 @@ class KVTransferParams(_Wire):
     remote_port: int = 0
 
 
+#: See `EngineCoreRequest.cache_salt`.
+CLIENT_CHARS = 16
+
+
 class EngineCoreRequest(_Wire):
     """Request to generate one sequence, or to continue a sequence that another pod began."""
 
@@ -209,7 +213,8 @@ class EngineCoreRequest(_Wire):
     arrival_time: float = 0.0
     #: Lower values run first, then earlier arrivals.
     priority: int = 0
-    #: Requests with different salts share no prefix-cache block.
+    #: Requests with different salts share no prefix-cache block and no compiled grammar. The first
+    #: CLIENT_CHARS characters are the same in all requests of a client with an API key.
     cache_salt: str = ""
     #: None: this engine exchanges no KV blocks for the request.
     kv_transfer: KVTransferParams | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from baton_engine.grammar.compiler import NUM_THREADS, GrammarCompiler, reason_of
+from baton_engine.grammar.fair_pool import FairPool
 from baton_engine.grammar.trial import GrammarTrial
+from baton_protocol.messages import CLIENT_CHARS
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ class StructuredOutputManager:
         self._trial = GrammarTrial(model_path, vocab_size, self._eos_token_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[_Key, LLMatcher] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = FairPool(NUM_THREADS, "grammar")
 
     def compile(self, spec: StructuredOutput, cache_salt: str = "") -> Future[Grammar]:
         """Return the grammar of a specification. Compile it in another thread if necessary.
@@ -118,12 +120,11 @@ class StructuredOutputManager:
         Returns:
             A Future of the grammar. The Future raises ValueError if the specification is invalid.
         """
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         key = (cache_salt, spec.kind, spec.spec)
         if (matcher := self._find(key)) is None:
-            future = self._pool.submit(self._compile, spec, key)
-        else:  # it does not wait for the specifications of other requests
+            client = cache_salt[:CLIENT_CHARS]
+            future = self._pool.submit(client, lambda: self._compile(spec, key))
+        else:  # it does not wait for specifications that are being compiled
             future = Future()
             future.set_result(self._grammar(matcher))
         future.add_done_callback(lambda _: self._wakeup())
@@ -147,8 +148,7 @@ class StructuredOutputManager:
     def shutdown(self) -> None:
         """Cancel compilations that have not started. Does not wait for running compilations."""
         self._trial.close()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown()
 
     def _compile(self, spec: StructuredOutput, key: _Key) -> Grammar:
         matcher = self._find(key)  # another sample of the request may have compiled it

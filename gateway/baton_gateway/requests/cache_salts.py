@@ -12,6 +12,7 @@ import hashlib
 import hmac
 
 from baton_protocol.config import AccessConfig
+from baton_protocol.messages import CLIENT_CHARS
 from baton_protocol.service_key import ServiceKey
 
 
@@ -39,5 +40,8 @@ class CacheSalts:
         if client is None or self._is_shared or requested in self._shared_salts:
             return requested
         # A client's name is a file's name. So it has no slash, and different pairs differ as texts.
-        text = f"{client}/{requested}".encode(errors="surrogateescape")
-        return hmac.digest(self._secret, text, hashlib.sha256).hex()
+        return self._digest(client)[:CLIENT_CHARS] + self._digest(f"{client}/{requested}")
+
+    def _digest(self, text: str) -> str:
+        content = text.encode(errors="surrogateescape")
+        return hmac.digest(self._secret, content, hashlib.sha256).hex()

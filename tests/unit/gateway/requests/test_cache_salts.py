@@ -9,7 +9,7 @@ import pytest
 
 from baton_gateway.requests.cache_salts import CacheSalts
 from baton_protocol.config import AccessConfig
-from baton_protocol.messages import EngineCoreRequest, ErrorCode
+from baton_protocol.messages import CLIENT_CHARS, EngineCoreRequest, ErrorCode
 from baton_protocol.service_key import ServiceKey
 from support.gateway.fake_engine import FakeEngine
 from support.gateway.gateway_rig import GatewayRig, MakeRig
@@ -125,3 +125,13 @@ def test_pairs_of_client_and_salt_have_different_salts() -> None:
     salts = CacheSalts(AccessConfig(), KEY)
     pairs = [("a", "b/c"), ("a", "b"), ("ab", ""), ("a", ""), ("b", ""), ("a", "/b")]
     assert len({salts.salt(*pair) for pair in pairs}) == len(pairs)
+
+
+def test_all_salts_of_a_client_begin_with_the_same_characters() -> None:
+    salts = CacheSalts(AccessConfig(), KEY)
+    starts = {
+        client: {salts.salt(client, requested)[:CLIENT_CHARS] for requested in ("", "s", "t")}
+        for client in CLIENTS
+    }
+    assert all(len(each) == 1 for each in starts.values())
+    assert starts["team-a"].isdisjoint(starts["team-b"])
