@@ -32,7 +32,8 @@ MAX_CONNECTIONS = 128
 REQUEST_TIMEOUT_S = 20.0
 #: A client that sends or reads nothing for this long is disconnected.
 SOCKET_TIMEOUT_S = 10.0
-MAX_BODY_BYTES = 2**20
+#: A request for the largest topology has 70 KB. Clients without the key can send bodies, too.
+MAX_BODY_BYTES = 2**17
 #: Pause after an accept that failed, for example because no file descriptor was free.
 ACCEPT_PAUSE_S = 0.1
 #: Keep reading for this long after an early refusal. Closing at once would reset the connection and
