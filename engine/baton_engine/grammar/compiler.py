@@ -35,6 +35,10 @@ MAX_REASON_LENGTH = 300
 # these two limits hold an untrusted schema to about 60 MB.
 MAX_GRAMMAR_SIZE = 100_000
 MAX_LEXER_STATES = 30_000
+# The time for a token grows faster than the cube of the items of a row. 1000 take up to 25 ms, and
+# the default of 2000 takes a second. An object with 250 optional properties has 1000 items.
+MAX_ROW_ITEMS = 1000
+MAX_STEP_ITEMS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +145,8 @@ class GrammarCompiler:
         limits = LLParserLimits(
             max_grammar_size=MAX_GRAMMAR_SIZE,
             max_lexer_states=MAX_LEXER_STATES,
+            max_items_in_row=MAX_ROW_ITEMS,
+            step_max_items=MAX_STEP_ITEMS,
             verbose_errors=False,
         )
         return _Backend(tokenizer, LLExecutor(num_threads=NUM_THREADS), limits)

@@ -11,6 +11,7 @@ scheduler passes the token to the grammar.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -34,6 +35,15 @@ MAX_COMPILED = 128
 #: Limit for the sum of the lengths of their specifications. A compiled JSON schema takes about 120
 #: bytes per character, so clients with long schemas cannot fill the memory.
 MAX_COMPILED_CHARS = 2**20
+#: Processor time that the grammar of one request may take: at first, and for each token. JSON takes
+#: 0.3 ms for a token. An ambiguous grammar of a few lines takes seconds, while all requests of the
+#: engine wait.
+FREE_S = 0.1
+S_PER_TOKEN = 0.001
+#: If the bitmasks of a step take longer than this, and than SLOW_ROW_S for each, the time of each
+#: grammar is measured in the next step.
+SLOW_S = 0.01
+SLOW_ROW_S = 0.00025
 
 
 #: Cache salt, kind and text of a specification.
@@ -47,6 +57,8 @@ class Grammar:
         self.matcher = matcher
         self._eos_token_ids = eos_token_ids
         self._ended = False
+        self._num_tokens = 0
+        self._spent_s = 0.0
 
     def accept(self, token_ids: Sequence[int]) -> bool:
         """Advance the grammar by sampled tokens.
@@ -55,8 +67,20 @@ class Grammar:
         are accepted.
 
         Returns:
-            False if a token is not allowed. Then the grammar cannot be used any more.
+            False if a token is not allowed, or the grammar takes too much time. Then the grammar
+            cannot be used any more.
         """
+        started = time.thread_time()
+        is_accepted = self._accept(token_ids)
+        self._num_tokens += len(token_ids)
+        self.spend(time.thread_time() - started)
+        return is_accepted and not self._is_slow
+
+    def spend(self, seconds: float) -> None:
+        """Record processor time that the grammar took."""
+        self._spent_s += seconds
+
+    def _accept(self, token_ids: Sequence[int]) -> bool:
         for token_id in token_ids:
             if self._ended:
                 if token_id not in self._eos_token_ids:
@@ -66,6 +90,10 @@ class Grammar:
             elif token_id in self._eos_token_ids:
                 self._ended = True
         return True
+
+    @property
+    def _is_slow(self) -> bool:
+        return self._spent_s > FREE_S + S_PER_TOKEN * self._num_tokens
 
     @property
     def is_terminated(self) -> bool:
@@ -78,6 +106,11 @@ class Grammar:
 
         The reason is a resource limit or an invalid token.
         """
+        if self._is_slow:
+            return (
+                f"it takes more than {FREE_S * 1000:g} ms of processor time, and "
+                f"{S_PER_TOKEN * 1000:g} ms for each token; make it less ambiguous"
+            )
         return reason_of(self.matcher)
 
 
@@ -106,6 +139,8 @@ class StructuredOutputManager:
         self._compiler = GrammarCompiler(model_path, vocab_size, self._eos_token_ids)
         self._trial = GrammarTrial(model_path, vocab_size, self._eos_token_ids)
         self._lock = threading.Lock()
+        #: Whether the bitmasks of the last step took long.
+        self._was_slow = False
         self._compiled: OrderedDict[_Key, LLMatcher] = OrderedDict()
         self._pool = FairPool(NUM_THREADS, "grammar")
 
@@ -139,16 +174,26 @@ class StructuredOutputManager:
         words = -(-self._vocab_size // 32)
         if not grammars:
             return np.zeros((0, words), dtype=np.int32)
-        # The mask is as wide as the tokenizer, whose ids may exceed the vocabulary. All rows are
-        # computed at once, in threads and without the GIL. A grammar that cannot continue allows
-        # only EOS; `error` has the reason.
-        bitmask = self._compiler.bitmask([grammar.matcher for grammar in grammars])
+        # The mask is as wide as the tokenizer, whose ids may exceed the vocabulary. A grammar that
+        # cannot continue allows only EOS; `error` has the reason.
+        started = time.monotonic()
+        if self._was_slow:
+            bitmask = np.concatenate([self._measured_bitmask(grammar) for grammar in grammars])
+        else:  # all rows at once, in threads and without the GIL
+            bitmask = self._compiler.bitmask([grammar.matcher for grammar in grammars])
+        self._was_slow = time.monotonic() - started > SLOW_S + SLOW_ROW_S * len(grammars)
         return np.ascontiguousarray(bitmask[:, :words])
 
     def shutdown(self) -> None:
         """Cancel compilations that have not started. Does not wait for running compilations."""
         self._trial.close()
         self._pool.shutdown()
+
+    def _measured_bitmask(self, grammar: Grammar) -> npt.NDArray[np.int32]:
+        started = time.thread_time()
+        bitmask = self._compiler.bitmask([grammar.matcher])  # in this thread
+        grammar.spend(time.thread_time() - started)
+        return bitmask
 
     def _compile(self, spec: StructuredOutput, key: _Key) -> Grammar:
         matcher = self._find(key)  # another sample of the request may have compiled it

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.grammar import trial
+from baton_engine.grammar import structured_output, trial
 from baton_engine.grammar.compiler import NUM_THREADS
 from baton_engine.grammar.structured_output import (
     MAX_COMPILED,
@@ -377,6 +378,48 @@ def test_a_compiled_grammar_is_used_again_at_once_and_with_its_cache_salt_only(
         child.send_signal(signal.SIGCONT)
     for other in others:
         other.result(timeout=30)
+
+
+AMBIGUOUS = 'start: e\ne: e e e | e e | "x" | ""'
+
+
+def test_a_grammar_that_takes_too_much_time_ends(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
+    """Each token took more time than the one before, up to seconds, in which all requests wait."""
+    grammar = compiled(manager, "grammar", AMBIGUOUS)
+    [token] = tokenizer.encode("x", add_special_tokens=False)
+    started = time.thread_time()
+    for _ in range(1000):
+        manager.bitmask([grammar])
+        if not grammar.accept([token]):
+            break
+    assert "ms of processor time" in grammar.error
+    assert time.thread_time() - started < 2.0
+
+
+def test_the_time_of_bitmasks_is_measured_after_a_slow_step(
+    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FREE_S", "S_PER_TOKEN", "SLOW_S", "SLOW_ROW_S"):
+        monkeypatch.setattr(structured_output, name, 0.0)
+    grammars = [compiled(manager, "regex", "ab+") for _ in range(2)]
+    together = manager.bitmask(grammars)
+    assert [grammar.error for grammar in grammars] == ["", ""]
+    assert np.array_equal(manager.bitmask(grammars), together)
+    assert all("ms of processor time" in grammar.error for grammar in grammars)
+    monkeypatch.undo()
+    manager.bitmask(grammars)
+
+
+def test_an_object_may_have_hundreds_of_optional_properties(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
+    names = [f"property_{number}" for number in range(200)]
+    schema = {"type": "object", "properties": {name: {"type": "integer"} for name in names}}
+    grammar = compiled(manager, "json", json.dumps(schema | {"additionalProperties": False}))
+    text = json.dumps({names[0]: 1, names[150]: 2})
+    assert grammar.accept(tokenizer.encode(text, add_special_tokens=False)), grammar.error
 
 
 def test_a_choice_can_have_thousands_of_strings(
