@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 #: Compiled grammars kept for later requests with the same specification.
 MAX_COMPILED = 128
-#: Limit for the sum of the lengths of their specifications. A compiled JSON schema takes about 120
-#: bytes per character, so clients with long schemas cannot fill the memory.
-MAX_COMPILED_CHARS = 2**20
+#: Limit on the bytes of these grammars, as the trial measures them. A character of a schema takes
+#: about 120 bytes, and a character of a regular expression up to 4 KB.
+MAX_COMPILED_BYTES = 2**28
 #: Processor time that the grammar of one request may take: at first, and for each token. JSON takes
 #: 0.3 ms for a token. An ambiguous grammar of a few lines takes seconds, while all requests of the
 #: engine wait.
@@ -141,7 +141,7 @@ class StructuredOutputManager:
         self._lock = threading.Lock()
         #: Whether the bitmasks of the last step took long.
         self._was_slow = False
-        self._compiled: OrderedDict[_Key, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[_Key, tuple[LLMatcher, int]] = OrderedDict()
         self._pool = FairPool(NUM_THREADS, "grammar")
 
     def compile(self, spec: StructuredOutput, cache_salt: str = "") -> Future[Grammar]:
@@ -198,22 +198,22 @@ class StructuredOutputManager:
     def _compile(self, spec: StructuredOutput, key: _Key) -> Grammar:
         matcher = self._find(key)  # another sample of the request may have compiled it
         if matcher is None:
-            self._trial.check(spec)
+            num_bytes = self._trial.check(spec) + len(spec.spec)
             matcher = self._compiler.compile(spec)
             with self._lock:
-                self._compiled[key] = matcher
+                self._compiled[key] = matcher, num_bytes
                 while len(self._compiled) > MAX_COMPILED or (
-                    sum(len(text) for _, _, text in self._compiled) > MAX_COMPILED_CHARS
+                    sum(size for _, size in self._compiled.values()) > MAX_COMPILED_BYTES
                 ):
                     self._compiled.popitem(last=False)
         return self._grammar(matcher)
 
     def _find(self, key: _Key) -> LLMatcher | None:
         with self._lock:
-            matcher = self._compiled.get(key)
-            if matcher is not None:
-                self._compiled.move_to_end(key)
-        return matcher
+            if key not in self._compiled:
+                return None
+            self._compiled.move_to_end(key)
+            return self._compiled[key][0]
 
     def _grammar(self, matcher: LLMatcher) -> Grammar:
         return Grammar(matcher.deep_copy(), self._eos_token_ids)

@@ -7,6 +7,7 @@ child process and not the engine.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import subprocess
@@ -47,8 +48,8 @@ class GrammarTrial:
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def check(self, spec: StructuredOutput) -> None:
-        """Compile a specification in the child process.
+    def check(self, spec: StructuredOutput) -> int:
+        """Compile a specification in the child process. Return the bytes that the grammar takes.
 
         Raises:
             ValueError: the specification is invalid, or its compilation ends the process or takes
@@ -61,8 +62,10 @@ class GrammarTrial:
                 f"structured_output.spec of kind {spec.kind.value} is too complex: it cannot be "
                 f"compiled with {MAX_CPU_S} s of processor time and {MAX_MEMORY_BYTES >> 20} MiB"
             )
-        if error := msgspec.json.decode(answer, type=str):
+        error, num_bytes = msgspec.json.decode(answer, type=tuple[str, int])
+        if error:
             raise ValueError(error)
+        return num_bytes
 
     def close(self) -> None:
         """End the child process. A running `check` raises ValueError. Callable from any thread."""
@@ -107,7 +110,7 @@ class GrammarTrial:
 
 
 def main() -> None:
-    """Compile the specifications on stdin, and write an error or an empty string for each."""
+    """Compile the specifications on stdin, and write the result of `_compile` for each."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_serve)
@@ -127,18 +130,46 @@ def _serve() -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         deadline = int(used.ru_utime + used.ru_stime) + MAX_CPU_S + 1
         resource.setrlimit(resource.RLIMIT_CPU, (deadline, resource.RLIM_INFINITY))
-        error = _compile(compiler, StructuredOutput(*decoder.decode(line)))
-        sys.stdout.buffer.write(msgspec.json.encode(error) + b"\n")
+        result = _compile(compiler, StructuredOutput(*decoder.decode(line)))
+        sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _compile(compiler: GrammarCompiler, spec: StructuredOutput) -> str:
-    """Return why a specification cannot be compiled; empty if it can."""
+def _compile(compiler: GrammarCompiler, spec: StructuredOutput) -> tuple[str, int]:
+    """Compile a specification.
+
+    Returns:
+        Why it cannot be compiled, or an empty string, and the bytes that the grammar takes.
+    """
+    before = _num_allocated()
     try:
-        compiler.compile(spec)
+        matcher = compiler.compile(spec)
     except ValueError as error:
-        return str(error)
-    return ""
+        return str(error), 0
+    num_bytes = _num_allocated() - before
+    del matcher
+    return "", max(num_bytes, 0)
+
+
+class _Mallinfo(ctypes.Structure):
+    """The result of glibc's `mallinfo`."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    )
+
+
+def _num_allocated() -> int:
+    """Return the bytes that `malloc` has allocated. 0 if the C library cannot tell."""
+    if (mallinfo := getattr(ctypes.CDLL(None), "mallinfo", None)) is None:
+        return 0
+    mallinfo.restype = _Mallinfo
+    info = mallinfo()
+    return int(info.uordblks + info.hblkhd)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -21,12 +22,10 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.grammar import structured_output, trial
 from baton_engine.grammar.compiler import NUM_THREADS
 from baton_engine.grammar.structured_output import (
-    MAX_COMPILED,
-    MAX_COMPILED_CHARS,
     Grammar,
     StructuredOutputManager,
 )
-from baton_protocol.sampling import MAX_SPEC_LENGTH, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 from baton_text.tokenizer import Tokenizer
 
 TOKENIZER_SIZE = 512
@@ -401,9 +400,11 @@ def test_a_grammar_that_takes_too_much_time_ends(
 def test_the_time_of_bitmasks_is_measured_after_a_slow_step(
     manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    grammars = [compiled(manager, "regex", "ab+") for _ in range(2)]
+    monkeypatch.setattr(structured_output, "SLOW_S", math.inf)
+    manager.bitmask(grammars)
     for name in ("FREE_S", "S_PER_TOKEN", "SLOW_S", "SLOW_ROW_S"):
         monkeypatch.setattr(structured_output, name, 0.0)
-    grammars = [compiled(manager, "regex", "ab+") for _ in range(2)]
     together = manager.bitmask(grammars)
     assert [grammar.error for grammar in grammars] == ["", ""]
     assert np.array_equal(manager.bitmask(grammars), together)
@@ -491,17 +492,20 @@ def test_the_grammar_library_is_not_imported_without_structured_requests(checkpo
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_long_specifications_do_not_fill_the_memory_with_compiled_grammars(
-    checkpoint: Path,
+def test_compiled_grammars_do_not_fill_the_memory(
+    manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = StructuredOutputManager(checkpoint, VOCAB_SIZE, EOS, lambda: None)
-    # In sum, twice the limit, and fewer than the limit of compiled grammars.
-    length, count = MAX_SPEC_LENGTH, 2 * MAX_COMPILED_CHARS // MAX_SPEC_LENGTH
-    assert count < MAX_COMPILED
-    for number in range(count):
-        spec = f"{number:08}".ljust(length, "x")
-        manager.compile(StructuredOutput(StructuredOutputKind.REGEX, spec)).result()
+    """A regular expression of 2000 characters takes megabytes, and a longer schema takes less."""
+    long_schema = json.dumps({"enum": [f"{number:08}" for number in range(1000)]})
+    sizes = []
+    for kind, spec in (("regex", "a?" * 1000), ("json", long_schema)):
+        compiled(manager, kind, spec)
+        sizes.append(list(manager._compiled.values())[-1][1])
+    assert sizes[0] > 2**20 > 2 * sizes[1]
+    monkeypatch.setattr(structured_output, "MAX_COMPILED_BYTES", 4 * sizes[0])
+    for number in range(6):
+        compiled(manager, "regex", "a?" * 1000 + str(number))
         kept = [text for _, _, text in manager._compiled]
-        assert kept[-1] == spec
-        assert sum(map(len, kept)) <= MAX_COMPILED_CHARS
-    manager.shutdown()
+        assert kept[-1].endswith(str(number))
+        assert sum(size for _, size in manager._compiled.values()) <= 4 * sizes[0]
+    assert len(kept) == 3
