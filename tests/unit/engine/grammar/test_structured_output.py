@@ -393,7 +393,7 @@ def test_a_grammar_that_takes_too_much_time_ends(
         manager.bitmask([grammar])
         if not grammar.accept([token]):
             break
-    assert "ms of processor time" in grammar.error
+    assert "too much processor time" in grammar.error
     assert not grammar.matcher.is_error(), "it ended by another limit"
     assert time.thread_time() - started < 2.0
 
@@ -401,15 +401,15 @@ def test_a_grammar_that_takes_too_much_time_ends(
 def test_the_time_of_bitmasks_is_measured_after_a_slow_step(
     manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grammars = [compiled(manager, "regex", "ab+") for _ in range(2)]
+    before, *grammars = (compiled(manager, "regex", "ab+") for _ in range(3))
     monkeypatch.setattr(structured_output, "SLOW_S", math.inf)
-    manager.bitmask(grammars)
-    for name in ("FREE_S", "S_PER_TOKEN", "SLOW_S", "SLOW_ROW_S"):
+    manager.bitmask([before])
+    for name in ("FREE_BITMASK_S", "S_PER_TOKEN", "SLOW_S", "SLOW_ROW_S"):
         monkeypatch.setattr(structured_output, name, 0.0)
     together = manager.bitmask(grammars)
     assert [grammar.error for grammar in grammars] == ["", ""]
     assert np.array_equal(manager.bitmask(grammars), together)
-    assert all("ms of processor time" in grammar.error for grammar in grammars)
+    assert all("too much processor time" in grammar.error for grammar in grammars)
     monkeypatch.undo()
     manager.bitmask(grammars)
 
@@ -509,4 +509,4 @@ def test_compiled_grammars_do_not_fill_the_memory(
         kept = [text for _, _, text in manager._compiled]
         assert kept[-1].endswith(str(number))
         assert sum(size for _, size in manager._compiled.values()) <= 4 * sizes[0]
-    assert len(kept) == 3
+    assert 1 < len(kept) < 6
