@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 MAX_LOGPROBS = 20
 MAX_BEAM_WIDTH = 64
@@ -142,8 +144,8 @@ class SamplingParams(_Params):
     #: Only these tokens are sampled.
     allowed_token_ids: list[int] | None = None
     #: Token sequences that are never generated. The last token of a sequence is masked after its
-    #: other tokens.
-    bad_words_token_ids: list[list[int]] | None = None
+    #: other tokens. Decoding checks the length before it allocates memory.
+    bad_words_token_ids: Annotated[list[list[int]], Meta(max_length=MAX_BAD_WORDS)] | None = None
     repetition_detection: RepetitionDetection | None = None
     structured_output: StructuredOutput | None = None
     #: Above 0: beam search with this many beams instead of sampling, and one output at the end.

@@ -74,6 +74,10 @@ MAX_CLIENT_ID_LENGTH = 256
 #: has to send HELLO again.
 MAX_UNREAD_MESSAGES = 2**16
 
+#: Maximum size of these messages. Decoded arguments of UTILITY, which may be any values, take
+#: about 60 times the memory of the message.
+_SMALL_BYTES = 2**16
+_SMALL = (RequestType.HELLO, RequestType.PING, RequestType.UTILITY)
 #: Maximum length of the frame with the instance id, in bytes.
 _INSTANCE_FRAME_LIMIT = 256
 #: Exceptions of decoding untrusted bytes.
@@ -114,6 +118,12 @@ class _Client:
     #: Time of the last message, by the monotonic clock.
     last_message_at: float = field(default_factory=time.monotonic)
     gone: bool = False
+
+
+class _Identified(msgspec.Struct, array_like=True):
+    """The first field of a message. Decoding skips the other fields."""
+
+    request_id: str
 
 
 class _Close(enum.Enum):
@@ -347,6 +357,12 @@ class EngineIO:
                 f"unknown message type {kind[:8]!r}; this engine has protocol {PROTOCOL_VERSION}",
             )
             return
+        if kind in _SMALL and len(payload) > _SMALL_BYTES:
+            self._refuse(
+                client,
+                f"{RequestType(kind).name} has at most {_SMALL_BYTES} bytes, got {len(payload)}",
+            )
+            return
         state = self._clients.get(client)
         if kind != RequestType.HELLO:
             if instance_id != self._instance_id:
@@ -484,8 +500,6 @@ def _request_id(kind: bytes, payload: bytes) -> str:
     if kind not in (RequestType.ADD, RequestType.PREFILL_RESULT):
         return ""
     try:
-        fields = msgspec.msgpack.decode(payload)
+        return msgspec.msgpack.decode(payload, type=_Identified).request_id
     except _UNREADABLE:
         return ""
-    first = fields[0] if isinstance(fields, list) and fields else ""
-    return first if isinstance(first, str) else ""

@@ -43,8 +43,9 @@ UNRESPONSIVE_AFTER_S = 5.0
 HIGH_WATER_MARK = 64
 #: Time in which ranks that are deleted with the coordinator report that they are leaving.
 LINGER_S = 2.0
-#: Maximum size of a status. Larger messages close the connection.
-MAX_MESSAGE_BYTES = 64 * 2**20
+#: Maximum size of a status. Larger messages close the connection. A decoded status takes up to 30
+#: times the memory of its message.
+MAX_MESSAGE_BYTES = 8 * 2**20
 #: Messages to read before the ranks are answered, so that one sender cannot block other senders.
 MAX_MESSAGES_PER_TURN = 1024
 #: Limit of registered processes.

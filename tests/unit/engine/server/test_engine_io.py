@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from baton_engine.server.engine_io import MAX_CLIENT_ID_LENGTH, EngineIO
 from baton_protocol.messages import PROTOCOL_VERSION, Hello, Pong, Refused
 from baton_protocol.messages import EngineCoreRequestType as RequestType
 from baton_protocol.messages import EngineCoreResponseType as ResponseType
+from baton_protocol.sampling import SamplingParams
 from support.waiting import eventually
 
 HOST = "127.0.0.1"
@@ -133,3 +135,25 @@ def test_a_client_that_reads_nothing_loses_its_requests(
         for client in (idle, other):
             client.socket.close()
         io.close()
+
+
+@pytest.mark.parametrize("kind", ["wrong instance", "utility", "bad words"])
+def test_a_refused_message_is_not_decoded_to_many_times_its_size(
+    connect: Callable[[], Client], kind: str
+) -> None:
+    """An empty list is one byte of a message and 56 bytes in Python."""
+    client = connect()
+    client.hello()
+    lists: list[list[int]] = [[]] * 2**20
+    params = msgspec.to_builtins(SamplingParams(bad_words_token_ids=[[1]]))
+    assert params[-1] == [[1]]
+    add = ["r", [1], [*params[:-1], lists]]
+    payload = msgspec.msgpack.encode([1, "pause", lists] if kind == "utility" else add)
+    instance_id = b"another" if kind == "wrong instance" else b"engine"
+    type_ = RequestType.UTILITY if kind == "utility" else RequestType.ADD
+    tracemalloc.start()
+    try:
+        assert client.ask(type_.value, instance_id, payload)[0] is ResponseType.REFUSED
+        assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    finally:
+        tracemalloc.stop()

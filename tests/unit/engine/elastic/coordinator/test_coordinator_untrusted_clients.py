@@ -309,6 +309,18 @@ def test_a_turn_reads_a_bounded_number_of_messages(monkeypatch: pytest.MonkeyPat
     coordinator._close_sockets()
 
 
+def test_a_sender_of_16_mib_is_disconnected(coordinator: CoordinatorProcess) -> None:
+    """Decoded, such a message takes up to 0.5 GB."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sender:
+        sender.linger = 0
+        monitor = sender.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        sender.connect(f"tcp://{HOST}:{coordinator.port}")
+        sender.send(bytes(2**24))
+        assert monitor.poll(DEADLINE_S * 1000), "still connected"
+        sender.disable_monitor()
+        monitor.close()
+
+
 def test_a_rank_that_floods_the_coordinator_does_not_delay_the_others(
     coordinator: CoordinatorProcess,
 ) -> None:
