@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import socket
-import time
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from baton_protocol.service_key import ServiceKey
 from support.integration.completions import VOCAB, complete, generate
 from support.parity import prompts
 from support.pods import Pod, Pods, pods
-from support.waiting import eventually
+from support.waiting import eventually, until
 
 KEY_TEXT = "5e" * 32
 KEY = ServiceKey(KEY_TEXT.encode())
@@ -83,6 +83,7 @@ class Service:
     prefill: Pod
     decode: Pod
     gateway: Pod
+    seeds: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def url(self) -> str:
@@ -98,16 +99,15 @@ class Service:
         stop = asyncio.Event()
         answered = 0
 
-        async def user(seed: int) -> None:
+        async def user() -> None:
             nonlocal answered
-            serial = 0
             while not stop.is_set() or not answered:
-                serial += 1
-                (prompt,) = prompts(1, VOCAB, longest=100, seed=seed + serial)
+                # A prompt that was sent before is in the prefix cache and moves no bytes.
+                (prompt,) = prompts(1, VOCAB, longest=100, seed=next(self.seeds))
                 assert len(await complete(self.url, prompt, 16)) == 16
                 answered += 1
 
-        users = [asyncio.create_task(user(1000 * (int(time.monotonic()) + n))) for n in range(2)]
+        users = [asyncio.create_task(user()) for _ in range(2)]
         moved = self.decode.metric("baton:kv_transfer_bytes_received_total")
         try:
             yield
@@ -115,7 +115,10 @@ class Service:
             stop.set()
             async with asyncio.timeout(DEADLINE_S):
                 await asyncio.gather(*users)
-        assert self.decode.metric("baton:kv_transfer_bytes_received_total") > moved
+        await until(
+            lambda: self.decode.metric("baton:kv_transfer_bytes_received_total") > moved,
+            "KV bytes at the decode pod",
+        )
         assert "reconnecting" not in self.gateway.log.read_text()
 
 
