@@ -43,7 +43,7 @@ class Engine:
 
         A second engine would not do: the placement of a process's pages has a larger effect.
         """
-        self._llm._core.scheduler.state.kv.enable_prefix_caching = enabled
+        self._llm._model.core.scheduler.state.kv.enable_prefix_caching = enabled
 
     def close(self) -> None:
         self._llm.close()

@@ -30,6 +30,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baton_engine.llm.async_llm import AsyncLLM
     from baton_engine.llm.llm import LLM
     from baton_engine.llm.outputs import (
         BeamSearchOutput,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -55,6 +57,7 @@ __all__ = [
 
 #: Module of each name of the offline API.
 _HOMES = {
+    "AsyncLLM": "baton_engine.llm.async_llm",
     "LLM": "baton_engine.llm.llm",
     "BeamSearchOutput": "baton_engine.llm.outputs",
     "BeamSearchSequence": "baton_engine.llm.outputs",

@@ -1,10 +1,13 @@
 """The offline API: an engine in the caller's process.
 
-llm           `LLM`: generate, chat, beam_search
-params        sampling and beam-search parameters, and their checks
-prompts       forms of prompts and conversations, and their checks
-outputs       results
-engine_args   converts keyword arguments of `LLM` to an EngineConfig
-collectors    join the engine's outputs for a prompt into one result
-step_loop     runs the engine until all prompts are done
+llm              `LLM`: generate, chat, beam_search
+async_llm        `AsyncLLM`: the same for asyncio, with streams
+local_model      what both share: the engine core, the tokenizer, defaults
+params           sampling and beam-search parameters, and their checks
+prompts          forms of prompts and conversations, and their checks
+outputs          results
+engine_args      converts keyword arguments of `LLM` to an EngineConfig
+collectors       join the engine's outputs for a prompt into one result
+step_loop        runs the engine until all prompts are done
+async_step_loop  runs the engine in a thread, and hands its outputs to event loops
 """

@@ -78,8 +78,12 @@ class SamplesCollector(Collector):
         self.num_generated += len(output.new_token_ids)
         return self._samples[output.request_id].push(output)
 
-    def result(self, request_id: str) -> RequestOutput:
-        """Return the prompt's result with the id `request_id`. All requests must have ended."""
+    def result(self, request_id: str, *, finished: bool = True) -> RequestOutput:
+        """Return the result so far, with the id `request_id`.
+
+        Args:
+            finished: whether all requests have ended.
+        """
         samples = list(self._samples.values())
         # The first sample computes the prompt. Later samples always find the prompt in the prefix
         # cache.
@@ -99,7 +103,7 @@ class SamplesCollector(Collector):
         output.outputs = [
             sample.result(index) for index, sample in enumerate(samples[: self._params.n])
         ]
-        output.finished = True
+        output.finished = finished
         return output
 
 
@@ -180,7 +184,7 @@ class _Sample:
         return CompletionOutput(
             index=index,
             text=self.text,
-            token_ids=self.token_ids,
+            token_ids=list(self.token_ids),
             cumulative_logprob=self.processor.cumulative_logprob if wants_logprobs else None,
             logprobs=[ranked_logprobs(self.tokenizer, item) for item in self.logprobs]
             if wants_logprobs

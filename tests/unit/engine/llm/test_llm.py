@@ -19,6 +19,7 @@ from tqdm import tqdm
 from baton_engine import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
+from baton_engine.llm.collectors import SamplesCollector
 from baton_protocol.fatal import ConfigurationError
 from baton_protocol.messages import EngineCoreOutput
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
@@ -101,6 +102,31 @@ def test_each_prompt_can_have_its_own_sampling_params(llm: LLM) -> None:
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 9, 1]
     with pytest.raises(ValueError, match="one for all or one per prompt: got 3 for 2"):
         llm.generate(["a", "b"], params)
+
+
+def test_prompts_with_lower_priority_numbers_run_first(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[list[int]] = []
+    push = SamplesCollector.push
+
+    def record(self: SamplesCollector, output: EngineCoreOutput) -> bool:
+        has_ended = push(self, output)
+        if has_ended:
+            ended.append(self.prompt.token_ids)
+        return has_ended
+
+    monkeypatch.setattr(SamplesCollector, "push", record)
+    with make_llm(checkpoint, max_num_seqs=1) as llm:
+        llm.generate([[1, 2], [3, 4], [5, 6]], GREEDY, priority=[2, 0, 1])
+        assert ended == [[3, 4], [5, 6], [1, 2]]
+        with pytest.raises(ValueError, match="got 1 for 2"):
+            llm.generate([[1, 2], [3, 4]], GREEDY, priority=[2])
+    with (
+        make_llm(checkpoint, scheduling_policy="fcfs") as llm,
+        pytest.raises(ValueError, match="priority has no effect"),
+    ):
+        llm.generate([[1, 2]], GREEDY, priority=[0])
 
 
 def test_n_samples_differ_and_the_same_seed_repeats_them(llm: LLM) -> None:
@@ -526,7 +552,7 @@ def test_ctrl_c_aborts_running_requests_and_the_llm_can_be_used_again(
             signal.raise_signal(signal.SIGINT)
         return step(core)
 
-    monkeypatch.setattr(llm._core, "step_fn", lambda: interrupted_step(llm._core))
+    monkeypatch.setattr(llm._model.core, "step_fn", lambda: interrupted_step(llm._model.core))
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["hello"] * 4, SamplingParams(max_tokens=300, ignore_eos=True), use_tqdm=False)
     assert 3 <= steps < 10
@@ -559,7 +585,7 @@ def test_a_failed_engine_is_reported_and_refuses_later_calls(
         def fail() -> None:
             raise OSError("the device is on fire")
 
-        monkeypatch.setattr(llm._core, "step_fn", fail)
+        monkeypatch.setattr(llm._model.core, "step_fn", fail)
         with pytest.raises(RuntimeError, match="the device is on fire"):
             llm.generate("hello", use_tqdm=False)
         with pytest.raises(RuntimeError, match=r"failed earlier .*fire.*make a new LLM"):

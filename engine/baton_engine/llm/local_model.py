@@ -1,0 +1,183 @@
+"""A model in the caller's process: its engine core, tokenizer and default sampling parameters."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.executor.base import executor_name, load_executor_class
+from baton_engine.llm.collectors import Prompt, SamplesCollector
+from baton_engine.llm.engine_args import EngineArgs, engine_config
+from baton_engine.llm.outputs import Metric
+from baton_engine.llm.params import SamplingParams
+from baton_engine.llm.prompts import Message, render_conversation
+from baton_engine.metrics.prometheus import engine_registry
+from baton_protocol.messages import EngineCoreRequest
+from baton_text.chat_template import ChatTemplate
+from baton_text.generation_defaults import GenerationDefaults
+from baton_text.tokenizer import Tokenizer
+
+
+class LocalModel:
+    """What `LLM` and `AsyncLLM` share.
+
+    Args:
+        model: folder of the checkpoint.
+        seed: seed of the random generator that draws a seed for each prompt without a seed.
+        generation_config: "auto" or "none", as in `LLM`.
+        args: options of the engine.
+
+    Raises:
+        ConfigurationError: the model or the configuration cannot be served.
+        TypeError: an argument does not exist.
+        ValueError: a value has the wrong type or is out of bounds.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int,
+        generation_config: Literal["auto", "none"],
+        args: EngineArgs,
+    ) -> None:
+        if not isinstance(model, str | Path) or not str(model):
+            raise ValueError(f"model must be the folder of a checkpoint, got {model!r}")
+        if generation_config not in ("auto", "none"):
+            raise ValueError(
+                f'generation_config must be "auto" or "none", got {generation_config!r}'
+            )
+        self.config = engine_config(model, args)
+        #: Set when the core may have new work.
+        self.wakeup = threading.Event()
+        executor_class = load_executor_class(executor_name(self.config))
+        executor = executor_class(self.config, uuid.uuid4().hex, self.wakeup.set)
+        # Worker processes and threads end with this object, even without close().
+        self._finalizer = weakref.finalize(self, executor.shutdown)
+        try:
+            self.core = EngineCore(self.config, executor)
+            self.tokenizer = Tokenizer.from_folder(Path(model))
+            self._defaults = (
+                GenerationDefaults.from_folder(Path(model))
+                if generation_config == "auto"
+                else GenerationDefaults()
+            )
+        except BaseException:
+            self._finalizer()
+            raise
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, self.core.shutdown)
+        #: The last template that a caller gave. Its process is used again for the same source.
+        self._given_template: ChatTemplate | None = None
+        self._seeds = random.Random(seed)
+        self._ids = itertools.count()
+
+    @property
+    def is_open(self) -> bool:
+        return self._finalizer.alive
+
+    def close(self) -> None:
+        """End the workers and free the model's memory. Idempotent."""
+        self._finalizer()
+
+    def next_id(self) -> str:
+        return str(next(self._ids))
+
+    def default_sampling_params(self) -> SamplingParams:
+        params = SamplingParams(**self._defaults.sampling_fields())
+        if self._defaults.max_tokens is not None:
+            params.max_tokens = self._defaults.max_tokens
+        return params
+
+    def chat_template(self, source: str | None, variables: dict[str, Any]) -> ChatTemplate:
+        """Return the template of a chat.
+
+        Args:
+            source: Jinja source to use instead of the checkpoint's template.
+            variables: the caller's variables, which must not be those of `chat` itself.
+
+        Raises:
+            ValueError: there is no template, or a variable is an argument of `chat`.
+        """
+        for name in ("messages", "add_generation_prompt", "tools"):
+            if name in variables:
+                raise ValueError(
+                    f"chat_template_kwargs must not set {name}: it is an argument of chat()"
+                )
+        template = self.tokenizer.chat_template
+        if source is not None:
+            template = self._given_template
+            if template is None or template.source != source:
+                template = ChatTemplate(source, self.tokenizer.special_tokens)
+                self._given_template = template
+        if template is None:
+            raise ValueError(
+                "this model has no chat template: pass chat_template=..., or use generate()"
+            )
+        return template
+
+    def render(
+        self, template: ChatTemplate, conversation: Sequence[Message], variables: dict[str, Any]
+    ) -> Prompt:
+        return render_conversation(self.tokenizer, template, conversation, variables)
+
+    def collector(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> SamplesCollector:
+        """Return the requests of a prompt, and what joins their outputs."""
+        requests = self._requests(request_id, prompt, params, priority)
+        return SamplesCollector(prompt, requests, params, self.tokenizer)
+
+    def check_priority(self) -> None:
+        """Raise ValueError if the engine ignores priorities."""
+        if self.config.scheduler.policy != "priority":
+            raise ValueError('priority has no effect with scheduling_policy="fcfs"')
+
+    def metrics(self) -> list[Metric]:
+        name = Path(self.config.model.path).name
+        registry = engine_registry(self.core.get_stats, self.core.request_metrics, name)
+        return [
+            Metric(sample.name, dict(sample.labels), sample.value)
+            for family in registry.collect()
+            for sample in family.samples
+        ]
+
+    def _requests(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> list[EngineCoreRequest]:
+        """Return one request per sample of a prompt.
+
+        The requests form one group, so the engine computes the prompt once.
+        """
+        wire = params.to_wire(self.tokenizer, seed=self._seeds.getrandbits(63))
+        num = params.num_candidates
+        arrival = time.time()
+        # Only the first sample returns the prompt's logprobs, which are the same for all samples.
+        silent = msgspec.structs.replace(wire, prompt_logprobs=None)
+        return [
+            EngineCoreRequest(
+                request_id if num == 1 else f"{index}_{request_id}",
+                prompt.token_ids,
+                wire if index == 0 else silent,
+                sample_index=index,
+                arrival_time=arrival,
+                priority=priority,
+                group_id="" if num == 1 else request_id,
+            )
+            for index in range(num)
+        ]
+
+
+def check_params(params: object, kind: type, name: str) -> None:
+    if not isinstance(params, kind):
+        raise TypeError(f"{name} must be {kind.__name__}, got {type(params).__name__}")
