@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -35,14 +36,17 @@ MAX_COMPILED = 128
 #: Limit on the bytes of these grammars, as the trial measures them. A character of a schema takes
 #: about 120 bytes, and a character of a regular expression up to 4 KB.
 MAX_COMPILED_BYTES = 2**28
-#: Processor time in which the grammar of a request may accept tokens: at first, and for each token.
+#: Processor time in which the grammars of a client may accept tokens: at first, and for each token.
 #: A token of JSON takes less than 0.1 ms. An ambiguous grammar of a few lines takes seconds, while
 #: all requests of the engine wait.
 FREE_S = 0.1
-S_PER_TOKEN = 0.001
-#: The same as FREE_S for its bitmasks, which are computed while the model runs. The first ones of
-#: a large schema take long.
+S_PER_TOKEN = 0.0003
+#: The same for their bitmasks, which are computed while the model runs. The first ones of a large
+#: schema take long.
 FREE_BITMASK_S = 1.0
+S_PER_BITMASK = 0.001
+#: A grammar that has used at most this part of a client's time is not slow.
+SHARE = 0.1
 #: If the bitmasks of a step take longer than this, and than SLOW_ROW_S for each, the time of each
 #: grammar is measured in the next step.
 SLOW_S = 0.01
@@ -53,14 +57,48 @@ SLOW_ROW_S = 0.00025
 _Key = tuple[str, StructuredOutputKind, str]
 
 
+class Allowance:
+    """The processor time that the running grammars of one client may still use.
+
+    Args:
+        free_s: the time at first, and the limit of what is saved up.
+        s_per_token: time that each token adds.
+    """
+
+    def __init__(self, free_s: float, s_per_token: float) -> None:
+        self._free_s = free_s
+        self._s_per_token = s_per_token
+        self._left_s = free_s
+
+    def spend(self, seconds: float, num_tokens: int) -> None:
+        saved_s = min(self._free_s, self._left_s + self._s_per_token * num_tokens)
+        self._left_s = max(-self._free_s, saved_s - seconds)
+
+    def is_exceeded_by(self, seconds: float, num_tokens: int) -> bool:
+        """Return whether nothing is left because of a grammar that has used this much."""
+        own_s = SHARE * self._free_s + self._s_per_token * num_tokens
+        return self._left_s < 0 and seconds > own_s
+
+
+class Client:
+    """What the running grammars of one client share."""
+
+    def __init__(self) -> None:
+        self.tokens = Allowance(FREE_S, S_PER_TOKEN)
+        self.bitmasks = Allowance(FREE_BITMASK_S, S_PER_BITMASK)
+
+
 class Grammar:
     """The state of one request in its compiled grammar. Not thread-safe."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], client: Client) -> None:
         self.matcher = matcher
         self._eos_token_ids = eos_token_ids
+        self._client = client
         self._ended = False
+        self._is_slow = False
         self._num_tokens = 0
+        self._num_bitmasks = 0
         self._accept_s = 0.0
         self._bitmask_s = 0.0
 
@@ -71,18 +109,26 @@ class Grammar:
         are accepted.
 
         Returns:
-            False if a token is not allowed, or the grammar takes too much time. Then the grammar
-            cannot be used any more.
+            False if a token is not allowed, or the grammar takes too much of its client's time.
+            Then the grammar cannot be used any more.
         """
         started = time.thread_time()
         is_accepted = self._accept(token_ids)
+        seconds = time.thread_time() - started
         self._num_tokens += len(token_ids)
-        self._accept_s += time.thread_time() - started
+        self._accept_s += seconds
+        allowance = self._client.tokens
+        allowance.spend(seconds, len(token_ids))
+        self._is_slow |= allowance.is_exceeded_by(self._accept_s, self._num_tokens)
         return is_accepted and not self._is_slow
 
     def spend(self, seconds: float) -> None:
         """Record the processor time of a bitmask."""
+        self._num_bitmasks += 1
         self._bitmask_s += seconds
+        allowance = self._client.bitmasks
+        allowance.spend(seconds, 1)
+        self._is_slow |= allowance.is_exceeded_by(self._bitmask_s, self._num_bitmasks)
 
     def _accept(self, token_ids: Sequence[int]) -> bool:
         for token_id in token_ids:
@@ -94,13 +140,6 @@ class Grammar:
             elif token_id in self._eos_token_ids:
                 self._ended = True
         return True
-
-    @property
-    def _is_slow(self) -> bool:
-        of_tokens_s = S_PER_TOKEN * self._num_tokens
-        return (
-            self._accept_s > FREE_S + of_tokens_s or self._bitmask_s > FREE_BITMASK_S + of_tokens_s
-        )
 
     @property
     def is_terminated(self) -> bool:
@@ -147,6 +186,8 @@ class StructuredOutputManager:
         self._was_slow = False
         self._compiled: OrderedDict[_Key, tuple[LLMatcher, int]] = OrderedDict()
         self._pool = FairPool(NUM_THREADS, "grammar")
+        #: By the beginning of their cache salts. A client without running grammars is forgotten.
+        self._clients: WeakValueDictionary[str, Client] = WeakValueDictionary()
 
     def compile(self, spec: StructuredOutput, cache_salt: str = "") -> Future[Grammar]:
         """Return the grammar of a specification. Compile it in another thread if necessary.
@@ -160,12 +201,13 @@ class StructuredOutputManager:
             A Future of the grammar. The Future raises ValueError if the specification is invalid.
         """
         key = (cache_salt, spec.kind, spec.spec)
+        name = cache_salt[:CLIENT_CHARS]
+        client = self._clients.setdefault(name, Client())
         if (matcher := self._find(key)) is None:
-            client = cache_salt[:CLIENT_CHARS]
-            future = self._pool.submit(client, lambda: self._compile(spec, key))
+            future = self._pool.submit(name, lambda: self._compile(spec, key, client))
         else:  # it does not wait for specifications that are being compiled
             future = Future()
-            future.set_result(self._grammar(matcher))
+            future.set_result(self._grammar(matcher, client))
         future.add_done_callback(lambda _: self._wakeup())
         return future
 
@@ -199,7 +241,7 @@ class StructuredOutputManager:
         grammar.spend(time.thread_time() - started)
         return bitmask
 
-    def _compile(self, spec: StructuredOutput, key: _Key) -> Grammar:
+    def _compile(self, spec: StructuredOutput, key: _Key, client: Client) -> Grammar:
         matcher = self._find(key)  # another sample of the request may have compiled it
         if matcher is None:
             num_bytes = self._trial.check(spec) + len(spec.spec)
@@ -210,7 +252,7 @@ class StructuredOutputManager:
                     sum(size for _, size in self._compiled.values()) > MAX_COMPILED_BYTES
                 ):
                     self._compiled.popitem(last=False)
-        return self._grammar(matcher)
+        return self._grammar(matcher, client)
 
     def _find(self, key: _Key) -> LLMatcher | None:
         with self._lock:
@@ -219,5 +261,5 @@ class StructuredOutputManager:
             self._compiled.move_to_end(key)
             return self._compiled[key][0]
 
-    def _grammar(self, matcher: LLMatcher) -> Grammar:
-        return Grammar(matcher.deep_copy(), self._eos_token_ids)
+    def _grammar(self, matcher: LLMatcher, client: Client) -> Grammar:
+        return Grammar(matcher.deep_copy(), self._eos_token_ids, client)

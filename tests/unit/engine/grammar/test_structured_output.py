@@ -398,14 +398,34 @@ def test_a_grammar_that_takes_too_much_time_ends(
     assert time.thread_time() - started < 2.0
 
 
+def test_the_grammars_of_a_client_share_their_time(
+    manager: StructuredOutputManager, tokenizer: Tokenizer
+) -> None:
+    """Many samples of one request took the time of one sample each."""
+    [token] = tokenizer.encode("x", add_special_tokens=False)
+    honest = compiled(manager, "regex", "x*")
+    samples = [compiled(manager, "grammar", AMBIGUOUS) for _ in range(32)]
+    running = list(samples)
+    started = time.thread_time()
+    for _ in range(1000):
+        assert honest.accept([token]), honest.error
+        running = [grammar for grammar in running if grammar.accept([token])]
+        if not running:
+            break
+    assert all("too much processor time" in grammar.error for grammar in samples)
+    assert time.thread_time() - started < 2.0
+
+
 def test_the_time_of_bitmasks_is_measured_after_a_slow_step(
     manager: StructuredOutputManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, *grammars = (compiled(manager, "regex", "ab+") for _ in range(3))
+    for name in ("FREE_BITMASK_S", "S_PER_BITMASK", "SLOW_ROW_S"):
+        monkeypatch.setattr(structured_output, name, 1e-9)
+    spec = StructuredOutput(StructuredOutputKind.REGEX, "ab+")
+    before, *grammars = (manager.compile(spec, "a new client").result(30) for _ in range(3))
     monkeypatch.setattr(structured_output, "SLOW_S", math.inf)
     manager.bitmask([before])
-    for name in ("FREE_BITMASK_S", "S_PER_TOKEN", "SLOW_S", "SLOW_ROW_S"):
-        monkeypatch.setattr(structured_output, name, 0.0)
+    monkeypatch.setattr(structured_output, "SLOW_S", 0.0)
     together = manager.bitmask(grammars)
     assert [grammar.error for grammar in grammars] == ["", ""]
     assert np.array_equal(manager.bitmask(grammars), together)
