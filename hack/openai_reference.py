@@ -20,12 +20,15 @@ from baton_gateway.requests import job_builder, prompts
 from baton_operator.api.crd import field_comments
 from baton_protocol import sampling
 from baton_protocol.config import AccessConfig, GatewayConfig
-from baton_text import messages, responses
+from baton_text import messages
 from baton_text.requests import completion_request, generation_request
 from baton_text.requests import structured_outputs as structures
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.generation_request import SAMPLING_FIELDS, GenerationRequest
+from baton_text.requests.messages_request import CountTokensRequest, MessagesRequest
+from baton_text.requests.responses_request import ResponsesRequest
 from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
+from baton_text.responses import anthropic, openai, responses_api
 
 Struct = type[msgspec.Struct]
 START = (
@@ -39,11 +42,16 @@ MODULES = (
 #: Bodies of the requests, and of their responses, by path.
 BODIES: dict[str, tuple[Struct, ...]] = {
     "/v1/chat/completions": (
-        ChatCompletionRequest, responses.ChatCompletion, responses.ChatCompletionChunk,
+        ChatCompletionRequest, openai.ChatCompletion, openai.ChatCompletionChunk,
     ),
-    "/v1/completions": (completion_request.CompletionRequest, responses.Completion),
-    "/tokenize": (TokenizeRequest, responses.TokenizeResponse),
-    "/detokenize": (DetokenizeRequest, responses.DetokenizeResponse),
+    "/v1/completions": (completion_request.CompletionRequest, openai.Completion),
+    "/v1/responses": (
+        ResponsesRequest, responses_api.Response, responses_api.ResponseEvent,
+    ),
+    "/v1/messages": (MessagesRequest, anthropic.Message, *anthropic.EVENTS),
+    "/v1/messages/count_tokens": (CountTokensRequest, anthropic.InputTokens),
+    "/tokenize": (TokenizeRequest, openai.TokenizeResponse),
+    "/detokenize": (DetokenizeRequest, openai.DetokenizeResponse),
 }  # fmt: skip
 SAMPLING = msgspec.structs.asdict(sampling.SamplingParams())
 #: Values of the constants that LIMITS and the comments of fields name.
@@ -91,15 +99,21 @@ def tables() -> str:
     of_requests = {GenerationRequest: True}
     of_responses: dict[Struct, bool] = {}
     for path, (request, *kinds) in BODIES.items():
-        text += f"\n## {path}\n\nReturns {' or, with `stream`, '.join(map(_link, kinds))}.\n"
-        if issubclass(request, GenerationRequest):
+        whole, *events = map(_link, kinds)
+        streamed = f", or with `stream` {', '.join(events)}" if events else ""
+        text += f"\n## {path}\n\nReturns {whole}{streamed}.\n"
+        if hasattr(request, "UNSUPPORTED"):
             refused = ", ".join(f"`{name}`" for name in request.UNSUPPORTED)
             text += f"Refused with 400 unless null, false or empty: {refused}.\n"
+        if issubclass(request, GenerationRequest):
             text += f"It takes the fields of {_link(GenerationRequest)}, and:\n"
         text += "\n" + _table(request, is_request=True)
         of_requests |= {kind: True for kind in _nested(request) if kind is not request}
         of_responses |= {kind: False for root in kinds for kind in _nested(root)}
-    for root in (responses.ModelList, responses.ErrorBody):
+    for root in (
+        openai.ModelList, openai.ErrorBody, anthropic.MessageError, responses_api.ResponseError,
+        responses_api.DeletedResponse,
+    ):  # fmt: skip
         of_responses |= dict.fromkeys(_nested(root), False)
     for kind, is_request in {**of_requests, **of_responses}.items():
         text += f"\n## {kind.__name__}\n\n{_table(kind, is_request=is_request)}"
@@ -138,14 +152,17 @@ def _type(kind: Any) -> str:
     return names.get(kind) or _link(kind)
 
 
-def _nested(kind: Any) -> Iterator[Struct]:
-    """Yield `kind` if it is a struct, and the structs in it."""
+def _nested(kind: Any, around: tuple[Struct, ...] = ()) -> Iterator[Struct]:
+    """Yield `kind` if it is a struct, and the structs in it, except those `around` it."""
     kinds = get_args(kind)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        if kind in around:
+            return
         yield kind
+        around = (*around, kind)
         kinds = tuple(field.type for field in msgspec.structs.fields(kind))
     for each in kinds:
-        yield from _nested(each)
+        yield from _nested(each, around)
 
 
 def _link(kind: Struct) -> str:

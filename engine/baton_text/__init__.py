@@ -1,4 +1,4 @@
-"""Conversion between text and tokens, and the bodies of OpenAI requests and responses.
+"""Conversion between text and tokens, and the bodies of requests and responses.
 
 The gateway and the offline API use this package. It imports neither torch nor `transformers`.
 
@@ -12,6 +12,6 @@ detokenizer          converts token ids to pieces of text as they arrive
 stop                 ends a text at a stop string
 replies              divides texts into reasoning, content and tool calls
 output               converts the tokens of one sequence to text, with logprobs
-responses            OpenAI responses, complete or as chunks of a stream
+responses            the JSON of responses, complete or as events of a stream
 errors               the error of an invalid request
 """

@@ -110,7 +110,9 @@ def _check_tool_call(call: ToolCall, where: str) -> None:
             code="unsupported_parameter",
         )
     try:
-        is_object = isinstance(json.loads(call.function.arguments or "{}"), dict)
+        arguments = json.loads(call.function.arguments or "{}")
+        json.dumps(arguments, ensure_ascii=False).encode()  # half a surrogate has no UTF-8
+        is_object = isinstance(arguments, dict)
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:

@@ -12,7 +12,7 @@ from baton_protocol.messages import (
 )
 from baton_text.detokenizer import IncrementalDetokenizer
 from baton_text.replies.reply_parser import ReplyDelta, ReplyParser
-from baton_text.responses import (
+from baton_text.responses.openai import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptTokenLogprob,

@@ -1,9 +1,10 @@
-"""The gateway: serves the OpenAI API over HTTP and runs requests on prefill and decode engines.
+"""The gateway: serves OpenAI's and Anthropic's APIs over HTTP and runs requests on engines.
 
 This package imports no torch.
 
 Subpackages:
-    http: routes, request bodies, responses and streams, TLS.
+    endpoints: the URL table, and the responses of each API.
+    http: connections, request bodies, streams, TLS.
     requests: parse a request into sequences, run the sequences, convert tokens to text.
     access: API keys, admission, the scale-from-zero queue, graceful shutdown.
     routing: discovery, the pool of engines, the choice of an engine, retries.

@@ -1,12 +1,28 @@
-"""Failures as HTTP responses, in the shape of OpenAI's errors."""
+"""Failures as HTTP responses, in the shape of OpenAI's errors or of Anthropic's."""
 
 from __future__ import annotations
 
+import msgspec
+
 from baton_protocol.messages import ErrorCode
 from baton_text.errors import RequestError
-from baton_text.responses import ErrorBody, ErrorDetail
+from baton_text.responses.anthropic import MessageError, MessageErrorDetail
+from baton_text.responses.openai import ErrorBody, ErrorDetail
+from baton_text.responses.responses_api import ResponseError
 
 RETRY_AFTER_S = 1
+#: Anthropic's API. Its errors have a shape of their own.
+MESSAGES_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
+_MESSAGES_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class APIError(Exception):
@@ -57,6 +73,24 @@ class EngineRefusalError(APIError):
 
     def __init__(self, message: str) -> None:
         super().__init__(400, message)
+
+
+def error_body(path: str, error: APIError) -> ErrorBody | MessageError:
+    """Return the JSON body of an error in the shape of the API at `path`."""
+    if not path.startswith(MESSAGES_PATH):
+        return error.body
+    fallback = "invalid_request_error" if error.status < 500 else "api_error"
+    kind = _MESSAGES_ERRORS.get(error.status, fallback)
+    return MessageError(error=MessageErrorDetail(type=kind, message=error.message))
+
+
+def error_event(path: str, error: APIError) -> tuple[bytes, str]:
+    """Return the data and the name of the event with which a stream of the API at `path` fails."""
+    if path == RESPONSES_PATH:
+        event = ResponseError(message=error.message, code=error.code, param=error.param)
+        return msgspec.json.encode(event), event.type
+    body = error_body(path, error)
+    return msgspec.json.encode(body), body.type if isinstance(body, MessageError) else ""
 
 
 def bad_request(error: RequestError) -> APIError:

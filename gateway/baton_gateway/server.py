@@ -6,6 +6,8 @@ import asyncio
 import logging
 import signal
 import ssl
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,9 +16,18 @@ from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import ApiKeys
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
+from baton_gateway.endpoints.chat_writer import ChatWriter
+from baton_gateway.endpoints.completion_writer import CompletionWriter
+from baton_gateway.endpoints.generation_endpoint import GenerationEndpoint
+from baton_gateway.endpoints.messages_writer import MessagesWriter
+from baton_gateway.endpoints.response_writer import ResponseWriter
+from baton_gateway.endpoints.responses_writer import ResponsesWriter
+from baton_gateway.endpoints.routes import Routes
+from baton_gateway.endpoints.status_endpoints import StatusEndpoints
+from baton_gateway.endpoints.stored_responses import StoredResponses
+from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
+from baton_gateway.errors import MESSAGES_PATH, RESPONSES_PATH
 from baton_gateway.http.body_budget import BodyBudget
-from baton_gateway.http.chat_endpoint import ChatEndpoint
-from baton_gateway.http.completion_endpoint import CompletionEndpoint
 from baton_gateway.http.connections import (
     Connections,
     bounded_by_resources,
@@ -25,14 +36,13 @@ from baton_gateway.http.connections import (
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.listener import listen, stop_listening
 from baton_gateway.http.request_body import UnknownFields
-from baton_gateway.http.routes import Routes
-from baton_gateway.http.status_endpoints import StatusEndpoints
 from baton_gateway.http.tls import ServerCertificate
-from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.requests.cache_salts import CacheSalts
 from baton_gateway.requests.generation import Generator
+from baton_gateway.requests.job import Job
 from baton_gateway.requests.job_builder import JobBuilder
+from baton_gateway.requests.response_store import ResponseStore
 from baton_gateway.routing.discovery import Discovery
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.routing.placer import Placer
@@ -41,6 +51,10 @@ from baton_protocol.config import GatewayConfig, container_path
 from baton_protocol.service_key import ServiceKey
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.replies.reply_format import ReplyFormat
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
+from baton_text.requests.messages_request import MessagesRequest
+from baton_text.requests.responses_request import ResponsesRequest
 from baton_text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -141,29 +155,53 @@ class Gateway:
         # Rounded up: one key can send a body in all cases.
         client_limit = -(-self.config.max_concurrent_requests // 4)
         bodies = BodyBudget(self.metrics, client_limit=client_limit)
-        collaborators = (
-            builder,
-            self._generator,
-            self.admission,
-            self._queue,
-            bodies,
-            unknown_fields,
+        client_timeout_s = self.config.client_timeout_s
+
+        store = ResponseStore()
+        endpoint = partial(
+            GenerationEndpoint,
+            builder=builder,
+            generator=self._generator,
+            admission=self.admission,
+            queue=self._queue,
+            bodies=bodies,
+            unknown_fields=unknown_fields,
+            served_name=self.served_name,
+            request_timeout_s=self.config.request_timeout_s,
+            client_timeout_s=client_timeout_s,
         )
-        name = self.served_name
-        timeout_s, client_timeout_s = self.config.request_timeout_s, self.config.client_timeout_s
+
+        def written_by(kind: type[ResponseWriter[Any]]) -> Callable[..., ResponseWriter[Any]]:
+            return lambda body, job, _client: kind(body, job, self.served_name, tokenizer)
+
+        def respond(body: ResponsesRequest, job: Job, client: str | None) -> ResponsesWriter:
+            return ResponsesWriter(
+                body, job, self.served_name, tokenizer, store=store, client=client
+            )
+
         return Routes(
-            ChatEndpoint(
-                *collaborators,
-                served_name=name,
-                request_timeout_s=timeout_s,
-                client_timeout_s=client_timeout_s,
-            ),
-            CompletionEndpoint(
-                *collaborators,
-                served_name=name,
-                request_timeout_s=timeout_s,
-                client_timeout_s=client_timeout_s,
-            ),
+            {
+                "/v1/chat/completions": endpoint(
+                    ChatCompletionRequest, lambda body, _earlier: body, written_by(ChatWriter)
+                ),
+                "/v1/completions": endpoint(
+                    CompletionRequest, lambda body, _earlier: body, written_by(CompletionWriter)
+                ),
+                RESPONSES_PATH: endpoint(
+                    ResponsesRequest,
+                    ResponsesRequest.chat_request,
+                    respond,
+                    conversation=lambda body, client: store.conversation(
+                        body.previous_response_id, client
+                    ),
+                ),
+                MESSAGES_PATH: endpoint(
+                    MessagesRequest,
+                    lambda body, _earlier: body.chat_request(),
+                    written_by(MessagesWriter),
+                ),
+            },
+            StoredResponses(store, self.admission, client_timeout_s=client_timeout_s),
             TokenizeEndpoints(
                 tokenizer,
                 self.pool,
@@ -171,7 +209,7 @@ class Gateway:
                 self.config.access,
                 bodies,
                 unknown_fields,
-                served_name=name,
+                served_name=self.served_name,
                 client_timeout_s=client_timeout_s,
             ),
             StatusEndpoints(
@@ -180,7 +218,7 @@ class Gateway:
                 self.admission,
                 self._queue,
                 self._shutdown,
-                served_name=name,
+                served_name=self.served_name,
             ),
             metrics=self.metrics,
             shutdown=self._shutdown,

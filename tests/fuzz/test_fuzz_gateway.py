@@ -108,6 +108,52 @@ BODIES: list[tuple[str, str, Any]] = [
             {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"},
         )
     ),
+    *(
+        ("POST", "/v1/responses", {"model": "m", "input": "hi", "max_output_tokens": 2, **extra})
+        for extra in (
+            {},
+            {"stream": True, "instructions": "be brief", "store": False, "temperature": 0.5},
+            {"tools": [{"type": "function", "name": "f", "parameters": SCHEMA}], "top_p": 0.5},
+            {"text": {"format": {"type": "json_schema", "schema": SCHEMA}}, "metadata": {"a": "b"}},
+            {"reasoning": {"effort": "low"}, "previous_response_id": "resp_1"},
+            {
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]},
+                    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "1", "output": "x"},
+                ]
+            },
+        )
+    ),
+    *(
+        ("POST", path, {**SHORT, "messages": [{"role": "user", "content": "hi"}], **extra})
+        for path in ("/v1/messages", "/v1/messages/count_tokens")
+        for extra in (
+            {"system": "be brief", "stop_sequences": ["x"], "top_k": 5, "temperature": 0.5},
+            {"stream": True, "thinking": {"type": "enabled", "budget_tokens": 5}},
+            {
+                "tools": [{"name": "f", "input_schema": SCHEMA, "description": "x"}],
+                "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+            },
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "thinking", "thinking": "x", "signature": ""},
+                            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+                        ],
+                    },
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x"}],
+                    },
+                ]
+            },
+        )
+    ),
     ("POST", "/tokenize", {"model": "m", "prompt": "hello", "return_token_strs": True}),
     ("POST", "/tokenize", {**CHAT, "chat_template_kwargs": {"x": 1}, "add_special_tokens": True}),
     ("POST", "/detokenize", {"model": "m", "tokens": [1, 2, 3]}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton_protocol.messages import RoutedExperts
-from baton_text.responses import PromptTokenLogprob as Logprob
+from baton_text.responses.openai import PromptTokenLogprob as Logprob
 
 __all__ = [
     "BeamSearchOutput",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling import MAX_SPEC_LENGTH, StructuredOutput, StructuredOutputKind
+from baton_text.errors import RequestError
 from baton_text.replies.reasoning import REASONING_FORMATS, ReasoningFormat
 from baton_text.replies.reply_parser import ReplyParser
 from baton_text.replies.tool_formats import TOOL_FORMATS, ToolFormat
@@ -62,6 +63,9 @@ class ReplyFormat:
     ) -> Reply | None:
         """Return how to parse the reply to a request. None: its text is its content.
 
+        Raises:
+            RequestError: the schemas of the tools are too long.
+
         Args:
             request: the checked request.
             prompt: the rendered prompt.
@@ -87,6 +91,12 @@ class ReplyFormat:
                 is_reasoning=is_reasoning,
                 special_token_id=special_token_id,
             )
+            if grammar is not None and len(grammar) > MAX_SPEC_LENGTH:
+                raise RequestError(
+                    f"the names and schemas of tools must have at most {MAX_SPEC_LENGTH} "
+                    f"characters in all, got {len(grammar)}",
+                    param="tools",
+                )
         texts = [] if self.reasoning is None else [self.reasoning.start, self.reasoning.end]
         texts += [] if tool_format is None else tool_format.special_texts()
         return Reply(

@@ -21,6 +21,8 @@ from baton_text.replies.text_reader import BadSyntaxError, EndOfTextError, Readi
 SPECIAL_TEXT = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 #: Keys of a call's arguments in JSON.
 ARGUMENT_KEYS = ("arguments", "parameters")
+#: A longer list of calls in Python's syntax is text. Its syntax tree would take too long.
+MAX_PYTHONIC_LENGTH = 2**16
 _NAME = re.compile(r"[\w.-]")
 
 
@@ -313,6 +315,8 @@ def _read_brackets(reader: TextReader) -> Reading[str]:
         character = yield from reader.peek()
         if not character:
             raise EndOfTextError
+        if len(text) > MAX_PYTHONIC_LENGTH:
+            raise BadSyntaxError
         yield from reader.expect(character)
         text += character
         if quote:

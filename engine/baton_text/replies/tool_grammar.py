@@ -13,6 +13,9 @@ from baton_text.replies.tool_formats import SPECIAL_TEXT, ToolFormat
 
 #: Schema of the arguments of a tool that declares none.
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
+#: Keywords of JSON schemas with texts for readers, and keywords whose values are no schemas.
+_NOTES = frozenset(("$comment", "description", "title"))
+_VALUES = frozenset(("const", "default", "enum", "examples"))
 
 
 def tool_grammar(
@@ -85,9 +88,26 @@ def tool_grammar(
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))) + "\n")
     for number, (name, schema) in enumerate(tools):
         begin = literal(layout.begin.replace("NAME", name))
-        schema_text = json.dumps({**schema, "x-guidance": JSON_FORMAT}, ensure_ascii=False)
+        schema = {**_without_notes(schema), "x-guidance": JSON_FORMAT}
+        schema_text = json.dumps(schema, ensure_ascii=False)
         lines.append(f"call_{number}: {begin} %json {schema_text} {literal(layout.end)}\n")
     return "".join(lines)
+
+
+def _without_notes(schema: Any) -> Any:
+    """Return a JSON schema without its texts for readers, which are often most of it.
+
+    A property may have the name of a keyword. Its value is then a schema and no text.
+    """
+    if isinstance(schema, list):
+        return [_without_notes(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value if key in _VALUES else _without_notes(value)
+        for key, value in schema.items()
+        if not (key in _NOTES and isinstance(value, str))
+    }
 
 
 def _quoted(text: str) -> str:

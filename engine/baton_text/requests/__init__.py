@@ -1,5 +1,7 @@
-"""The bodies of OpenAI requests, their fields and their checks.
+"""The bodies of requests, their fields and their checks.
 
+messages_request    the bodies of Anthropic's POST /v1/messages and its count_tokens
+responses_request   the body of POST /v1/responses
 chat_request        the body of POST /v1/chat/completions
 completion_request  the body of POST /v1/completions
 generation_request  the fields that both bodies share, and their checks

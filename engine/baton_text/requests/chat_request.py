@@ -142,7 +142,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         if isinstance(choice, dict):
             function = choice.get("function")
             name = function.get("name") if isinstance(function, dict) else None
-            if choice.get("type") != "function" or name not in names:
+            is_known = isinstance(name, str) and name in names
+            if choice.get("type") != "function" or not is_known:
                 raise RequestError(
                     "tool_choice must name a function of tools, as "
                     '{"type": "function", "function": {"name": ...}}',

@@ -22,7 +22,7 @@ from baton_text.errors import RequestError
 from baton_text.requests.structured_outputs import StructuredOutputsParams, check_bad_words
 
 MAX_N = 128
-MAX_STOPS = 4
+MAX_STOPS = 32
 #: In characters. This limit bounds the cost of comparing each piece of text with the stop strings.
 MAX_STOP_LENGTH = 4096
 MAX_TEMPERATURE = 2.0
@@ -57,6 +57,8 @@ SAMPLING_FIELDS = (
 class StreamOptions(msgspec.Struct, kw_only=True):
     #: Send a last chunk with `usage`.
     include_usage: bool | None = None
+    #: With `include_usage`: each chunk has `usage` so far (vLLM's extension).
+    continuous_usage_stats: bool | None = None
 
 
 class JSONSchemaFormat(msgspec.Struct, kw_only=True):

@@ -14,6 +14,7 @@ class Checked(Protocol):
     """A request struct that `parse_request` can parse, and that checks its own fields."""
 
     __struct_fields__: ClassVar[tuple[str, ...]]
+    model: str | None
 
     def validate(self) -> None:
         """Raise RequestError if a field is invalid."""

@@ -64,19 +64,25 @@ class ApiKeys:
                 )
             self._failure = str(error)
 
-    def client_of(self, authorization: list[str]) -> str:
-        """Return the name of the client whose key is in the Authorization header.
+    def client_of(self, authorization: list[str], api_key: list[str]) -> str:
+        """Return the name of the client whose key a request carries.
 
         Args:
-            authorization: all values of the header.
+            authorization: all values of the header Authorization.
+            api_key: all values of the header X-Api-Key, in which clients of Anthropic's API send
+                the key. They count only without Authorization.
 
         Raises:
             APIError: 401 unless the header has one value with a valid key.
         """
-        if not authorization:
+        scheme, key = "Bearer", ""
+        if values := authorization:
+            scheme, _, key = values[0].strip().partition(" ")
+        elif values := api_key:
+            key = values[0]
+        else:
             raise _refused("This server needs an API key: send it as 'Authorization: Bearer KEY'.")
-        scheme, _, key = authorization[0].strip().partition(" ")
-        if len(authorization) > 1 or scheme.lower() != "bearer" or not key.strip():
+        if len(values) > 1 or scheme.lower() != "bearer" or not key.strip():
             raise _refused("Send exactly one Authorization header of the form 'Bearer KEY'.")
         offered = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         found = None

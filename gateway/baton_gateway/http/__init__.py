@@ -1,12 +1,6 @@
-"""HTTP: the requests of clients and the responses to them.
+"""HTTP: connections, request bodies, streams, TLS.
 
 Modules:
-    routes: the URL table and the middleware.
-    generation_endpoint: the base class of both generation endpoints.
-    chat_endpoint: `/v1/chat/completions`.
-    completion_endpoint: `/v1/completions`.
-    tokenize_endpoints: `/tokenize` and `/detokenize`.
-    status_endpoints: models, health, readiness, metrics, version.
     body_budget: reading of request bodies, within limits on time and bytes.
     request_body: parsing of request bodies.
     cors: access for browser pages of other origins.

@@ -121,6 +121,14 @@ class BodyCharge:
         #: Ends the request of this body. It has a deadline only if the request is refused.
         self.timeout = asyncio.timeout(None)
 
+    def add(self, num_bytes: int) -> None:
+        """Charge bytes that the request takes besides its body.
+
+        Raises:
+            APIError: 503, because this request has the largest body.
+        """
+        self._budget.add(self, num_bytes)
+
     async def read(self, http: web.Request, timeout_s: float) -> bytes:
         """Return the body of the request, and charge its bytes as they arrive.
 

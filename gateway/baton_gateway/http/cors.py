@@ -64,7 +64,7 @@ class CORS:
         if not is_preflight or hdrs.ACCESS_CONTROL_ALLOW_ORIGIN not in self.headers(request):
             return await handler(request)
         headers = {
-            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST, DELETE",
             hdrs.ACCESS_CONTROL_MAX_AGE: str(MAX_AGE_S),
         }
         names = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")

@@ -65,36 +65,46 @@ class EventStream:
             response = await self.open()
             await self._bounded(response.write(_COMMENT), self._client_timeout_s)
 
-    async def send(self, event: bytes) -> None:
+    async def send(self, event: bytes, name: str = "") -> None:
         """Send the JSON `event` as one server-sent event.
+
+        Args:
+            event: the data.
+            name: name of the event. Empty: it has none.
 
         Raises:
             ConnectionError: the client has disconnected, or does not read.
         """
         response = self._response if self._response is not None else await self.open()
-        write = response.write(b"data: " + event + b"\n\n")
+        head = b"event: %b\n" % name.encode() if name else b""
+        write = response.write(head + b"data: " + event + b"\n\n")
         if len(event) < BUFFERED_BYTES // 2 and not has_unread_bytes(self._http):
             await write  # the buffer has room, and a timeout for each token costs time
         else:
             await self._bounded(write, self._client_timeout_s)
 
-    async def end(self, last: bytes = b"[DONE]") -> None:
+    async def end(self, last: bytes, name: str = "") -> None:
         """Send the last event and end the response.
+
+        Args:
+            last: data of the event. Empty: no event is sent.
+            name: name of the event. Empty: it has none.
 
         Raises:
             ConnectionError: the client has disconnected, or does not read.
         """
-        await self.send(last)
+        if last:
+            await self.send(last, name)
         response = await self.open()
         await self._bounded(response.write_eof(), self._client_timeout_s)
 
-    async def fail(self, body: bytes) -> None:
-        """Send the JSON error `body` as the last event, and end the response.
+    async def fail(self, body: bytes, name: str) -> None:
+        """Send the JSON error `body` as the last event `name`, and end the response.
 
         Raises:
             ConnectionError: the client has disconnected, or does not read.
         """
-        await self._bounded(self.end(body), ERROR_TIMEOUT_S)
+        await self._bounded(self.end(body, name), ERROR_TIMEOUT_S)
 
     async def _bounded(self, write: Awaitable[None], timeout_s: float) -> None:
         """Await `write`, and disconnect a client that does not read for `timeout_s`.

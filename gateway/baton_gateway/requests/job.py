@@ -9,7 +9,7 @@ from baton_gateway.routing.sequence import Sequence
 from baton_protocol.messages import EngineCoreOutput, PromptLogprobs
 from baton_text.output import OutputProcessor
 from baton_text.requests.generation_request import GenerationRequest
-from baton_text.responses import Usage
+from baton_text.responses.openai import Usage
 
 
 @dataclass

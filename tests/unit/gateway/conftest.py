@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from baton_gateway.routing import file_discovery, pool
+from baton_text.chat_template import ChatTemplate
 from baton_text.tokenizer import Tokenizer
 from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig, MakeRig
@@ -24,6 +25,13 @@ TEMPLATE = """\
 {% if add_generation_prompt %}
 <|assistant|>
 {% endif %}"""
+
+#: A template of conversations with calls and their results.
+AGENT_TEMPLATE = """\
+{% for message in messages %}
+<{{ message.role }}>{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}[{{ call.function.name }}]{% endfor %}
+{% endfor %}"""
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +64,12 @@ def tokenizer(tokenizer_folder: Path) -> Tokenizer:
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     assert tokenizer.eos_token_id == EOS_ID
     return tokenizer
+
+
+@pytest.fixture
+def agent_template(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(AGENT_TEMPLATE, tokenizer.special_tokens)
+    monkeypatch.setattr(tokenizer, "chat_template", template)
 
 
 @pytest.fixture

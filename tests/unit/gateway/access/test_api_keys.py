@@ -298,14 +298,32 @@ def test_refusals_are_forgotten_and_their_table_is_bounded() -> None:
     assert len(table._forgotten_at) == refusals.MAX_ADDRESSES
 
 
-async def test_two_authorization_headers_are_refused(guarded: GatewayRig) -> None:
-    headers = [("Authorization", "Bearer the-key-of-team-a"), ("Authorization", "Bearer wrong")]
-    for order in (headers, headers[::-1]):
-        async with (
-            http_session() as session,
-            session.get(f"{guarded.url}/v1/models", headers=order) as response,
-        ):
-            assert response.status == 401
+async def test_two_headers_of_one_name_are_refused(guarded: GatewayRig) -> None:
+    for name, prefix in (("Authorization", "Bearer "), ("X-Api-Key", "")):
+        headers = [(name, f"{prefix}the-key-of-team-a"), (name, f"{prefix}wrong")]
+        for order in (headers, headers[::-1]):
+            async with (
+                http_session() as session,
+                session.get(f"{guarded.url}/v1/models", headers=order) as response,
+            ):
+                assert response.status == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"X-Api-Key": "the-key-of-team-a"}, 200),
+        ({"X-Api-Key": "Bearer the-key-of-team-a"}, 401),
+        ({"X-Api-Key": "wrong"}, 401),
+        ({"X-Api-Key": ""}, 401),
+        ({"X-Api-Key": "the-key-of-team-a", "Authorization": "Bearer wrong"}, 401),
+        ({"X-Api-Key": "wrong", "Authorization": "Bearer the-key-of-team-a"}, 200),
+    ],
+)
+async def test_without_authorization_the_key_may_be_in_x_api_key(
+    guarded: GatewayRig, headers: dict[str, str], status: int
+) -> None:
+    assert await status_of(guarded, **headers) == status
 
 
 async def test_a_request_without_a_key_is_refused_before_its_body_is_read(
@@ -337,13 +355,13 @@ def test_invalid_key_files_are_ignored(tmp_path: Path, caplog: pytest.LogCapture
     (tmp_path / "dangling").symlink_to("nowhere")
     with caplog.at_level(logging.INFO, "baton_gateway.access.api_keys"):
         keys = ApiKeys(tmp_path)
-    assert keys.client_of(["Bearer a-good-key-of-22-chars"]) == "crlf"
+    assert keys.client_of(["Bearer a-good-key-of-22-chars"], []) == "crlf"
     for offered in (
         *("", " ", "one-long-key", "two-long-key", "one-long-key two-long-key"),
         *("ein-langer-schlüssel", "a-key-after-a-mark", "k" * 5000, "k" * 4096, "fifteen-letters"),
     ):
         with pytest.raises(APIError):
-            keys.client_of([f"Bearer {offered}"])
+            keys.client_of([f"Bearer {offered}"], [])
     assert "API keys of 1 clients: crlf" in caplog.text
     for name in contents.keys() - {"crlf"}:
         assert f"API key of client {name} is ignored" in caplog.text

@@ -65,7 +65,7 @@ async def test_a_preflight_of_an_allowed_origin_needs_no_key(rig: GatewayRig) ->
         assert headers[ORIGIN] == PAGE
         assert headers["Vary"] == "Origin"
         assert headers["Access-Control-Allow-Headers"] == NAMES
-        assert headers["Access-Control-Allow-Methods"] == "GET, POST"
+        assert headers["Access-Control-Allow-Methods"] == "GET, POST, DELETE"
         assert int(headers["Access-Control-Max-Age"]) > 0
         assert headers["Server"] == "baton"
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from baton_gateway.http import generation_endpoint, slow_clients
+from baton_gateway.endpoints import generation_endpoint
+from baton_gateway.http import slow_clients
 from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.slow_clients import has_unread_bytes
 from support.gateway.fake_engine import EOS_ID

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_gateway import thread_pool
-from baton_gateway.http import completion_endpoint, request_body
+from baton_gateway.endpoints import completion_writer
+from baton_gateway.http import request_body
 from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
 from baton_gateway.requests import prompts
 from baton_gateway.requests.generation import STAGGERED_TOKENS
@@ -105,7 +106,7 @@ WORK = [
     ("detokenizing", "tokenizer", "decode", "/detokenize", {"tokens": LONG_IDS}),
     (
         "logprobs",
-        completion_endpoint,
+        completion_writer,
         "completion_logprobs",
         "/v1/completions",
         TEXT | WITH_LOGPROBS,
@@ -119,7 +120,7 @@ WORK = [
     ),
     (
         "a chunk",
-        completion_endpoint,
+        completion_writer,
         "completion_logprobs",
         "/v1/completions",
         TEXT | {"prompt": [5] * 4000, "echo": True, "logprobs": 5, "max_tokens": 1, "stream": True},

@@ -9,6 +9,8 @@ import pytest
 
 from baton_operator.api.spec_model import Model
 from baton_protocol.config import REASONING_PARSERS, TOOL_PARSERS
+from baton_protocol.sampling import MAX_SPEC_LENGTH
+from baton_text.errors import RequestError
 from baton_text.replies.reasoning import REASONING_FORMATS
 from baton_text.replies.reply_format import ReplyFormat
 from baton_text.replies.tool_formats import TOOL_FORMATS
@@ -75,6 +77,21 @@ def test_special_tokens_of_the_format_stay_in_the_text() -> None:
     assert reply("hermes", tools=[TOOL]).special_token_ids == {7, 8}
     assert reply("json", tools=[TOOL]).special_token_ids == {7}
     assert "<[8]>" in reply("hermes", tools=[TOOL]).structured_output.spec
+
+
+def test_long_schemas_of_tools_are_refused_and_their_descriptions_do_not_count() -> None:
+    def tool(**schema: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "add", "parameters": schema}}
+
+    text = "x" * MAX_SPEC_LENGTH
+    properties = {"a": {"description": text}, "title": {"title": text, "enum": [{"title": "b"}]}}
+    spec = reply("hermes", tools=[tool(type="object", properties=properties)])
+    lines = spec.structured_output.spec
+    assert len(lines) < 1000
+    assert '"properties": {"a": {}, "title": {"enum": [{"title": "b"}]}}' in lines
+    with pytest.raises(RequestError, match="schemas of tools") as refused:
+        reply("hermes", tools=[tool(enum=[text])])
+    assert refused.value.param == "tools"
 
 
 def test_calls_that_no_grammar_describes_are_written_as_json_if_they_are_required() -> None:

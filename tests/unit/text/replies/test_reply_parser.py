@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton_text.replies.reasoning import REASONING_FORMATS
 from baton_text.replies.reply_parser import ReplyDelta, ReplyParser
-from baton_text.replies.tool_formats import TOOL_FORMATS
+from baton_text.replies.tool_formats import MAX_PYTHONIC_LENGTH, TOOL_FORMATS
 
 NAMES = ("get_weather", "add")
 WEATHER = '{"city": "Malmö", "days": [1, 2], "note": "a \\"}]<tool_call> b"}'
@@ -151,6 +151,12 @@ def test_guaranteed_calls_are_reported_as_they_arrive(
 )
 def test_a_text_that_is_no_call_is_content(name: str, text: str) -> None:
     assert parse([text], tool_format=TOOL_FORMATS[name]) == reply(text)
+
+
+def test_a_very_long_list_of_python_calls_is_content() -> None:
+    """Its syntax tree would take long."""
+    text = f"[add(a={'1' * MAX_PYTHONIC_LENGTH})]"
+    assert parse([text], tool_format=TOOL_FORMATS["pythonic"]) == reply(text)
 
 
 def test_a_valid_call_after_an_invalid_one_is_found() -> None:

@@ -92,6 +92,23 @@ async def test_a_chat_streams_role_text_finish_reason_and_usage_in_this_order(
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_each_chunk_has_the_usage_so_far(rig: GatewayRig, path: str) -> None:
+    await rig.start(rig.engine("d", "decode", TEXT))
+    prompt = (
+        {"prompt": "go"}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "hi"}]}
+    )
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": "m", "max_tokens": 99, "stream": True, "stream_options": options, **prompt}
+    chunks = await rig.events(path, body)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert len(set(counts)) > 1
+    assert counts[-1] == len(rig.engines[0].answer)
+
+
 async def test_every_token_of_a_stream_has_a_chunk(rig: GatewayRig) -> None:
     """Clients measure the time between tokens by the chunks, even for tokens without text."""
     engine = rig.engine("d", "decode", "你好")

@@ -1,4 +1,4 @@
-"""The endpoints `/tokenize` and `/detokenize` of vLLM.
+"""The endpoints `/tokenize` and `/detokenize` of vLLM, and Anthropic's `count_tokens`.
 
 The limits of `admission` count a request as one sequence.
 """
@@ -6,7 +6,7 @@ The limits of `admission` count a request as one sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -15,24 +15,26 @@ from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT
 from baton_gateway.errors import check_model
 from baton_gateway.http.body_budget import BodyBudget
-from baton_gateway.http.request_body import UnknownFields, parse_body
+from baton_gateway.http.request_body import INLINE_BODY_BYTES, UnknownFields, parse_body
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.config import AccessConfig
+from baton_text.requests.messages_request import CountTokensRequest
 from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
-from baton_text.responses import DetokenizeResponse, TokenizeResponse
+from baton_text.responses.anthropic import InputTokens
+from baton_text.responses.openai import DetokenizeResponse, TokenizeResponse
 from baton_text.tokenizer import Tokenizer
 
 #: Assumed max_model_len in tokens, until a decode engine has sent the actual one.
 UNKNOWN_MODEL_LEN = 2**15
 
-_Request = TypeVar("_Request", TokenizeRequest, DetokenizeRequest)
+_Request = TypeVar("_Request", TokenizeRequest, DetokenizeRequest, CountTokensRequest)
 
 
 class TokenizeEndpoints:
-    """The endpoints `/tokenize` and `/detokenize`.
+    """The endpoints that convert text and tokens.
 
     Args:
         client_timeout_s: longest time for a client to send a body or to read the response.
@@ -66,6 +68,9 @@ class TokenizeEndpoints:
     async def detokenize(self, http: web.Request) -> web.StreamResponse:
         return await self._serve(http, DetokenizeRequest, self._detokenize)
 
+    async def count_tokens(self, http: web.Request) -> web.StreamResponse:
+        return await self._serve(http, CountTokensRequest, self._count_tokens)
+
     async def _serve(
         self,
         http: web.Request,
@@ -90,20 +95,36 @@ class TokenizeEndpoints:
             return await send_json(http, encoded, self._client_timeout_s)
 
     async def _text(
-        self, request: TokenizeRequest | DetokenizeRequest, bounds: TextBounds, size: int
+        self,
+        request: TokenizeRequest | DetokenizeRequest | CountTokensRequest,
+        bounds: TextBounds,
+        size: int,
     ) -> str:
         """Return the text to tokenize. It is empty for a request with tokens."""
         if isinstance(request, DetokenizeRequest):
             return ""
-        if request.prompt is not None:
-            return request.prompt
-        assert request.messages is not None  # see TokenizeRequest.validate
+        tools: list[dict[str, Any]] | None = None
+        if isinstance(request, CountTokensRequest):
+            chat = await run_off_loop(request.chat_request, size, INLINE_BODY_BYTES)
+            messages, variables, tools = (
+                chat.messages,
+                chat.chat_template_kwargs,
+                chat.template_tools,
+            )
+            add_generation_prompt = True
+        else:
+            if request.prompt is not None:
+                return request.prompt
+            assert request.messages is not None  # see TokenizeRequest.validate
+            messages, variables = request.messages, request.chat_template_kwargs
+            add_generation_prompt = request.add_generation_prompt is not False
         return await self._reader.render(
-            request.messages,
-            request.chat_template_kwargs,
+            messages,
+            variables,
             bounds,
-            add_generation_prompt=request.add_generation_prompt is not False,
+            add_generation_prompt=add_generation_prompt,
             size=size,
+            tools=tools,
         )
 
     def _tokenize(
@@ -126,6 +147,13 @@ class TokenizeEndpoints:
         if request.return_token_strs:
             response.token_strs = list(map(self._tokenizer.token_text, token_ids))
         return response
+
+    def _count_tokens(
+        self, request: CountTokensRequest, text: str, bounds: TextBounds, _: int | None
+    ) -> InputTokens:
+        token_ids = self._reader.encode(text, "messages", bounds, add_special_tokens=False)
+        bounds.check(len(token_ids), "messages")
+        return InputTokens(input_tokens=len(token_ids))
 
     def _detokenize(
         self, request: DetokenizeRequest, _: str, bounds: TextBounds, _max_model_len: int | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -12,15 +13,25 @@ from aiohttp import web
 from baton_gateway.access.api_keys import CLIENT, OPEN_PATHS, ApiKeys, client_name
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
 from baton_gateway.access.refusals import Refusals
-from baton_gateway.errors import APIError, bad_request, gateway_failure
-from baton_gateway.http.chat_endpoint import ChatEndpoint
-from baton_gateway.http.completion_endpoint import CompletionEndpoint
+from baton_gateway.endpoints.generation_endpoint import (
+    CLIENT_CLOSED_REQUEST,
+    FINAL_STATUS,
+    GenerationEndpoint,
+)
+from baton_gateway.endpoints.status_endpoints import StatusEndpoints
+from baton_gateway.endpoints.stored_responses import StoredResponses
+from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
+from baton_gateway.errors import (
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    APIError,
+    bad_request,
+    error_body,
+    gateway_failure,
+)
 from baton_gateway.http.connections import response_headers, wait_for_client
 from baton_gateway.http.cors import CORS
-from baton_gateway.http.generation_endpoint import CLIENT_CLOSED_REQUEST, FINAL_STATUS
 from baton_gateway.http.request_id import log_request_id, request_id
-from baton_gateway.http.status_endpoints import StatusEndpoints
-from baton_gateway.http.tokenize_endpoints import TokenizeEndpoints
 from baton_gateway.metrics import GatewayMetrics
 from baton_text.errors import RequestError
 
@@ -33,13 +44,14 @@ class Routes:
     """The HTTP applications of one gateway: one for clients, and one for the cluster.
 
     Args:
+        generation: the endpoints that generate text, by path.
         keys: authenticates clients; None: clients need no API key.
     """
 
     def __init__(
         self,
-        chat: ChatEndpoint,
-        completion: CompletionEndpoint,
+        generation: dict[str, GenerationEndpoint[Any]],
+        stored: StoredResponses,
         tokenization: TokenizeEndpoints,
         status: StatusEndpoints,
         *,
@@ -59,8 +71,11 @@ class Routes:
         self.app.on_response_prepare.extend(
             [_set_headers, cors.set_headers, shutdown.close_connection]
         )
-        self.app.router.add_post("/v1/chat/completions", chat.handle)
-        self.app.router.add_post("/v1/completions", completion.handle)
+        for path, endpoint in generation.items():
+            self.app.router.add_post(path, endpoint.handle)
+        self.app.router.add_get(f"{RESPONSES_PATH}/{{response}}", stored.get)
+        self.app.router.add_delete(f"{RESPONSES_PATH}/{{response}}", stored.delete)
+        self.app.router.add_post(f"{MESSAGES_PATH}/count_tokens", tokenization.count_tokens)
         self.app.router.add_post("/tokenize", tokenization.tokenize)
         self.app.router.add_post("/detokenize", tokenization.detokenize)
         self.app.router.add_get("/v1/models", status.get_models)
@@ -81,7 +96,10 @@ class Routes:
         """Require an API key, except for the probes of load balancers."""
         if self._keys is not None and request.path not in OPEN_PATHS:
             try:
-                request[CLIENT] = self._keys.client_of(request.headers.getall("Authorization", []))
+                request[CLIENT] = self._keys.client_of(
+                    request.headers.getall("Authorization", []),
+                    request.headers.getall("X-Api-Key", []),
+                )
             except APIError:
                 if delay_s := self._refusals.record(request.remote):
                     wait_for_client(request)
@@ -92,22 +110,22 @@ class Routes:
 
     @web.middleware
     async def _respond(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Count every request, and turn failures into OpenAI error bodies."""
+        """Count every request, and turn failures into error bodies."""
         status = CLIENT_CLOSED_REQUEST
         try:
             try:
                 response = await handler(request)
             except RequestError as error:
-                response = _error_response(bad_request(error))
+                response = _error_response(request, bad_request(error))
             except APIError as error:
-                response = _error_response(error)
+                response = _error_response(request, error)
             except web.HTTPException as error:
-                response = _error_response(_http_error(request, error), error)
+                response = _error_response(request, _http_error(request, error), error)
             except Exception:
                 logger.exception(
                     "%s %s%s failed", request.method, request.path, client_name(request)
                 )
-                response = _error_response(gateway_failure(request_id(request)))
+                response = _error_response(request, gateway_failure(request_id(request)))
             status = request.get(FINAL_STATUS, response.status)
             return response
         finally:
@@ -122,11 +140,13 @@ async def _set_headers(request: web.Request, response: web.StreamResponse) -> No
     response.headers.update(response_headers(request))
 
 
-def _error_response(error: APIError, http_error: web.HTTPException | None = None) -> web.Response:
+def _error_response(
+    http: web.Request, error: APIError, http_error: web.HTTPException | None = None
+) -> web.Response:
     headers = dict(error.headers)
     if http_error is not None and "Allow" in http_error.headers:
         headers["Allow"] = http_error.headers["Allow"]
-    body = msgspec.json.encode(error.body)
+    body = msgspec.json.encode(error_body(http.path, error))
     return web.Response(
         status=error.status, body=body, content_type="application/json", headers=headers
     )

@@ -176,6 +176,13 @@ async def test_the_template_gets_tools_and_earlier_calls(make_rig: Any) -> None:
     assert given["messages"][2] == {"role": "tool", "content": "2", "tool_call_id": "c1"}
 
 
+def called_with(arguments: str) -> dict[str, Any]:
+    """Return the assistant's message with one call."""
+    function = {"name": "a", "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    return {"role": "assistant", "tool_calls": [call]}
+
+
 @pytest.mark.parametrize(
     ("options", "param"),
     [
@@ -186,25 +193,13 @@ async def test_the_template_gets_tools_and_earlier_calls(make_rig: Any) -> None:
         ({"tools": [ADD] * 129}, "tools"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": ["x"]}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"extra_body": {"guided_regex": "a"}}, "guided_regex"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "assistant",
-                        "tool_calls": [
-                            {
-                                "id": "1",
-                                "type": "function",
-                                "function": {"name": "a", "arguments": "["},
-                            }
-                        ],
-                    }
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
+        *(
+            ({"messages": [called_with(text)]}, "messages[0].tool_calls[0].function.arguments")
+            for text in ("[", "[]", '{"a": "\\ud800"}')
         ),
     ],
 )

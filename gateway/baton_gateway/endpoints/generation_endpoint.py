@@ -1,20 +1,19 @@
-"""The base class of both generation endpoints: admission, complete responses, streams.
+"""The endpoints that generate text: admission, complete responses, streams.
 
-A subclass converts outputs to the JSON of its API.
+They differ in their bodies, and in the `ResponseWriter` that converts outputs to JSON.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -22,10 +21,11 @@ from aiohttp import web
 from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT, client_name
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
-from baton_gateway.errors import APIError, bad_request, check_model, timed_out
+from baton_gateway.endpoints.response_writer import ResponseWriter
+from baton_gateway.errors import APIError, bad_request, check_model, error_event, timed_out
 from baton_gateway.http.body_budget import BodyBudget, BodyCharge
 from baton_gateway.http.event_stream import EventStream
-from baton_gateway.http.request_body import UnknownFields, parse_body
+from baton_gateway.http.request_body import INLINE_BODY_BYTES, UnknownFields, parse_body
 from baton_gateway.http.slow_clients import abort_if_unread, send_json
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Choice, Job
@@ -36,7 +36,7 @@ from baton_text.output import TextOutput
 from baton_text.replies.reply_parser import ReplyDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
-from baton_text.requests.generation_request import GenerationRequest
+from baton_text.requests.parsing import Checked
 
 logger = logging.getLogger(__name__)
 
@@ -54,25 +54,32 @@ FINAL_STATUS = web.RequestKey("final_status", int)
 #: loop. A larger one is encoded in a thread.
 INLINE_ENTRIES = 1024
 
-_Request = TypeVar("_Request", ChatCompletionRequest, CompletionRequest)
+_Body = TypeVar("_Body", bound=Checked)
+#: The requests that jobs run.
+GenerationBody = ChatCompletionRequest | CompletionRequest
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
 
 
-class GenerationEndpoint(abc.ABC, Generic[_Request]):
+class GenerationEndpoint(Generic[_Body]):
     """An endpoint that generates text.
 
     Args:
+        body: type of the JSON body.
+        convert: returns the request of a body and of `conversation`.
+        writer: returns what converts the outputs of a job to a response.
         queue: holds requests while the service has no engine.
         request_timeout_s: longest time from a request's arrival to the end of its response. The
             time in `queue` does not count. 0: no limit.
         client_timeout_s: longest time for a client to send a body, or to read a response or one
             event of a stream.
+        conversation: returns the stored messages that a body of a client continues, as JSON.
     """
-
-    kind: type[_Request]
 
     def __init__(
         self,
+        body: type[_Body],
+        convert: Callable[[_Body, bytes], GenerationBody],
+        writer: Callable[[_Body, Job, str | None], ResponseWriter[Any]],
         builder: JobBuilder,
         generator: Generator,
         admission: Admission,
@@ -83,18 +90,21 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         served_name: str,
         request_timeout_s: float,
         client_timeout_s: float,
+        conversation: Callable[[_Body, str | None], bytes] = lambda _body, _client: b"",
     ) -> None:
+        self._body = body
+        self._convert = convert
+        self._writer = writer
         self._builder = builder
         self._generator = generator
-        self._tokenizer = builder.tokenizer
         self._admission = admission
         self._queue = queue
         self._bodies = bodies
         self._unknown_fields = unknown_fields
-        self.served_name = served_name
+        self._served_name = served_name
         self._timeout_s = request_timeout_s or math.inf
         self._client_timeout_s = client_timeout_s
-        self._encode = msgspec.json.Encoder().encode
+        self._conversation = conversation
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """Serve one request and return the response.
@@ -117,7 +127,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         with self._admission.place(http.get(CLIENT)) as place:
             try:
                 async with self._bodies.charge() as charge:
-                    request, body_size = await self._read(http, charge)
+                    body, request, body_size = await self._read(http, charge)
                     # Before the prompts are tokenized, so that a refusal takes little time.
                     place.resize(request.num_sequences)
                     stream = EventStream(
@@ -132,22 +142,25 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
                         job = await self._builder.build(
                             request, started, body_size, http.get(CLIENT)
                         )
+                writer = self._writer(body, job, http.get(CLIENT))
                 on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
                 async with aclosing(self._generator.run(job, on_output)) as events:
                     if request.stream:
-                        return await self._stream(http, request, job, events, deadline, stream)
-                    return await self._answer(http, request, job, events, deadline)
+                        return await self._stream(http, writer, events, deadline, stream)
+                    return await self._answer(http, writer, events, deadline)
             except (RequestError, APIError) as failure:
                 if stream is None or not stream.is_open:
                     raise
                 error = bad_request(failure) if isinstance(failure, RequestError) else failure
                 http[FINAL_STATUS] = error.status
                 with suppress(ConnectionError):
-                    await stream.fail(self._encode(error.body))
+                    await stream.fail(*error_event(http.path, error))
                 return await stream.open()
 
-    async def _read(self, http: web.Request, charge: BodyCharge) -> tuple[_Request, int]:
-        """Return the request and the size of its body in bytes.
+    async def _read(
+        self, http: web.Request, charge: BodyCharge
+    ) -> tuple[_Body, GenerationBody, int]:
+        """Return the parsed body, its request, and the bytes of the body and the conversation.
 
         Raises:
             APIError, RequestError: the headers or the body are invalid, the body does not arrive in
@@ -156,16 +169,22 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         if http.content_type != "application/json":
             message = f"Content-Type must be application/json, got {http.content_type!r}."
             raise APIError(415, message, code="unsupported_media_type")
-        body = await charge.read(http, min(self._timeout_s, self._client_timeout_s))
+        content = await charge.read(http, min(self._timeout_s, self._client_timeout_s))
         max_model_len = self._builder.max_model_len
-        request = await parse_body(body, self.kind, max_model_len, self._unknown_fields)
+        body = await parse_body(content, self._body, max_model_len, self._unknown_fields)
+        check_model(body.model, self._served_name)
+        earlier = self._conversation(body, http.get(CLIENT))
+        charge.add(len(earlier))
+        size = len(content) + len(earlier)
+        convert = partial(self._convert, body, earlier)
+        request = await run_off_loop(convert, size, INLINE_BODY_BYTES)
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
-        check_model(request.model, self.served_name)
-        return request, len(body)
+        return body, request, size
 
     async def _answer(
-        self, http: web.Request, request: _Request, job: Job, events: _Events, deadline: float
+        self, http: web.Request, writer: ResponseWriter[Any], events: _Events, deadline: float
     ) -> web.Response:
+        job = writer.job
         outputs: dict[int, list[TextOutput]] = {id(choice): [] for choice in job.choices}
         async with self._until(deadline):
             async for choice, output in events:
@@ -173,7 +192,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
 
         def body() -> bytes:
             merged = [(choice, _merge(outputs[id(choice)])) for choice in job.best_choices()]
-            return msgspec.json.encode(self.response(request, job, merged))
+            return msgspec.json.encode(writer.response(merged))
 
         encoded = await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
         left_s = deadline - asyncio.get_running_loop().time()
@@ -182,8 +201,7 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
     async def _stream(
         self,
         http: web.Request,
-        request: _Request,
-        job: Job,
+        writer: ResponseWriter[Any],
         events: _Events,
         deadline: float,
         stream: EventStream,
@@ -194,18 +212,18 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         response = await stream.open()
         try:
             async with self._until(deadline):
-                await self._send_all(request, job, first, events, stream)
-                await stream.end()
+                await _send_all(writer, first, events, stream)
+                await stream.end(writer.LAST_EVENT)
         except APIError as error:
             logger.warning(
                 "request %s%s failed while it was streamed, sending the error to the client: %s",
-                job.id,
+                writer.job.id,
                 client_name(http),
                 error.message,
             )
             raise
         except ConnectionError:
-            logger.info("request %s%s: the client disconnected", job.id, client_name(http))
+            logger.info("request %s%s: the client disconnected", writer.job.id, client_name(http))
             http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
         return response
 
@@ -222,73 +240,52 @@ class GenerationEndpoint(abc.ABC, Generic[_Request]):
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
 
-    async def _send_all(
-        self,
-        request: _Request,
-        job: Job,
-        first: tuple[Choice, TextOutput],
-        events: _Events,
-        stream: EventStream,
-    ) -> None:
-        offsets = {choice.index: 0 for choice in job.choices}
 
-        async def send_output(choice: Choice, output: TextOutput) -> None:
-            # Also send tokens without text: clients measure the time between tokens by the chunks.
-            if output.text or output.token_ids or output.finish_reason is not None:
-                offset = offsets[choice.index]
-                size = _num_entries(output)
-                if size <= INLINE_ENTRIES:
-                    event = self._encode(self.chunk(request, job, choice, output, offset))
-                else:
-                    chunk = partial(self.chunk, request, job, choice, output, offset)
-                    event = await run_off_loop(
-                        lambda: msgspec.json.encode(chunk()), size, INLINE_ENTRIES
+async def _send_all(
+    writer: ResponseWriter[Any],
+    first: tuple[Choice, TextOutput],
+    events: _Events,
+    stream: EventStream,
+) -> None:
+    """Send the events of all outputs, those before the first one, and those after the last one."""
+    offsets = {choice.index: 0 for choice in writer.job.choices}
+    token_text = writer.tokenizer.token_text
+
+    def num_characters(token_ids: Iterable[int]) -> int:
+        return sum(len(token_text(token_id)) for token_id in token_ids)
+
+    def encoded(new: list[msgspec.Struct]) -> list[tuple[bytes, str]]:
+        return [(msgspec.json.encode(event), writer.name(event)) for event in new]
+
+    async def send(new: list[tuple[bytes, str]]) -> None:
+        for event, name in new:
+            await stream.send(event, name)
+
+    async def send_output(choice: Choice, output: TextOutput) -> None:
+        # Also send tokens without text: clients measure the time between tokens by the chunks.
+        if output.text or output.token_ids or output.finish_reason is not None:
+            offset = offsets[choice.index]
+            size = _num_entries(output)
+            if size <= INLINE_ENTRIES:
+                await send(encoded(writer.events(choice, output, offset)))
+            else:
+                await send(
+                    await run_off_loop(
+                        lambda: encoded(writer.events(choice, output, offset)),
+                        size,
+                        INLINE_ENTRIES,
                     )
-                await stream.send(event)
-            if output.prompt_logprobs is not None:  # streamed only with echo
-                prompt = choice.prompt_token_ids
-                offsets[choice.index] += await run_off_loop(
-                    lambda: sum(map(self._length, prompt)), len(prompt)
                 )
-            offsets[choice.index] += sum(self._length(item.token_id) for item in output.logprobs)
+        if output.prompt_logprobs is not None:  # streamed only with echo
+            prompt = choice.prompt_token_ids
+            offsets[choice.index] += await run_off_loop(lambda: num_characters(prompt), len(prompt))
+        offsets[choice.index] += num_characters(item.token_id for item in output.logprobs)
 
-        for chunk in self.opening_chunks(request, job):
-            await stream.send(self._encode(chunk))
-        await send_output(*first)
-        async for choice, output in events:
-            await send_output(choice, output)
-        if request.include_usage:
-            await stream.send(self._encode(self.usage_chunk(job)))
-
-    def _length(self, token_id: int) -> int:
-        return len(self._tokenizer.token_text(token_id))
-
-    @abc.abstractmethod
-    def response(
-        self, request: _Request, job: Job, outputs: list[tuple[Choice, TextOutput]]
-    ) -> msgspec.Struct:
-        """Return the JSON body of a response that is not streamed."""
-
-    @abc.abstractmethod
-    def opening_chunks(self, request: _Request, job: Job) -> list[msgspec.Struct]:
-        """Return the chunks that a stream sends before the first token."""
-
-    @abc.abstractmethod
-    def chunk(
-        self, request: _Request, job: Job, choice: Choice, output: TextOutput, offset: int
-    ) -> msgspec.Struct:
-        """Return the chunk that a stream sends for `output`.
-
-        Args:
-            request: the request.
-            job: the request's job.
-            choice: the choice to which the output belongs.
-            output: new text and tokens of the choice.
-            offset: number of characters of the choice's text before this output.
-        """
-
-    @abc.abstractmethod
-    def usage_chunk(self, job: Job) -> msgspec.Struct: ...
+    await send(encoded(writer.opening()))
+    await send_output(*first)
+    async for choice, output in events:
+        await send_output(choice, output)
+    await send(encoded(writer.closing()))
 
 
 def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
@@ -319,12 +316,6 @@ def _num_entries(output: TextOutput) -> int:
         for items in (output.logprobs, output.prompt_logprobs or ())
         for item in items
     )
-
-
-def returned_token_ids(
-    request: GenerationRequest, output: TextOutput
-) -> list[int] | msgspec.UnsetType:
-    return output.token_ids if request.return_token_ids else msgspec.UNSET
 
 
 def _merge(outputs: list[TextOutput]) -> TextOutput:

@@ -14,7 +14,9 @@ import pytest
 from baton_text.errors import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
-from baton_text.requests.parsing import parse_request
+from baton_text.requests.generation_request import GenerationRequest
+from baton_text.requests.parsing import Checked, parse_request
+from baton_text.requests.responses_request import ResponsesRequest
 from support.gateway.gateway_rig import GatewayRig
 from support.install.rendered_chart import ROOT
 
@@ -22,6 +24,7 @@ PAGE = ROOT / "docs" / "reference" / "openai.md"
 BODIES = {
     ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     CompletionRequest: {"model": "m", "prompt": "hi"},
+    ResponsesRequest: {"model": "m", "input": "hi"},
 }
 #: Fields without which a field has no effect.
 NEEDS = {"top_logprobs": {"logprobs": True}, "length_penalty": {"use_beam_search": True}}
@@ -81,7 +84,8 @@ def refused(kind: Any, name: str, value: Any) -> str | None:
     body = BODIES[kind] | {name: value} | NEEDS.get(name, {})
     try:
         request = parse_request(msgspec.json.encode(body), kind)
-        request.sampling_params(seed=0, max_tokens=5)
+        if isinstance(request, GenerationRequest):
+            request.sampling_params(seed=0, max_tokens=5)
     except RequestError as error:
         return error.param
     return None
@@ -92,7 +96,11 @@ def test_bounds_are_those_of_the_checks(name: str, type_: str, bounds: str) -> N
     found = next(match for pattern in BOUNDS if (match := re.fullmatch(pattern, bounds)))
     outside = BOUNDS[found.re.pattern]
     limits = {side: int(float(text)) for side, text in found.groupdict().items()}
-    kind = ChatCompletionRequest if name.startswith(("max_c", "top_l")) else CompletionRequest
+    kind: type[Checked] = CompletionRequest
+    if name.startswith(("max_c", "top_l")):
+        kind = ChatCompletionRequest
+    elif name == "max_output_tokens":
+        kind = ResponsesRequest
 
     def problem(number: int) -> str | None:
         if field != name:

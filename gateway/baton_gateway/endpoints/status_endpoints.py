@@ -15,7 +15,7 @@ from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.errors import check_model, unavailable
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.pool import EnginePool
-from baton_text.responses import Model, ModelList
+from baton_text.responses.openai import Model, ModelList
 
 
 class StatusEndpoints:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import secrets
-
 import msgspec
 
-from baton_gateway.http.generation_endpoint import GenerationEndpoint, returned_token_ids
-from baton_gateway.requests.job import Choice, Job
+from baton_gateway.endpoints.response_writer import (
+    ResponseWriter,
+    chunk_usage,
+    new_call_id,
+    returned_token_ids,
+)
+from baton_gateway.requests.job import Choice
 from baton_text.output import TextOutput, chat_logprobs, prompt_token_logprobs
 from baton_text.replies.tool_formats import ToolCallDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
-from baton_text.responses import (
+from baton_text.responses.openai import (
     CalledFunctionDelta,
     ChatChoice,
     ChatChunkChoice,
@@ -24,78 +27,70 @@ from baton_text.responses import (
 )
 
 
-class ChatEndpoint(GenerationEndpoint[ChatCompletionRequest]):
-    kind = ChatCompletionRequest
-
-    def response(
-        self, request: ChatCompletionRequest, job: Job, outputs: list[tuple[Choice, TextOutput]]
-    ) -> ChatCompletion:
+class ChatWriter(ResponseWriter[ChatCompletionRequest]):
+    def response(self, outputs: list[tuple[Choice, TextOutput]]) -> ChatCompletion:
         choices = [
             ChatChoice(
                 index=choice.index,
-                message=_message(request, output),
-                logprobs=self._logprobs(request, output),
+                message=_message(self.body, output),
+                logprobs=self._logprobs(output),
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
-                token_ids=returned_token_ids(request, output),
+                token_ids=returned_token_ids(self.body, output),
                 num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,
             )
             for choice, output in outputs
         ]
         answer = ChatCompletion(
-            id=job.id,
-            created=job.created,
+            id=self.job.id,
+            created=self.job.created,
             model=self.served_name,
             choices=choices,
-            usage=job.usage(),
+            usage=self.job.usage(),
         )
-        if request.prompt_logprobs is not None:
+        if self.body.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_token_logprobs(
-                self._tokenizer, outputs[0][1].prompt_logprobs or []
+                self.tokenizer, outputs[0][1].prompt_logprobs or []
             )
         return answer
 
-    def opening_chunks(self, request: ChatCompletionRequest, job: Job) -> list[msgspec.Struct]:
+    def opening(self) -> list[msgspec.Struct]:
         delta = ChatDelta(role="assistant", content="")
         return [
-            self._chunk(request, job, ChatChunkChoice(index=choice.index, delta=delta))
-            for choice in job.choices
+            self._chunk(ChatChunkChoice(index=choice.index, delta=delta))
+            for choice in self.job.choices
         ]
 
-    def chunk(
-        self,
-        request: ChatCompletionRequest,
-        job: Job,
-        choice: Choice,
-        output: TextOutput,
-        offset: int,
-    ) -> ChatCompletionChunk:
+    def events(self, choice: Choice, output: TextOutput, offset: int) -> list[msgspec.Struct]:
         piece = ChatChunkChoice(
             index=choice.index,
-            delta=_delta(request, output),
-            logprobs=self._logprobs(request, output) if output.logprobs else None,
+            delta=_delta(self.body, output),
+            logprobs=self._logprobs(output) if output.logprobs else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
-            token_ids=returned_token_ids(request, output),
+            token_ids=returned_token_ids(self.body, output),
             num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,
         )
-        return self._chunk(request, job, piece)
+        return [self._chunk(piece)]
 
-    def usage_chunk(self, job: Job) -> ChatCompletionChunk:
+    def closing(self) -> list[msgspec.Struct]:
+        if not self.body.include_usage:
+            return []
+        chunk = self._chunk()
+        chunk.usage = self.job.usage()
+        return [chunk]
+
+    def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
         return ChatCompletionChunk(
-            id=job.id, created=job.created, model=self.served_name, choices=[], usage=job.usage()
+            id=self.job.id,
+            created=self.job.created,
+            model=self.served_name,
+            choices=list(choices),
+            usage=chunk_usage(self.body, self.job),
         )
 
-    def _chunk(
-        self, request: ChatCompletionRequest, job: Job, choice: ChatChunkChoice
-    ) -> ChatCompletionChunk:
-        usage = None if request.include_usage else msgspec.UNSET
-        return ChatCompletionChunk(
-            id=job.id, created=job.created, model=self.served_name, choices=[choice], usage=usage
-        )
-
-    def _logprobs(self, request: ChatCompletionRequest, output: TextOutput) -> ChatLogprobs | None:
-        return chat_logprobs(self._tokenizer, output.logprobs) if request.logprobs else None
+    def _logprobs(self, output: TextOutput) -> ChatLogprobs | None:
+        return chat_logprobs(self.tokenizer, output.logprobs) if self.body.logprobs else None
 
 
 def _message(request: ChatCompletionRequest, output: TextOutput) -> ChatResponseMessage:
@@ -107,7 +102,7 @@ def _message(request: ChatCompletionRequest, output: TextOutput) -> ChatResponse
     for delta in reply.tool_calls:
         if delta.name is not msgspec.UNSET:
             function = CalledFunctionDelta(name=delta.name, arguments="")
-            calls.append(ChatToolCall(id=_call_id(), type="function", function=function))
+            calls.append(ChatToolCall(id=new_call_id(), type="function", function=function))
         calls[delta.index].function.arguments += delta.arguments
     message = ChatResponseMessage(content=reply.content or (None if calls else ""))
     if reply.reasoning and request.include_reasoning is not False:
@@ -135,10 +130,5 @@ def _call_delta(call: ToolCallDelta) -> ChatToolCall:
     function = CalledFunctionDelta(name=call.name, arguments=call.arguments)
     delta = ChatToolCall(index=call.index, function=function)
     if call.name is not msgspec.UNSET:
-        delta.id, delta.type = _call_id(), "function"
+        delta.id, delta.type = new_call_id(), "function"
     return delta
-
-
-def _call_id() -> str:
-    # Templates of Mistral accept ids of nine letters and digits only.
-    return secrets.token_hex(5)[:9]

@@ -1,0 +1,262 @@
+"""The bodies of Anthropic's POST /v1/messages and /v1/messages/count_tokens.
+
+A body is converted to the chat completion that runs. Fields for Anthropic's own services, such as
+`cache_control` and `metadata`, are ignored. Content and tools that this server does not have, such
+as images, are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from baton_text.errors import RequestError
+from baton_text.messages import CalledFunction, ChatMessage, ToolCall
+from baton_text.requests.chat_request import ChatCompletionRequest
+
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class ContentBlock(msgspec.Struct, kw_only=True):
+    #: Kind of the block: text, tool_use, tool_result, thinking or redacted_thinking, whose data is
+    #: ignored.
+    type: str
+    #: The text of a block of type text.
+    text: str | None = None
+    #: The text of a block of type thinking.
+    thinking: str | None = None
+    #: Id of the call of a block of type tool_use.
+    id: str = ""
+    #: Name of the tool of a block of type tool_use.
+    name: str | None = None
+    #: Arguments of a block of type tool_use.
+    input: dict[str, Any] = {}
+    #: Id of the call whose result a block of type tool_result is.
+    tool_use_id: str = ""
+    #: The result of a call: a text, or blocks of type text.
+    content: str | list[ContentBlock] | None = None
+
+
+class InputMessage(msgspec.Struct, kw_only=True):
+    #: Author of the message: user or assistant.
+    role: str
+    #: A text, or blocks.
+    content: str | list[ContentBlock]
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    #: Name of the tool. Bounds: 1..64 letters, digits, underscores, dots and hyphens.
+    name: str
+    #: JSON schema of the arguments.
+    input_schema: dict[str, Any] | None = None
+    #: What the tool does.
+    description: str | None = None
+    #: Only custom. Tools that Anthropic runs are refused.
+    type: str | None = None
+
+
+class ToolChoice(msgspec.Struct, kw_only=True):
+    #: auto: the model decides. any: it calls one tool or more. tool: it calls the tool `name`.
+    #: none: it calls no tool.
+    type: str
+    #: Name of the tool of type tool.
+    name: str | None = None
+    #: Whether an answer has at most one call.
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(msgspec.Struct, kw_only=True):
+    #: enabled or adaptive: the response has the reasoning. disabled: the template's variable
+    #: enable_thinking is false.
+    type: str
+    #: Not enforced.
+    budget_tokens: int | None = None
+
+
+class CountTokensRequest(msgspec.Struct, kw_only=True):
+    """The fields that decide the prompt."""
+
+    #: The conversation. The last message is the user's.
+    messages: list[InputMessage]
+    #: Name of the served model. It may be left out.
+    model: str | None = None
+    #: The system prompt: a text, or blocks of type text.
+    system: str | list[ContentBlock] | None = None
+    #: Tools that the answer may call.
+    tools: list[Tool] | None = None
+    #: Whether the answer calls tools. Unset: auto.
+    tool_choice: ToolChoice | None = None
+    #: Whether the model reasons. Unset: the template decides, and the response has no reasoning.
+    thinking: Thinking | None = None
+
+    @property
+    def wants_reasoning(self) -> bool:
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    def validate(self) -> None:
+        """Check nothing: `chat_request` checks all fields, and is called once."""
+
+    def chat_request(self) -> ChatCompletionRequest:
+        """Return the same request as a checked chat completion.
+
+        Raises:
+            RequestError: a field is invalid or cannot be converted. `param` names the field.
+        """
+        request = self._chat_request()
+        request.validate()
+        return request
+
+    def _chat_request(self) -> ChatCompletionRequest:
+        request = ChatCompletionRequest(
+            model=self.model,
+            messages=self._chat_messages(),
+            tools=[_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())],
+            include_reasoning=self.wants_reasoning,
+        )
+        if self.thinking is not None:
+            request.chat_template_kwargs = {"enable_thinking": self.wants_reasoning}
+        if (choice := self.tool_choice) is not None:
+            request.tool_choice = _chat_tool_choice(choice)
+            request.parallel_tool_calls = not choice.disable_parallel_tool_use
+        return request
+
+    def _chat_messages(self) -> list[ChatMessage]:
+        messages: list[ChatMessage] = []
+        if self.system:
+            messages.append(ChatMessage(role="system", content=_text(self.system, "system")))
+        for index, message in enumerate(self.messages):
+            where = f"messages[{index}]"
+            if message.role == "user":
+                messages += _user_messages(message.content, where)
+            elif message.role == "assistant":
+                messages.append(_assistant_message(message.content, where))
+            else:
+                raise RequestError(
+                    f"{where}.role must be user or assistant, got {message.role!r:.60}",
+                    param=f"{where}.role",
+                )
+        if self.messages and self.messages[-1].role == "assistant":
+            raise RequestError(
+                "the last message must be the user's: this server continues no message of the "
+                "assistant",
+                param="messages",
+            )
+        return messages
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    #: Limit on generated tokens. Bounds: 1 or more.
+    max_tokens: int
+    #: Strings that end the text. The text does not contain them.
+    stop_sequences: list[str] | None = None
+    #: Send the response as server-sent events.
+    stream: bool | None = None
+    #: Randomness of sampling. 0 selects the most likely token. Bounds: 0..MAX_TEMPERATURE.
+    temperature: float | None = None
+    #: Sample only from the most likely tokens whose probabilities add up to this value. Bounds:
+    #: above 0, at most 1.
+    top_p: float | None = None
+    #: Sample only from this many most likely tokens. 0: from all.
+    top_k: int | None = None
+
+    def _chat_request(self) -> ChatCompletionRequest:
+        request = super()._chat_request()
+        request.max_tokens = self.max_tokens
+        request.stop = self.stop_sequences
+        request.stream = self.stream
+        request.temperature = self.temperature
+        request.top_p = self.top_p
+        request.top_k = self.top_k
+        return request
+
+
+def _user_messages(content: str | list[ContentBlock], where: str) -> list[ChatMessage]:
+    """Return the results of tools as messages of their own, and the text of the user after them."""
+    if isinstance(content, str):
+        return [ChatMessage(role="user", content=content)]
+    messages: list[ChatMessage] = []
+    texts: list[ContentBlock] = []
+    for index, block in enumerate(content):
+        if block.type == "tool_result":
+            result = _text(block.content or "", f"{where}.content[{index}].content")
+            messages.append(
+                ChatMessage(role="tool", content=result, tool_call_id=block.tool_use_id)
+            )
+        else:
+            texts.append(block)
+    if texts or not messages:
+        messages.append(ChatMessage(role="user", content=_text(texts, f"{where}.content")))
+    return messages
+
+
+def _assistant_message(content: str | list[ContentBlock], where: str) -> ChatMessage:
+    if isinstance(content, str):
+        return ChatMessage(role="assistant", content=content)
+    texts: list[ContentBlock] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    for index, block in enumerate(content):
+        if block.type == "thinking":
+            reasoning.append(block.thinking or "")
+        elif block.type == "tool_use":
+            if block.name is None:
+                field = f"{where}.content[{index}].name"
+                raise RequestError(f"{field} is required", param=field)
+            arguments = msgspec.json.encode(block.input).decode()
+            function = CalledFunction(name=block.name, arguments=arguments)
+            calls.append(ToolCall(id=block.id, function=function))
+        elif block.type != "redacted_thinking":
+            texts.append(block)
+    return ChatMessage(
+        role="assistant",
+        content=_text(texts, f"{where}.content") if texts or not calls else None,
+        reasoning_content="\n".join(reasoning) if reasoning else None,
+        tool_calls=calls or None,
+    )
+
+
+def _text(content: str | list[ContentBlock], where: str) -> str:
+    """Return a text, or the joined texts of blocks.
+
+    Raises:
+        RequestError: a block is no text.
+    """
+    if isinstance(content, str):
+        return content
+    for index, block in enumerate(content):
+        if block.type != "text":
+            raise RequestError(
+                f"{where}[{index}].type {block.type!r:.60} is not supported here; use 'text'",
+                param=f"{where}[{index}].type",
+                code="unsupported_parameter",
+            )
+        if block.text is None:
+            raise RequestError(f"{where}[{index}].text is required", param=f"{where}[{index}].text")
+    return "\n".join(block.text or "" for block in content)
+
+
+def _chat_tool(tool: Tool, where: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise RequestError(
+            f"{where}.type {tool.type!r:.60} is not supported by this server; use 'custom'",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        function["description"] = tool.description
+    if tool.input_schema is not None:
+        function["parameters"] = tool.input_schema
+    return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
+    if choice.type == "tool":
+        return {"type": "function", "function": {"name": choice.name}}
+    if choice.type not in _TOOL_CHOICES:
+        raise RequestError(
+            f"tool_choice.type must be auto, any, tool or none, got {choice.type!r:.60}",
+            param="tool_choice.type",
+        )
+    return _TOOL_CHOICES[choice.type]

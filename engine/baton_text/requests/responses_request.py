@@ -1,0 +1,321 @@
+"""The body of OpenAI's POST /v1/responses.
+
+A body is converted to the chat completion that runs. Content and tools that this server does not
+have, such as images and web search, are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from baton_text.errors import RequestError
+from baton_text.messages import CalledFunction, ChatMessage, ToolCall
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.generation_request import (
+    JSONSchemaFormat,
+    ResponseFormat,
+    check_max_tokens,
+)
+
+#: Limit on the JSON of the fields that a response repeats.
+MAX_RETURNED_BYTES = 2**18
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_TYPES = ("input_text", "output_text", "text")
+
+
+class InputPart(msgspec.Struct, kw_only=True):
+    #: Kind of the part: input_text or output_text. In items of type reasoning: reasoning_text or
+    #: summary_text.
+    type: str
+    #: The text. It is required.
+    text: str | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    #: Kind of the item: message, function_call, function_call_output or reasoning.
+    type: str = "message"
+    #: Author of a message: user, assistant, system or developer.
+    role: str | None = None
+    #: Text of a message, or parts. Of a reasoning item: parts.
+    content: str | list[InputPart] | None = None
+    #: Summary of a reasoning item, which replaces a missing `content`.
+    summary: list[InputPart] = []
+    #: Id of a call, in function_call and function_call_output.
+    call_id: str = ""
+    #: Name of the function of a function_call.
+    name: str | None = None
+    #: Arguments of a function_call: the JSON text of an object.
+    arguments: str = "{}"
+    #: Result of a function_call_output: a text, or parts.
+    output: str | list[InputPart] | None = None
+
+
+class ResponseTool(msgspec.Struct, kw_only=True):
+    #: Kind of the tool. Only function is accepted.
+    type: str
+    #: Name of the function. Bounds: 1..64 letters, digits, underscores, dots and hyphens.
+    name: str | None = None
+    #: What the function does.
+    description: str | None = None
+    #: JSON schema of the arguments. Unset: any object.
+    parameters: dict[str, Any] | None = None
+    #: Whether arguments must follow the schema, as in chat completions.
+    strict: bool | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    #: text: any text. json_object: any JSON object. json_schema: see `schema`.
+    type: str = "text"
+    #: Ignored.
+    name: str | None = None
+    #: Ignored.
+    description: str | None = None
+    #: The schema of type json_schema.
+    schema: dict[str, Any] | None = None
+    #: Ignored: the text always follows the schema.
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    #: Form of the text.
+    format: TextFormat | None = None
+    #: Ignored.
+    verbosity: str | None = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    #: `none` sets the template's variable enable_thinking to false. Other values are passed as its
+    #: variable reasoning_effort.
+    effort: str | None = None
+    #: Ignored: the response has the reasoning itself.
+    summary: str | None = None
+
+
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    #: Names of fields that are refused, unless the value is null, false, 0 or empty.
+    UNSUPPORTED: ClassVar[tuple[str, ...]] = (
+        "background",
+        "conversation",
+        "prompt",
+        "max_tool_calls",
+        "top_logprobs",
+    )
+
+    #: A text of the user, or the items of a conversation.
+    input: str | list[InputItem]
+    #: Name of the served model. It may be left out.
+    model: str | None = None
+    #: A system message before the conversation. It is not kept for later responses.
+    instructions: str | None = None
+    #: Continue the conversation of this response.
+    previous_response_id: str | None = None
+    #: Keep the conversation for `previous_response_id`. Unset: true.
+    store: bool | None = None
+    #: Send the response as server-sent events.
+    stream: bool | None = None
+    #: Limit on generated tokens. Unset: the rest of the context. Bounds: 1 or more.
+    max_output_tokens: int | None = None
+    #: Randomness of sampling. 0 selects the most likely token. Bounds: 0..MAX_TEMPERATURE.
+    temperature: float | None = None
+    #: Sample only from the most likely tokens whose probabilities add up to this value. Bounds:
+    #: above 0, at most 1.
+    top_p: float | None = None
+    #: Functions that the answer may call.
+    tools: list[ResponseTool] | None = None
+    #: auto, required, none, or an object with type function and a name. Unset: auto.
+    tool_choice: Any = None
+    #: Whether an answer may have several calls. Unset: true.
+    parallel_tool_calls: bool | None = None
+    #: Form of the text.
+    text: TextOptions | None = None
+    #: Options of the reasoning.
+    reasoning: ReasoningOptions | None = None
+    #: Returned with the response.
+    metadata: dict[str, str] | None = None
+    #: Only disabled: a conversation that does not fit is refused.
+    truncation: str | None = None
+    background: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    max_tool_calls: Any = None
+    top_logprobs: Any = None
+
+    def validate(self) -> None:
+        """Raise RequestError if a field is invalid."""
+        for name in self.UNSUPPORTED:
+            if getattr(self, name):
+                raise RequestError(
+                    f"{name} is not supported by this server",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        if self.truncation not in (None, "disabled"):
+            raise RequestError(
+                f"truncation must be disabled, got {self.truncation!r:.60}", param="truncation"
+            )
+        check_max_tokens("max_output_tokens", self.max_output_tokens)
+        if not self.input and not self.previous_response_id:
+            raise RequestError("input must not be empty", param="input")
+        returned = (self.metadata, self.tools, self.tool_choice, self.text, self.reasoning)
+        if len(msgspec.json.encode(returned)) > MAX_RETURNED_BYTES:
+            raise RequestError(
+                "metadata, tools, tool_choice, text and reasoning must have at most "
+                f"{MAX_RETURNED_BYTES} bytes, because the response repeats them",
+                param="tools",
+            )
+
+    def chat_request(self, earlier: bytes = b"") -> ChatCompletionRequest:
+        """Return the same request as a checked chat completion.
+
+        Args:
+            earlier: the JSON of the messages so far, without instructions. Empty: there are none.
+
+        Raises:
+            RequestError: a field is invalid or cannot be converted. `param` names the field.
+        """
+        messages: list[ChatMessage] = []
+        if self.instructions:
+            messages.append(ChatMessage(role="system", content=self.instructions))
+        if earlier:
+            messages += msgspec.json.decode(earlier, type=list[ChatMessage])
+        messages += self.input_messages()
+        request = ChatCompletionRequest(
+            model=self.model,
+            messages=messages,
+            stream=self.stream,
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tools=[_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())],
+            tool_choice=_chat_tool_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=self._response_format(),
+        )
+        if self.reasoning is not None and (effort := self.reasoning.effort) is not None:
+            is_off = effort == "none"
+            variables = {"enable_thinking": False} if is_off else {"reasoning_effort": effort}
+            request.chat_template_kwargs = variables
+        request.validate()
+        return request
+
+    def input_messages(self) -> list[ChatMessage]:
+        """Return the items as messages. A call joins the message of the assistant before it."""
+        if isinstance(self.input, str):
+            return [ChatMessage(role="user", content=self.input)] if self.input else []
+        messages: list[ChatMessage] = []
+        for index, item in enumerate(self.input):
+            _add_item(messages, item, f"input[{index}]")
+        return messages
+
+    def _response_format(self) -> ResponseFormat | None:
+        form = None if self.text is None else self.text.format
+        if form is None or form.type == "text":
+            return None
+        if form.type not in ("json_object", "json_schema"):
+            raise RequestError(
+                f"text.format.type must be text, json_object or json_schema, got {form.type!r:.60}",
+                param="text.format.type",
+            )
+        if form.type == "json_object":
+            return ResponseFormat(type="json_object")
+        return ResponseFormat(type=form.type, json_schema=JSONSchemaFormat(schema=form.schema))
+
+
+def _add_item(messages: list[ChatMessage], item: InputItem, where: str) -> None:
+    """Add an item to the messages.
+
+    Raises:
+        RequestError: the item is invalid. `param` names the field.
+    """
+    if item.type == "message":
+        if item.role not in _ROLES:
+            raise RequestError(
+                f"{where}.role must be one of {', '.join(_ROLES)}, got {item.role!r:.60}",
+                param=f"{where}.role",
+            )
+        content = _text(item.content, f"{where}.content")
+        last = messages[-1] if messages else None
+        if item.role == "assistant" and last is not None and _has_only_reasoning(last):
+            last.content = content
+        else:
+            messages.append(ChatMessage(role=item.role, content=content))
+    elif item.type == "reasoning":
+        parts = item.content or item.summary
+        text = _text(parts, f"{where}.content", ("reasoning_text", "summary_text"))
+        messages.append(ChatMessage(role="assistant", content="", reasoning_content=text))
+    elif item.type == "function_call":
+        if item.name is None:
+            raise RequestError(f"{where}.name is required", param=f"{where}.name")
+        function = CalledFunction(name=item.name, arguments=item.arguments)
+        call = ToolCall(id=item.call_id, function=function)
+        if not messages or messages[-1].role != "assistant":
+            messages.append(ChatMessage(role="assistant", content=None))
+        message = messages[-1]
+        message.content = message.content or None
+        message.tool_calls = message.tool_calls or []
+        message.tool_calls.append(call)
+    elif item.type == "function_call_output":
+        result = _text(item.output, f"{where}.output")
+        messages.append(ChatMessage(role="tool", content=result, tool_call_id=item.call_id))
+    else:
+        raise RequestError(
+            f"{where}.type {item.type!r:.60} is not supported by this server",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+
+
+def _has_only_reasoning(message: ChatMessage) -> bool:
+    return message.reasoning_content is not None and not (message.content or message.tool_calls)
+
+
+def _text(
+    content: str | list[InputPart] | None, where: str, types: tuple[str, ...] = _TEXT_TYPES
+) -> str:
+    """Return a text, or the joined texts of parts.
+
+    Raises:
+        RequestError: there is no text, or a part is no text.
+    """
+    if content is None:
+        raise RequestError(f"{where} is required", param=where)
+    if isinstance(content, str):
+        return content
+    for index, part in enumerate(content):
+        if part.type not in types:
+            raise RequestError(
+                f"{where}[{index}].type {part.type!r:.60} is not supported here; use {types[0]!r}",
+                param=f"{where}[{index}].type",
+                code="unsupported_parameter",
+            )
+        if part.text is None:
+            raise RequestError(f"{where}[{index}].text is required", param=f"{where}[{index}].text")
+    return "\n".join(part.text or "" for part in content)
+
+
+def _chat_tool(tool: ResponseTool, where: str) -> dict[str, Any]:
+    if tool.type != "function":
+        raise RequestError(
+            f"{where}.type must be 'function', got {tool.type!r:.60}",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    return {
+        "type": "function",
+        "function": {name: value for name, value in function.items() if value is not None},
+    }
+
+
+def _chat_tool_choice(choice: Any) -> Any:
+    """Return a choice as in chat completions, where the name is in an object of its own."""
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice

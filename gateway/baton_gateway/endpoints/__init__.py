@@ -1,0 +1,14 @@
+"""The endpoints that clients call.
+
+Modules:
+    routes: the URL table and the middleware.
+    generation_endpoint: the endpoints that generate text.
+    response_writer: the base class of the writers of responses.
+    chat_writer: the JSON of `/v1/chat/completions`.
+    completion_writer: the JSON of `/v1/completions`.
+    responses_writer: the JSON of `/v1/responses`.
+    stored_responses: GET and DELETE of `/v1/responses/{id}`.
+    messages_writer: the JSON of Anthropic's `/v1/messages`.
+    tokenize_endpoints: `/tokenize`, `/detokenize` and `/v1/messages/count_tokens`.
+    status_endpoints: models, health, readiness, metrics, version.
+"""

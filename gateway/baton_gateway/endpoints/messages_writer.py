@@ -1,0 +1,158 @@
+"""Anthropic's `/v1/messages`: the JSON of its responses and events."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+from baton_gateway.endpoints.response_writer import ResponseWriter, new_call_id
+from baton_gateway.requests.job import Choice
+from baton_text.output import TextOutput
+from baton_text.replies.reply_parser import ReplyDelta
+from baton_text.requests.messages_request import MessagesRequest
+from baton_text.responses.anthropic import (
+    BlockDelta,
+    ContentBlockDelta,
+    ContentBlockStart,
+    ContentBlockStop,
+    Message,
+    MessageDelta,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    ResponseBlock,
+    StopDelta,
+)
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesWriter(ResponseWriter[MessagesRequest]):
+    """Writes messages of blocks: reasoning, text and calls. A stream has one open block at most."""
+
+    LAST_EVENT = b""
+    #: Number of the open block, or of the last one.
+    _index = -1
+    #: Kind of the open block. Empty: none is open.
+    _open = ""
+    _stop = StopDelta(stop_reason="end_turn", stop_sequence=None)
+
+    def response(self, outputs: list[tuple[Choice, TextOutput]]) -> Message:
+        [(_, output)] = outputs
+        reply = self._reply(output)
+        content: list[ResponseBlock] = []
+        if reply.reasoning:
+            content.append(_block("thinking", reply.reasoning))
+        if reply.content:
+            content.append(_block("text", reply.content))
+        calls: list[tuple[str, list[str]]] = []
+        for delta in reply.tool_calls:
+            if delta.name is not msgspec.UNSET:
+                calls.append((delta.name, []))
+            calls[delta.index][1].append(delta.arguments)
+        content += [_call(name, _arguments("".join(parts))) for name, parts in calls]
+        stop = _stop_delta(output)
+        return self._message(content, stop.stop_reason, stop.stop_sequence)
+
+    def opening(self) -> list[msgspec.Struct]:
+        return [MessageStart(message=self._message([], None, None))]
+
+    def events(self, choice: Choice, output: TextOutput, offset: int) -> list[msgspec.Struct]:
+        reply = self._reply(output)
+        events: list[msgspec.Struct] = []
+        for kind, text in (("thinking", reply.reasoning), ("text", reply.content)):
+            if text:
+                if self._open != kind:
+                    events += self._begin(kind, _block(kind, ""))
+                events.append(self._delta(_text_delta(kind, text)))
+        for call in reply.tool_calls:
+            if call.name is not msgspec.UNSET:
+                events += self._begin("tool_use", _call(call.name, {}))
+            if call.arguments:
+                delta = BlockDelta(type="input_json_delta", partial_json=call.arguments)
+                events.append(self._delta(delta))
+        if output.finish_reason is not None:
+            self._stop = _stop_delta(output)
+        return events
+
+    def closing(self) -> list[msgspec.Struct]:
+        return [*self._end(), MessageDelta(delta=self._stop, usage=self._usage()), MessageStop()]
+
+    def name(self, event: msgspec.Struct) -> str:
+        return str(event.type)  # type: ignore[attr-defined]
+
+    def _reply(self, output: TextOutput) -> ReplyDelta:
+        reply = ReplyDelta(content=output.text) if output.reply is None else output.reply
+        if self.body.wants_reasoning:
+            return reply
+        return ReplyDelta(content=reply.content, tool_calls=reply.tool_calls)
+
+    def _begin(self, kind: str, block: ResponseBlock) -> list[msgspec.Struct]:
+        """Return the events that end the open block and begin another."""
+        ended = self._end()
+        self._index += 1
+        self._open = kind
+        return [*ended, ContentBlockStart(index=self._index, content_block=block)]
+
+    def _delta(self, delta: BlockDelta) -> ContentBlockDelta:
+        return ContentBlockDelta(index=self._index, delta=delta)
+
+    def _end(self) -> list[msgspec.Struct]:
+        is_open, self._open = bool(self._open), ""
+        return [ContentBlockStop(index=self._index)] if is_open else []
+
+    def _message(
+        self, content: list[ResponseBlock], stop_reason: str | None, stop_sequence: str | None
+    ) -> Message:
+        return Message(
+            id=self.job.id,
+            model=self.served_name,
+            content=content,
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            usage=self._usage(),
+        )
+
+    def _usage(self) -> MessageUsage:
+        usage = self.job.usage()
+        cached = (usage.prompt_tokens_details or {}).get("cached_tokens", 0)
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - cached,
+            output_tokens=usage.completion_tokens,
+            cache_read_input_tokens=cached,
+        )
+
+
+def _block(kind: str, text: str) -> ResponseBlock:
+    if kind == "thinking":
+        return ResponseBlock(type=kind, thinking=text, signature="")
+    return ResponseBlock(type=kind, text=text)
+
+
+def _text_delta(kind: str, text: str) -> BlockDelta:
+    if kind == "thinking":
+        return BlockDelta(type="thinking_delta", thinking=text)
+    return BlockDelta(type="text_delta", text=text)
+
+
+def _call(name: str, arguments: dict[str, Any]) -> ResponseBlock:
+    return ResponseBlock(type="tool_use", id=new_call_id(), name=name, input=arguments)
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of a call. They are empty if a limit on tokens has cut them off."""
+    try:
+        arguments = json.loads(text)
+        msgspec.json.encode(arguments)  # half a surrogate has no UTF-8
+    except (ValueError, RecursionError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
+
+
+def _stop_delta(output: TextOutput) -> StopDelta:
+    if isinstance(output.stop_reason, str):
+        return StopDelta(stop_reason="stop_sequence", stop_sequence=output.stop_reason)
+    reason = _STOP_REASONS.get(output.finish_reason or "", "end_turn")
+    return StopDelta(stop_reason=reason, stop_sequence=None)

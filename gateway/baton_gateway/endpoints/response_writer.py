@@ -1,0 +1,83 @@
+"""The base class of what converts the outputs of a request to the JSON of an API."""
+
+from __future__ import annotations
+
+import abc
+import secrets
+from typing import ClassVar, Generic, TypeVar
+
+import msgspec
+
+from baton_gateway.requests.job import Choice, Job
+from baton_text.output import TextOutput
+from baton_text.requests.generation_request import GenerationRequest
+from baton_text.responses.openai import Usage
+from baton_text.tokenizer import Tokenizer
+
+Body = TypeVar("Body")
+
+
+class ResponseWriter(abc.ABC, Generic[Body]):
+    """Converts the outputs of one job to a complete response, or to the events of a stream.
+
+    Args:
+        body: the parsed body.
+        job: the request's job.
+        served_name: name of the served model.
+        tokenizer: the model's tokenizer.
+    """
+
+    #: Data of the last event of a stream. Empty: no event follows those of `closing`.
+    LAST_EVENT: ClassVar[bytes] = b"[DONE]"
+
+    def __init__(self, body: Body, job: Job, served_name: str, tokenizer: Tokenizer) -> None:
+        self.body = body
+        self.job = job
+        self.served_name = served_name
+        self.tokenizer = tokenizer
+
+    @abc.abstractmethod
+    def response(self, outputs: list[tuple[Choice, TextOutput]]) -> msgspec.Struct:
+        """Return the JSON body of a response that is not streamed."""
+
+    @abc.abstractmethod
+    def opening(self) -> list[msgspec.Struct]:
+        """Return the events that a stream sends before the first token."""
+
+    @abc.abstractmethod
+    def events(self, choice: Choice, output: TextOutput, offset: int) -> list[msgspec.Struct]:
+        """Return the events that a stream sends for `output`.
+
+        Args:
+            choice: the choice to which the output belongs.
+            output: new text and tokens of the choice.
+            offset: number of characters of the choice's text before this output.
+        """
+
+    @abc.abstractmethod
+    def closing(self) -> list[msgspec.Struct]:
+        """Return the events that a stream sends after the last token."""
+
+    def name(self, event: msgspec.Struct) -> str:
+        """Return the name of an event in the stream. Empty: it has none."""
+        return ""
+
+
+def returned_token_ids(
+    request: GenerationRequest, output: TextOutput
+) -> list[int] | msgspec.UnsetType:
+    return output.token_ids if request.return_token_ids else msgspec.UNSET
+
+
+def chunk_usage(body: GenerationRequest, job: Job) -> Usage | msgspec.UnsetType | None:
+    """Return the usage of a chunk that is not the last one."""
+    options = body.stream_options
+    if options is None or not options.include_usage:
+        return msgspec.UNSET
+    return job.usage() if options.continuous_usage_stats else None
+
+
+def new_call_id() -> str:
+    """Return an id for a tool call."""
+    # Templates of Mistral accept ids of nine letters and digits only.
+    return secrets.token_hex(5)[:9]

@@ -1,0 +1,247 @@
+"""OpenAI's `/v1/responses`: the JSON of its responses and events."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from typing import Any
+
+import msgspec
+
+from baton_gateway.endpoints.response_writer import ResponseWriter, new_call_id
+from baton_gateway.requests.job import Choice, Job
+from baton_gateway.requests.response_store import ResponseStore
+from baton_text.messages import CalledFunction, ChatMessage, ToolCall
+from baton_text.output import TextOutput
+from baton_text.replies.reply_parser import ReplyDelta
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.responses_request import ResponsesRequest
+from baton_text.responses.responses_api import (
+    OutputItem,
+    OutputPart,
+    Response,
+    ResponseEvent,
+    ResponseUsage,
+)
+from baton_text.tokenizer import Tokenizer
+
+#: Part and event name of the items that have a text.
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+class ResponsesWriter(ResponseWriter[ResponsesRequest]):
+    """Writes items: reasoning, messages and calls. A stream has one open item at most.
+
+    Args:
+        store: keeps the response, unless the request forbids it.
+        client: name of the client; None: clients need no API key.
+    """
+
+    LAST_EVENT = b""
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        job: Job,
+        served_name: str,
+        tokenizer: Tokenizer,
+        *,
+        store: ResponseStore,
+        client: str | None,
+    ) -> None:
+        super().__init__(body, job, served_name, tokenizer)
+        self._store = store
+        self._client = client
+        self._id = job.id.replace("chatcmpl-", "resp_")
+        self._output: list[OutputItem] = []
+        self._num_events = 0
+        #: Item whose text arrives. Its texts so far are in `_texts`.
+        self._open: OutputItem | None = None
+        self._texts: list[str] = []
+        self._is_truncated = False
+
+    def response(self, outputs: list[tuple[Choice, TextOutput]]) -> Response:
+        [(choice, output)] = outputs
+        self.events(choice, output, 0)
+        self._end()
+        return self._finish()
+
+    def opening(self) -> list[msgspec.Struct]:
+        return [
+            self._event(f"response.{kind}", response=self._response("in_progress"))
+            for kind in ("created", "in_progress")
+        ]
+
+    def events(self, choice: Choice, output: TextOutput, offset: int) -> list[msgspec.Struct]:
+        reply = ReplyDelta(content=output.text) if output.reply is None else output.reply
+        events: list[msgspec.Struct] = []
+        for kind, text in (("reasoning", reply.reasoning), ("message", reply.content)):
+            if text:
+                if self._open is None or self._open.type != kind:
+                    events += self._begin(_item(kind))
+                events.append(self._add(f"response.{_TEXTS[kind]}.delta", text))
+        for call in reply.tool_calls:
+            if call.name is not msgspec.UNSET:
+                events += self._begin(_item("function_call", call.name))
+            if call.arguments:
+                events.append(self._add("response.function_call_arguments.delta", call.arguments))
+        self._is_truncated |= output.finish_reason == "length"
+        return events
+
+    def closing(self) -> list[msgspec.Struct]:
+        ended = self._end()
+        response = self._finish()
+        return [*ended, self._event(f"response.{response.status}", response=response)]
+
+    def name(self, event: msgspec.Struct) -> str:
+        return str(event.type)  # type: ignore[attr-defined]
+
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        event = ResponseEvent(type=kind, sequence_number=self._num_events, **fields)
+        self._num_events += 1
+        return event
+
+    def _item_event(self, kind: str, item: OutputItem, **fields: Any) -> ResponseEvent:
+        """Return an event of the content of the open item."""
+        if item.type in _TEXTS:
+            fields["content_index"] = 0
+        return self._event(kind, item_id=item.id, output_index=len(self._output), **fields)
+
+    def _begin(self, item: OutputItem) -> list[msgspec.Struct]:
+        """Return the events that end the open item and begin `item`."""
+        events = self._end()
+        self._open, self._texts = item, []
+        index = len(self._output)
+        events.append(self._event("response.output_item.added", output_index=index, item=item))
+        if item.type in _TEXTS:
+            part = _part(item.type, "")
+            events.append(self._item_event("response.content_part.added", item, part=part))
+        return events
+
+    def _add(self, kind: str, text: str) -> ResponseEvent:
+        assert self._open is not None
+        self._texts.append(text)
+        event = self._item_event(kind, self._open, delta=text)
+        if self._open.type == "message":
+            event.logprobs = []
+        return event
+
+    def _end(self) -> list[msgspec.Struct]:
+        """Return the events that end the open item."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        text = "".join(self._texts)
+        status = "incomplete" if self._is_truncated else "completed"
+        events: list[msgspec.Struct] = []
+        if item.type in _TEXTS:
+            part = _part(item.type, text)
+            done = msgspec.structs.replace(item, status=status, content=[part])
+            ended = self._item_event(f"response.{_TEXTS[item.type]}.done", item, text=text)
+            if item.type == "message":
+                ended.logprobs = []
+            events += [ended, self._item_event("response.content_part.done", item, part=part)]
+        else:
+            done = msgspec.structs.replace(item, status=status, arguments=text)
+            events.append(
+                self._item_event(
+                    "response.function_call_arguments.done", item, arguments=text, name=item.name
+                )
+            )
+        index = len(self._output)
+        events.append(self._event("response.output_item.done", output_index=index, item=done))
+        self._output.append(done)
+        return events
+
+    def _finish(self) -> Response:
+        """Return the complete response, and keep it."""
+        response = self._response("incomplete" if self._is_truncated else "completed")
+        usage = self.job.usage()
+        response.usage = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=usage.prompt_tokens_details or {},
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=usage.completion_tokens_details or {"reasoning_tokens": 0},
+            total_tokens=usage.total_tokens,
+        )
+        if self._is_truncated:
+            response.incomplete_details = {"reason": "max_output_tokens"}
+        if self.body.store is not False:
+            request = self.job.request
+            assert isinstance(request, ChatCompletionRequest)
+            earlier = request.messages[1 if self.body.instructions else 0 :]
+            self._store.put(response, [*earlier, _answer(self._output)], self._client)
+        return response
+
+    def _response(self, status: str) -> Response:
+        body = self.body
+        return Response(
+            id=self._id,
+            created_at=self.job.created,
+            model=self.served_name,
+            status=status,
+            output=list(self._output),
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=body.reasoning,
+            store=body.store is not False,
+            temperature=body.temperature,
+            text=body.text,
+            tool_choice="auto" if body.tool_choice is None else body.tool_choice,
+            tools=body.tools or [],
+            top_p=body.top_p,
+        )
+
+
+def _item(kind: str, name: str = "") -> OutputItem:
+    """Return an item that has just begun."""
+    identifier = uuid.uuid4().hex
+    if kind == "function_call":
+        return OutputItem(
+            type=kind,
+            id=f"fc_{identifier}",
+            status="in_progress",
+            call_id=new_call_id(),
+            name=name,
+            arguments="",
+        )
+    if kind == "reasoning":
+        return OutputItem(
+            type=kind, id=f"rs_{identifier}", status="in_progress", content=[], summary=[]
+        )
+    return OutputItem(
+        type=kind, id=f"msg_{identifier}", status="in_progress", role="assistant", content=[]
+    )
+
+
+def _part(kind: str, text: str) -> OutputPart:
+    if kind == "message":
+        return OutputPart(type="output_text", text=text, annotations=[], logprobs=[])
+    return OutputPart(type="reasoning_text", text=text)
+
+
+def _answer(output: list[OutputItem]) -> ChatMessage:
+    """Return the items as one message of the conversation, without a call that was cut off."""
+    message = ChatMessage(role="assistant", content="")
+    for item in output:
+        if isinstance(item.content, list):
+            text = "".join(part.text for part in item.content)
+            if item.type == "reasoning":
+                message.reasoning_content = text
+            else:
+                message.content = f"{message.content}{text}"
+        elif _is_object(str(item.arguments)):
+            function = CalledFunction(name=str(item.name), arguments=str(item.arguments))
+            message.tool_calls = message.tool_calls or []
+            message.tool_calls.append(ToolCall(id=str(item.call_id), function=function))
+    return message
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,138 @@
+"""Keeps the latest conversations of `/v1/responses`, for `previous_response_id`."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+import msgspec
+
+from baton_gateway.errors import APIError
+from baton_protocol.control_groups import memory_limit
+from baton_text.messages import ChatMessage
+from baton_text.responses.responses_api import Response
+
+#: Limit on the bytes of all stored conversations, and the part of the container's memory limit that
+#: they may take. The oldest ones are forgotten first.
+MAX_STORED_BYTES = 2**26
+MEMORY_SHARE = 16
+#: Limit on the bytes of one conversation. A longer one is not stored.
+MAX_CONVERSATION_BYTES = 2**22
+#: The conversations of one client may take this part of the limit.
+CLIENT_SHARE = 4
+#: Memory that a stored response takes besides its JSON, in bytes.
+OVERHEAD_BYTES = 2**10
+
+#: Name of the client, and id of the response.
+_Key = tuple[str | None, str]
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response and its conversation, as JSON, because objects take many times the memory.
+
+    Args:
+        response: the response.
+        messages: the conversation with the response, without instructions.
+    """
+
+    response: bytes
+    messages: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.messages) + OVERHEAD_BYTES
+
+
+class ResponseStore:
+    """Keeps responses in memory, the latest ones of each client. Thread-safe.
+
+    Clients without API keys have the name None, and are one client.
+
+    Args:
+        max_bytes: limit on the bytes of all conversations.
+    """
+
+    def __init__(self, max_bytes: int = MAX_STORED_BYTES) -> None:
+        limit = memory_limit()
+        self._max_bytes = max_bytes if limit is None else min(max_bytes, limit // MEMORY_SHARE)
+        self._lock = threading.Lock()
+        #: The responses by client and id, those of all clients and those of each. The oldest one is
+        #: the first.
+        self._stored: OrderedDict[_Key, StoredResponse] = OrderedDict()
+        self._by_client: dict[str | None, OrderedDict[_Key, None]] = {}
+        self._sizes: Counter[str | None] = Counter()
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all stored conversations."""
+        with self._lock:
+            return self._sizes.total()
+
+    def put(self, response: Response, messages: list[ChatMessage], client: str | None) -> None:
+        """Keep a response. One that is too long is not kept."""
+        stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
+        limit = self._max_bytes if client is None else self._max_bytes // CLIENT_SHARE
+        if stored.size > min(limit, MAX_CONVERSATION_BYTES):
+            return
+        with self._lock:
+            key = client, response.id
+            self._stored[key] = stored
+            self._by_client.setdefault(client, OrderedDict())[key] = None
+            self._sizes[client] += stored.size
+            while self._sizes[client] > limit:
+                self._forget(next(iter(self._by_client[client])))
+            while self._sizes.total() > self._max_bytes:
+                self._forget(next(iter(self._stored)))
+
+    def get(self, response_id: str, client: str | None) -> bytes:
+        """Return the JSON of a response of this client.
+
+        Raises:
+            APIError: 404, the response is not stored.
+        """
+        return self._find(response_id, client, 404, "response_id").response
+
+    def delete(self, response_id: str, client: str | None) -> None:
+        """Forget a response of this client.
+
+        Raises:
+            APIError: 404, the response is not stored.
+        """
+        self._find(response_id, client, 404, "response_id")
+        with self._lock:
+            self._forget((client, response_id))
+
+    def conversation(self, response_id: str | None, client: str | None) -> bytes:
+        """Return the JSON of the messages to continue. It is empty without a `response_id`.
+
+        Raises:
+            APIError: 400, the response is not stored.
+        """
+        if response_id is None:
+            return b""
+        return self._find(response_id, client, 400, "previous_response_id").messages
+
+    def _find(
+        self, response_id: str, client: str | None, status: int, param: str
+    ) -> StoredResponse:
+        with self._lock:
+            stored = self._stored.get((client, response_id))
+        if stored is not None:
+            return stored
+        message = (
+            f"Response {response_id[:100]!r} is not stored here. Each gateway keeps only its own "
+            f"responses, the latest {self._max_bytes / 2**20:.3g} MiB of them, unless they were "
+            "made with store=false. Send the whole conversation as input."
+        )
+        raise APIError(status, message, param=param, code="previous_response_not_found")
+
+    def _forget(self, key: _Key) -> None:
+        if (stored := self._stored.pop(key, None)) is None:
+            return  # another thread has forgotten it
+        client, _ = key
+        del self._by_client[client][key]
+        self._sizes[client] -= stored.size
+        if not self._by_client[client]:
+            del self._by_client[client], self._sizes[client]

@@ -1,0 +1,369 @@
+"""OpenAI's /v1/responses, through the `openai` client."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import openai
+import pytest
+
+from baton_gateway.errors import APIError
+from baton_gateway.http import body_budget
+from baton_gateway.requests.response_store import (
+    CLIENT_SHARE,
+    MAX_CONVERSATION_BYTES,
+    ResponseStore,
+)
+from baton_protocol.config import AccessConfig
+from baton_protocol.sampling import StructuredOutputKind
+from baton_text.messages import ChatMessage
+from baton_text.requests.parsing import parse_request
+from baton_text.requests.responses_request import InputItem, ResponsesRequest
+from baton_text.responses.responses_api import Response
+from support.gateway.fake_engine import EOS_ID, FakeEngine
+from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.waiting import until
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": True,
+}
+ADD: dict[str, Any] = {"type": "function", "name": "add", "parameters": None, "strict": None}
+ANSWER = (
+    '<think>Two calls.</think>\n\nI look.\n<tool_call>\n{"name": "get_weather", "arguments": '
+    '{"city": "Malmö"}}\n</tool_call>\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n'
+    "</tool_call>"
+)
+EXPECTED = [
+    ("reasoning", "Two calls."),
+    ("message", "I look."),
+    ("function_call", "get_weather", '{"city": "Malmö"}'),
+    ("function_call", "add", '{"a": 1}'),
+]
+
+
+@pytest.fixture
+def rig(make_rig: MakeRig) -> GatewayRig:
+    return make_rig(tool_parser="hermes", reasoning_parser="think")
+
+
+def answering(rig: GatewayRig, text: str, name: str = "d") -> FakeEngine:
+    """Start a decode engine that answers with `text` and EOS."""
+    engine = rig.engine(name, "decode", text)
+    engine.answer.append(EOS_ID)
+    return engine
+
+
+def items_of(response: Any) -> list[tuple[str, ...]]:
+    """Return kind and text of each item. Each item must be complete and have an id of its own."""
+    assert len({item.id for item in response.output}) == len(response.output)
+    assert {item.status for item in response.output} <= {"completed"}
+    return [
+        (item.type, item.name, item.arguments)
+        if item.type == "function_call"
+        else (item.type, "".join(part.text for part in item.content))
+        for item in response.output
+    ]
+
+
+async def create(rig: GatewayRig, **options: Any) -> Any:
+    return await rig.client().responses.create(**{"model": "m", "input": "hi", **options})
+
+
+async def test_a_response_has_reasoning_text_and_calls(rig: GatewayRig) -> None:
+    await rig.start(answering(rig, ANSWER))
+    response = await create(rig, tools=[WEATHER, ADD], metadata={"a": "b"}, temperature=0.5)
+    assert items_of(response) == EXPECTED
+    assert response.output_text == "I look."
+    assert (response.status, response.object, response.model) == ("completed", "response", "m")
+    assert (response.metadata, response.temperature) == ({"a": "b"}, 0.5)
+    assert [tool.name for tool in response.tools] == ["get_weather", "add"]
+    usage = response.usage
+    assert 0 < usage.output_tokens_details.reasoning_tokens < usage.output_tokens
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+
+
+async def test_a_stream_makes_the_same_response(rig: GatewayRig) -> None:
+    await rig.start(answering(rig, ANSWER))
+    fields: Any = {"model": "m", "input": "hi", "tools": [WEATHER, ADD]}
+    async with rig.client().responses.stream(**fields) as stream:
+        events = [event async for event in stream]
+        response = await stream.get_final_response()
+    assert items_of(response) == EXPECTED
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    deltas: dict[str, str] = {}
+    for event in events:
+        if event.type.endswith(".delta"):
+            deltas[event.item_id] = deltas.get(event.item_id, "") + event.delta
+    assert list(deltas.values()) == [item[-1] for item in EXPECTED]
+    for kind in ("output_text", "reasoning_text", "function_call_arguments"):
+        assert f"response.{kind}.done" in kinds
+
+
+async def test_a_limit_on_tokens_makes_the_response_incomplete(rig: GatewayRig) -> None:
+    await rig.start(answering(rig, "one two three four"))
+    response = await create(rig, max_output_tokens=1)
+    assert response.status == "incomplete"
+    assert response.incomplete_details.reason == "max_output_tokens"
+    events = [event async for event in await create(rig, max_output_tokens=1, stream=True)]
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output[0].status == "incomplete"
+
+
+@pytest.mark.usefixtures("agent_template")
+async def test_an_agent_runs_five_turns(rig: GatewayRig) -> None:
+    """Each turn continues the stored conversation, or sends all of it. The prompts are equal."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    engine = answering(rig, call)
+    await rig.start(engine)
+    items: list[Any] = [{"role": "user", "content": "hi"}]
+    stored = await create(rig, input=items, tools=[ADD])
+    for turn in range(5):
+        [item] = stored.output
+        result = {"type": "function_call_output", "call_id": item.call_id, "output": str(turn)}
+        items += [item.model_dump(exclude_none=True), result]
+        stored = await create(rig, input=[result], tools=[ADD], previous_response_id=stored.id)
+        await create(rig, input=items, tools=[ADD], store=False)
+        continued, whole = engine.adds[-2:]
+        assert continued.prompt_token_ids == whole.prompt_token_ids
+    assert stored.previous_response_id is not None
+
+
+async def test_instructions_are_not_kept(rig: GatewayRig) -> None:
+    engine = answering(rig, "ok")
+    await rig.start(engine)
+    first = await create(rig, instructions="Be brief.")
+    for instructions in ("Be rude.", None):
+        await create(rig, instructions=instructions, input="go", previous_response_id=first.id)
+    prompts = [rig.tokenizer.decode(request.prompt_token_ids) for request in engine.adds]
+    assert ["brief" in prompt for prompt in prompts] == [True, False, False]
+    assert ["rude" in prompt for prompt in prompts] == [False, True, False]
+    assert all("hi" in prompt and "ok" in prompt for prompt in prompts[1:])
+
+
+async def test_responses_are_read_and_deleted(rig: GatewayRig) -> None:
+    await rig.start(answering(rig, "ok"))
+    response = await create(rig)
+    client = rig.client()
+    assert (await client.responses.retrieve(response.id)).output_text == "ok"
+    await client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError, match="is not stored here"):
+        await client.responses.retrieve(response.id)
+    forgotten = await create(rig, store=False)
+    for missing in (response.id, forgotten.id):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await create(rig, previous_response_id=missing)
+        assert refused.value.code == "previous_response_not_found"
+
+
+async def test_clients_do_not_see_the_responses_of_others(make_rig: MakeRig, tmp_path: Any) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(f"the-key-of-client-{name}")
+    rig = make_rig(access=AccessConfig(api_keys_dir=str(tmp_path)))
+    await rig.start(answering(rig, "ok"))
+    a, b = (rig.client().with_options(api_key=f"the-key-of-client-{name}") for name in "ab")
+    response = await a.responses.create(model="m", input="hi")
+    with pytest.raises(openai.NotFoundError):
+        await b.responses.retrieve(response.id)
+    with pytest.raises(openai.NotFoundError):
+        await b.responses.delete(response.id)
+    with pytest.raises(openai.BadRequestError):
+        await b.responses.create(model="m", input="x", previous_response_id=response.id)
+    assert (await a.responses.retrieve(response.id)).id == response.id
+
+
+async def test_a_failure_within_a_stream_is_an_event(rig: GatewayRig) -> None:
+    engine = answering(rig, "one two three")
+    engine.hold_after = 2
+    await rig.start(engine)
+    events = []
+    async for event in await create(rig, stream=True):
+        events.append(event)
+        if event.type == "response.output_text.delta":
+            engine.die()
+    assert (events[-1].type, events[-1].code) == ("error", "service_unavailable")
+    assert "The gateway's log has the reason" in events[-1].message
+
+
+async def test_a_text_follows_a_schema(rig: GatewayRig) -> None:
+    engine = answering(rig, "{}")
+    await rig.start(engine)
+    form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+    await create(rig, text={"format": form})
+    [request] = engine.adds
+    assert request.sampling_params.structured_output.kind is StructuredOutputKind.JSON
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"input": ""}, "input"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [ADD], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"metadata": {"a": "x" * 2**18}}, "tools"),
+        ({"background": True}, "background"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id"),
+    ],
+)
+async def test_invalid_bodies_are_refused(
+    rig: GatewayRig, options: dict[str, Any], param: str
+) -> None:
+    await rig.start(answering(rig, "ok"))
+    with pytest.raises(openai.BadRequestError) as refused:
+        await create(rig, **options)
+    assert refused.value.param == param
+
+
+async def test_kept_responses_count_against_the_limits(make_rig: MakeRig) -> None:
+    rig = make_rig(max_concurrent_requests=1)
+    engine = answering(rig, "one two three")
+    await rig.start(engine)
+    response = await create(rig)
+    engine.hold_after = 2
+    async with await create(rig, stream=True) as stream:
+        await anext(event async for event in stream if event.type.endswith(".delta"))
+        with pytest.raises(openai.RateLimitError):
+            await rig.client().responses.retrieve(response.id)
+    await until(lambda: rig.gateway.admission.is_idle, "the end of the stream")
+    assert (await rig.client().responses.retrieve(response.id)).id == response.id
+
+
+async def test_a_kept_conversation_counts_as_a_part_of_the_body(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start(answering(rig, "ok"))
+    first = await create(rig, input=[{"role": "user", "content": "hi"}] * 15)
+    second = await create(rig, input="go", previous_response_id=first.id)
+    monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 1000)
+    await create(rig, input="go")
+    with pytest.raises(openai.InternalServerError) as refused:
+        await create(rig, input="go", previous_response_id=second.id)
+    assert refused.value.code == "too_many_bytes"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        await create(rig, model="other", previous_response_id=second.id)
+
+
+def response_of(number: int, size: int) -> Response:
+    return Response(
+        id=f"resp_{number}",
+        created_at=0,
+        model="m",
+        status="completed",
+        output=[],
+        instructions="x" * size,
+    )
+
+
+def is_kept(store: ResponseStore, number: int, client: str | None) -> bool:
+    try:
+        return bool(store.get(f"resp_{number}", client))
+    except APIError:
+        return False
+
+
+def test_a_store_forgets_the_oldest_responses_of_a_client_with_too_many() -> None:
+    store = ResponseStore(max_bytes=100_000)
+    message = [ChatMessage(role="user", content="hi")]
+    store.put(response_of(0, 1000), message, "b")
+    for number in range(1, 100):
+        store.put(response_of(number, 1000), message, "a")
+    kept = [number for number in range(100) if is_kept(store, number, "a")]
+    assert kept == list(range(100 - len(kept), 100))
+    assert 100_000 / CLIENT_SHARE / 4000 < len(kept) < 100_000 / CLIENT_SHARE / 2000
+    assert is_kept(store, 0, "b")
+
+
+def test_a_store_is_bounded_over_all_clients() -> None:
+    store = ResponseStore(max_bytes=100_000)
+    for number in range(1000):
+        store.put(response_of(number, 1000), [], f"client-{number}")
+    kept = [number for number in range(1000) if is_kept(store, number, f"client-{number}")]
+    assert kept == list(range(1000 - len(kept), 1000))
+    assert 20 < len(kept) < 50
+
+
+def test_a_response_that_is_too_large_is_not_kept() -> None:
+    store = ResponseStore(max_bytes=100_000)
+    store.put(response_of(0, 50_000), [], "a")
+    store.put(response_of(1, 200_000), [], None)
+    with pytest.raises(APIError, match="is not stored here"):
+        store.conversation("resp_0", "a")
+    assert not is_kept(store, 1, None)
+    store.put(response_of(2, 50_000), [], None)
+    assert is_kept(store, 2, None)
+    store = ResponseStore()
+    store.put(response_of(3, MAX_CONVERSATION_BYTES), [], None)
+    assert not is_kept(store, 3, None)
+
+
+def test_a_store_is_used_by_several_threads() -> None:
+    store = ResponseStore(max_bytes=100_000)
+
+    def use(client: int) -> None:
+        for number in range(2000):
+            store.put(response_of(number, 500), [], f"client-{client % 2}")
+            is_kept(store, number, "client-0")
+            with suppress(APIError):
+                store.delete(f"resp_{number - 3}", f"client-{client % 2}")
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(use, range(8)))
+    for client in (0, 1):
+        for number in range(2000):
+            with suppress(APIError):
+                store.delete(f"resp_{number}", f"client-{client}")
+    assert store.num_bytes == 0
+
+
+@pytest.mark.timeout(20)
+def test_the_time_for_many_calls_is_linear() -> None:
+    """130,000 calls took 18 s, in which other clients' large requests waited."""
+    items = [InputItem(type="function_call", name="a")] * 130_000
+    [message] = ResponsesRequest(input=items).input_messages()
+    assert len(message.tool_calls or ()) == len(items)
+
+
+def test_items_become_messages() -> None:
+    body = {
+        "input": [
+            {"role": "developer", "content": "Be brief."},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+            {
+                "type": "reasoning",
+                "id": "rs_1",
+                "summary": [{"type": "summary_text", "text": "Hm."}],
+            },
+            {"role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        ]
+    }
+    messages = parse_request(json.dumps(body).encode(), ResponsesRequest).input_messages()
+    assert [message.role for message in messages] == ["developer", "user", "assistant", "tool"]
+    assistant = messages[2]
+    assert (assistant.content, assistant.reasoning_content) == ("I add.", "Hm.")
+    assert assistant.tool_calls is not None
+    assert [call.id for call in assistant.tool_calls] == ["c1", "c2"]
+    assert messages[3].tool_call_id == "c1"
