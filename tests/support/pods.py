@@ -235,6 +235,7 @@ class Pods:
         service_key_file: str = "",
         stall_timeout_s: float = 30.0,
         access: AccessConfig | None = None,
+        reasoning_parser: str = "auto",
     ) -> Pod:
         """Start a gateway for `engines`, a map from pod to role. `discover()` changes the map."""
         discovery = self.discover(name, engines)
@@ -245,6 +246,7 @@ class Pods:
             drain_timeout_s=20.0,
             service_key_file=service_key_file,
             stall_timeout_s=stall_timeout_s,
+            reasoning_parser=reasoning_parser,
         )
         return self._run(name, "baton-gateway", config)
 
