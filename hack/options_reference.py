@@ -25,7 +25,6 @@ from baton_engine.elastic.coordinator import coordinator_cli
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_gateway import cli as gateway_cli
 from baton_operator import cli as operator_cli
-from baton_operator.api.crd import field_comments
 from baton_operator.builders import engine_settings
 from baton_operator.builders.config import ENGINE_CONSTANTS, GATEWAY
 from baton_operator.builders.coordinator import REBALANCE
@@ -33,6 +32,7 @@ from baton_operator.builders.engine_settings import Setting
 from baton_operator.names import MEMBER_ROLES
 from baton_protocol import arguments
 from baton_protocol.config import EngineConfig, GatewayConfig
+from baton_protocol.field_comments import field_comments
 from baton_protocol.options import Option
 
 ROOT = Path(__file__).parents[1]

@@ -12,6 +12,7 @@ config            configuration of one engine and of one gateway
 options           command-line flags and bounds of configuration fields
 engine_options    the options of `baton-engine`, and the checks of their values
 arguments         types of command-line arguments
+field_comments    comments of the fields of a struct
 fatal             error and exit code for a configuration that cannot work
 checkpoint_files  reads the files of a checkpoint, which is untrusted
 control_groups    the limits of this process's control groups

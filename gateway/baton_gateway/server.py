@@ -20,6 +20,7 @@ from baton_gateway.endpoints.chat_writer import ChatWriter
 from baton_gateway.endpoints.completion_writer import CompletionWriter
 from baton_gateway.endpoints.generation_endpoint import GenerationEndpoint
 from baton_gateway.endpoints.messages_writer import MessagesWriter
+from baton_gateway.endpoints.openapi import OpenAPIEndpoint
 from baton_gateway.endpoints.response_writer import ResponseWriter
 from baton_gateway.endpoints.responses_writer import ResponsesWriter
 from baton_gateway.endpoints.routes import Routes
@@ -220,6 +221,7 @@ class Gateway:
                 self._shutdown,
                 served_name=self.served_name,
             ),
+            OpenAPIEndpoint(needs_key=self._keys is not None, client_timeout_s=client_timeout_s),
             metrics=self.metrics,
             shutdown=self._shutdown,
             keys=self._keys,

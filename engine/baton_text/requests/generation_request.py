@@ -121,7 +121,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     #: Seed of sampling. Unset: the gateway draws one. Bounds: 64 bits.
     seed: int | None = None
     #: Limit on generated tokens. Unset: DEFAULT_MAX_TOKENS for completions, the rest of the context
-    #: for chat completions. Bounds: 1 or more.
+    #: for chat completions. Bounds: 1 or more, or 0 for completions with `echo`.
     max_tokens: int | None = None
     #: EOS, stop tokens and stop strings do not end the text before this many tokens. Bounds:
     #: 0..max_tokens.

@@ -238,6 +238,11 @@ class ModelList(msgspec.Struct, kw_only=True):
     object: str = "list"
 
 
+class Version(msgspec.Struct, kw_only=True):
+    #: Version of Baton.
+    version: str
+
+
 class TokenizeResponse(msgspec.Struct, kw_only=True):
     """vLLM's response to /tokenize."""
 

@@ -11,4 +11,7 @@ Modules:
     messages_writer: the JSON of Anthropic's `/v1/messages`.
     tokenize_endpoints: `/tokenize`, `/detokenize` and `/v1/messages/count_tokens`.
     status_endpoints: models, health, readiness, metrics, version.
+    operations: the operations of all paths, and their errors.
+    openapi: `/openapi.json`.
+    schemas: the JSON schemas of bodies, for `/openapi.json`.
 """

@@ -18,6 +18,7 @@ from baton_gateway.endpoints.generation_endpoint import (
     FINAL_STATUS,
     GenerationEndpoint,
 )
+from baton_gateway.endpoints.openapi import OpenAPIEndpoint
 from baton_gateway.endpoints.status_endpoints import StatusEndpoints
 from baton_gateway.endpoints.stored_responses import StoredResponses
 from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
@@ -54,6 +55,7 @@ class Routes:
         stored: StoredResponses,
         tokenization: TokenizeEndpoints,
         status: StatusEndpoints,
+        openapi: OpenAPIEndpoint,
         *,
         metrics: GatewayMetrics,
         shutdown: GracefulShutdown,
@@ -84,6 +86,7 @@ class Routes:
         self.app.router.add_get("/health", status.get_health)
         self.app.router.add_get("/ready", status.get_ready)
         self.app.router.add_get("/version", status.get_version)
+        self.app.router.add_get("/openapi.json", openapi.get)
         #: Serves the kubelet, Prometheus and the operator, on a port of its own and without keys.
         self.metrics_app = web.Application(middlewares=[log_request_id, self._respond])
         self.metrics_app.on_response_prepare.append(_set_headers)

@@ -15,7 +15,7 @@ from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.errors import check_model, unavailable
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.pool import EnginePool
-from baton_text.responses.openai import Model, ModelList
+from baton_text.responses.openai import Model, ModelList, Version
 
 
 class StatusEndpoints:
@@ -87,7 +87,7 @@ class StatusEndpoints:
         )
 
     async def get_version(self, _: web.Request) -> web.Response:
-        return web.json_response({"version": importlib.metadata.version("baton")})
+        return _json(Version(version=importlib.metadata.version("baton")))
 
 
 def _json(body: msgspec.Struct) -> web.Response:

@@ -7,8 +7,6 @@ the rules. For such a server, apply the CRD without the rules or with `--validat
 
 from __future__ import annotations
 
-import inspect
-import re
 from typing import Any
 
 import msgspec
@@ -17,6 +15,7 @@ from baton_operator.api import llmservice
 from baton_operator.api.field_types import ApiStruct
 from baton_operator.api.rules import add_rules
 from baton_operator.names import GROUP, KIND, PLURAL, SERVICE_NAME, VERSION
+from baton_protocol.field_comments import field_comments
 
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
 _REF = "#/$defs/"
@@ -109,23 +108,6 @@ def _describe(
                 properties[field.encode_name]["description"] = comments[field.name]
     for derived in struct.__subclasses__():
         _describe(derived, comments, definitions)
-
-
-def field_comments(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the `#:` comments of the struct's own fields, by field name.
-
-    A comment stands before the field, or on the same line after it.
-    """
-    comments: dict[str, str] = {}
-    lines: list[str] = []
-    for line in inspect.getsource(struct).splitlines():
-        code, mark, comment = line.partition("#:")
-        lines += [comment.strip()] if mark else []
-        if field := re.match(r" {4}(\w+): ", code):
-            if lines:
-                comments[field[1]] = " ".join(lines)
-            lines = []
-    return comments
 
 
 def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

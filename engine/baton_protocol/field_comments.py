@@ -1,0 +1,25 @@
+"""The `#:` comments of a struct's fields, which are the descriptions in schemas and references."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+import msgspec
+
+
+def field_comments(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the `#:` comments of the struct's own fields, by field name.
+
+    A comment stands before the field, or on the same line after it.
+    """
+    comments: dict[str, str] = {}
+    lines: list[str] = []
+    for line in inspect.getsource(struct).splitlines():
+        code, mark, comment = line.partition("#:")
+        lines += [comment.strip()] if mark else []
+        if field := re.match(r" {4}(\w+): ", code):
+            if lines:
+                comments[field[1]] = " ".join(lines)
+            lines = []
+    return comments

@@ -1,0 +1,124 @@
+"""The JSON schemas of request and response bodies, for `/openapi.json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import msgspec
+
+from baton_gateway.endpoints.operations import OPERATIONS, Struct
+from baton_protocol import sampling
+from baton_protocol.field_comments import field_comments
+from baton_text import messages
+from baton_text.requests import completion_request, generation_request
+from baton_text.responses import anthropic, openai, responses_api
+
+#: The values of a field that is not supported.
+_EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", [], {})
+_REF = "#/components/schemas/{name}"
+#: Values of the constants that comments of fields name.
+CONSTANTS: dict[str, object] = {
+    **{
+        name: value
+        for module in (sampling, generation_request, completion_request)
+        for name, value in vars(module).items()
+    },
+    "ROLES": ", ".join(sorted(messages.ROLES)),
+}
+#: The keywords of a schema for bounds in comments of fields.
+_BOUNDS = (
+    r"(?P<minimum>-?\d+)\.\.(?P<maximum>[\d.]+)",
+    r"(?P<minimum>-?\d+) or more",
+    r"above (?P<exclusiveMinimum>\d+), at most (?P<maximum>\d+)",
+)
+
+
+def make_schemas() -> dict[str, dict[str, Any]]:
+    """Return the JSON schemas of all bodies and of what they contain, by the name of the struct."""
+    requests = [each.body for each in OPERATIONS.values() if each.body is not None]
+    responses: list[Struct] = [openai.ErrorBody, anthropic.MessageError]
+    responses.append(responses_api.ResponseError)
+    for operation in OPERATIONS.values():
+        responses += operation.events
+        if operation.response is not None:
+            responses.append(operation.response)
+    schemas = _components([*requests, *responses])
+    for name, kind in _structs([*requests, *responses]).items():
+        _describe(schemas[name], kind)
+    for name in schemas.keys() - _components(requests).keys():
+        _describe_response(schemas[name])
+    return schemas
+
+
+def reference(kind: Struct) -> dict[str, str]:
+    """Return the reference to the schema of `kind`."""
+    return {"$ref": _REF.format(name=kind.__name__)}
+
+
+def fill_constants(text: str, constants: dict[str, object]) -> str:
+    """Return `text` with the values of the constants that it names."""
+    return re.sub(r"\b[A-Z][A-Z_]+\b", lambda name: str(constants.get(name[0], name[0])), text)
+
+
+def _components(kinds: Iterable[Struct]) -> dict[str, dict[str, Any]]:
+    return msgspec.json.schema_components(kinds, ref_template=_REF)[1]
+
+
+def _structs(kinds: Iterable[Any]) -> dict[str, Struct]:
+    """Return the structs among `kinds` and in them, by name."""
+    found: dict[str, Struct] = {}
+    pending = [*kinds]
+    while pending:
+        kind = pending.pop()
+        pending += get_args(kind)
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            if kind.__name__ not in found:
+                pending += [field.type for field in msgspec.structs.fields(kind)]
+            found[kind.__name__] = kind
+    return found
+
+
+def _describe(schema: dict[str, Any], kind: Struct) -> None:
+    """Add the comments of the fields of `kind` to its schema, and the bounds in them."""
+    comments: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
+            comments |= field_comments(base)
+    for name, field in schema["properties"].items():
+        if name in getattr(kind, "UNSUPPORTED", ()):
+            field.update(description="Not supported.", enum=list(_EMPTY_VALUES))
+        elif name in comments:
+            text = fill_constants(comments[name], CONSTANTS)
+            field["description"] = text
+            _bound(field, text.partition(" Bounds: ")[2].rstrip("."))
+
+
+def _bound(field: dict[str, Any], bounds: str) -> None:
+    """Add the bounds of a number to its schema."""
+    match = next((found for each in _BOUNDS if (found := re.fullmatch(each, bounds))), None)
+    if match is None:
+        return
+    for branch in field.get("anyOf", [field]):
+        target = branch.get("additionalProperties", branch)
+        if target.get("type") in ("integer", "number"):
+            target.update(
+                {keyword: json.loads(text) for keyword, text in match.groupdict().items()}
+            )
+
+
+def _describe_response(schema: dict[str, Any]) -> None:
+    """Make the schema of a struct describe what the gateway sends, and not what it would accept.
+
+    A field with a default is always sent. A text with a default always has this value. The default
+    UNSET is not in the schema.
+    """
+    for name, field in schema["properties"].items():
+        if "default" not in field:
+            continue
+        schema["required"].append(name)
+        default = field.pop("default")
+        if field.get("type") == "string":
+            field["const"] = default
