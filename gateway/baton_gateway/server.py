@@ -192,8 +192,8 @@ class Gateway:
                     ResponsesRequest,
                     ResponsesRequest.chat_request,
                     respond,
-                    conversation=lambda body, client: store.conversation(
-                        body.previous_response_id, client
+                    conversation=lambda body, client: store.earlier(
+                        body.previous_response_id, body.referenced_ids(), client
                     ),
                 ),
                 MESSAGES_PATH: endpoint(

@@ -70,6 +70,9 @@ class ReplyFormat:
             request: the checked request.
             prompt: the rendered prompt.
             special_token_id: returns the id of a special token. None: the text is none.
+
+        Raises:
+            RequestError: the model's calls cannot be told apart from the JSON of response_format.
         """
         tools = request.callable_tools()
         if not tools and (self.reasoning is None or request.structured_output_field() is not None):
@@ -77,16 +80,27 @@ class ReplyFormat:
         is_reasoning = self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.start)
         tool_format: ToolFormat | None = None
         grammar: str | None = None
+        schema = None if request.must_call else request.response_schema()
         if tools:
             tool_format = self.tools
-            if request.must_call and tool_format.layout is None:
+            if tool_format.layout is None and (request.must_call or schema is not None):
                 tool_format = TOOL_FORMATS["json"]
+            if (
+                schema is not None
+                and tool_format.layout is not None
+                and not tool_format.layout.open
+            ):
+                raise RequestError(
+                    "response_format cannot be combined with tools for this model: its calls begin "
+                    "like the JSON of a text",
+                    param="response_format",
+                )
             grammar = tool_grammar(
                 tool_format,
                 [(tool.name, tool.parameters or ANY_ARGUMENTS) for tool in tools],
                 is_required=request.must_call,
-                is_single=request.parallel_tool_calls is False
-                or isinstance(request.tool_choice, dict),
+                is_single=request.parallel_tool_calls is False or request.names_tool,
+                content_schema=schema,
                 reasoning=self.reasoning,
                 is_reasoning=is_reasoning,
                 special_token_id=special_token_id,
@@ -105,6 +119,8 @@ class ReplyFormat:
             tool_format,
             frozenset(tool.name for tool in tools),
             None if grammar is None else StructuredOutput(StructuredOutputKind.GRAMMAR, grammar),
+            # A string of a JSON content may contain the marker of a call.
+            grammar is not None and schema is None,
             frozenset(
                 token_id for text in texts if (token_id := special_token_id(text)) is not None
             ),
@@ -121,6 +137,7 @@ class Reply:
         tool_format: the format of tool calls; None: no tools may be called.
         tools: the names of the tools that may be called.
         structured_output: the grammar of the reply; None: there is none.
+        is_guaranteed: the grammar makes all calls complete and valid.
         special_token_ids: the special tokens that the parser needs in the text.
     """
 
@@ -129,6 +146,7 @@ class Reply:
     tool_format: ToolFormat | None
     tools: frozenset[str]
     structured_output: StructuredOutput | None
+    is_guaranteed: bool
     special_token_ids: frozenset[int]
 
     def parser(self) -> ReplyParser:
@@ -138,7 +156,7 @@ class Reply:
             is_reasoning=self.is_reasoning,
             tool_format=self.tool_format,
             tools=self.tools,
-            is_guaranteed=self.structured_output is not None,
+            is_guaranteed=self.is_guaranteed,
         )
 
 

@@ -24,6 +24,7 @@ def tool_grammar(
     *,
     is_required: bool,
     is_single: bool,
+    content_schema: dict[str, Any] | None,
     reasoning: ReasoningFormat | None,
     is_reasoning: bool,
     special_token_id: Callable[[str], int | None],
@@ -31,19 +32,20 @@ def tool_grammar(
     """Return the grammar of a reply, or None if the format has no grammar for it.
 
     Calls are then complete, and their arguments follow the schema of the tool. Text outside the
-    calls is free.
+    calls is free. With a `content_schema`, a reply is either calls or JSON of this schema.
 
     Args:
         tool_format: how the model writes calls.
         tools: name and JSON schema of each tool that may be called.
         is_required: the reply is one call or more, without content.
         is_single: at most one call.
+        content_schema: JSON schema of a reply without calls; None: any text.
         reasoning: how the model writes its reasoning, which precedes calls; None: it writes none.
         is_reasoning: the prompt ends inside the reasoning.
         special_token_id: returns the id of a special token. None: the text is no special token.
     """
     layout = tool_format.layout
-    if layout is None or not (is_required or tool_format.markers):
+    if layout is None or not (is_required or content_schema is not None or tool_format.markers):
         return None
 
     def parts(text: str) -> list[str]:
@@ -78,8 +80,9 @@ def tool_grammar(
         start = literal(reasoning.start)
         prefix = "thinking SPACES" if is_reasoning else f"({start} thinking SPACES)?"
         lines.append("SPACES: /[ \\n]{0,4}/\n")
-    if is_required:
-        lines.append(f"start: {prefix} {literal(layout.open)} {calls}\n")
+    if is_required or content_schema is not None:
+        content = "" if is_required or content_schema is None else f"| {_json(content_schema)}"
+        lines.append(f"start: {prefix} ({literal(layout.open)} {calls} {content})\n")
     else:
         lines.append(f"start: {prefix} section{'?' if is_single else '*'} TEXT\n")
         lines.append(up_to("opening", layout.open))
@@ -88,10 +91,13 @@ def tool_grammar(
     lines.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))) + "\n")
     for number, (name, schema) in enumerate(tools):
         begin = literal(layout.begin.replace("NAME", name))
-        schema = {**_without_notes(schema), "x-guidance": JSON_FORMAT}
-        schema_text = json.dumps(schema, ensure_ascii=False)
-        lines.append(f"call_{number}: {begin} %json {schema_text} {literal(layout.end)}\n")
+        lines.append(f"call_{number}: {begin} {_json(schema)} {literal(layout.end)}\n")
     return "".join(lines)
+
+
+def _json(schema: dict[str, Any]) -> str:
+    schema = {**_without_notes(schema), "x-guidance": JSON_FORMAT}
+    return f"%json {json.dumps(schema, ensure_ascii=False)}"
 
 
 def _without_notes(schema: Any) -> Any:

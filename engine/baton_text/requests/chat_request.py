@@ -53,10 +53,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     #: Variables of the template, such as enable_thinking.
     chat_template_kwargs: dict[str, Any] | None = None
+    #: `none` sets the template's variable enable_thinking to false. Other values are passed as its
+    #: variable reasoning_effort. `chat_template_kwargs` takes precedence.
+    reasoning_effort: str | None = None
     #: Tools that the answer may call. Passed to the chat template as they are.
     tools: list[dict[str, Any]] | None = None
     #: auto: the model decides whether to call tools. required: it calls one or more. none: it gets
-    #: no tools. An object with the name of a function: it calls this function. Unset: auto.
+    #: no tools. An object with the name of a function: it calls this function. An object of type
+    #: allowed_tools: as its mode (auto or required) with only some of the tools. Unset: auto.
     tool_choice: Any = None
     #: Whether an answer may have several calls. Unset: true.
     parallel_tool_calls: bool | None = None
@@ -88,9 +92,14 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def offered_tools(self) -> list[ToolFunction]:
-        """The functions that the answer may call."""
-        return [] if self.tool_choice == "none" else self._functions()
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort == "none":
+            variables["enable_thinking"] = False
+        elif self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        return variables | (self.chat_template_kwargs or {})
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
@@ -100,17 +109,29 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     @property
     def must_call(self) -> bool:
         """Whether the answer must consist of tool calls."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, dict)
+        return self.names_tool or self._tool_mode == "required"
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether `tool_choice` names the only function to call."""
+        return isinstance(self.tool_choice, dict) and self.tool_choice["type"] == "function"
+
+    @property
+    def _tool_mode(self) -> Any:
+        choice = self.tool_choice
+        return choice["allowed_tools"]["mode"] if isinstance(choice, dict) else choice
 
     def callable_tools(self) -> list[ToolFunction]:
-        """Return the functions that the answer may call: only one if `tool_choice` names it."""
-        if not isinstance(self.tool_choice, dict):
-            return self.offered_tools
-        name = self.tool_choice["function"]["name"]
-        return [tool for tool in self._functions() if tool.name == name]
-
-    def _functions(self) -> list[ToolFunction]:
-        return [msgspec.convert(tool["function"], ToolFunction) for tool in self.tools or ()]
+        """Return the functions that the answer may call: only those that `tool_choice` names."""
+        choice = self.tool_choice
+        if choice == "none":
+            return []
+        functions = [msgspec.convert(tool["function"], ToolFunction) for tool in self.tools or ()]
+        if not isinstance(choice, dict):
+            return functions
+        named = [choice] if self.names_tool else choice["allowed_tools"]["tools"]
+        names = {tool["function"]["name"] for tool in named}
+        return [function for function in functions if function.name in names]
 
     def validate(self) -> None:
         super().validate()
@@ -140,15 +161,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             names.add(_check_tool(tool, f"tools[{index}]", names))
         choice = self.tool_choice
         if isinstance(choice, dict):
-            function = choice.get("function")
-            name = function.get("name") if isinstance(function, dict) else None
-            is_known = isinstance(name, str) and name in names
-            if choice.get("type") != "function" or not is_known:
-                raise RequestError(
-                    "tool_choice must name a function of tools, as "
-                    '{"type": "function", "function": {"name": ...}}',
-                    param="tool_choice",
-                )
+            _check_tool_choice(choice, names)
         elif choice not in (None, "none", "auto", "required"):
             raise RequestError(
                 f"tool_choice must be none, auto, required or a function, got {choice!r:.60}",
@@ -157,9 +170,10 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         elif choice == "required" and not tools:
             raise RequestError("tool_choice required needs tools", param="tool_choice")
         structure = self.structured_output_field()
-        if structure is not None and self.offered_tools:
+        has_tools = bool(self.callable_tools())
+        if structure not in (None, "response_format") and has_tools:
             raise RequestError(f"{structure} cannot be combined with tools", param=structure)
-        if self.offered_tools and self.use_beam_search:
+        if has_tools and self.use_beam_search:
             raise RequestError("tools cannot be combined with use_beam_search", param="tools")
 
     def _refuse_unsupported(self) -> None:
@@ -170,6 +184,36 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
                 param="modalities",
                 code="unsupported_parameter",
             )
+
+
+def _check_tool_choice(choice: dict[str, Any], names: set[str]) -> None:
+    """Raise RequestError if a choice names no tools, or others than `names`."""
+    named: Any = [choice]
+    if choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools")
+        mode, named = (
+            (allowed.get("mode"), allowed.get("tools")) if isinstance(allowed, dict) else (None, [])
+        )
+        if mode not in ("auto", "required"):
+            raise RequestError(
+                f"tool_choice.allowed_tools.mode must be auto or required, got {mode!r:.60}",
+                param="tool_choice",
+            )
+    if not isinstance(named, list) or not named or any(_name(tool) not in names for tool in named):
+        raise RequestError(
+            "tool_choice must name a function of tools, as "
+            '{"type": "function", "function": {"name": ...}}, or several in allowed_tools.tools',
+            param="tool_choice",
+        )
+
+
+def _name(tool: Any) -> str | None:
+    """Return the name of a function to which a choice refers; None: it refers to none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type") != "function":
+        return None
+    name = function.get("name")
+    return name if isinstance(name, str) else None
 
 
 def _check_tool(tool: dict[str, Any], where: str, earlier: set[str]) -> str:

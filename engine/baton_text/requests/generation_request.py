@@ -457,6 +457,17 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         except ValueError as error:
             raise RequestError(f"{field}: {error}", param=field) from error
 
+    def response_schema(self) -> dict[str, Any] | None:
+        """Return the JSON schema that `response_format` requires; None if it requires none.
+
+        Raises:
+            RequestError: more than one structure is set, or the structure is invalid.
+        """
+        if self.structured_output_field() != "response_format":
+            return None
+        schema = self._response_format().json
+        return schema if isinstance(schema, dict) else {"type": "object"}
+
     def _response_format(self) -> StructuredOutputsParams:
         assert self.response_format is not None
         kind, schema = self.response_format.type, self.response_format.json_schema

@@ -6,6 +6,7 @@ have, such as images and web search, are refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -34,8 +35,11 @@ class InputPart(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    #: Kind of the item: message, function_call, function_call_output or reasoning.
+    #: Kind of the item: message, function_call, function_call_output, reasoning, or item_reference
+    #: for an item of a kept response.
     type: str = "message"
+    #: Id of the kept item of an item_reference. Ignored in other items.
+    id: str | None = None
     #: Author of a message: user, assistant, system or developer.
     role: str | None = None
     #: Text of a message, or parts. Of a reasoning item: parts.
@@ -86,11 +90,28 @@ class TextOptions(msgspec.Struct, kw_only=True):
 
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
-    #: `none` sets the template's variable enable_thinking to false. Other values are passed as its
-    #: variable reasoning_effort.
+    #: As `reasoning_effort` of chat completions.
     effort: str | None = None
     #: Ignored: the response has the reasoning itself.
     summary: str | None = None
+
+
+class KeptOutput(msgspec.Struct):
+    """The items of a kept response, as the items of a request."""
+
+    output: list[InputItem]
+
+
+class Earlier(msgspec.Struct):
+    """What a request continues and refers to."""
+
+    #: The messages of the conversation so far, without instructions.
+    messages: list[ChatMessage] = []
+    #: The responses to whose items the input refers.
+    responses: list[KeptOutput] = []
+
+    def items(self) -> dict[str, InputItem]:
+        return {str(item.id): item for response in self.responses for item in response.output}
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -124,7 +145,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_p: float | None = None
     #: Functions that the answer may call.
     tools: list[ResponseTool] | None = None
-    #: auto, required, none, or an object with type function and a name. Unset: auto.
+    #: auto, required, none, or an object of type function or allowed_tools. Unset: auto.
     tool_choice: Any = None
     #: Whether an answer may have several calls. Unset: true.
     parallel_tool_calls: bool | None = None
@@ -166,21 +187,37 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
                 param="tools",
             )
 
+    def referenced_ids(self) -> list[str]:
+        """Return the ids of the kept items to which the input refers.
+
+        Raises:
+            RequestError: an item_reference has no id, or the id of another one.
+        """
+        ids: dict[str, None] = {}
+        for index, item in enumerate([] if isinstance(self.input, str) else self.input):
+            if item.type != "item_reference":
+                continue
+            if not item.id or item.id in ids:
+                problem = "occurs twice" if item.id else "is required"
+                raise RequestError(f"input[{index}].id {problem}", param=f"input[{index}].id")
+            ids[item.id] = None
+        return list(ids)
+
     def chat_request(self, earlier: bytes = b"") -> ChatCompletionRequest:
         """Return the same request as a checked chat completion.
 
         Args:
-            earlier: the JSON of the messages so far, without instructions. Empty: there are none.
+            earlier: the JSON of `Earlier`. Empty: the input continues and refers to nothing.
 
         Raises:
             RequestError: a field is invalid or cannot be converted. `param` names the field.
         """
+        kept = msgspec.json.decode(earlier or b"{}", type=Earlier)
         messages: list[ChatMessage] = []
         if self.instructions:
             messages.append(ChatMessage(role="system", content=self.instructions))
-        if earlier:
-            messages += msgspec.json.decode(earlier, type=list[ChatMessage])
-        messages += self.input_messages()
+        messages += kept.messages
+        messages += self.input_messages(kept.items())
         request = ChatCompletionRequest(
             model=self.model,
             messages=messages,
@@ -193,20 +230,34 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._response_format(),
         )
-        if self.reasoning is not None and (effort := self.reasoning.effort) is not None:
-            is_off = effort == "none"
-            variables = {"enable_thinking": False} if is_off else {"reasoning_effort": effort}
-            request.chat_template_kwargs = variables
+        if self.reasoning is not None:
+            request.reasoning_effort = self.reasoning.effort
         request.validate()
         return request
 
-    def input_messages(self) -> list[ChatMessage]:
-        """Return the items as messages. A call joins the message of the assistant before it."""
+    def input_messages(self, kept: Mapping[str, InputItem] = {}) -> list[ChatMessage]:
+        """Return the items as messages. A call joins the message of the assistant before it.
+
+        Args:
+            kept: the items of `referenced_ids`, by their ids.
+
+        Raises:
+            RequestError: an item is invalid or not kept. `param` names the field.
+        """
         if isinstance(self.input, str):
             return [ChatMessage(role="user", content=self.input)] if self.input else []
         messages: list[ChatMessage] = []
         for index, item in enumerate(self.input):
-            _add_item(messages, item, f"input[{index}]")
+            where = f"input[{index}]"
+            if item.type == "item_reference":
+                if item.id is None or item.id not in kept:
+                    raise RequestError(
+                        f"{where}.id: no kept response has this item",
+                        param=f"{where}.id",
+                        code="previous_response_not_found",
+                    )
+                item = kept[item.id]
+            _add_item(messages, item, where)
         return messages
 
     def _response_format(self) -> ResponseFormat | None:
@@ -316,6 +367,16 @@ def _chat_tool(tool: ResponseTool, where: str) -> dict[str, Any]:
 
 def _chat_tool_choice(choice: Any) -> Any:
     """Return a choice as in chat completions, where the name is in an object of its own."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "allowed_tools":
+        return _chat_tool_name(choice)
+    tools = choice.get("tools")
+    named = [_chat_tool_name(tool) for tool in tools] if isinstance(tools, list) else []
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+
+
+def _chat_tool_name(tool: Any) -> Any:
+    if not isinstance(tool, dict):
+        return tool
+    return {"type": tool.get("type"), "function": {"name": tool.get("name")}}

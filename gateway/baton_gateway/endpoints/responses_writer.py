@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import uuid
 from typing import Any
 
 import msgspec
 
 from baton_gateway.endpoints.response_writer import ResponseWriter, new_call_id
 from baton_gateway.requests.job import Choice, Job
-from baton_gateway.requests.response_store import ResponseStore
+from baton_gateway.requests.response_store import ResponseStore, new_item_id
 from baton_text.messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.output import TextOutput
 from baton_text.replies.reply_parser import ReplyDelta
@@ -27,6 +26,8 @@ from baton_text.tokenizer import Tokenizer
 
 #: Part and event name of the items that have a text.
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+#: Start of the ids of items.
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class ResponsesWriter(ResponseWriter[ResponsesRequest]):
@@ -78,11 +79,11 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
         for kind, text in (("reasoning", reply.reasoning), ("message", reply.content)):
             if text:
                 if self._open is None or self._open.type != kind:
-                    events += self._begin(_item(kind))
+                    events += self._begin(kind)
                 events.append(self._add(f"response.{_TEXTS[kind]}.delta", text))
         for call in reply.tool_calls:
             if call.name is not msgspec.UNSET:
-                events += self._begin(_item("function_call", call.name))
+                events += self._begin("function_call", call.name)
             if call.arguments:
                 events.append(self._add("response.function_call_arguments.delta", call.arguments))
         self._is_truncated |= output.finish_reason == "length"
@@ -107,11 +108,12 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
             fields["content_index"] = 0
         return self._event(kind, item_id=item.id, output_index=len(self._output), **fields)
 
-    def _begin(self, item: OutputItem) -> list[msgspec.Struct]:
-        """Return the events that end the open item and begin `item`."""
+    def _begin(self, kind: str, name: str = "") -> list[msgspec.Struct]:
+        """Return the events that end the open item and begin another. `name` is that of a tool."""
         events = self._end()
-        self._open, self._texts = item, []
         index = len(self._output)
+        item = _item(kind, new_item_id(_PREFIXES[kind], self._id, index), name)
+        self._open, self._texts = item, []
         events.append(self._event("response.output_item.added", output_index=index, item=item))
         if item.type in _TEXTS:
             part = _part(item.type, "")
@@ -196,25 +198,20 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
         )
 
 
-def _item(kind: str, name: str = "") -> OutputItem:
+def _item(kind: str, identifier: str, name: str) -> OutputItem:
     """Return an item that has just begun."""
-    identifier = uuid.uuid4().hex
     if kind == "function_call":
         return OutputItem(
             type=kind,
-            id=f"fc_{identifier}",
+            id=identifier,
             status="in_progress",
             call_id=new_call_id(),
             name=name,
             arguments="",
         )
     if kind == "reasoning":
-        return OutputItem(
-            type=kind, id=f"rs_{identifier}", status="in_progress", content=[], summary=[]
-        )
-    return OutputItem(
-        type=kind, id=f"msg_{identifier}", status="in_progress", role="assistant", content=[]
-    )
+        return OutputItem(type=kind, id=identifier, status="in_progress", content=[], summary=[])
+    return OutputItem(type=kind, id=identifier, status="in_progress", role="assistant", content=[])
 
 
 def _part(kind: str, text: str) -> OutputPart:

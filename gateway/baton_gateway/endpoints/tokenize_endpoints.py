@@ -106,11 +106,8 @@ class TokenizeEndpoints:
         tools: list[dict[str, Any]] | None = None
         if isinstance(request, CountTokensRequest):
             chat = await run_off_loop(request.chat_request, size, INLINE_BODY_BYTES)
-            messages, variables, tools = (
-                chat.messages,
-                chat.chat_template_kwargs,
-                chat.template_tools,
-            )
+            messages, tools = chat.messages, chat.template_tools
+            variables: dict[str, Any] | None = chat.template_variables
             add_generation_prompt = True
         else:
             if request.prompt is not None:

@@ -97,7 +97,7 @@ class JobBuilder:
         if isinstance(request, ChatCompletionRequest):
             text = await self._reader.render(
                 request.messages,
-                request.chat_template_kwargs,
+                request.template_variables,
                 bounds,
                 add_generation_prompt=request.add_generation_prompt is not False,
                 size=size,

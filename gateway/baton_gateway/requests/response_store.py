@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +19,8 @@ from baton_text.responses.responses_api import Response
 #: they may take. The oldest ones are forgotten first.
 MAX_STORED_BYTES = 2**26
 MEMORY_SHARE = 16
-#: Limit on the bytes of one conversation. A longer one is not stored.
+#: Limit on the bytes of one conversation. A longer one is not stored. It also limits the bytes of
+#: all responses to whose items one request refers.
 MAX_CONVERSATION_BYTES = 2**22
 #: The conversations of one client may take this part of the limit.
 CLIENT_SHARE = 4
@@ -26,6 +29,12 @@ OVERHEAD_BYTES = 2**10
 
 #: Name of the client, and id of the response.
 _Key = tuple[str | None, str]
+_ITEM_ID = re.compile(r"[a-z]+_(\w+)_[0-9]+", re.ASCII)
+
+
+def new_item_id(prefix: str, response_id: str, index: int) -> str:
+    """Return the id of an item of a response. It contains the id of the response."""
+    return f"{prefix}_{response_id.removeprefix('resp_')}_{index}"
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class ResponseStore:
         Raises:
             APIError: 404, the response is not stored.
         """
-        return self._find(response_id, client, 404, "response_id").response
+        return self._find(response_id, client, 404).response
 
     def delete(self, response_id: str, client: str | None) -> None:
         """Forget a response of this client.
@@ -100,31 +109,61 @@ class ResponseStore:
         Raises:
             APIError: 404, the response is not stored.
         """
-        self._find(response_id, client, 404, "response_id")
+        self._find(response_id, client, 404)
         with self._lock:
             self._forget((client, response_id))
 
-    def conversation(self, response_id: str | None, client: str | None) -> bytes:
-        """Return the JSON of the messages to continue. It is empty without a `response_id`.
+    def earlier(
+        self, previous_id: str | None, item_ids: Iterable[str], client: str | None
+    ) -> bytes:
+        """Return the JSON of `Earlier`: what a request continues and refers to.
+
+        Args:
+            previous_id: id of the response to continue. None: there is none.
+            item_ids: ids of items of stored responses.
+            client: name of the client.
 
         Raises:
-            APIError: 400, the response is not stored.
+            APIError: 400, a response is not stored, or the responses of the items are too long.
         """
-        if response_id is None:
+        messages = b"[]"
+        if previous_id is not None:
+            messages = self._find(previous_id, client, 400, "previous_response_id").messages
+        responses: dict[str, bytes] = {}
+        for item_id in item_ids:
+            match = _ITEM_ID.fullmatch(item_id)
+            response_id = f"resp_{match[1]}" if match else ""
+            what = f"Item {item_id[:100]!r}"
+            stored = self._find(response_id, client, 400, "input", what)
+            responses[response_id] = stored.response
+        if sum(map(len, responses.values())) > MAX_CONVERSATION_BYTES:
+            raise APIError(
+                400,
+                f"The responses of the items have more than {MAX_CONVERSATION_BYTES} bytes. Send "
+                "the items themselves as input.",
+                param="input",
+            )
+        if previous_id is None and not responses:
             return b""
-        return self._find(response_id, client, 400, "previous_response_id").messages
+        return b'{"messages":%b,"responses":[%b]}' % (messages, b",".join(responses.values()))
 
     def _find(
-        self, response_id: str, client: str | None, status: int, param: str
+        self,
+        response_id: str,
+        client: str | None,
+        status: int,
+        param: str = "response_id",
+        what: str = "",
     ) -> StoredResponse:
         with self._lock:
             stored = self._stored.get((client, response_id))
         if stored is not None:
             return stored
+        what = what or f"Response {response_id[:100]!r}"
         message = (
-            f"Response {response_id[:100]!r} is not stored here. Each gateway keeps only its own "
-            f"responses, the latest {self._max_bytes / 2**20:.3g} MiB of them, unless they were "
-            "made with store=false. Send the whole conversation as input."
+            f"{what} is not stored here. Each gateway keeps only its own responses, the latest "
+            f"{self._max_bytes / 2**20:.3g} MiB of them, unless they were made with store=false. "
+            "Send the whole conversation as input."
         )
         raise APIError(status, message, param=param, code="previous_response_not_found")
 

@@ -16,13 +16,14 @@ from baton_gateway.requests.response_store import (
     CLIENT_SHARE,
     MAX_CONVERSATION_BYTES,
     ResponseStore,
+    new_item_id,
 )
 from baton_protocol.config import AccessConfig
 from baton_protocol.sampling import StructuredOutputKind
 from baton_text.messages import ChatMessage
 from baton_text.requests.parsing import parse_request
 from baton_text.requests.responses_request import InputItem, ResponsesRequest
-from baton_text.responses.responses_api import Response
+from baton_text.responses.responses_api import OutputItem, Response
 from support.gateway.fake_engine import EOS_ID, FakeEngine
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
@@ -138,6 +139,27 @@ async def test_an_agent_runs_five_turns(rig: GatewayRig) -> None:
     assert stored.previous_response_id is not None
 
 
+@pytest.mark.usefixtures("agent_template")
+async def test_a_reference_stands_for_a_kept_item(rig: GatewayRig) -> None:
+    engine = answering(rig, ANSWER)
+    await rig.start(engine)
+    first = await create(rig, tools=[WEATHER, ADD])
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "1"}
+        for item in first.output[2:]
+    ]
+    items = [item.model_dump(exclude_none=True) for item in first.output]
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    user = {"role": "user", "content": "hi"}
+    for given in (items, references):
+        await create(rig, input=[user, *given, *results], tools=[WEATHER, ADD])
+    whole, referring = engine.adds[1:]
+    assert referring.prompt_token_ids == whole.prompt_token_ids
+    missing = {"type": "item_reference", "id": f"{first.output[0].id}9"}
+    with pytest.raises(openai.BadRequestError, match="no kept response has this item"):
+        await create(rig, input=[missing])
+
+
 async def test_instructions_are_not_kept(rig: GatewayRig) -> None:
     engine = answering(rig, "ok")
     await rig.start(engine)
@@ -178,6 +200,10 @@ async def test_clients_do_not_see_the_responses_of_others(make_rig: MakeRig, tmp
         await b.responses.delete(response.id)
     with pytest.raises(openai.BadRequestError):
         await b.responses.create(model="m", input="x", previous_response_id=response.id)
+    reference: Any = {"type": "item_reference", "id": response.output[0].id}
+    await a.responses.create(model="m", input=[reference])
+    with pytest.raises(openai.BadRequestError, match="is not stored here"):
+        await b.responses.create(model="m", input=[reference])
     assert (await a.responses.retrieve(response.id)).id == response.id
 
 
@@ -213,7 +239,10 @@ async def test_a_text_follows_a_schema(rig: GatewayRig) -> None:
         ),
         ({"input": [{"content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+        ({"input": [{"type": "item_reference", "id": "x"}] * 2}, "input[1].id"),
         ({"input": [{"type": "function_call", "call_id": "1"}]}, "input[0].name"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
@@ -308,7 +337,7 @@ def test_a_response_that_is_too_large_is_not_kept() -> None:
     store.put(response_of(0, 50_000), [], "a")
     store.put(response_of(1, 200_000), [], None)
     with pytest.raises(APIError, match="is not stored here"):
-        store.conversation("resp_0", "a")
+        store.earlier("resp_0", [], "a")
     assert not is_kept(store, 1, None)
     store.put(response_of(2, 50_000), [], None)
     assert is_kept(store, 2, None)
@@ -344,6 +373,21 @@ def test_the_time_for_many_calls_is_linear() -> None:
     assert len(message.tool_calls or ()) == len(items)
 
 
+def test_references_to_items_of_too_long_responses_are_refused() -> None:
+    store = ResponseStore()
+    size = MAX_CONVERSATION_BYTES // 2
+    for number in range(2):
+        response = response_of(number, size)
+        item_id = new_item_id("msg", response.id, 0)
+        response.output = [OutputItem(type="message", id=item_id, status="completed", content=[])]
+        store.put(response, [], None)
+    ids = [new_item_id("msg", f"resp_{number}", 0) for number in range(2)]
+    for item_id in ids:
+        assert store.earlier(None, [item_id], None)
+    with pytest.raises(APIError, match="more than"):
+        store.earlier(None, ids, None)
+
+
 def test_items_become_messages() -> None:
     body = {
         "input": [
@@ -360,7 +404,7 @@ def test_items_become_messages() -> None:
             {"type": "function_call_output", "call_id": "c1", "output": "1"},
         ]
     }
-    messages = parse_request(json.dumps(body).encode(), ResponsesRequest).input_messages()
+    messages = parse_request(json.dumps(body).encode(), ResponsesRequest).input_messages({})
     assert [message.role for message in messages] == ["developer", "user", "assistant", "tool"]
     assistant = messages[2]
     assert (assistant.content, assistant.reasoning_content) == ("I add.", "Hm.")

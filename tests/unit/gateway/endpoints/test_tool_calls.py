@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from baton_protocol.sampling import StructuredOutputKind
+from baton_text.chat_template import ChatTemplate
 from support.gateway.fake_engine import EOS_ID, FakeEngine
 from support.gateway.gateway_rig import GatewayRig
 
@@ -128,6 +129,49 @@ async def test_only_calls_leave_the_content_null(rig: GatewayRig) -> None:
     assert "get_weather" not in one
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_allowed_tools_can_be_called(rig: GatewayRig, mode: str) -> None:
+    engine = answering(rig, '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')
+    await rig.start(engine)
+    add = {"type": "function", "function": {"name": "add"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [add]}}
+    message = (await chat(rig, tool_choice=allowed)).choices[0].message
+    assert [call.function.name for call in message.tool_calls] == ["add"]
+    await chat(rig, tools=[ADD], tool_choice=mode)
+    await rig.client().responses.create(
+        model="m",
+        input="hi",
+        tools=[{"type": "function", **tool["function"]} for tool in (WEATHER, ADD)],
+        tool_choice={
+            "type": "allowed_tools",
+            "mode": mode,
+            "tools": [{"type": "function", "name": "add"}],
+        },
+    )
+    restricted, only, responses = [each.sampling_params.structured_output for each in engine.adds]
+    assert restricted == only == responses
+
+
+async def test_the_template_gets_the_reasoning_effort(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "{{ reasoning_effort }} {{ enable_thinking }} {{ messages[0].content }}"
+    template = ChatTemplate(source, rig.tokenizer.special_tokens)
+    monkeypatch.setattr(rig.tokenizer, "chat_template", template)
+    engine = answering(rig, "ok")
+    await rig.start(engine)
+    for effort in ("low", "none"):
+        await chat(rig, reasoning_effort=effort)
+        await rig.client().responses.create(model="m", input="hi", reasoning={"effort": effort})
+    await chat(
+        rig,
+        reasoning_effort="none",
+        extra_body={"chat_template_kwargs": {"enable_thinking": True}},
+    )
+    prompts = [rig.tokenizer.decode(request.prompt_token_ids) for request in engine.adds]
+    assert prompts == ["low  hi", "low  hi", " False hi", " False hi", " True hi"]
+
+
 async def test_without_tools_nothing_is_parsed_as_a_call(rig: GatewayRig) -> None:
     engine = answering(rig, CALLS)
     await rig.start(engine)
@@ -137,6 +181,32 @@ async def test_without_tools_nothing_is_parsed_as_a_call(rig: GatewayRig) -> Non
         assert choice.message.content == CALLS.partition("</think>\n\n")[2]
         assert choice.finish_reason == "stop"
     assert engine.adds[0].sampling_params.structured_output is None
+
+
+async def test_with_a_response_format_an_answer_is_calls_or_json(make_rig: Any) -> None:
+    """A string of the JSON may look like a call."""
+    rig = make_rig(tool_parser="hermes", reasoning_parser="none")
+    texts = {
+        "call": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        "json": '{"note": "<tool_call> begins a call"}',
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["Note"]}}}
+    engine = rig.engine("d", "decode")
+    await rig.start(engine)
+    for text in texts.values():
+        engine.answer = [*rig.tokenizer.encode(text, add_special_tokens=False), EOS_ID]
+        message = (await chat(rig, response_format=form)).choices[0].message
+        received = await streamed(rig, response_format=form)
+        calls = [[c.function.name, c.function.arguments] for c in message.tool_calls or []]
+        assert (
+            calls == received["calls"] == ([["add", '{"a": 1}']] if text == texts["call"] else [])
+        )
+        assert message.content == (None if calls else text)
+        assert received["content"] == ("" if calls else text)
+    grammar = engine.adds[0].sampling_params.structured_output
+    assert grammar.kind is StructuredOutputKind.GRAMMAR
+    assert '"get_weather' in grammar.spec.replace("\\", "")
+    assert '"enum": ["Note"]' in grammar.spec
 
 
 async def test_the_template_gets_tools_and_earlier_calls(make_rig: Any) -> None:
@@ -195,8 +265,21 @@ def called_with(arguments: str) -> dict[str, Any]:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": ["x"]}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}},
+            "tool_choice",
+        ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": ["add"]},
+                }
+            },
+            "tool_choice",
+        ),
         ({"extra_body": {"guided_regex": "a"}}, "guided_regex"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         *(
             ({"messages": [called_with(text)]}, "messages[0].tool_calls[0].function.arguments")
             for text in ("[", "[]", '{"a": "\\ud800"}')

@@ -94,9 +94,20 @@ def test_long_schemas_of_tools_are_refused_and_their_descriptions_do_not_count()
     assert refused.value.param == "tools"
 
 
-def test_calls_that_no_grammar_describes_are_written_as_json_if_they_are_required() -> None:
+def test_calls_that_no_grammar_describes_are_written_as_json_if_a_grammar_is_needed() -> None:
     assert reply("pythonic", tools=[TOOL]).tool_format is TOOL_FORMATS["pythonic"]
     assert reply("pythonic", tools=[TOOL]).structured_output is None
     required = reply("pythonic", tools=[TOOL], tool_choice="required")
     assert required.tool_format is TOOL_FORMATS["json"]
     assert required.structured_output is not None
+    either = reply("pythonic", tools=[TOOL], response_format={"type": "json_object"})
+    assert either.tool_format is TOOL_FORMATS["json"]
+    assert either.structured_output is not None
+
+
+def test_calls_that_begin_like_json_are_refused_with_a_response_format() -> None:
+    form = {"type": "json_object"}
+    with pytest.raises(RequestError) as refused:
+        reply("llama3_json", tools=[TOOL], response_format=form)
+    assert refused.value.param == "response_format"
+    assert reply("llama3_json", tools=[TOOL], tool_choice="required", response_format=form)

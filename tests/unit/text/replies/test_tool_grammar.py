@@ -26,7 +26,13 @@ TOKENIZER = LLTokenizer("byte")
 
 
 def grammar(name: str, **options: Any) -> str | None:
-    defaults = {"is_required": False, "is_single": False, "reasoning": None, "is_reasoning": False}
+    defaults = {
+        "is_required": False,
+        "is_single": False,
+        "content_schema": None,
+        "reasoning": None,
+        "is_reasoning": False,
+    }
     return tool_grammar(
         TOOL_FORMATS[name],
         TOOLS,
@@ -100,6 +106,18 @@ def test_text_is_free_outside_of_optional_calls(name: str) -> None:
     assert allows("", lark)
     assert allows(f"Let me see.\n{written(name, *TWO)} Done.", lark)
     assert not allows(f"Let me see.\n{written(name, ('unknown', {}))}", lark)
+
+
+@pytest.mark.parametrize("name", [each for each in WITH_LAYOUT if each != "llama3_json"])
+def test_a_reply_without_calls_follows_the_schema_of_the_content(name: str) -> None:
+    lark = grammar(name, content_schema=CITY, reasoning=REASONING_FORMATS["think"])
+    assert allows('{"city": "Lund"}', lark)
+    assert allows('<think>Hm.</think>\n\n{"city": "Lund"}', lark)
+    assert allows(written(name, *TWO), lark)
+    assert not allows('{"city": "Oslo"}', lark)
+    assert not allows("It is warm.", lark)
+    assert not allows(written(name, *ONE) + '{"city": "Lund"}', lark)
+    assert not allows('{"city": "Lund"}', grammar(name, is_required=True, content_schema=CITY))
 
 
 def test_calls_follow_the_reasoning() -> None:
