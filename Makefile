@@ -7,8 +7,9 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 ARGS ?=
 SUBJECT ?= kv_transfer
+CLIENTS := .clients
 
-.PHONY: help install up test e2e chaos elastic soak fuzz check format manifests diagrams locks images test-images control-plane gpu gpu-wheels bench clean
+.PHONY: help install up test e2e chaos elastic soak fuzz check format manifests diagrams locks images test-images clients control-plane gpu gpu-wheels bench clean
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
@@ -23,6 +24,7 @@ help:
 	@echo "make locks          lock the packages of the images with uv, after a change of constraints.txt or pyproject.toml"
 	@echo "make images         build the images of docker/ with buildah, each with an archive and an SBOM in build/images (ARGS=\"--only gateway\")"
 	@echo "make test-images    run the built images as pods run them: user 65532, a read-only root (as root)"
+	@echo "make clients        conversations with LiteLLM, LangChain, and the npm packages openai and ai, in environments of their own (needs npm)"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
 	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json (SUBJECT=engine ARGS=\"--peers --repeats 5\": beside vLLM, llama.cpp and OpenVINO, 75 minutes, and 6 GB once)"
 	@echo "make gpu            tests and benchmarks on a machine with a GPU, with its python3, torch and triton (PARTS=\"tests engine tune bench\")"
@@ -50,7 +52,7 @@ up: $(SERVING)
 	$(BIN)/baton up $(if $(MODEL),--model $(MODEL)) -f manifests/samples/demo.yaml $(ARGS)
 
 test: $(STAMP)
-	BATON_REQUIRE_CPU_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/e2e --ignore tests/images -n 3 --dist loadfile $(ARGS)
+	BATON_REQUIRE_CPU_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/e2e --ignore tests/images --ignore tests/clients -n 3 --dist loadfile $(ARGS)
 
 e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n 3 --dist loadfile $(ARGS)
@@ -115,6 +117,17 @@ images: # needs buildah
 test-images: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/images $(ARGS)
 
+# The packages of other clients. Some of their dependencies exclude versions of Baton's.
+$(CLIENTS)/installed: tests/clients/requirements.txt tests/clients/package.json
+	$(PYTHON) -m venv $(CLIENTS)/venv
+	$(CLIENTS)/venv/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	cp tests/clients/package.json $(CLIENTS)
+	npm install --prefix $(CLIENTS) --silent --no-audit --no-fund --no-package-lock --ignore-scripts
+	@touch $@
+
+clients: $(STAMP) $(CLIENTS)/installed # needs npm
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/clients $(ARGS)
+
 control-plane:
 	hack/control-plane.sh
 
@@ -128,4 +141,4 @@ gpu-wheels:
 	hack/gpu-wheels.sh $(PYTHON)
 
 clean:
-	rm -rf $(VENV) .gpu-wheels .gpu-site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .gpu-wheels .gpu-site .mypy_cache .ruff_cache .pytest_cache .hypothesis

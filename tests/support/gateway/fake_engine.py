@@ -39,7 +39,7 @@ EOS_ID = 1
 
 
 class FakeEngine:
-    """Answers every request with the tokens of `answer`. Tests set attributes to script faults."""
+    """Answers with the tokens that tests script. Tests set attributes to script faults."""
 
     def __init__(
         self,
@@ -54,6 +54,8 @@ class FakeEngine:
         self.name = name
         self.role = role
         self.answer = answer
+        #: Returns the tokens of the answer to a request. By default, all answers are `answer`.
+        self.answer_to: Callable[[EngineCoreRequest], list[int]] = lambda _: self.answer
         self.compatibility_hash = compatibility_hash
         self.kv_transport = kv_transport
         self.instance_id = uuid.uuid4().hex
@@ -228,7 +230,8 @@ class FakeEngine:
         if request.kv_transfer is not None and request.kv_transfer.side is KVSide.CONSUME:
             result = await self._result(request.request_id)
             done += len(result.token_ids)
-        limit = min(len(self.answer), request.sampling_params.max_tokens or len(self.answer))
+        answer = self.answer_to(request)
+        limit = min(len(answer), request.sampling_params.max_tokens or len(answer))
         while True:
             if self.hold_after is not None and done >= self.hold_after:
                 await self.released.wait()
@@ -243,7 +246,7 @@ class FakeEngine:
                     self._output(peer, output)
                     return
                 end = min(end, planned_error[0])
-            tokens = self.answer[done:end]
+            tokens = answer[done:end]
             stop = self._stop_token(request, tokens)
             finish = FinishReason.STOP if stop is not None else None
             # The finish reason of the last token is also lost.

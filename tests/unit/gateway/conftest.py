@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from baton_gateway.routing import file_discovery, pool
 from baton_text.chat_template import ChatTemplate
 from baton_text.tokenizer import Tokenizer
 from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig, MakeRig
+from support.gateway.small_tokenizer import save_tokenizer
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -36,26 +34,8 @@ AGENT_TEMPLATE = """\
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<pad>", "<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(
-        ["hello world, the quick brown fox says hello to the world"] * 8, trainer
-    )
     folder = tmp_path_factory.mktemp("model")
-    backend.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": "<|endoftext|>",
-        "pad_token": "<pad>",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    save_tokenizer(folder, TEMPLATE)
     return folder
 
 

@@ -1,0 +1,52 @@
+"""Agents of other clients run five turns, and each turn sends the whole conversation."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.clients.client_rig import ClientRig
+from support.clients.weather_agent import ANSWER, CALLS, LAST_PROMPT, REASONING, SCRIPT
+
+
+async def check(clients: ClientRig, program: str, *arguments: str) -> dict[str, object]:
+    """Run an agent, and return what else it prints."""
+    printed = await clients.run(program, *arguments, script=SCRIPT)
+    assert printed.pop("answer") == ANSWER
+    assert printed.pop("calls") == CALLS
+    assert len(clients.prompts) == 5
+    assert clients.prompts[-1] == LAST_PROMPT
+    return printed
+
+
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+@pytest.mark.parametrize("model", ["openai/m", "hosted_vllm/m", "anthropic/m"])
+async def test_litellm(clients: ClientRig, model: str, how: str) -> None:
+    await check(clients, "litellm_agent.py", model, how)
+
+
+async def test_litellm_with_responses(clients: ClientRig) -> None:
+    await check(clients, "litellm_responses_agent.py", "openai/m")
+
+
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_langchain(clients: ClientRig, api: str, how: str) -> None:
+    await check(clients, "langchain_agent.py", api, how)
+
+
+@pytest.mark.parametrize("how", ["whole", "streamed", "run_tools", "run_tools_streamed"])
+async def test_openai_on_node(clients: ClientRig, how: str) -> None:
+    await check(clients, "openai_agent.mjs", how)
+
+
+@pytest.mark.parametrize("where", ["stored", "sent"])
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+async def test_openai_on_node_with_responses(clients: ClientRig, how: str, where: str) -> None:
+    await check(clients, "openai_responses_agent.mjs", how, where)
+
+
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+@pytest.mark.parametrize("api", ["compatible", "chat", "responses"])
+async def test_the_ai_sdk(clients: ClientRig, api: str, how: str) -> None:
+    printed = await check(clients, "ai_agent.mjs", api, how)
+    assert printed["reasoning"] == (REASONING if api == "compatible" else "")

@@ -1,0 +1,100 @@
+"""A gateway with an engine whose answers follow from the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from baton_engine.grammar.compiler import GrammarCompiler
+from baton_protocol.messages import EngineCoreRequest
+from support.clients.programs import run_program
+from support.gateway.fake_engine import EOS_ID
+from support.gateway.gateway_rig import GatewayRig
+from support.gateway.small_tokenizer import VOCAB_SIZE
+
+#: Renders everything that a client sends: tools, messages, calls and results.
+TEMPLATE = """\
+{% for tool in tools or [] %}
+[{{ tool.function.name }}]
+{% endfor %}
+{% for message in messages %}
+<|{{ message.role }}|>{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+[{{ call.function.name }} {{ call.function.arguments | tojson }}]
+{%- endfor %}
+
+{% endfor %}
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+MAX_MODEL_LEN = 100_000
+
+
+class ClientRig:
+    """A gateway with one engine.
+
+    Args:
+        gateway: the gateway, which `start` starts.
+        model: folder with the files of the tokenizer.
+    """
+
+    def __init__(self, gateway: GatewayRig, model: Path) -> None:
+        self._gateway = gateway
+        self._grammars = GrammarCompiler(model, VOCAB_SIZE, [EOS_ID])
+        self._engine = gateway.engine("engine", "decode")
+        self._engine.max_model_len = MAX_MODEL_LEN
+        self._engine.answer_to = self._answer
+        self._script: Callable[[str], str] = str
+        #: Answers that the grammar of the request forbids, so that no engine could generate them.
+        self._impossible: list[str] = []
+
+    async def start(self) -> None:
+        await self._gateway.start(self._engine)
+
+    async def run(self, program: str, *arguments: str, script: Callable[[str], str]) -> Any:
+        """Run a program with the gateway's URL and `arguments`, and return what it prints.
+
+        Args:
+            program: name of the file in tests/clients/programs.
+            script: returns the model's answer to a prompt.
+        """
+        self._script = script
+        self._engine.adds.clear()
+        printed = await run_program(program, self._gateway.url, *arguments)
+        assert not self._impossible, self._impossible
+        return printed
+
+    @property
+    def prompts(self) -> list[str]:
+        """The prompts of the last program."""
+        return [self._prompt(request) for request in self._engine.adds]
+
+    def _answer(self, request: EngineCoreRequest) -> list[int]:
+        text = self._script(self._prompt(request))
+        tokens = self._tokens(text)
+        if not self._allows(request, tokens):
+            self._impossible.append(text)
+        return [*tokens, EOS_ID]
+
+    def _allows(self, request: EngineCoreRequest, tokens: list[int]) -> bool:
+        structure = request.sampling_params.structured_output
+        if structure is None:
+            return True
+        matcher = self._grammars.compile(structure)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    def _prompt(self, request: EngineCoreRequest) -> str:
+        return self._gateway.tokenizer.decode(request.prompt_token_ids)
+
+    def _tokens(self, text: str) -> list[int]:
+        return self._gateway.tokenizer.encode(text, add_special_tokens=False)
+
+
+def by_turn(*answers: str) -> Callable[[str], str]:
+    """Return a script that answers the first prompt of a conversation with the first text, etc."""
+
+    def script(prompt: str) -> str:
+        turn = prompt.count("<|assistant|>") - 1
+        return answers[turn] if turn < len(answers) else f"no answer for turn {turn}: {prompt}"
+
+    return script
