@@ -74,6 +74,16 @@ class Thinking(msgspec.Struct, kw_only=True):
     budget_tokens: int | None = None
 
 
+class _Completion(ChatCompletionRequest, kw_only=True):
+    """A chat completion whose `max_tokens` may be more than the rest of the context.
+
+    Clients of Anthropic's API must send a limit, and many send a large one for each model.
+    """
+
+    def max_tokens_field(self) -> None:
+        return None
+
+
 class CountTokensRequest(msgspec.Struct, kw_only=True):
     """The fields that decide the prompt."""
 
@@ -108,7 +118,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         return request
 
     def _chat_request(self) -> ChatCompletionRequest:
-        request = ChatCompletionRequest(
+        request = _Completion(
             model=self.model,
             messages=self._chat_messages(),
             tools=[_chat_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())],
@@ -146,7 +156,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    #: Limit on generated tokens. Bounds: 1 or more.
+    #: Limit on generated tokens. It may be more than the rest of the context. Bounds: 1 or more.
     max_tokens: int
     #: Strings that end the text. The text does not contain them.
     stop_sequences: list[str] | None = None

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from baton_gateway.errors import APIError, error_body
+from baton_protocol.config import AccessConfig
 from baton_text.requests.messages_request import ContentBlock, InputMessage, MessagesRequest
 from baton_text.requests.parsing import parse_request
 from support.gateway.fake_engine import DEADLINE_S, EOS_ID, FakeEngine
@@ -91,6 +92,19 @@ async def test_a_stream_makes_the_same_message(rig: GatewayRig) -> None:
     assert kinds[0] == "message_start"
     assert kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 4
+
+
+async def test_a_limit_above_the_rest_of_the_context_is_lowered(make_rig: MakeRig) -> None:
+    rig = make_rig(access=AccessConfig(max_completion_tokens=200))
+    engine = answering(rig, "ok")
+    await rig.start(engine)
+    async with client_of(rig) as client:
+        message = await client.messages.create(**fields_of(max_tokens=128_000))
+        await client.messages.create(**fields_of(max_tokens=128_000, system="hello " * 60))
+    assert message.stop_reason == "end_turn"
+    short, long = engine.adds
+    assert short.sampling_params.max_tokens == 200
+    assert long.sampling_params.max_tokens == engine.max_model_len - len(long.prompt_token_ids)
 
 
 async def test_arguments_without_utf_8_are_empty(rig: GatewayRig) -> None:
