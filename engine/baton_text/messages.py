@@ -13,7 +13,7 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    #: Kind of the part. Only `text` is accepted. Other kinds, such as images, are refused.
+    #: Kind of the part. Other kinds, such as images, are refused. Bounds: text.
     type: str
     #: The text. It is required.
     text: str | None = None
@@ -31,7 +31,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: CalledFunction
     #: Id of the call.
     id: str = ""
-    #: Kind of the call. Only `function` is accepted.
+    #: Kind of the call. Bounds: function.
     type: str = "function"
 
 

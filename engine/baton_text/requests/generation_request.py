@@ -73,7 +73,8 @@ class JSONSchemaFormat(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True):
-    #: text: any text. json_object: any JSON object. json_schema: see `json_schema`.
+    #: text: any text. json_object: any JSON object. json_schema: see `json_schema`. Bounds: text,
+    #: json_object, json_schema.
     type: str
     #: The schema of type json_schema.
     json_schema: JSONSchemaFormat | None = None

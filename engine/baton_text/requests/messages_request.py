@@ -39,7 +39,7 @@ class ContentBlock(msgspec.Struct, kw_only=True):
 
 
 class InputMessage(msgspec.Struct, kw_only=True):
-    #: Author of the message: user or assistant.
+    #: Author of the message. Bounds: user, assistant.
     role: str
     #: A text, or blocks.
     content: str | list[ContentBlock]
@@ -52,13 +52,13 @@ class Tool(msgspec.Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     #: What the tool does.
     description: str | None = None
-    #: Only custom. Tools that Anthropic runs are refused.
+    #: Kind of the tool. Tools that Anthropic runs are refused. Bounds: custom.
     type: str | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
     #: auto: the model decides. any: it calls one tool or more. tool: it calls the tool `name`.
-    #: none: it calls no tool.
+    #: none: it calls no tool. Bounds: auto, any, tool, none.
     type: str
     #: Name of the tool of type tool.
     name: str | None = None

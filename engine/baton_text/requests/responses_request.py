@@ -35,12 +35,12 @@ class InputPart(msgspec.Struct, kw_only=True):
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    #: Kind of the item: message, function_call, function_call_output, reasoning, or item_reference
-    #: for an item of a kept response.
+    #: Kind of the item. Bounds: message, function_call, function_call_output, reasoning,
+    #: item_reference.
     type: str = "message"
     #: Id of the kept item of an item_reference. Ignored in other items.
     id: str | None = None
-    #: Author of a message: user, assistant, system or developer.
+    #: Author of a message. Bounds: user, assistant, system, developer.
     role: str | None = None
     #: Text of a message, or parts. Of a reasoning item: parts.
     content: str | list[InputPart] | None = None
@@ -57,7 +57,7 @@ class InputItem(msgspec.Struct, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, kw_only=True):
-    #: Kind of the tool. Only function is accepted.
+    #: Kind of the tool. Bounds: function.
     type: str
     #: Name of the function. Bounds: 1..64 letters, digits, underscores, dots and hyphens.
     name: str | None = None
@@ -70,7 +70,8 @@ class ResponseTool(msgspec.Struct, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
-    #: text: any text. json_object: any JSON object. json_schema: see `schema`.
+    #: text: any text. json_object: any JSON object. json_schema: see `schema`. Bounds: text,
+    #: json_object, json_schema.
     type: str = "text"
     #: Ignored.
     name: str | None = None
@@ -155,7 +156,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: ReasoningOptions | None = None
     #: Returned with the response.
     metadata: dict[str, str] | None = None
-    #: Only disabled: a conversation that does not fit is refused.
+    #: A conversation that does not fit is refused. Bounds: disabled.
     truncation: str | None = None
     background: Any = None
     conversation: Any = None

@@ -136,8 +136,8 @@ def _operation(method: str, path: str, operation: Operation, *, needs_key: bool)
         },
     }
     if operation.body is not None:
-        content = {"application/json": {"schema": reference(operation.body)}}
-        result["requestBody"] = {"required": True, "content": content}
+        content = {"schema": reference(operation.body), "example": operation.example}
+        result["requestBody"] = {"required": True, "content": {"application/json": content}}
     if needs_key and is_open:
         result["security"] = []
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from baton_text.responses import anthropic, openai, responses_api
 Struct = type[msgspec.Struct]
 _BODY_ERRORS = (404, 408, 413, 429, 503)
 _GENERATION_ERRORS = (*_BODY_ERRORS, 415, 504)
+_CONVERSATION = [{"role": "user", "content": "Hello"}]
 
 
 class Failure(NamedTuple):
@@ -104,6 +106,7 @@ class Operation:
         body: type of the JSON body of requests; None: requests have no body.
         events: types of the data of a stream's events. Empty: there are no streams.
         errors: statuses of its errors, besides those of every path.
+        example: a body of a request.
     """
 
     summary: str
@@ -111,6 +114,7 @@ class Operation:
     body: Struct | None = None
     events: tuple[Struct, ...] = ()
     errors: tuple[int, ...] = ()
+    example: Mapping[str, object] | None = None
 
 
 #: The operations of the clients' port, by method and path.
@@ -121,6 +125,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ChatCompletionRequest,
         (openai.ChatCompletionChunk,),
         _GENERATION_ERRORS,
+        {"messages": _CONVERSATION, "max_tokens": 64},
     ),
     ("POST", "/v1/completions"): Operation(
         "Continue one or more prompts.",
@@ -128,6 +133,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         CompletionRequest,
         (openai.Completion,),
         _GENERATION_ERRORS,
+        {"prompt": "Hello", "max_tokens": 64},
     ),
     ("POST", RESPONSES_PATH): Operation(
         "Answer a conversation, and keep it for the next request.",
@@ -135,6 +141,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         ResponsesRequest,
         (responses_api.ResponseEvent,),
         _GENERATION_ERRORS,
+        {"input": "Hello", "max_output_tokens": 64},
     ),
     ("POST", MESSAGES_PATH): Operation(
         "Answer a conversation, in Anthropic's form.",
@@ -142,6 +149,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         MessagesRequest,
         anthropic.EVENTS,
         _GENERATION_ERRORS,
+        {"messages": _CONVERSATION, "max_tokens": 64},
     ),
     ("GET", f"{RESPONSES_PATH}/{{response}}"): Operation(
         "Return a kept response.", responses_api.Response, errors=(404,)
@@ -154,18 +162,21 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         anthropic.InputTokens,
         CountTokensRequest,
         errors=_BODY_ERRORS,
+        example={"messages": _CONVERSATION},
     ),
     ("POST", "/tokenize"): Operation(
         "Convert a prompt or a conversation to token ids, as generation does.",
         openai.TokenizeResponse,
         TokenizeRequest,
         errors=_BODY_ERRORS,
+        example={"prompt": "Hello"},
     ),
     ("POST", "/detokenize"): Operation(
         "Convert token ids to text.",
         openai.DetokenizeResponse,
         DetokenizeRequest,
         errors=_BODY_ERRORS,
+        example={"tokens": [1, 2]},
     ),
     ("GET", "/v1/models"): Operation("List the served model.", openai.ModelList),
     ("GET", "/v1/models/{model}"): Operation(

@@ -97,16 +97,14 @@ def _describe(schema: dict[str, Any], kind: Struct) -> None:
 
 
 def _bound(field: dict[str, Any], bounds: str) -> None:
-    """Add the bounds of a number to its schema."""
-    match = next((found for each in _BOUNDS if (found := re.fullmatch(each, bounds))), None)
-    if match is None:
-        return
+    """Add the bounds of a number, or the values of a text, to the schema of a field."""
+    limits = next((found for each in _BOUNDS if (found := re.fullmatch(each, bounds))), None)
     for branch in field.get("anyOf", [field]):
         target = branch.get("additionalProperties", branch)
-        if target.get("type") in ("integer", "number"):
-            target.update(
-                {keyword: json.loads(text) for keyword, text in match.groupdict().items()}
-            )
+        if limits is not None and target.get("type") in ("integer", "number"):
+            target.update({name: json.loads(text) for name, text in limits.groupdict().items()})
+        elif target.get("type") == "string" and re.fullmatch(r"[a-z_]+(, [a-z_]+)*", bounds):
+            target["enum"] = bounds.split(", ")
 
 
 def _describe_response(schema: dict[str, Any]) -> None:

@@ -17,7 +17,13 @@ from baton_gateway.endpoints.openapi import make_document
 from baton_gateway.endpoints.operations import FAILURES
 from baton_protocol.config import AccessConfig
 from baton_protocol.messages import ErrorCode
+from baton_text.errors import RequestError
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import MAX_N
+from baton_text.requests.messages_request import MessagesRequest
+from baton_text.requests.parsing import parse_request
+from baton_text.requests.responses_request import ResponsesRequest
 from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
 
@@ -64,6 +70,9 @@ FAILING: list[tuple[str, str, int, Any]] = [
     ("POST", "/tokenize", 400, {}),
     ("POST", "/detokenize", 400, {"tokens": [-1]}),
 ]
+
+DOCUMENT = make_document(needs_key=False)
+DOCUMENT_WITH_KEYS = make_document(needs_key=True)
 
 
 class Documented:
@@ -133,14 +142,13 @@ async def started(rig: GatewayRig, text: str = "hello world", key: str = "") -> 
     engine = rig.engine("d", "decode", text)
     engine.answer.append(EOS_ID)
     await rig.start(engine)
-    documented = Documented(rig, make_document(needs_key=bool(key)), key)
+    documented = Documented(rig, DOCUMENT_WITH_KEYS if key else DOCUMENT, key)
     assert await documented.call("GET", "/openapi.json") == (200, documented.document)
     return documented
 
 
-@pytest.mark.parametrize("needs_key", [False, True])
-def test_schemas_and_references_are_valid(needs_key: bool) -> None:
-    document = make_document(needs_key=needs_key)
+@pytest.mark.parametrize("document", [DOCUMENT, DOCUMENT_WITH_KEYS], ids=["open", "keys"])
+def test_schemas_and_references_are_valid(document: dict[str, Any]) -> None:
     references = set(re.findall(rb'"\$ref":"([^"]*)"', msgspec.json.encode(document)))
     documented = Documented(None, document)  # type: ignore[arg-type]
     assert all(documented.resolve({"$ref": each.decode()}) for each in references)
@@ -164,7 +172,7 @@ async def test_it_has_exactly_the_routes_of_the_gateway(rig: GatewayRig) -> None
     }
     documented = {
         (method.upper(), path)
-        for path, methods in make_document(needs_key=False)["paths"].items()
+        for path, methods in DOCUMENT["paths"].items()
         for method in methods
         if method != "parameters"
     }
@@ -172,7 +180,7 @@ async def test_it_has_exactly_the_routes_of_the_gateway(rig: GatewayRig) -> None
 
 
 def test_it_has_every_status_and_code_of_the_errors() -> None:
-    document = make_document(needs_key=True)
+    document = DOCUMENT_WITH_KEYS
     statuses = {
         int(status)
         for methods in document["paths"].values()
@@ -271,7 +279,7 @@ async def test_keys_are_documented(
 
 
 def test_fields_that_are_not_supported_must_be_empty() -> None:
-    documented = Documented(None, make_document(needs_key=False))  # type: ignore[arg-type]
+    documented = Documented(None, DOCUMENT)  # type: ignore[arg-type]
     schema = {"$ref": "#/components/schemas/ChatCompletionRequest"}
     documented.validate(CHAT | {"audio": None, "functions": []}, schema)
     with pytest.raises(jsonschema.ValidationError):
@@ -279,7 +287,7 @@ def test_fields_that_are_not_supported_must_be_empty() -> None:
 
 
 def test_fields_have_their_descriptions_and_bounds() -> None:
-    schemas = make_document(needs_key=False)["components"]["schemas"]
+    schemas = DOCUMENT["components"]["schemas"]
     fields = schemas["ChatCompletionRequest"]["properties"]
     assert fields["temperature"]["description"].startswith("Randomness of sampling.")
     numbers = {name: fields[name]["anyOf"][0] for name in ("n", "top_p", "logit_bias")}
@@ -298,9 +306,130 @@ def test_fields_have_their_descriptions_and_bounds() -> None:
 
 
 def test_responses_have_the_fields_that_are_always_sent() -> None:
-    schemas = make_document(needs_key=False)["components"]["schemas"]
+    schemas = DOCUMENT["components"]["schemas"]
     detail, chunk = schemas["ErrorDetail"], schemas["ChatCompletionChunk"]
     assert set(detail["required"]) == {"message", "type", "param", "code"}
     assert "usage" not in chunk["required"]
     assert chunk["properties"]["object"]["const"] == "chat.completion.chunk"
     assert schemas["ChatMessage"]["required"] == ["role"]
+
+
+async def test_the_examples_succeed(rig: GatewayRig) -> None:
+    documented = await started(rig)
+    bodies = {
+        path: methods["post"]["requestBody"]["content"]["application/json"]["example"]
+        for path, methods in documented.document["paths"].items()
+        if "post" in methods
+    }
+    assert len(bodies) >= 7
+    for path, body in bodies.items():
+        assert (await documented.call("POST", path, body))[0] == 200
+
+
+#: Fields with the values that a comment lists: the struct, and a body with the field as `X`.
+CLOSED: list[tuple[str, str, Any, dict[str, Any]]] = [
+    ("ChatMessage", "role", ChatCompletionRequest, {"messages": [{"role": "X", "content": "a"}]}),
+    (
+        "ContentPart",
+        "type",
+        ChatCompletionRequest,
+        {"messages": [{"role": "user", "content": [{"type": "X", "text": "a"}]}]},
+    ),
+    (
+        "ToolCall",
+        "type",
+        ChatCompletionRequest,
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"type": "X", "function": {"name": "f", "arguments": "{}"}}],
+                }
+            ]
+        },
+    ),
+    (
+        "ResponseFormat",
+        "type",
+        CompletionRequest,
+        {"prompt": "a", "response_format": {"type": "X", "json_schema": {"schema": {}}}},
+    ),
+    ("InputMessage", "role", MessagesRequest, {"messages": [{"role": "X", "content": "a"}, USER]}),
+    ("Tool", "type", MessagesRequest, CHAT | {"tools": [{"type": "X", "name": "f"}]}),
+    (
+        "ToolChoice",
+        "type",
+        MessagesRequest,
+        CHAT | {"tools": [{"name": "f"}], "tool_choice": {"type": "X", "name": "f"}},
+    ),
+    (
+        "InputItem",
+        "type",
+        ResponsesRequest,
+        {
+            "input": [
+                {
+                    "type": "X",
+                    "id": "kept",
+                    "role": "user",
+                    "content": [],
+                    "name": "f",
+                    "output": "a",
+                }
+            ]
+        },
+    ),
+    ("InputItem", "role", ResponsesRequest, {"input": [{"role": "X", "content": "a"}]}),
+    (
+        "ResponseTool",
+        "type",
+        ResponsesRequest,
+        {"input": "a", "tools": [{"type": "X", "name": "f"}]},
+    ),
+    (
+        "TextFormat",
+        "type",
+        ResponsesRequest,
+        {"input": "a", "text": {"format": {"type": "X", "schema": {}}}},
+    ),
+    ("ResponsesRequest", "truncation", ResponsesRequest, {"input": "a", "truncation": "X"}),
+]
+
+
+#: What a request of /v1/responses may refer to.
+EARLIER = b'{"responses": [{"output": [{"id": "kept", "role": "user", "content": "x"}]}]}'
+
+
+def check_all(body: bytes, kind: Any) -> None:
+    """Raise RequestError if a field is invalid."""
+    request = parse_request(body, kind)
+    if isinstance(request, ResponsesRequest):
+        request.chat_request(EARLIER)
+    elif isinstance(request, MessagesRequest):
+        request.chat_request()
+
+
+@pytest.mark.parametrize(("struct", "field", "kind", "body"), CLOSED)
+def test_values_are_those_of_the_checks(
+    struct: str, field: str, kind: Any, body: dict[str, Any]
+) -> None:
+    schema = DOCUMENT["components"]["schemas"][struct]["properties"][field]
+    values = schema.get("anyOf", [schema])[0]["enum"]
+    template = msgspec.json.encode({"max_tokens": 5, **body})
+    for value in values:
+        check_all(template.replace(b'"X"', msgspec.json.encode(value)), kind)
+    with pytest.raises(RequestError) as raised:
+        check_all(template, kind)
+    assert str(raised.value.param).endswith(field) or raised.value.param == "response_format"
+
+
+def test_all_lists_of_values_are_compared() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    closed = {
+        (struct, field)
+        for struct, schema in schemas.items()
+        for field, value in schema["properties"].items()
+        for branch in value.get("anyOf", [value])
+        if "enum" in branch and branch.get("type") == "string"
+    }
+    assert closed == {(struct, field) for struct, field, _, _ in CLOSED}
