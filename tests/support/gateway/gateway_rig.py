@@ -27,7 +27,7 @@ from baton_protocol.config import (
 )
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.tokenizer import Tokenizer
-from support.gateway.fake_engine import DEADLINE_S, FakeEngine
+from support.gateway.fake_engine import DEADLINE_S, EOS_ID, FakeEngine
 from support.waiting import until
 
 #: The option `timeout` of a request that `GatewayRig.skip` must not end.
@@ -77,6 +77,12 @@ class GatewayRig:
         answer = self.tokenizer.encode(text, add_special_tokens=False)
         engine = FakeEngine(name, role, answer, **options)
         self.engines.append(engine)
+        return engine
+
+    def answering(self, text: str, name: str = "d") -> FakeEngine:
+        """Start a decode engine that answers with `text` and EOS."""
+        engine = self.engine(name, "decode", text)
+        engine.answer.append(EOS_ID)
         return engine
 
     def announce(self, *engines: FakeEngine) -> None:

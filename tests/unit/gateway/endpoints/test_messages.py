@@ -13,7 +13,7 @@ from baton_gateway.errors import APIError, error_body
 from baton_protocol.config import AccessConfig
 from baton_text.requests.messages_request import ContentBlock, InputMessage, MessagesRequest
 from baton_text.requests.parsing import parse_request
-from support.gateway.fake_engine import DEADLINE_S, EOS_ID, FakeEngine
+from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 
 WEATHER: dict[str, Any] = {
@@ -42,13 +42,6 @@ def rig(make_rig: MakeRig) -> GatewayRig:
     return make_rig(tool_parser="hermes", reasoning_parser="think")
 
 
-def answering(rig: GatewayRig, text: str, name: str = "d") -> FakeEngine:
-    """Start a decode engine that answers with `text` and EOS."""
-    engine = rig.engine(name, "decode", text)
-    engine.answer.append(EOS_ID)
-    return engine
-
-
 def client_of(rig: GatewayRig, **options: Any) -> anthropic.AsyncAnthropic:
     fields = {"api_key": "unused", **options}
     return anthropic.AsyncAnthropic(base_url=rig.url, max_retries=0, timeout=DEADLINE_S, **fields)
@@ -67,7 +60,7 @@ def blocks_of(message: anthropic.types.Message) -> list[dict[str, Any]]:
 
 
 async def test_a_message_has_reasoning_text_and_calls(rig: GatewayRig) -> None:
-    await rig.start(answering(rig, ANSWER))
+    await rig.start(rig.answering(ANSWER))
     async with client_of(rig) as client:
         fields = fields_of(tools=[WEATHER, ADD], thinking=THINKING)
         message = await client.messages.create(**fields)
@@ -79,7 +72,7 @@ async def test_a_message_has_reasoning_text_and_calls(rig: GatewayRig) -> None:
 
 
 async def test_a_stream_makes_the_same_message(rig: GatewayRig) -> None:
-    await rig.start(answering(rig, ANSWER))
+    await rig.start(rig.answering(ANSWER))
     async with client_of(rig) as client:
         fields = fields_of(tools=[WEATHER, ADD], thinking=THINKING)
         whole = await client.messages.create(**fields)
@@ -96,7 +89,7 @@ async def test_a_stream_makes_the_same_message(rig: GatewayRig) -> None:
 
 async def test_a_limit_above_the_rest_of_the_context_is_lowered(make_rig: MakeRig) -> None:
     rig = make_rig(access=AccessConfig(max_completion_tokens=200))
-    engine = answering(rig, "ok")
+    engine = rig.answering("ok")
     await rig.start(engine)
     async with client_of(rig) as client:
         message = await client.messages.create(**fields_of(max_tokens=128_000))
@@ -109,14 +102,14 @@ async def test_a_limit_above_the_rest_of_the_context_is_lowered(make_rig: MakeRi
 
 async def test_arguments_without_utf_8_are_empty(rig: GatewayRig) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800"}}\n</tool_call>'
-    await rig.start(answering(rig, call))
+    await rig.start(rig.answering(call))
     async with client_of(rig) as client:
         message = await client.messages.create(**fields_of(tools=[ADD]))
     assert blocks_of(message) == [{"type": "tool_use", "name": "add", "input": {}}]
 
 
 async def test_reasoning_is_sent_only_if_the_request_asks_for_it(rig: GatewayRig) -> None:
-    await rig.start(answering(rig, "<think>Hm.</think>Yes."))
+    await rig.start(rig.answering("<think>Hm.</think>Yes."))
     async with client_of(rig) as client:
         for options in ({}, {"thinking": {"type": "disabled"}}):
             message = await client.messages.create(**fields_of(**options))
@@ -136,7 +129,7 @@ async def test_reasoning_is_sent_only_if_the_request_asks_for_it(rig: GatewayRig
 async def test_a_message_says_why_it_ended(
     rig: GatewayRig, options: Any, text: str | None, reason: str, sequence: str | None
 ) -> None:
-    await rig.start(answering(rig, "one two"))
+    await rig.start(rig.answering("one two"))
     async with client_of(rig) as client:
         message = await client.messages.create(**fields_of(**options))
         async with client.messages.stream(**fields_of(**options)) as stream:
@@ -150,7 +143,7 @@ async def test_a_message_says_why_it_ended(
 async def test_an_agent_runs_five_turns(rig: GatewayRig) -> None:
     """Each result of a tool goes back to the model. The prompts grow by the calls and results."""
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    engine = answering(rig, call)
+    engine = rig.answering(call)
     await rig.start(engine)
     messages: list[Any] = [USER]
     async with client_of(rig) as client:
@@ -168,7 +161,7 @@ async def test_an_agent_runs_five_turns(rig: GatewayRig) -> None:
 
 async def test_a_stream_continues_on_another_engine(rig: GatewayRig) -> None:
     """The first engine is lost within the arguments of a call."""
-    first, second = answering(rig, ANSWER, "a"), answering(rig, ANSWER, "b")
+    first, second = rig.answering(ANSWER, "a"), rig.answering(ANSWER, "b")
     begun = rig.tokenizer.encode(ANSWER.partition("Malm")[0], add_special_tokens=False)
     for engine in (first, second):
         engine.hold_after = len(begun)
@@ -189,7 +182,7 @@ async def test_a_stream_continues_on_another_engine(rig: GatewayRig) -> None:
 
 
 async def test_a_failure_within_a_stream_is_an_event(rig: GatewayRig) -> None:
-    engine = answering(rig, "one two three")
+    engine = rig.answering("one two three")
     engine.hold_after = 2
     await rig.start(engine)
     async with client_of(rig) as client, client.messages.stream(**fields_of()) as stream:
@@ -202,7 +195,7 @@ async def test_a_failure_within_a_stream_is_an_event(rig: GatewayRig) -> None:
 
 
 async def test_tokens_are_counted_as_the_prompt_has_them(rig: GatewayRig) -> None:
-    engine = answering(rig, "ok")
+    engine = rig.answering("ok")
     await rig.start(engine)
     prompt = {"model": "m", "system": "Be brief.", "tools": [ADD], "messages": [USER, USER]}
     async with client_of(rig) as client:
@@ -300,7 +293,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 async def test_invalid_bodies_are_refused_in_the_shape_of_the_api(
     rig: GatewayRig, options: dict[str, Any], text: str
 ) -> None:
-    await rig.start(answering(rig, "ok"))
+    await rig.start(rig.answering("ok"))
     status, body, _ = await rig.post("/v1/messages", fields_of(**options))
     assert status == (404 if "model" in options else 400)
     assert body["type"] == "error"

@@ -24,7 +24,6 @@ from baton_text.messages import ChatMessage
 from baton_text.requests.parsing import parse_request
 from baton_text.requests.responses_request import InputItem, ResponsesRequest
 from baton_text.responses.responses_api import OutputItem, Response
-from support.gateway.fake_engine import EOS_ID, FakeEngine
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
 
@@ -54,13 +53,6 @@ def rig(make_rig: MakeRig) -> GatewayRig:
     return make_rig(tool_parser="hermes", reasoning_parser="think")
 
 
-def answering(rig: GatewayRig, text: str, name: str = "d") -> FakeEngine:
-    """Start a decode engine that answers with `text` and EOS."""
-    engine = rig.engine(name, "decode", text)
-    engine.answer.append(EOS_ID)
-    return engine
-
-
 def items_of(response: Any) -> list[tuple[str, ...]]:
     """Return kind and text of each item. Each item must be complete and have an id of its own."""
     assert len({item.id for item in response.output}) == len(response.output)
@@ -78,7 +70,7 @@ async def create(rig: GatewayRig, **options: Any) -> Any:
 
 
 async def test_a_response_has_reasoning_text_and_calls(rig: GatewayRig) -> None:
-    await rig.start(answering(rig, ANSWER))
+    await rig.start(rig.answering(ANSWER))
     response = await create(rig, tools=[WEATHER, ADD], metadata={"a": "b"}, temperature=0.5)
     assert items_of(response) == EXPECTED
     assert response.output_text == "I look."
@@ -91,7 +83,7 @@ async def test_a_response_has_reasoning_text_and_calls(rig: GatewayRig) -> None:
 
 
 async def test_a_stream_makes_the_same_response(rig: GatewayRig) -> None:
-    await rig.start(answering(rig, ANSWER))
+    await rig.start(rig.answering(ANSWER))
     fields: Any = {"model": "m", "input": "hi", "tools": [WEATHER, ADD]}
     async with rig.client().responses.stream(**fields) as stream:
         events = [event async for event in stream]
@@ -111,7 +103,7 @@ async def test_a_stream_makes_the_same_response(rig: GatewayRig) -> None:
 
 
 async def test_a_limit_on_tokens_makes_the_response_incomplete(rig: GatewayRig) -> None:
-    await rig.start(answering(rig, "one two three four"))
+    await rig.start(rig.answering("one two three four"))
     response = await create(rig, max_output_tokens=1)
     assert response.status == "incomplete"
     assert response.incomplete_details.reason == "max_output_tokens"
@@ -124,7 +116,7 @@ async def test_a_limit_on_tokens_makes_the_response_incomplete(rig: GatewayRig) 
 async def test_an_agent_runs_five_turns(rig: GatewayRig) -> None:
     """Each turn continues the stored conversation, or sends all of it. The prompts are equal."""
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    engine = answering(rig, call)
+    engine = rig.answering(call)
     await rig.start(engine)
     items: list[Any] = [{"role": "user", "content": "hi"}]
     stored = await create(rig, input=items, tools=[ADD])
@@ -141,7 +133,7 @@ async def test_an_agent_runs_five_turns(rig: GatewayRig) -> None:
 
 @pytest.mark.usefixtures("agent_template")
 async def test_a_reference_stands_for_a_kept_item(rig: GatewayRig) -> None:
-    engine = answering(rig, ANSWER)
+    engine = rig.answering(ANSWER)
     await rig.start(engine)
     first = await create(rig, tools=[WEATHER, ADD])
     results = [
@@ -161,7 +153,7 @@ async def test_a_reference_stands_for_a_kept_item(rig: GatewayRig) -> None:
 
 
 async def test_instructions_are_not_kept(rig: GatewayRig) -> None:
-    engine = answering(rig, "ok")
+    engine = rig.answering("ok")
     await rig.start(engine)
     first = await create(rig, instructions="Be brief.")
     for instructions in ("Be rude.", None):
@@ -173,7 +165,7 @@ async def test_instructions_are_not_kept(rig: GatewayRig) -> None:
 
 
 async def test_responses_are_read_and_deleted(rig: GatewayRig) -> None:
-    await rig.start(answering(rig, "ok"))
+    await rig.start(rig.answering("ok"))
     response = await create(rig)
     client = rig.client()
     assert (await client.responses.retrieve(response.id)).output_text == "ok"
@@ -191,7 +183,7 @@ async def test_clients_do_not_see_the_responses_of_others(make_rig: MakeRig, tmp
     for name in "ab":
         (tmp_path / name).write_text(f"the-key-of-client-{name}")
     rig = make_rig(access=AccessConfig(api_keys_dir=str(tmp_path)))
-    await rig.start(answering(rig, "ok"))
+    await rig.start(rig.answering("ok"))
     a, b = (rig.client().with_options(api_key=f"the-key-of-client-{name}") for name in "ab")
     response = await a.responses.create(model="m", input="hi")
     with pytest.raises(openai.NotFoundError):
@@ -208,7 +200,7 @@ async def test_clients_do_not_see_the_responses_of_others(make_rig: MakeRig, tmp
 
 
 async def test_a_failure_within_a_stream_is_an_event(rig: GatewayRig) -> None:
-    engine = answering(rig, "one two three")
+    engine = rig.answering("one two three")
     engine.hold_after = 2
     await rig.start(engine)
     events = []
@@ -221,7 +213,7 @@ async def test_a_failure_within_a_stream_is_an_event(rig: GatewayRig) -> None:
 
 
 async def test_a_text_follows_a_schema(rig: GatewayRig) -> None:
-    engine = answering(rig, "{}")
+    engine = rig.answering("{}")
     await rig.start(engine)
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
     await create(rig, text={"format": form})
@@ -258,7 +250,7 @@ async def test_a_text_follows_a_schema(rig: GatewayRig) -> None:
 async def test_invalid_bodies_are_refused(
     rig: GatewayRig, options: dict[str, Any], param: str
 ) -> None:
-    await rig.start(answering(rig, "ok"))
+    await rig.start(rig.answering("ok"))
     with pytest.raises(openai.BadRequestError) as refused:
         await create(rig, **options)
     assert refused.value.param == param
@@ -266,7 +258,7 @@ async def test_invalid_bodies_are_refused(
 
 async def test_kept_responses_count_against_the_limits(make_rig: MakeRig) -> None:
     rig = make_rig(max_concurrent_requests=1)
-    engine = answering(rig, "one two three")
+    engine = rig.answering("one two three")
     await rig.start(engine)
     response = await create(rig)
     engine.hold_after = 2
@@ -281,7 +273,7 @@ async def test_kept_responses_count_against_the_limits(make_rig: MakeRig) -> Non
 async def test_a_kept_conversation_counts_as_a_part_of_the_body(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await rig.start(answering(rig, "ok"))
+    await rig.start(rig.answering("ok"))
     first = await create(rig, input=[{"role": "user", "content": "hi"}] * 15)
     second = await create(rig, input="go", previous_response_id=first.id)
     monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 1000)

@@ -10,7 +10,7 @@ import pytest
 
 from baton_protocol.sampling import StructuredOutputKind
 from baton_text.chat_template import ChatTemplate
-from support.gateway.fake_engine import EOS_ID, FakeEngine
+from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig
 
 WEATHER: dict[str, Any] = {
@@ -33,13 +33,6 @@ CALLS = (
 @pytest.fixture
 def rig(make_rig: Any) -> GatewayRig:
     return make_rig(tool_parser="hermes", reasoning_parser="think")
-
-
-def answering(rig: GatewayRig, text: str, name: str = "d") -> FakeEngine:
-    """Start a decode engine that answers with `text` and EOS."""
-    engine = rig.engine(name, "decode", text)
-    engine.answer.append(EOS_ID)
-    return engine
 
 
 async def chat(rig: GatewayRig, **options: Any) -> Any:
@@ -72,7 +65,7 @@ EXPECTED = {
 
 
 async def test_an_answer_has_its_reasoning_content_and_calls(rig: GatewayRig) -> None:
-    engine = answering(rig, CALLS)
+    engine = rig.answering(CALLS)
     await rig.start(engine)
     answer = await chat(rig)
     [choice] = answer.choices
@@ -90,14 +83,14 @@ async def test_an_answer_has_its_reasoning_content_and_calls(rig: GatewayRig) ->
 
 
 async def test_a_stream_makes_the_same_message(rig: GatewayRig) -> None:
-    await rig.start(answering(rig, CALLS))
+    await rig.start(rig.answering(CALLS))
     assert await streamed(rig) == EXPECTED
     assert (await streamed(rig, extra_body={"include_reasoning": False}))["reasoning"] == ""
 
 
 async def test_calls_continue_on_another_engine(rig: GatewayRig) -> None:
     """The first engine is lost within the arguments of a call."""
-    first, second = answering(rig, CALLS, "a"), answering(rig, CALLS, "b")
+    first, second = rig.answering(CALLS, "a"), rig.answering(CALLS, "b")
     begun = rig.tokenizer.encode(CALLS.partition("Malm")[0], add_special_tokens=False)
     for engine in (first, second):
         engine.hold_after = len(begun)
@@ -117,7 +110,7 @@ async def test_calls_continue_on_another_engine(rig: GatewayRig) -> None:
 
 async def test_only_calls_leave_the_content_null(rig: GatewayRig) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-    engine = answering(rig, call)
+    engine = rig.answering(call)
     await rig.start(engine)
     message = (await chat(rig, tool_choice="required")).choices[0].message
     assert message.content is None
@@ -131,7 +124,7 @@ async def test_only_calls_leave_the_content_null(rig: GatewayRig) -> None:
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 async def test_only_allowed_tools_can_be_called(rig: GatewayRig, mode: str) -> None:
-    engine = answering(rig, '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')
+    engine = rig.answering('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')
     await rig.start(engine)
     add = {"type": "function", "function": {"name": "add"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [add]}}
@@ -158,7 +151,7 @@ async def test_the_template_gets_the_reasoning_effort(
     source = "{{ reasoning_effort }} {{ enable_thinking }} {{ messages[0].content }}"
     template = ChatTemplate(source, rig.tokenizer.special_tokens)
     monkeypatch.setattr(rig.tokenizer, "chat_template", template)
-    engine = answering(rig, "ok")
+    engine = rig.answering("ok")
     await rig.start(engine)
     for effort in ("low", "none"):
         await chat(rig, reasoning_effort=effort)
@@ -173,7 +166,7 @@ async def test_the_template_gets_the_reasoning_effort(
 
 
 async def test_without_tools_nothing_is_parsed_as_a_call(rig: GatewayRig) -> None:
-    engine = answering(rig, CALLS)
+    engine = rig.answering(CALLS)
     await rig.start(engine)
     for options in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
         choice = (await chat(rig, **options)).choices[0]
@@ -211,7 +204,7 @@ async def test_with_a_response_format_an_answer_is_calls_or_json(make_rig: Any) 
 
 async def test_the_template_gets_tools_and_earlier_calls(make_rig: Any) -> None:
     rig = make_rig(tool_parser="hermes", reasoning_parser="none")
-    engine = answering(rig, "ok")
+    engine = rig.answering("ok")
     await rig.start(engine)
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [
@@ -289,7 +282,7 @@ def called_with(arguments: str) -> dict[str, Any]:
 async def test_invalid_tools_are_refused(
     rig: GatewayRig, options: dict[str, Any], param: str
 ) -> None:
-    await rig.start(answering(rig, "ok"))
+    await rig.start(rig.answering("ok"))
     with pytest.raises(openai.BadRequestError) as refused:
         await chat(rig, **options)
     assert refused.value.param == param
