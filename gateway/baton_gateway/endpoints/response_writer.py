@@ -74,7 +74,7 @@ def chunk_usage(body: GenerationRequest, job: Job) -> Usage | msgspec.UnsetType 
     options = body.stream_options
     if options is None or not options.include_usage:
         return msgspec.UNSET
-    return job.usage() if options.continuous_usage_stats else None
+    return job.streamed_usage() if options.continuous_usage_stats else None
 
 
 def new_call_id() -> str:

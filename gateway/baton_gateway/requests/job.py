@@ -22,6 +22,8 @@ class Choice:
     prompt_token_ids: list[int]
     #: Text of the prompt, if the response begins with the prompt; else empty.
     echo: str = ""
+    #: Number of generated tokens in the chunks of a streamed response so far.
+    num_streamed_tokens: int = 0
 
 
 @dataclass
@@ -134,15 +136,24 @@ class Job:
 
         Each prompt counts once. Every sample counts, including candidates that best_of drops.
         """
+        usage = self._usage(sum(choice.processor.num_tokens for choice in self.choices))
+        if reasoning := sum(choice.processor.num_reasoning_tokens for choice in self.choices):
+            usage.completion_tokens_details = {"reasoning_tokens": reasoning}
+        return usage
+
+    def streamed_usage(self) -> Usage:
+        """Return the token counts of the chunks so far.
+
+        The engine's outputs may be ahead of the chunks, so `usage()` would count more.
+        """
+        return self._usage(sum(choice.num_streamed_tokens for choice in self.choices))
+
+    def _usage(self, completion_tokens: int) -> Usage:
         prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        completion_tokens = sum(choice.processor.num_tokens for choice in self.choices)
         cached_tokens = sum(prompt.runs[0].sequence.num_cached_tokens for prompt in self.prompts)
-        usage = Usage(
+        return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details={"cached_tokens": cached_tokens},
         )
-        if reasoning := sum(choice.processor.num_reasoning_tokens for choice in self.choices):
-            usage.completion_tokens_details = {"reasoning_tokens": reasoning}
-        return usage
