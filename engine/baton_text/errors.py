@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import reprlib
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 60
+
 
 class RequestError(ValueError):
     """The request is invalid.
@@ -17,3 +22,8 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+def quote(value: object) -> str:
+    """Return a client's value for an error message. Long values are shortened first."""
+    return _SHORT.repr(value)

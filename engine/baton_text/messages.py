@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from baton_text.errors import RequestError
+from baton_text.errors import RequestError, quote
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 
@@ -66,7 +66,7 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def _check_message(message: ChatMessage, where: str) -> None:
     if message.role not in ROLES:
         raise RequestError(
-            f"{where}.role must be one of {', '.join(sorted(ROLES))}, got {message.role!r}",
+            f"{where}.role must be one of {', '.join(sorted(ROLES))}, got {quote(message.role)}",
             param=f"{where}.role",
         )
     if message.function_call:
@@ -77,7 +77,7 @@ def _check_message(message: ChatMessage, where: str) -> None:
         )
     if message.tool_calls and message.role != "assistant":
         raise RequestError(
-            f"{where}.tool_calls needs the role assistant, got {message.role!r}",
+            f"{where}.tool_calls needs the role assistant, got {quote(message.role)}",
             param=f"{where}.tool_calls",
         )
     for index, call in enumerate(message.tool_calls or ()):
@@ -91,8 +91,8 @@ def _check_message(message: ChatMessage, where: str) -> None:
     for index, part in enumerate(message.content):
         if part.type != "text":
             raise RequestError(
-                f"{where}.content[{index}].type {part.type!r} is not supported by this server; "
-                "use 'text'",
+                f"{where}.content[{index}].type {quote(part.type)} is not supported by this "
+                "server; use 'text'",
                 param=f"{where}.content[{index}].type",
                 code="unsupported_parameter",
             )
@@ -105,7 +105,7 @@ def _check_message(message: ChatMessage, where: str) -> None:
 def _check_tool_call(call: ToolCall, where: str) -> None:
     if call.type != "function":
         raise RequestError(
-            f"{where}.type {call.type!r} is not supported by this server; use 'function'",
+            f"{where}.type {quote(call.type)} is not supported by this server; use 'function'",
             param=f"{where}.type",
             code="unsupported_parameter",
         )

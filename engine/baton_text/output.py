@@ -23,7 +23,7 @@ from baton_text.stop import StopScanner
 from baton_text.tokenizer import Tokenizer
 
 
-@dataclass
+@dataclass(slots=True)
 class TextOutput:
     """The text, tokens and logprobs that one engine output adds to a sequence."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from baton_protocol.messages import ErrorCode
-from baton_text.errors import RequestError
+from baton_text.errors import RequestError, quote
 from baton_text.responses.anthropic import MessageError, MessageErrorDetail
 from baton_text.responses.openai import ErrorBody, ErrorDetail
 from baton_text.responses.responses_api import ResponseError
 
 RETRY_AFTER_S = 1
+#: Limit on the characters of a message.
+MAX_MESSAGE = 2000
 #: Anthropic's API. Its errors have a shape of their own.
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
@@ -47,7 +49,8 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        #: Errors of msgspec quote whole values.
+        self.message = message[:MAX_MESSAGE]
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
@@ -105,7 +108,7 @@ def check_model(model: str | None, served: str) -> None:
         served: name of the served model.
     """
     if model not in (None, served):
-        message = f"The model {model!r} does not exist; this server serves {served!r}."
+        message = f"The model {quote(model)} does not exist; this server serves {served!r}."
         raise APIError(404, message, param="model", code="model_not_found")
 
 

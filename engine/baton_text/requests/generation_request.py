@@ -18,7 +18,7 @@ from baton_protocol.sampling import (
     SamplingParams,
     StructuredOutput,
 )
-from baton_text.errors import RequestError
+from baton_text.errors import RequestError, quote
 from baton_text.requests.structured_outputs import StructuredOutputsParams, check_bad_words
 
 MAX_N = 128
@@ -476,7 +476,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             return StructuredOutputsParams(json_object=True)
         if kind != "json_schema":
             raise RequestError(
-                f"response_format.type must be text, json_object or json_schema, got {kind!r}",
+                f"response_format.type must be text, json_object or json_schema, got {quote(kind)}",
                 param="response_format",
             )
         if schema is None or schema.schema is None:

@@ -264,7 +264,7 @@ async def _send_all(
     async def send_output(choice: Choice, output: TextOutput) -> None:
         # Also send tokens without text: clients measure the time between tokens by the chunks.
         if output.text or output.token_ids or output.finish_reason is not None:
-            choice.num_streamed_tokens += len(output.token_ids)
+            writer.job.num_streamed_tokens += len(output.token_ids)
             offset = offsets[choice.index]
             size = _num_entries(output)
             if size <= INLINE_ENTRIES:

@@ -28,7 +28,7 @@ MIN_BODY_RATE = 2**16
 #: Limit on one body.
 MAX_BODY_BYTES = 16 * 2**20
 #: Limit on the bytes of all bodies whose prompts are not yet tokenized.
-MAX_TOTAL_BODY_BYTES = 128 * 2**20
+MAX_TOTAL_BODY_BYTES = 96 * 2**20
 
 
 class BodyBudget:
@@ -74,6 +74,8 @@ class BodyBudget:
         Raises:
             APIError: 503, because `charge` has the largest body.
         """
+        if charge not in self._charges:  # it was refused, and its request does not know yet
+            raise _exhausted()
         charge.num_bytes += num_bytes
         self._num_bytes += num_bytes
         while self._num_bytes > MAX_TOTAL_BODY_BYTES:

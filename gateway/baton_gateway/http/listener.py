@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import ssl
 from typing import Any
 
@@ -15,6 +16,9 @@ from baton_gateway.http.cors import CORS
 
 #: Limit on the connections that the kernel queues until the gateway accepts them.
 MAX_BACKLOG = 1024
+#: Limit on the bytes of a connection that the kernel holds before it sends them. Without a limit
+#: it holds megabytes for a client that does not read, and the gateway goes on writing.
+MAX_UNSENT_BYTES = 2**14
 
 _SLASHES = re.compile("//+")
 
@@ -60,7 +64,10 @@ async def listen(
     # asyncio accepts as many connections as `backlog` before it reads from any of them. With more
     # than a part of the limit, a burst would evict a client before its request is read.
     backlog = min(MAX_BACKLOG, max(1, connections.limit // 4))
-    return await loop.create_server(make_protocol, host, port, backlog=backlog)
+    server = await loop.create_server(make_protocol, host, port, backlog=backlog)
+    for listening in server.sockets:  # accepted connections inherit the option
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, MAX_UNSENT_BYTES)
+    return server
 
 
 def normalize_path(message: RawRequestMessage) -> RawRequestMessage:
@@ -84,7 +91,7 @@ async def stop_listening(listener: asyncio.Server) -> None:
     connection. A connection without a transport would stay open, and its client would wait forever.
     """
     loop = asyncio.get_running_loop()
-    for socket in listener.sockets:
-        loop.remove_reader(socket.fileno())
+    for listening in listener.sockets:
+        loop.remove_reader(listening.fileno())
     await asyncio.sleep(0)
     listener.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from baton_gateway.routing.sequence import Sequence
 from baton_protocol.messages import EngineCoreOutput, PromptLogprobs
@@ -22,8 +23,6 @@ class Choice:
     prompt_token_ids: list[int]
     #: Text of the prompt, if the response begins with the prompt; else empty.
     echo: str = ""
-    #: Number of generated tokens in the chunks of a streamed response so far.
-    num_streamed_tokens: int = 0
 
 
 @dataclass
@@ -78,6 +77,8 @@ class Job:
         created: Unix time of the request, in seconds.
         started: monotonic time at which the request arrived, in seconds.
         prompts: the prompts in the order of the body.
+        num_streamed_tokens: generated tokens in the chunks of a streamed response so far. The
+            engine's outputs may be ahead of the chunks.
     """
 
     id: str
@@ -85,6 +86,11 @@ class Job:
     created: int
     started: float
     prompts: list[PromptJob]
+    num_streamed_tokens: int = 0
+
+    @cached_property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt.token_ids) for prompt in self.prompts)
 
     @property
     def choices(self) -> list[Choice]:
@@ -137,23 +143,19 @@ class Job:
         Each prompt counts once. Every sample counts, including candidates that best_of drops.
         """
         usage = self._usage(sum(choice.processor.num_tokens for choice in self.choices))
+        cached_tokens = sum(prompt.runs[0].sequence.num_cached_tokens for prompt in self.prompts)
+        usage.prompt_tokens_details = {"cached_tokens": cached_tokens}
         if reasoning := sum(choice.processor.num_reasoning_tokens for choice in self.choices):
             usage.completion_tokens_details = {"reasoning_tokens": reasoning}
         return usage
 
     def streamed_usage(self) -> Usage:
-        """Return the token counts of the chunks so far.
-
-        The engine's outputs may be ahead of the chunks, so `usage()` would count more.
-        """
-        return self._usage(sum(choice.num_streamed_tokens for choice in self.choices))
+        """Return the token counts of the chunks so far. The time does not depend on the choices."""
+        return self._usage(self.num_streamed_tokens)
 
     def _usage(self, completion_tokens: int) -> Usage:
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        cached_tokens = sum(prompt.runs[0].sequence.num_cached_tokens for prompt in self.prompts)
         return Usage(
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=self.num_prompt_tokens,
             completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details={"cached_tokens": cached_tokens},
+            total_tokens=self.num_prompt_tokens + completion_tokens,
         )

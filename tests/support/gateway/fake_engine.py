@@ -66,9 +66,9 @@ class FakeEngine:
         self.hold_after: int | None = None
         self.released = asyncio.Event()
         self.offset_error = 0
-        #: Requests end with REPETITION instead of LENGTH.
         #: NaN logits that every output reports.
         self.num_nans = 0
+        #: Requests end with REPETITION instead of LENGTH.
         self.repeats = False
         self.tokens_per_output = 1
         #: (number of tokens, error). Each request takes the next one, and fails with the error
@@ -272,7 +272,10 @@ class FakeEngine:
             done += len(tokens)
             if finish is not None:
                 return
-            await asyncio.sleep(0)
+            await self._next_step()
+
+    async def _next_step(self) -> None:
+        await asyncio.sleep(0)
 
     def _beams(self, request: EngineCoreRequest) -> EngineCoreOutput:
         """Return a beam search output. Beam i is `answer` without its last i tokens."""

@@ -333,3 +333,26 @@ async def test_a_body_with_invalid_compression_gets_400_and_logs_no_traceback(
         assert response.status == 400
     await until(lambda: "body is invalid" in caplog.text, "the line in the log", DEADLINE_S)
     assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        CHAT | {"model": "\x7f" * 2**20},
+        CHAT | message(role="\x7f" * 2**20),
+        CHAT | message(content=[{"type": "\x7f" * 2**20}]),
+        CHAT | {"response_format": {"type": "\x7f" * 2**20}},
+        CHAT | {"tool_choice": "\x7f" * 2**20},
+    ],
+    ids=["model", "role", "part", "response_format", "tool_choice"],
+)
+async def test_an_error_quotes_only_the_beginning_of_a_long_value(
+    rig: GatewayRig, body: dict[str, object]
+) -> None:
+    await rig.start(rig.engine("d", "decode"))
+    async with (
+        http_session() as session,
+        session.post(rig.url + "/v1/chat/completions", json=body) as response,
+    ):
+        assert response.status in (400, 404)
+        assert len(await response.read()) < 20_000

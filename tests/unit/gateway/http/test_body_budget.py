@@ -9,7 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from baton_gateway.errors import APIError
 from baton_gateway.http import body_budget
+from baton_gateway.http.body_budget import BodyBudget
+from baton_gateway.metrics import GatewayMetrics
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
@@ -147,3 +150,19 @@ async def test_a_body_that_is_announced_as_too_large_is_not_read(rig: GatewayRig
     async with unfinished(rig, 0, size=16 * 2**20 + 1) as (reader, _):
         status, _, code = await response(reader)
         assert (status, code) == (413, "request_too_large")
+
+
+async def test_a_refused_body_is_not_charged_again_by_a_piece_that_came_in_the_same_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 100)
+    metrics = GatewayMetrics()
+    budget = BodyBudget(metrics, client_limit=1)
+    async with budget.charge() as small:
+        async with budget.charge() as large:
+            budget.add(large, 90)
+            budget.add(small, 20)  # refuses the large one
+            with pytest.raises(APIError, match="too large at the moment"):
+                budget.add(large, 5)
+            large.timeout.reschedule(None)  # the task of the large one has ended
+        assert metrics.registry.get_sample_value(CHARGED) == 20

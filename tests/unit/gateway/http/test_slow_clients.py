@@ -14,6 +14,7 @@ from aiohttp import web
 from baton_gateway.endpoints import generation_endpoint
 from baton_gateway.http import slow_clients
 from baton_gateway.http.event_stream import EventStream
+from baton_gateway.http.listener import MAX_UNSENT_BYTES
 from baton_gateway.http.slow_clients import has_unread_bytes
 from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig, MakeRig
@@ -43,9 +44,15 @@ async def test_a_stream_that_is_not_read_is_ended_before_it_is_buffered_complete
             lambda: engine.aborts or (sent and has_unread_bytes(sent[0])),
             "buffers full of what the client does not read",
         )
+        kernel_limit = (
+            sent[0]
+            .get_extra_info("socket")
+            .getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+        )
         engine.released.set()
         await until(lambda: engine.aborts, "the abort at the engine")
         await until(lambda: not rig.metric("baton:requests_in_flight"), "the request ended")
+    assert kernel_limit == MAX_UNSENT_BYTES
     assert rig.metric("baton:gateway_generation_tokens_total") < 100_000
     assert rig.metric("baton:http_requests_total", endpoint="/v1/completions", status="499") == 1
 
