@@ -1,4 +1,7 @@
-"""Compiles the pieces of a model with Inductor, and keeps them on disk for the next start."""
+"""Compiles the pieces of a model with Inductor, and keeps them on disk for the next start.
+
+The import takes more than a second.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import fx
 from torch._inductor import standalone_compile
@@ -17,43 +20,11 @@ from torch._inductor.standalone_compile import CompiledArtifact
 
 from baton_engine.compilation.cache_key import piece_key
 from baton_engine.compilation.passes import RemoveNoOps
+from baton_engine.compilation.piecewise import Compiled
 
 logger = logging.getLogger(__name__)
-Compiled = Callable[..., Any]
 _CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 _inductor_lock = threading.Lock()  # Inductor has one cache folder per process
-
-
-class PieceCompiler(Protocol):
-    def open(self, key: str) -> None:
-        """Prepare to compile the pieces of one model.
-
-        Args:
-            key: the model's `environment_key`.
-        """
-
-    def compile(
-        self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
-    ) -> Compiled:
-        """Return a function that computes the graph.
-
-        Args:
-            graph: piece to compile.
-            arguments: arguments of the piece: real ones with `size`, else examples from the trace.
-            size: the only number of tokens that the function must support. None: any number.
-        """
-
-
-class NoCompiler:
-    """Runs pieces uncompiled, operator by operator."""
-
-    def open(self, key: str) -> None:
-        pass
-
-    def compile(
-        self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
-    ) -> Compiled:
-        return graph.forward
 
 
 class InductorCompiler:

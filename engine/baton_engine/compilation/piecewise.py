@@ -10,19 +10,51 @@ import logging
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.split_module import split_module
 
 from baton_engine.compilation.cache_key import environment_key, traced_source_files
-from baton_engine.compilation.inductor import Compiled, PieceCompiler
 from baton_engine.models.forward_context import current_context
 
 logger = logging.getLogger(__name__)
+Compiled = Callable[..., Any]
 #: Operators at which a graph is cut -> the function that runs instead.
 SplittingOperators = Mapping[Any, Callable[..., Any]]
+
+
+class PieceCompiler(Protocol):
+    def open(self, key: str) -> None:
+        """Prepare to compile the pieces of one model.
+
+        Args:
+            key: the model's `environment_key`.
+        """
+
+    def compile(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
+    ) -> Compiled:
+        """Return a function that computes the graph.
+
+        Args:
+            graph: piece to compile.
+            arguments: arguments of the piece: real ones with `size`, else examples from the trace.
+            size: the only number of tokens that the function must support. None: any number.
+        """
+
+
+class NoCompiler:
+    """Runs pieces uncompiled, operator by operator."""
+
+    def open(self, key: str) -> None:
+        pass
+
+    def compile(
+        self, graph: fx.GraphModule, arguments: Sequence[Any], size: int | None
+    ) -> Compiled:
+        return graph.forward
 
 
 class Piece(nn.Module):

@@ -82,7 +82,8 @@ def load_model(
             layer.leave_out_experts()
     model = model.to(dtype)
     try:
-        model = model.to_empty(device=device)
+        # Like to_empty(), which imports SymPy to copy the strides of meta tensors.
+        model._apply(lambda each: torch.empty(each.shape, dtype=each.dtype, device=device))
     except RuntimeError as error:  # torch has no other type for a failed allocation on a CPU
         raise ConfigurationError(
             "InsufficientMemory", f"{path}: there is no memory for the weights: {error}"

@@ -20,8 +20,12 @@ from baton_engine.compilation.dispatch import (
     GraphKind,
 )
 from baton_engine.compilation.graphs import CudaGraphs, GraphBackend, PieceGraphs
-from baton_engine.compilation.inductor import InductorCompiler, NoCompiler, PieceCompiler
-from baton_engine.compilation.piecewise import PiecewiseBackend, compile_model
+from baton_engine.compilation.piecewise import (
+    NoCompiler,
+    PieceCompiler,
+    PiecewiseBackend,
+    compile_model,
+)
 from baton_engine.models.forward_context import ForwardBatch, RunPiece, forward_context
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.operators import SPLITTING
@@ -172,7 +176,12 @@ class ForwardRunner:
             self._graph_backend.start_over()
 
     def _set_up_compiler(self, plan: CompilationPlan) -> None:
-        self.compiler = NoCompiler() if plan.mode == "eager" else InductorCompiler(plan.cache_dir)
+        if plan.mode == "eager":
+            self.compiler = NoCompiler()
+        else:  # the import takes more than a second
+            from baton_engine.compilation.inductor import InductorCompiler
+
+            self.compiler = InductorCompiler(plan.cache_dir)
         model, group = self.model, self.model.parallel.tensor
         config = (type(model).__qualname__, model.config, self.dtype, group.size, model.layer_ids)
         self.backend = PiecewiseBackend(

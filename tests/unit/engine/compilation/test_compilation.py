@@ -14,9 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.compilation.cache_key import environment_key, piece_key
-from baton_engine.compilation.inductor import InductorCompiler, PieceCompiler
+from baton_engine.compilation.inductor import InductorCompiler
 from baton_engine.compilation.passes import RemoveNoOps
-from baton_engine.compilation.piecewise import PiecewiseBackend, compile_model
+from baton_engine.compilation.piecewise import PieceCompiler, PiecewiseBackend, compile_model
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.operators import SPLITTING
