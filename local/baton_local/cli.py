@@ -80,7 +80,7 @@ def _add_serve(commands: _Commands) -> None:
             "and the engine's own (`baton-engine --help`)."
         ),
     )
-    serve.add_argument("model", metavar="MODEL", help="checkpoint folder")
+    serve.add_argument("model", metavar="MODEL", help="checkpoint folder, or ORG/NAME of a hub")
     flags = serve.add_argument(
         "flags", nargs=argparse.REMAINDER, metavar="FLAGS", help="after MODEL"
     )

@@ -1,5 +1,7 @@
 """`baton serve MODEL`: one engine and its gateway as child processes, without Kubernetes.
 
+A model that is no local folder is first downloaded into a cache, in a child process as well.
+
 The engine and the metrics listen on 127.0.0.1, and the gateway on --host. The gateway discovers the
 engine through a file in a private temporary folder. The folder also holds a service key, without
 which other users of the machine, and web pages, cannot control the engine or send it requests.
@@ -27,6 +29,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from baton_engine.fetch.cached_model import GIVE_UP_AFTER_S, CachedModel, find_cached_model
 from baton_protocol import arguments
 from baton_protocol.config import (
     AccessConfig,
@@ -36,6 +39,7 @@ from baton_protocol.config import (
     GatewayConfig,
     ModelConfig,
 )
+from baton_protocol.fatal import ConfigurationError, report_fatal
 from baton_protocol.options import comma_separated
 from pocketkube.certificates import write_private
 from pocketkube.lifecycle import kill_at_end_of_parent
@@ -85,7 +89,16 @@ def flags_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--served-model-name",
         metavar="NAME",
-        help="model name that clients use (default: the folder's)",
+        help="model name that clients use (default: the folder's, or ORG/NAME)",
+    )
+    parser.add_argument(
+        "--revision", help="branch, tag or commit of a model ORG/NAME of a hub (default main)"
+    )
+    parser.add_argument(
+        "--download-dir",
+        metavar="DIR",
+        help="cache of downloaded models (default $XDG_CACHE_HOME/baton/models, or "
+        "~/.cache/baton/models)",
     )
     parser.add_argument(
         "--max-concurrent-requests", type=int, metavar="N", help="sequences served at once"
@@ -139,7 +152,7 @@ def run_serve(model: str, flags: list[str]) -> int:
     example 78 for an invalid configuration. After any other failure the exit code is 1.
 
     Args:
-        model: the checkpoint folder.
+        model: the checkpoint folder, or a name or URI that `find_cached_model` accepts.
         flags: the command line after the model.
     """
     parser = flags_parser()
@@ -151,6 +164,12 @@ def run_serve(model: str, flags: list[str]) -> int:
     for flag in engine_flags:
         if flag.split("=", 1)[0] in _OURS:
             parser.error(f"{flag.split('=', 1)[0]} cannot be given: baton serve sets it")
+    try:
+        cached = find_cached_model(model, options.revision, options.download_dir)
+    except ValueError as error:
+        parser.error(str(error))
+    except ConfigurationError as error:
+        return report_fatal(error.reason, error.message)
     try:
         options.port = _free_port(options.host, options.port)
     except OSError as error:
@@ -168,7 +187,8 @@ def run_serve(model: str, flags: list[str]) -> int:
         )
         return 1
     with tempfile.TemporaryDirectory(prefix="baton-serve-") as folder:
-        return asyncio.run(_Server(model, options, engine_flags, Path(folder)).run())
+        server = _Server(cached or model, options, engine_flags, Path(folder))
+        return asyncio.run(server.run())
 
 
 @dataclass
@@ -264,18 +284,26 @@ class _ChildEndedError(Exception):
 
 
 class _Server:
-    """Runs the engine and the gateway, from their start to the drain."""
+    """Runs the engine and the gateway, from the download of the model to the drain."""
 
     def __init__(
-        self, model: str, options: argparse.Namespace, engine_flags: list[str], folder: Path
+        self,
+        model: CachedModel | str,
+        options: argparse.Namespace,
+        engine_flags: list[str],
+        folder: Path,
     ) -> None:
-        self._model = model
+        if isinstance(model, CachedModel):
+            self._model, name = str(model.folder), model.name
+        else:
+            self._model, name = model, Path(model).resolve().name
+        self._cached = model if isinstance(model, CachedModel) else None
+        self._name = options.served_model_name or name
         self._options = options
         self._engine_flags = engine_flags
         self._folder = folder
         self._service_key_file = folder / "service.key"
         self._children: list[_Child] = []
-        self._name = options.served_model_name or Path(model).resolve().name
         self._stop = asyncio.Event()
         self._second_signal = asyncio.Event()
 
@@ -312,12 +340,14 @@ class _Server:
         self._stop.set()
 
     async def _serve(self) -> None:
-        """Run the engine and the gateway until this task is cancelled.
+        """Download the model, and run the engine and the gateway until this task is cancelled.
 
         Raises:
             _ChildEndedError: a child has ended.
             TimeoutError: the engine or the gateway was not ready in time.
         """
+        if self._cached is not None:
+            await self._fetch(self._cached)
         write_private(self._service_key_file, secrets.token_hex(32).encode())
         engine_port, http_port = free_ports(2)
         engine = await self._start_engine(engine_port, http_port)
@@ -332,6 +362,24 @@ class _Server:
             for task in (*watch, ready):
                 task.cancel()
             await asyncio.gather(*watch, ready, return_exceptions=True)
+
+    async def _fetch(self, model: CachedModel) -> None:
+        """Download the model unless its folder is complete.
+
+        Raises:
+            _ChildEndedError: the model cannot be downloaded.
+        """
+        command = [
+            *(sys.executable, "-P", "-m", "baton_engine.fetch.command", "fetch"),
+            *("--uri", model.uri, "--to", str(model.folder)),
+            *("--give-up-after", str(GIVE_UP_AFTER_S)),
+        ]
+        child = await _Child.start("download", command, {})
+        self._children.append(child)
+        if code := await child.wait():
+            _print(model.advice)
+            raise _ChildEndedError(child, code)
+        self._children.remove(child)
 
     async def _start_engine(self, engine_port: int, http_port: int) -> _Child:
         command = [

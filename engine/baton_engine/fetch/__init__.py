@@ -1,6 +1,7 @@
-"""`baton-model fetch`: downloads a model into a folder for pods to load. Does not import torch.
+"""Downloads a model into a folder: `baton-model fetch`, `LLM` and `baton serve`. Without torch.
 
-command.py        the command line
+command.py        the command line of `baton-model`
+cached_model.py   names of models, and their folders in the cache of this machine
 fetch.py          one download: lock, listing, files, commit
 create_source.py  creates the source for a URI
 uri.py            parses a URI

@@ -40,7 +40,6 @@ def main(argv: list[str] | None = None) -> NoReturn:
     args = _parser().parse_args(argv)
     # Process 1 of a container ignores SIGTERM unless it has a handler.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(
         level="INFO", format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )

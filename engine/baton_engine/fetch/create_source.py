@@ -23,5 +23,5 @@ def create_source(uri: str) -> Source:
 
         return ObjectStoreSource(model)
     except ImportError as error:
-        text = f"{uri.partition(':')[0]}:// needs `pip install baton[fetch]` in this image: {error}"
+        text = f"{uri.partition(':')[0]}:// needs the packages of the extra baton[fetch]: {error}"
         raise FetchError("ModelSourceUnsupported", text) from error

@@ -98,12 +98,12 @@ def _fetch_once(
                 f"the model needs {lacking} bytes more, and the cache at {request.target.parent} "
                 f"has {free} bytes left",
             )
-        progress.set_step(
-            f"fetching {request.uri} at {listing.revision}",
-            lambda: LoadProgress(sum(map(partial.size_of, files)), total),
-        )
+        step = f"fetching {request.uri} at {listing.revision}"
+        progress.set_step(step, lambda: LoadProgress(sum(map(partial.size_of, files)), total))
         Download(source, listing.revision, partial, retries, progress).run(files)
-        return partial.commit(request.only, files)
+        marker = partial.commit(request.only, files)
+        progress.set_step(step, lambda: LoadProgress(total, total))
+        return marker
     finally:
         partial.close()
 

@@ -9,11 +9,19 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 from huggingface_hub import HfApi, hf_hub_url
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    OfflineModeIsEnabled,
+)
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+from tqdm import tqdm
 
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.source import Listing, RemoteFile
@@ -21,6 +29,8 @@ from baton_engine.fetch.uri import HubModel
 
 #: Timeout of the request for the list of files.
 TIMEOUT_S = 20.0
+#: The progress of all files together is reported elsewhere.
+_NO_BAR: Any = partial(tqdm, disable=True)
 
 
 class HubSource:
@@ -40,13 +50,13 @@ class HubSource:
                 timeout=TIMEOUT_S,
             )
         if not info.sha:
-            raise FetchError("ModelInvalid", f"{self._name}: the hub returned no commit")
+            raise FetchError("ModelInvalid", f"{self._model.uri}: the hub returned no commit")
         files = []
         for entry in info.siblings or []:
             if entry.size is None:
                 raise FetchError(
                     "ModelInvalid",
-                    f"{self._name}: the hub returned no size for {entry.rfilename!r}",
+                    f"{self._model.uri}: the hub returned no size for {entry.rfilename!r}",
                 )
             if entry.lfs is not None:
                 digest = f"sha256:{entry.lfs.sha256}"
@@ -65,11 +75,8 @@ class HubSource:
                 headers={**build_hf_headers(), "Accept-Encoding": "identity"},
                 expected_size=file.size,
                 displayed_filename=file.name,
+                tqdm_class=_NO_BAR,
             )
-
-    @property
-    def _name(self) -> str:
-        return f"hf://{self._model.repo}@{self._model.revision}"
 
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
@@ -83,29 +90,37 @@ class HubSource:
         except HfHubHTTPError as error:
             raise self._refusal(error) from error
         except HFValidationError as error:
-            raise FetchError("ModelInvalid", f"{self._name}: {error}") from error
+            raise FetchError("ModelInvalid", f"{self._model.uri}: {error}") from error
+        except OfflineModeIsEnabled as error:
+            raise FetchError(
+                "ModelSourceUnavailable",
+                f"{self._model.uri} is not in the cache, and HF_HUB_OFFLINE or "
+                "TRANSFORMERS_OFFLINE forbids its download",
+            ) from error
         except OSError as error:
             if error.errno is not None:
                 raise  # an error of the local disk
-            raise TransientError(f"{self._name}: {error}") from error
+            raise TransientError(f"{self._model.uri}: {error}") from error
         except Exception as error:
-            raise TransientError(f"{self._name}: {type(error).__name__}: {error}") from error
+            raise TransientError(f"{self._model.uri}: {type(error).__name__}: {error}") from error
 
     def _refusal(self, error: HfHubHTTPError) -> Exception:
         status = error.response.status_code
         if isinstance(error, GatedRepoError):
             return FetchError(
                 "ModelAccessDenied",
-                f"{self._name} is gated: its terms must be accepted by the owner of HF_TOKEN",
+                f"{self._model.uri} is gated: its terms must be accepted by the owner of HF_TOKEN",
             )
         if status in (401, 403):
             return FetchError(
                 "ModelAccessDenied",
-                f"the hub answered {status} for {self._name}: the repository does not exist, or "
-                "HF_TOKEN is missing or has no access",
+                f"the hub answered {status} for {self._model.uri}: the repository does not exist, "
+                "or HF_TOKEN is missing or has no access",
             )
         if status == 404:
-            return FetchError("ModelMissing", f"the hub has no {self._name}")
+            return FetchError("ModelMissing", f"the hub has no {self._model.uri}")
         if status in (408, 429) or status >= 500:
-            return TransientError(f"the hub answered {status} for {self._name}")
-        return FetchError("ModelInvalid", f"the hub answered {status} for {self._name}: {error}")
+            return TransientError(f"the hub answered {status} for {self._model.uri}")
+        return FetchError(
+            "ModelInvalid", f"the hub answered {status} for {self._model.uri}: {error}"
+        )

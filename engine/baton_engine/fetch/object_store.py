@@ -96,7 +96,9 @@ class ObjectStoreSource:
             digest.update(f"{name}\0{entry['size']}\0{tag}\n".encode())
             files.append(RemoteFile(name, entry["size"]))
         if not files:
-            raise FetchError("ModelMissing", f"there is no object directly below {self._name}/")
+            raise FetchError(
+                "ModelMissing", f"there is no object directly below {self._model.uri}/"
+            )
         return Listing(f"sha256:{digest.hexdigest()}", tuple(files))
 
     def read(self, file: RemoteFile, revision: str, target: io.BufferedIOBase, offset: int) -> None:
@@ -118,10 +120,6 @@ class ObjectStoreSource:
                 return
             target.write(memoryview(chunk))
 
-    @property
-    def _name(self) -> str:
-        return f"{self._model.scheme}://{self._model.bucket}/{self._model.prefix}"
-
     @contextlib.contextmanager
     def _translated(self) -> Iterator[None]:
         """Convert exceptions of `obstore` to FetchError or TransientError.
@@ -131,33 +129,36 @@ class ObjectStoreSource:
         try:
             yield
         except PreconditionError as error:
-            text = f"an object of {self._name} was replaced during the download"
+            text = f"an object of {self._model.uri} was replaced during the download"
             raise FetchError("ModelChanged", text, temporary=True) from error
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise self._denied(error) from error
         except FileNotFoundError as error:
-            raise FetchError("ModelMissing", f"{self._name}: {_first_line(error)}") from error
+            raise FetchError("ModelMissing", f"{self._model.uri}: {_first_line(error)}") from error
         except (BaseError, OSError) as error:
             text = str(error)
             if any(word in text for word in _DENIED):
                 raise self._denied(error) from error
             if any(word in text for word in _MISSING):
-                raise FetchError("ModelMissing", f"{self._name}: {_first_line(error)}") from error
-            raise TransientError(f"{self._name}: {_first_line(error)}") from error
+                raise FetchError(
+                    "ModelMissing", f"{self._model.uri}: {_first_line(error)}"
+                ) from error
+            raise TransientError(f"{self._model.uri}: {_first_line(error)}") from error
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
             # The library panics on settings that it does not check. A panic is no Exception.
             raise FetchError(
                 "ModelSourceInvalid",
-                f"{self._name}: the library failed on the settings in the environment: "
+                f"{self._model.uri}: the library failed on the settings in the environment: "
                 f"{_first_line(error)}",
             ) from error
 
     def _denied(self, error: Exception) -> FetchError:
         return FetchError(
             "ModelAccessDenied",
-            f"the credentials in the Secret have no access to {self._name}: {_first_line(error)}",
+            f"the credentials in the environment have no access to {self._model.uri}: "
+            f"{_first_line(error)}",
         )
 
 

@@ -22,6 +22,15 @@ class HubModel:
     repo: str
     revision: str
 
+    @property
+    def uri(self) -> str:
+        return f"hf://{self.repo}@{self.revision}"
+
+    @property
+    def name(self) -> str:
+        """The name that clients use by default."""
+        return self.repo
+
 
 @dataclass(frozen=True)
 class StoredModel:
@@ -31,6 +40,20 @@ class StoredModel:
     bucket: str
     #: Without leading and trailing slashes.
     prefix: str
+
+    @property
+    def uri(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.prefix}"
+
+    @property
+    def name(self) -> str:
+        """The name that clients use by default."""
+        return self.prefix.rpartition("/")[2]
+
+
+def is_hub_name(text: str) -> bool:
+    """Return whether a text has the form ORG/NAME[@REVISION]."""
+    return _HUB.fullmatch(f"hf://{text}") is not None
 
 
 def parse(uri: str) -> HubModel | StoredModel:

@@ -27,10 +27,10 @@ class AsyncLLM:
     `async with` block, ends the engine.
 
     Args:
-        model, seed, generation_config, args: as in `LLM`.
+        model, seed, generation_config, revision, download_dir, args: as in `LLM`.
 
     Raises:
-        ConfigurationError, TypeError, ValueError: as `LLM`.
+        ConfigurationError, OSError, TypeError, ValueError: as `LLM`.
     """
 
     def __init__(
@@ -39,9 +39,18 @@ class AsyncLLM:
         *,
         seed: int = 0,
         generation_config: Literal["auto", "none"] = "auto",
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
         **args: Unpack[EngineArgs],
     ) -> None:
-        self._model = LocalModel(model, seed=seed, generation_config=generation_config, args=args)
+        self._model = LocalModel(
+            model,
+            seed=seed,
+            generation_config=generation_config,
+            revision=revision,
+            download_dir=download_dir,
+            args=args,
+        )
         self.config = self._model.config
         self._loop = AsyncStepLoop(self._model.core, self._model.wakeup)
         # The thread ends before the core, even without close().

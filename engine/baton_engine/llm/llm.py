@@ -26,15 +26,22 @@ class LLM:
     Calls from several threads run one after another.
 
     Args:
-        model: folder of the checkpoint.
+        model: folder of the checkpoint, `ORG/NAME` of a model on a Hugging Face hub, or a URI such
+            as `s3://BUCKET/PREFIX`. A local folder ORG/NAME is used before the hub's model. A model
+            that is not in the cache is downloaded.
         seed: seed of the random generator that draws a seed for each prompt without a seed. With
             the same seed, the same calls return the same texts.
         generation_config: "auto" takes default sampling parameters from the checkpoint's
             generation_config.json. "none" does not.
+        revision: branch, tag or commit of a hub's model. None: main.
+        download_dir: the cache of downloaded models. None: $XDG_CACHE_HOME/baton/models, or
+            ~/.cache/baton/models.
         args: options of the engine, named like the flags of `baton-engine`; see `EngineArgs`.
 
     Raises:
-        ConfigurationError: the model or the configuration cannot be served.
+        ConfigurationError: the model cannot be downloaded, or the model or the configuration cannot
+            be served.
+        OSError: the cache of models is not writable.
         TypeError: an argument does not exist.
         ValueError: a value has the wrong type or is out of bounds.
     """
@@ -45,9 +52,18 @@ class LLM:
         *,
         seed: int = 0,
         generation_config: Literal["auto", "none"] = "auto",
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
         **args: Unpack[EngineArgs],
     ) -> None:
-        self._model = LocalModel(model, seed=seed, generation_config=generation_config, args=args)
+        self._model = LocalModel(
+            model,
+            seed=seed,
+            generation_config=generation_config,
+            revision=revision,
+            download_dir=download_dir,
+            args=args,
+        )
         self.config = self._model.config
         self._loop = StepLoop(self._model.core, self._model.wakeup)
         self._lock = threading.Lock()

@@ -16,8 +16,10 @@ import msgspec
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
+from baton_engine.fetch.cached_model import find_cached_model
 from baton_engine.llm.collectors import Prompt, SamplesCollector
 from baton_engine.llm.engine_args import EngineArgs, engine_config
+from baton_engine.llm.model_fetch import fetch_model
 from baton_engine.llm.outputs import Metric
 from baton_engine.llm.params import SamplingParams
 from baton_engine.llm.prompts import Message, render_conversation
@@ -32,13 +34,13 @@ class LocalModel:
     """What `LLM` and `AsyncLLM` share.
 
     Args:
-        model: folder of the checkpoint.
+        model, generation_config, revision, download_dir: as in `LLM`.
         seed: seed of the random generator that draws a seed for each prompt without a seed.
-        generation_config: "auto" or "none", as in `LLM`.
         args: options of the engine.
 
     Raises:
         ConfigurationError: the model or the configuration cannot be served.
+        OSError: the cache of models is not writable.
         TypeError: an argument does not exist.
         ValueError: a value has the wrong type or is out of bounds.
     """
@@ -49,15 +51,24 @@ class LocalModel:
         *,
         seed: int,
         generation_config: Literal["auto", "none"],
+        revision: str | None,
+        download_dir: str | Path | None,
         args: EngineArgs,
     ) -> None:
         if not isinstance(model, str | Path) or not str(model):
-            raise ValueError(f"model must be the folder of a checkpoint, got {model!r}")
+            raise ValueError(
+                f"model must be the folder of a checkpoint, or the name of a model, got {model!r}"
+            )
         if generation_config not in ("auto", "none"):
             raise ValueError(
                 f'generation_config must be "auto" or "none", got {generation_config!r}'
             )
-        self.config = engine_config(model, args)
+        cached = find_cached_model(model, revision, download_dir)
+        folder = Path(model) if cached is None else cached.folder
+        self._name = Path(model).name if cached is None else cached.name
+        self.config = engine_config(folder, args)
+        if cached is not None:
+            fetch_model(cached)
         #: Set when the core may have new work.
         self.wakeup = threading.Event()
         executor_class = load_executor_class(executor_name(self.config))
@@ -66,9 +77,9 @@ class LocalModel:
         self._finalizer = weakref.finalize(self, executor.shutdown)
         try:
             self.core = EngineCore(self.config, executor)
-            self.tokenizer = Tokenizer.from_folder(Path(model))
+            self.tokenizer = Tokenizer.from_folder(folder)
             self._defaults = (
-                GenerationDefaults.from_folder(Path(model))
+                GenerationDefaults.from_folder(folder)
                 if generation_config == "auto"
                 else GenerationDefaults()
             )
@@ -144,8 +155,7 @@ class LocalModel:
             raise ValueError('priority has no effect with scheduling_policy="fcfs"')
 
     def metrics(self) -> list[Metric]:
-        name = Path(self.config.model.path).name
-        registry = engine_registry(self.core.get_stats, self.core.request_metrics, name)
+        registry = engine_registry(self.core.get_stats, self.core.request_metrics, self._name)
         return [
             Metric(sample.name, dict(sample.labels), sample.value)
             for family in registry.collect()

@@ -115,8 +115,8 @@ def load_checkpoint_config(path: Path) -> CheckpointConfig:
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
         raise ModelNotFound(
-            f"{path} {what}: a model is the folder of a checkpoint on this machine; "
-            f"nothing is downloaded"
+            f"{path} {what}: a model is the folder of a checkpoint on this machine; LLM and "
+            "baton serve download ORG/NAME and hf://, s3:// and gs:// URIs"
         )
     config = _read(path, CONFIG_FILE)
     file = path / CONFIG_FILE

@@ -19,7 +19,9 @@ import psutil
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
+from baton_local.serve import run_serve
 from pocketkube.ports import free_ports
+from support.fetch.fake_hub import fake_hub, folder_files
 from support.waiting import eventually
 
 READY_S = 180.0
@@ -255,7 +257,7 @@ def test_kill_9_leaves_no_child_process(serve: Serve) -> None:
             "nowhere",
             [],
             78,
-            r"FATAL ModelNotFound: .*nowhere does not exist: .*nothing is downloaded",
+            r"FATAL ModelNotFound: .*nowhere does not exist: .*baton serve download ORG/NAME.*",
         ),
         ("", ["--dtype", "int3"], 78, r"FATAL \w+: .*int3.*"),
         (
@@ -350,3 +352,46 @@ def test_request_parameters_reach_the_engine(serve: Serve) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(prompt=[5] * 5000)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_model_of_a_hub_is_downloaded_before_the_engine_starts(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--download-dir", str(tmp_path / "cache"), "--revision", "v1", "--num-blocks", "64"]
+    with fake_hub(folder_files(checkpoint)) as hub:
+        hub.branch = "v1"
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        serving = Serve(tmp_path, Path("org/model"), *flags)
+        try:
+            client = client_of(serving.url)
+            assert [model.id for model in client.models.list()] == ["org/model"]
+            assert re.search(r"^\[download\] .* hf://org/model@v1", serving.log, re.MULTILINE)
+        finally:
+            serving.close()
+    assert not list((tmp_path / "cache").glob("*/*.py"))
+
+
+def test_a_download_that_fails_is_the_reason_for_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    serving = Serve(tmp_path, Path("org/model"), "--download-dir", str(tmp_path / "cache"))
+    try:
+        assert serving.wait(READY_S) == 78, serving.log
+        *_, advice, last_line = serving.log.splitlines()
+        assert re.fullmatch(r"baton serve: there is no local folder org/model, .*", advice)
+        assert re.fullmatch(r"FATAL ModelSourceUnavailable: .*HF_HUB_OFFLINE.*", last_line)
+    finally:
+        serving.close()
+
+
+def test_an_invalid_uri_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_serve("https://host/model", []) == 78
+    assert capfd.readouterr().err.startswith("FATAL ModelUriInvalid: ")
+
+
+def test_a_revision_of_a_folder_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run_serve("/models/m", ["--revision", "v1"])
+    assert ended.value.code == 2
+    assert "the folder /models/m has no revision" in capfd.readouterr().err

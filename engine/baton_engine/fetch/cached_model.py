@@ -1,0 +1,79 @@
+"""Names of models that `LLM` and `baton serve` take, and the folders of models in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton_engine.fetch.uri import HubModel, is_hub_name, parse
+
+#: `LLM` and `baton serve` report an error after this time without a new byte.
+GIVE_UP_AFTER_S = 60.0
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """A model of a hub or an object store, and its folder in the cache.
+
+    The folder is complete after a fetch of `uri`.
+    """
+
+    #: URI with the revision.
+    uri: str
+    #: The name that clients use by default.
+    name: str
+    folder: Path
+
+    @property
+    def advice(self) -> str:
+        """What to do if the model cannot be downloaded."""
+        return (
+            f"there is no local folder {self.name}, and {self.folder} is not complete. Without a "
+            "network, pass the folder of a checkpoint, or copy this folder of the cache from a "
+            "machine that has downloaded the model"
+        )
+
+
+def find_cached_model(
+    model: str | Path, revision: str | None = None, download_dir: str | Path | None = None
+) -> CachedModel | None:
+    """Return the model for which a name or a URI stands. Return None for the path of a folder.
+
+    Args:
+        model: `ORG/NAME` of a hub, a URI of `baton-model fetch`, or a path. If the path ORG/NAME
+            exists, it is a path.
+        revision: branch, tag or commit of a hub's model.
+        download_dir: the cache; None: `default_cache`.
+
+    Raises:
+        FetchError: the URI is invalid.
+        ValueError: the model has no revisions, or two are given.
+    """
+    text = str(model)
+    if "://" not in text:
+        if not isinstance(model, str) or os.path.lexists(text) or not is_hub_name(text):
+            if revision is not None:
+                raise ValueError(f"the folder {text} has no revision, got revision={revision!r}")
+            return None
+        text = f"hf://{text}"
+    parsed = parse(text)
+    if revision is not None:
+        if not isinstance(parsed, HubModel) or "@" in text:
+            raise ValueError(f"revision={revision!r} must not be given with {text}")
+        parsed = parse(f"{text}@{revision}")
+    cache = default_cache() if download_dir is None else Path(download_dir).expanduser().absolute()
+    return CachedModel(parsed.uri, parsed.name, cache / _folder_name(parsed.uri))
+
+
+def default_cache() -> Path:
+    """Return $XDG_CACHE_HOME/baton/models, or ~/.cache/baton/models."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "models"
+
+
+def _folder_name(uri: str) -> str:
+    """Return a readable name that differs for each URI."""
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", uri.partition("://")[2])[:80].strip("-.")
+    return f"{readable}-{hashlib.sha256(uri.encode()).hexdigest()[:10]}"
