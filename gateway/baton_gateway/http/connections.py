@@ -19,7 +19,7 @@ from typing import Any, cast
 import msgspec
 from aiohttp import EMPTY_PAYLOAD, StreamReader, hdrs, web
 
-from baton_gateway.errors import APIError, gateway_failure
+from baton_gateway.errors import APIError, error_body, gateway_failure
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.request_id import REQUEST_ID_HEADER, request_id
 from baton_gateway.metrics import GatewayMetrics
@@ -160,7 +160,8 @@ def response_headers(request: web.BaseRequest) -> dict[str, str]:
 class Connection(web.RequestHandler):
     """A connection that `connections` counts, and that answers malformed HTTP like OpenAI.
 
-    Neither the response nor the log quotes the request, because a header may contain an API key.
+    The path of malformed HTTP is unknown. Other failures have the shape of the path's API. Neither
+    the response nor the log quotes the request, because a header may contain an API key.
     """
 
     __slots__ = ("_connections", "_cors", "_head_bytes", "_payload")
@@ -264,7 +265,7 @@ class Connection(web.RequestHandler):
             error = APIError(status, message, code="invalid_http")
         response = web.Response(
             status=error.status,
-            body=msgspec.json.encode(error.body),
+            body=msgspec.json.encode(error_body(request.path, error)),
             content_type="application/json",
             headers=response_headers(request) | self._cors.headers(request),
         )

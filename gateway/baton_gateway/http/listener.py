@@ -1,4 +1,4 @@
-"""The listening sockets, and the normalization of paths."""
+"""The listening sockets, and the normalization of requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import ssl
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.http import RawRequestMessage
 
 from baton_gateway.http.connections import Connection, Connections, TLSHandshake
@@ -21,6 +21,7 @@ MAX_BACKLOG = 1024
 MAX_UNSENT_BYTES = 2**14
 
 _SLASHES = re.compile("//+")
+_CONTINUE = "100-continue"
 
 
 async def listen(
@@ -54,7 +55,8 @@ async def listen(
     ) -> web.BaseRequest:
         assert isinstance(connection, Connection)
         connection.request_received()
-        return make_request(normalize_path(message), payload, connection, *rest)
+        message = ignore_expectation(normalize_path(message))
+        return make_request(message, payload, connection, *rest)
 
     def make_protocol() -> asyncio.Protocol:
         connection = Connection(manager, connections, cors)
@@ -82,6 +84,18 @@ def normalize_path(message: RawRequestMessage) -> RawRequestMessage:
     if normalized == path:
         return message
     return message._replace(url=message.url.with_path(normalized, encoded=True, keep_query=True))
+
+
+def ignore_expectation(message: RawRequestMessage) -> RawRequestMessage:
+    """Drop an Expect header with a value other than 100-continue, as RFC 9110 allows.
+
+    aiohttp would refuse the request before any middleware, with a body of its own.
+    """
+    if message.headers.get(hdrs.EXPECT, _CONTINUE).lower() == _CONTINUE:
+        return message
+    headers = message.headers.copy()
+    headers.popall(hdrs.EXPECT)
+    return message._replace(headers=type(message.headers)(headers))
 
 
 async def stop_listening(listener: asyncio.Server) -> None:

@@ -8,7 +8,9 @@ import logging
 
 import openai
 import pytest
+from aiohttp import web
 
+from baton_gateway.endpoints import routes
 from baton_gateway.http.body_budget import MAX_BODY_BYTES
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
@@ -214,6 +216,49 @@ async def test_a_body_that_contradicts_its_headers_is_refused(ready: GatewayRig)
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     status, answer, _ = await ready.post("/v1/completions", b"not gzip", headers=headers)
     assert (status, answer["error"]["code"]) == (400, "invalid_body")
+
+
+async def test_an_unknown_expectation_is_ignored(ready: GatewayRig) -> None:
+    headers = {"Expect": "a-miracle"}
+    status, answer, _ = await ready.post("/v1/completions", TEXT, headers=headers)
+    assert status == 200, answer
+    status, answer, _ = await ready.post("/v1/nothing", TEXT, headers=headers)
+    assert (status, answer["error"]["code"]) == (404, "unknown_url")
+
+
+async def test_a_client_that_expects_it_is_told_to_continue(ready: GatewayRig) -> None:
+    port = int(ready.url.rsplit(":", 1)[1])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(TEXT).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nExpect: 100-Continue\r\n\r\n"
+    )
+    writer.write(head.encode())
+    async with asyncio.timeout(DEADLINE_S):
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert b" 200 " in await reader.readline()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "is_anthropic"), [("/v1/messages", True), ("/v1/completions", False)]
+)
+async def test_a_failure_before_the_handlers_has_the_shape_of_the_api(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, path: str, is_anthropic: bool
+) -> None:
+    @web.middleware
+    async def fail(request: web.Request, handler: object) -> web.StreamResponse:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(routes, "log_request_id", fail)
+    rig = make_rig()
+    await rig.start(rig.engine("d", "decode"))
+    status, answer, _ = await rig.post(path, CHAT | TEXT)
+    assert status == 500
+    assert (answer.get("type") == "error") is is_anthropic, answer
+    assert answer["error"]["type"] == ("api_error" if is_anthropic else "server_error")
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
