@@ -24,8 +24,9 @@ async def test_litellm(clients: ClientRig, model: str, how: str) -> None:
     await check(clients, "litellm_agent.py", model, how)
 
 
-async def test_litellm_with_responses(clients: ClientRig) -> None:
-    await check(clients, "litellm_responses_agent.py", "openai/m")
+@pytest.mark.parametrize("how", ["whole", "streamed"])
+async def test_litellm_with_responses(clients: ClientRig, how: str) -> None:
+    await check(clients, "litellm_responses_agent.py", "openai/m", how)
 
 
 @pytest.mark.parametrize("how", ["whole", "streamed"])

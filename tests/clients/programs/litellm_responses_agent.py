@@ -1,6 +1,6 @@
 """An agent with LiteLLM's responses API, which continues the stored conversation.
 
-python litellm_responses_agent.py URL MODEL
+python litellm_responses_agent.py URL MODEL (whole | streamed)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import litellm
 from weather_tools import QUESTION, SYSTEM, TOOLS, run_tool
 
-url, model = sys.argv[1:]
+url, model, how = sys.argv[1:]
 tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
 given: Any = QUESTION
 previous = None
@@ -26,7 +26,11 @@ while True:
         input=given,
         tools=tools,
         previous_response_id=previous,
+        stream=how == "streamed",
     )
+    if how == "streamed":
+        *_, last = response
+        response = last.response
     previous, given = response.id, []
     for item in response.output:
         if item.type == "function_call":

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from baton_engine.grammar.compiler import GrammarCompiler
 from baton_protocol.messages import EngineCoreRequest
+from baton_text.tokenizer import Tokenizer
 from support.clients.programs import run_program
 from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig
-from support.gateway.small_tokenizer import VOCAB_SIZE
+from support.gateway.small_tokenizer import VOCAB_SIZE, save_tokenizer
 
 #: Renders everything that a client sends: tools, messages, calls and results.
 TEMPLATE = """\
@@ -51,6 +53,15 @@ class ClientRig:
     async def start(self) -> None:
         await self._gateway.start(self._engine)
 
+    @property
+    def url(self) -> str:
+        return self._gateway.url
+
+    def use(self, script: Callable[[str], str]) -> None:
+        """Let the model answer with `script` from now on, and forget the earlier requests."""
+        self._script = script
+        self._engine.adds.clear()
+
     async def run(self, program: str, *arguments: str, script: Callable[[str], str]) -> Any:
         """Run a program with the gateway's URL and `arguments`, and return what it prints.
 
@@ -58,16 +69,23 @@ class ClientRig:
             program: name of the file in tests/clients/programs.
             script: returns the model's answer to a prompt.
         """
-        self._script = script
-        self._engine.adds.clear()
-        printed = await run_program(program, self._gateway.url, *arguments)
-        assert not self._impossible, self._impossible
+        self.use(script)
+        printed = await run_program(program, self.url, *arguments)
+        self.check_answers()
         return printed
+
+    def check_answers(self) -> None:
+        """Fail if the grammar of a request forbids the script's answer to it."""
+        assert not self._impossible, self._impossible
 
     @property
     def prompts(self) -> list[str]:
-        """The prompts of the last program."""
+        """The prompts since the last `use`."""
         return [self._prompt(request) for request in self._engine.adds]
+
+    def allows(self, number: int, text: str) -> bool:
+        """Return whether the answer to request `number` since the last `use` could be `text`."""
+        return self._allows(self._engine.adds[number], self._tokens(text))
 
     def _answer(self, request: EngineCoreRequest) -> list[int]:
         text = self._script(self._prompt(request))
@@ -90,11 +108,37 @@ class ClientRig:
         return self._gateway.tokenizer.encode(text, add_special_tokens=False)
 
 
+@asynccontextmanager
+async def client_rig(folder: Path) -> AsyncIterator[ClientRig]:
+    """Run the gateway of a model that reasons and calls tools as Qwen3 does."""
+    save_tokenizer(folder, TEMPLATE)
+    gateway = GatewayRig(
+        folder, Tokenizer.from_folder(folder), tool_parser="hermes", reasoning_parser="think"
+    )
+    rig = ClientRig(gateway, folder)
+    await rig.start()
+    try:
+        yield rig
+    finally:
+        await gateway.close()
+
+
 def by_turn(*answers: str) -> Callable[[str], str]:
     """Return a script that answers the first prompt of a conversation with the first text, etc."""
 
     def script(prompt: str) -> str:
         turn = prompt.count("<|assistant|>") - 1
         return answers[turn] if turn < len(answers) else f"no answer for turn {turn}: {prompt}"
+
+    return script
+
+
+def by_word(answers: dict[str, str]) -> Callable[[str], str]:
+    """Return a script that answers with the text of the first word that the last message has."""
+
+    def script(prompt: str) -> str:
+        last = prompt.split("<|")[-2]
+        found = (text for word, text in answers.items() if word in last)
+        return next(found, f"no answer for {last}")
 
     return script

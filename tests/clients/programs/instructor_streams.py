@@ -1,0 +1,53 @@
+"""Objects that Instructor reads while they are generated, and several calls in one answer.
+
+python instructor_streams.py URL (TOOLS | RESPONSES_TOOLS)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Literal
+
+import instructor
+from openai import OpenAI
+from pydantic import BaseModel
+
+
+class Weather(BaseModel):
+    city: str
+    degrees: int
+
+
+class Sum(BaseModel):
+    kind: Literal["sum"]
+    a: int
+    b: int
+
+
+url, mode = sys.argv[1:]
+openai = OpenAI(base_url=f"{url}/v1", api_key="unused")
+client = instructor.from_openai(openai, mode=instructor.Mode[mode])
+parallel = instructor.from_openai(openai, mode=instructor.Mode.PARALLEL_TOOLS)
+
+
+def says(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+steps = list(client.create_partial(model="m", response_model=Weather, messages=says("partial")))
+items = list(client.create_iterable(model="m", response_model=Weather, messages=says("iterable")))
+calls = parallel.create(
+    model="m", response_model=Iterable[Weather | Sum], messages=says("parallel")
+)
+print(
+    json.dumps(
+        {
+            "partial": steps[-1].model_dump(),
+            "num_steps": len(steps),
+            "iterable": [item.model_dump() for item in items],
+            "parallel": [call.model_dump() for call in calls],
+        }
+    )
+)
