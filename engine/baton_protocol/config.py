@@ -393,6 +393,7 @@ class AccessConfig(_Config, frozen=True):
 TOOL_PARSERS = (
     "deepseek_v3",
     "deepseek_v31",
+    "gptoss",
     "hermes",
     "json",
     "llama3_json",
@@ -400,7 +401,7 @@ TOOL_PARSERS = (
     "mistral_args",
     "pythonic",
 )
-REASONING_PARSERS = ("mistral", "think")
+REASONING_PARSERS = ("gptoss", "mistral", "think")
 
 
 class GatewayConfig(_Config, frozen=True):

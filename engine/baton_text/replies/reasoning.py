@@ -7,14 +7,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The texts before and after the reasoning."""
+    """The texts around the reasoning.
+
+    Args:
+        start: precedes the reasoning.
+        end: follows the reasoning.
+        next: separates `end` from the rest of the reply.
+        may_repeat: reasoning may also follow content.
+    """
 
     start: str
     end: str
+    next: str = ""
+    may_repeat: bool = False
 
 
-#: By the name that `reasoningParser` takes. The parser of `gptoss` also has its own tool calls.
+#: By the name that `reasoningParser` takes.
 REASONING_FORMATS = {
-    "think": ReasoningFormat("<think>", "</think>"),
+    "gptoss": ReasoningFormat(
+        "<|channel|>analysis<|message|>", "<|end|>", "<|start|>assistant", may_repeat=True
+    ),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "think": ReasoningFormat("<think>", "</think>"),
 }

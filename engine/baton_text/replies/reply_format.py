@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton_protocol.sampling import MAX_SPEC_LENGTH, StructuredOutput, StructuredOutputKind
 from baton_text.errors import RequestError
 from baton_text.replies.reasoning import REASONING_FORMATS, ReasoningFormat
+from baton_text.replies.reply_grammar import ANY_ARGUMENTS, ReplyGrammar
 from baton_text.replies.reply_parser import ReplyParser
-from baton_text.replies.tool_formats import TOOL_FORMATS, ToolFormat
-from baton_text.replies.tool_grammar import ANY_ARGUMENTS, tool_grammar
+from baton_text.replies.tool_formats import SPECIAL_TEXT, TOOL_FORMATS, ToolFormat
 from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
+from baton_text.requests.generation_request import GenerationRequest
 
-#: Texts of chat templates, and the format that they show. The first one that occurs decides.
+#: Texts of chat templates, and the format that they show. The first one whose texts all occur
+#: decides.
 _TOOL_TEXTS = (
-    ("<｜tool▁sep｜>' + ", "deepseek_v31"),
-    ("<｜tool▁calls▁begin｜>", "deepseek_v3"),
-    ("[ARGS]", "mistral_args"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<tool_call>", "hermes"),
-    ("<|python_start|>", "pythonic"),
-    ("<|python_tag|>", "llama3_json"),
-    ('"parameters": ', "llama3_json"),
+    (("<|channel|>",), "gptoss"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("[ARGS]",), "mistral_args"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<tool_call>",), "hermes"),
+    (("<|python_start|>",), "pythonic"),
+    (("<|python_tag|>",), "llama3_json"),
+    (('"parameters": ',), "llama3_json"),
 )
-_REASONING_TEXTS = (("</think>", "think"), ("[/THINK]", "mistral"))
+_REASONING_TEXTS = (
+    (("<|channel|>",), "gptoss"),
+    (("</think>",), "think"),
+    (("[/THINK]",), "mistral"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,68 +71,114 @@ class ReplyFormat:
     ) -> Reply | None:
         """Return how to parse the reply to a request. None: its text is its content.
 
-        Raises:
-            RequestError: the schemas of the tools are too long.
-
         Args:
             request: the checked request.
             prompt: the rendered prompt.
             special_token_id: returns the id of a special token. None: the text is none.
 
         Raises:
-            RequestError: the model's calls cannot be told apart from the JSON of response_format.
+            RequestError: the grammar of the reply is too long, or the model's calls cannot be told
+                apart from the JSON of response_format.
         """
         tools = request.callable_tools()
-        if not tools and (self.reasoning is None or request.structured_output_field() is not None):
-            return None  # a structured output has no reasoning
-        is_reasoning = self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.start)
-        tool_format: ToolFormat | None = None
-        grammar: str | None = None
+        output = None if tools else request.structured_output()
+        if not tools and self.reasoning is None and not self.tools.marks_content:
+            return None
+        if output is not None and output.kind is StructuredOutputKind.GRAMMAR:
+            return None  # the client's grammar describes the whole text
+        grammars = self._grammars(request, prompt, special_token_id)
+        tool_format = self._tool_format(request, bool(tools))
         schema = None if request.must_call else request.response_schema()
-        if tools:
-            tool_format = self.tools
-            if tool_format.layout is None and (request.must_call or schema is not None):
-                tool_format = TOOL_FORMATS["json"]
-            if (
-                schema is not None
-                and tool_format.layout is not None
-                and not tool_format.layout.open
-            ):
-                raise RequestError(
-                    "response_format cannot be combined with tools for this model: its calls begin "
-                    "like the JSON of a text",
-                    param="response_format",
-                )
-            grammar = tool_grammar(
+        calls: str | None = None
+        if tools and tool_format is not None:
+            calls = grammars.calls(
                 tool_format,
                 [(tool.name, tool.parameters or ANY_ARGUMENTS) for tool in tools],
                 is_required=request.must_call,
                 is_single=request.parallel_tool_calls is False or request.names_tool,
                 content_schema=schema,
-                reasoning=self.reasoning,
-                is_reasoning=is_reasoning,
-                special_token_id=special_token_id,
             )
-            if grammar is not None and len(grammar) > MAX_SPEC_LENGTH:
-                raise RequestError(
-                    f"the names and schemas of tools must have at most {MAX_SPEC_LENGTH} "
-                    f"characters in all, got {len(grammar)}",
-                    param="tools",
-                )
-        texts = [] if self.reasoning is None else [self.reasoning.start, self.reasoning.end]
-        texts += [] if tool_format is None else tool_format.special_texts()
+        grammar = calls
+        if output is not None:
+            grammar = grammars.structured(output, self.tools)
+        elif calls is None and grammars.limits_reasoning:
+            grammar = grammars.text(tool_format)
+        texts = [] if tool_format is None else tool_format.special_texts()
+        if self.reasoning is not None:
+            texts += SPECIAL_TEXT.findall(self.reasoning.start + self.reasoning.end)
         return Reply(
             self.reasoning,
-            is_reasoning,
+            grammars.is_reasoning,
             tool_format,
             frozenset(tool.name for tool in tools),
-            None if grammar is None else StructuredOutput(StructuredOutputKind.GRAMMAR, grammar),
+            None if grammar is None else _checked(grammar, request),
             # A string of a JSON content may contain the marker of a call.
-            grammar is not None and schema is None,
+            calls is not None and schema is None,
             frozenset(
                 token_id for text in texts if (token_id := special_token_id(text)) is not None
             ),
         )
+
+    def limit_reasoning(
+        self,
+        request: CompletionRequest,
+        prompt: str,
+        special_token_id: Callable[[str], int | None],
+    ) -> StructuredOutput | None:
+        """Return the grammar of a completion with a `thinking_budget`.
+
+        None: the model writes no reasoning, or a grammar of the client describes the whole text.
+
+        Args:
+            request: the checked request.
+            prompt: the end of the prompt.
+            special_token_id: returns the id of a special token. None: the text is none.
+
+        Raises:
+            RequestError: the grammar is too long.
+        """
+        output = request.structured_output()
+        if self.reasoning is None:
+            return None
+        grammars = self._grammars(request, prompt, special_token_id)
+        if output is None:
+            return _checked(grammars.text(self.tools), request)
+        if output.kind is StructuredOutputKind.GRAMMAR:
+            return None
+        return _checked(grammars.structured(output, self.tools), request)
+
+    def _grammars(
+        self,
+        request: GenerationRequest,
+        prompt: str,
+        special_token_id: Callable[[str], int | None],
+    ) -> ReplyGrammar:
+        return ReplyGrammar(
+            self.reasoning,
+            is_reasoning=self.reasoning is not None
+            and prompt.rstrip().endswith(self.reasoning.start),
+            thinking_budget=request.thinking_budget,
+            special_token_id=special_token_id,
+        )
+
+    def _tool_format(self, request: ChatCompletionRequest, has_tools: bool) -> ToolFormat | None:
+        """Return the format of the calls in the reply. None: it has neither calls nor their texts.
+
+        Raises:
+            RequestError: the model's calls cannot be told apart from the JSON of response_format.
+        """
+        if not has_tools:
+            return self.tools if self.tools.marks_content else None
+        has_schema = request.response_schema() is not None and not request.must_call
+        if self.tools.layout is None:
+            return TOOL_FORMATS["json"] if request.must_call or has_schema else self.tools
+        if has_schema and not self.tools.layout.open:
+            raise RequestError(
+                "response_format cannot be combined with tools for this model: its calls begin "
+                "like the JSON of a text",
+                param="response_format",
+            )
+        return self.tools
 
 
 @dataclass(frozen=True)
@@ -160,5 +214,21 @@ class Reply:
         )
 
 
-def _first(texts: tuple[tuple[str, str], ...], template: str | None) -> str | None:
-    return next((name for text, name in texts if text in (template or "")), None)
+def _checked(grammar: str, request: GenerationRequest) -> StructuredOutput:
+    """Return the structured output of a grammar.
+
+    Raises:
+        RequestError: the grammar is too long.
+    """
+    if len(grammar) > MAX_SPEC_LENGTH:
+        raise RequestError(
+            "the names and schemas of tools and the structure of the text must have at most "
+            f"{MAX_SPEC_LENGTH} characters in all, got {len(grammar)}",
+            param=request.structured_output_field() or "tools",
+        )
+    return StructuredOutput(StructuredOutputKind.GRAMMAR, grammar)
+
+
+def _first(formats: Sequence[tuple[tuple[str, ...], str]], template: str | None) -> str | None:
+    source = template or ""
+    return next((name for texts, name in formats if all(text in source for text in texts)), None)

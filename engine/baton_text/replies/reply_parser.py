@@ -51,6 +51,12 @@ class _Text:
             self.strips_start = self.is_empty = False
             self._delta += stripped
 
+    def begin_paragraph(self) -> None:
+        """Separate the next text from the text so far."""
+        if not self.is_empty:
+            self._spaces = "\n\n"
+            self.strips_start = False
+
     def add_spaces(self) -> None:
         """Add the whitespace at the end."""
         self._delta += self._spaces
@@ -128,7 +134,7 @@ class ReplyParser:
         if tool_format is not None and not tool_format.markers:
             yield from self._read_only_calls(tool_format)
         elif tool_format is not None:
-            yield from self._read_marked_calls(tool_format)
+            yield from self._read_marked_calls(tool_format, reasoning)
         yield from self._reader.read_until((), self._add_content)
         if not self._calls.num_calls:
             self._content.add_spaces()
@@ -139,16 +145,27 @@ class ReplyParser:
             if not (yield from self._reader.skip(reasoning.start)):
                 self._content.add(spaces)
                 return
-            self.is_reasoning = True
+        yield from self._read_to_end(reasoning)
+
+    def _read_to_end(self, reasoning: ReasoningFormat) -> Reading[None]:
+        """Read the reasoning after its start, and its end."""
+        self.is_reasoning = True
         yield from self._reader.read_until((reasoning.end,), self._reasoning.add)
         self.is_reasoning = False
-        self._content.strips_start = True
+        self._content.strips_start |= self._content.is_empty
 
-    def _read_marked_calls(self, tool_format: ToolFormat) -> Reading[None]:
-        markers = (*tool_format.markers, *tool_format.ignored)
+    def _read_marked_calls(
+        self, tool_format: ToolFormat, reasoning: ReasoningFormat | None
+    ) -> Reading[None]:
+        markers = [*tool_format.markers, *tool_format.ignored]
+        if reasoning is not None and reasoning.may_repeat:
+            markers.append(reasoning.start)
         while marker := (yield from self._reader.read_until(markers, self._add_content)):
             if marker in tool_format.markers:
                 yield from self._read_calls(tool_format, marker)
+            elif reasoning is not None and marker == reasoning.start:
+                self._reasoning.begin_paragraph()
+                yield from self._read_to_end(reasoning)
 
     def _read_only_calls(self, tool_format: ToolFormat) -> Reading[None]:
         spaces = yield from self._reader.skip_spaces()

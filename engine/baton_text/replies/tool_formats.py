@@ -93,7 +93,9 @@ class Calls:
         reader.mark()
 
     def cancel(self) -> None:
-        """Drop the call that has begun."""
+        """Drop the call that has begun, unless its begin was reported already."""
+        if self.is_guaranteed and self._name is not None:
+            self.num_calls += 1
         self._name = None
 
     def end_truncated(self) -> bool:
@@ -164,6 +166,8 @@ def read_call_object(reader: TextReader, calls: Calls) -> Reading[None]:
         if (yield from reader.skip("}")):
             break
         yield from reader.expect(",")
+    if name is None:
+        raise BadSyntaxError
     if not has_arguments:
         calls.add("{}")
     calls.end(reader)
@@ -271,6 +275,22 @@ def read_deepseek(reader: TextReader, calls: Calls) -> Reading[None]:
     calls.end(reader)
 
 
+def read_gptoss(reader: TextReader, calls: Calls) -> Reading[None]:
+    """Read `NAME <|constrain|>json<|message|>{...}` after `to=functions.`.
+
+    The channel stands before the name, or between the name and the message.
+    """
+    name = yield from reader.read_word(_NAME)
+    for part in ("<|channel|>commentary", "<|constrain|>", "json"):
+        yield from reader.skip_spaces()
+        yield from reader.skip(part)
+    yield from reader.expect("<|message|>")
+    calls.begin(name)
+    yield from reader.skip_spaces()
+    yield from _read_arguments(reader, calls.add)
+    calls.end(reader)
+
+
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -346,8 +366,9 @@ class ToolLayout(msgspec.Struct, frozen=True):
         open: begins the calls.
         begin: precedes the arguments of a call. NAME stands for the tool's name.
         end: follows the arguments.
-        between: separates two calls.
+        between: separates two calls. Empty: a reply has one call at most.
         close: ends the calls.
+        content: begins a reply without calls.
     """
 
     open: str
@@ -355,6 +376,7 @@ class ToolLayout(msgspec.Struct, frozen=True):
     end: str
     between: str
     close: str
+    content: str = ""
 
 
 @dataclass(frozen=True)
@@ -375,8 +397,13 @@ class ToolFormat:
 
     def special_texts(self) -> list[str]:
         """Return the texts of the format that are special tokens in some tokenizers."""
-        layout = "" if self.layout is None else "".join(msgspec.structs.astuple(self.layout))
-        return [*self.markers, *self.ignored, *SPECIAL_TEXT.findall(layout), "[CALL_ID]"]
+        layout = () if self.layout is None else msgspec.structs.astuple(self.layout)
+        return SPECIAL_TEXT.findall("".join((*self.markers, *self.ignored, *layout, "[CALL_ID]")))
+
+    @property
+    def marks_content(self) -> bool:
+        """Whether a reply without calls also has texts of the format."""
+        return self.layout is not None and bool(self.layout.content)
 
 
 _JSON_BEGIN = '{"name": "NAME", "arguments": '
@@ -436,6 +463,26 @@ TOOL_FORMATS = {
             _DEEPSEEK_CLOSE,
         ),
         (_DEEPSEEK_OPEN, _DEEPSEEK_CLOSE),
+    ),
+    "gptoss": ToolFormat(
+        ("<|channel|>commentary to=functions.", "to=functions."),
+        read_gptoss,
+        ToolLayout(
+            "<|channel|>commentary to=functions.",
+            "NAME <|constrain|>json<|message|>",
+            "",
+            "",
+            "",
+            "<|channel|>final<|message|>",
+        ),
+        (
+            "<|start|>assistant",
+            "<|channel|>final<|message|>",
+            "<|channel|>commentary<|message|>",
+            "<|call|>",
+            "<|end|>",
+            "<|return|>",
+        ),
     ),
     "json": ToolFormat((), read_json, ToolLayout("[", _JSON_BEGIN, "}", ", ", "]")),
 }

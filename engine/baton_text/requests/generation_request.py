@@ -169,6 +169,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     #: End an answer that repeats itself.
     repetition_detection: RepetitionDetectionParams | None = None
+    #: Close the reasoning after this many tokens, if the model reasons. Bounds: 0 or more.
+    thinking_budget: int | None = None
     #: Return the n best beams of a search of width n.
     use_beam_search: bool | None = None
     #: Beam search: scores are divided by `length ** length_penalty`. Bounds: -10..10.
@@ -260,10 +262,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
         self._validate_search()
         self.structured_output()
-        for name in ("priority", "top_k"):
+        for name in ("priority", "top_k", "thinking_budget"):
             value = getattr(self, name)
             if value is not None and not -(2**31) <= value < 2**31:
                 raise RequestError(f"{name} must fit 32 bits, got {value}", param=name)
+        if self.thinking_budget is not None and self.thinking_budget < 0:
+            raise RequestError(
+                f"thinking_budget must not be negative, got {self.thinking_budget}",
+                param="thinking_budget",
+            )
         for name in ("stop_token_ids", "allowed_token_ids"):
             if any(token_id < 0 for token_id in getattr(self, name) or []):
                 raise RequestError(f"{name} must not be negative", param=name)
@@ -327,6 +334,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                     "best_of must be unset or equal to n with use_beam_search", param="best_of"
                 )
             structure = self.structured_output_field()
+            if structure is None and self.thinking_budget is not None:
+                structure = "thinking_budget"
             if structure is not None:
                 raise RequestError(
                     f"{structure} cannot be combined with use_beam_search", param=structure

@@ -14,6 +14,7 @@ import msgspec
 from baton_text.errors import RequestError
 from baton_text.messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.generation_request import JSONSchemaFormat, ResponseFormat
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -70,8 +71,20 @@ class Thinking(msgspec.Struct, kw_only=True):
     #: enabled or adaptive: the response has the reasoning. disabled: the template's variable
     #: enable_thinking is false.
     type: str
-    #: Not enforced.
+    #: Close the reasoning after this many tokens. Bounds: 0 or more.
     budget_tokens: int | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True):
+    #: json_schema: the text is JSON of the schema. Bounds: json_schema.
+    type: str
+    #: The schema. It is required.
+    schema: dict[str, Any] | None = None
+
+
+class OutputConfig(msgspec.Struct, kw_only=True):
+    #: Form of the text.
+    format: OutputFormat | None = None
 
 
 class _Completion(ChatCompletionRequest, kw_only=True):
@@ -169,16 +182,42 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: float | None = None
     #: Sample only from this many most likely tokens. 0: from all.
     top_k: int | None = None
+    #: Options of the text.
+    output_config: OutputConfig | None = None
+    #: The earlier name of `output_config.format`.
+    output_format: OutputFormat | None = None
 
     def _chat_request(self) -> ChatCompletionRequest:
         request = super()._chat_request()
         request.max_tokens = self.max_tokens
+        request.response_format = self._response_format()
+        if self.thinking is not None and self.wants_reasoning:
+            request.thinking_budget = self.thinking.budget_tokens
         request.stop = self.stop_sequences
         request.stream = self.stream
         request.temperature = self.temperature
         request.top_p = self.top_p
         request.top_k = self.top_k
         return request
+
+    def _response_format(self) -> ResponseFormat | None:
+        form, field = self.output_format, "output_format"
+        if self.output_config is not None and self.output_config.format is not None:
+            if form is not None:
+                raise RequestError(
+                    "output_format cannot be combined with output_config.format",
+                    param="output_format",
+                )
+            form, field = self.output_config.format, "output_config.format"
+        if form is None:
+            return None
+        if form.type != "json_schema":
+            raise RequestError(
+                f"{field}.type must be json_schema, got {form.type!r:.60}", param=f"{field}.type"
+            )
+        if form.schema is None:
+            raise RequestError(f"{field}.schema is required", param=f"{field}.schema")
+        return ResponseFormat(type="json_schema", json_schema=JSONSchemaFormat(schema=form.schema))
 
 
 def _user_messages(content: str | list[ContentBlock], where: str) -> list[ChatMessage]:

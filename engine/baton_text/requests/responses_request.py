@@ -154,6 +154,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     text: TextOptions | None = None
     #: Options of the reasoning.
     reasoning: ReasoningOptions | None = None
+    #: As `thinking_budget` of chat completions (an extension). Bounds: 0 or more.
+    thinking_budget: int | None = None
     #: Returned with the response.
     metadata: dict[str, str] | None = None
     #: A conversation that does not fit is refused. Bounds: disabled.
@@ -230,6 +232,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             tool_choice=_chat_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._response_format(),
+            thinking_budget=self.thinking_budget,
         )
         if self.reasoning is not None:
             request.reasoning_effort = self.reasoning.effort

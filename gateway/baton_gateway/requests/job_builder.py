@@ -21,7 +21,7 @@ from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.sequence import SampleGroup, Sequence
 from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.config import AccessConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling import SamplingParams, StructuredOutput
 from baton_text.errors import RequestError
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.output import OutputProcessor
@@ -35,6 +35,8 @@ from baton_text.tokenizer import Tokenizer
 #: Limit on the entries of logit_bias, and of allowed_token_ids, over all sequences of a request.
 #: Each sequence sends its own copy to its engine.
 MAX_OPTION_ENTRIES = 2**22
+#: Number of tokens at the end of a completion's prompt that may begin the reasoning.
+PROMPT_END = 32
 
 
 class JobBuilder:
@@ -124,9 +126,11 @@ class JobBuilder:
             prefix, field = "chatcmpl", "messages"
             prompts = [self._reader.encode(text, field, bounds, add_special_tokens=False)]
             echoes = [""]
+            structures = [None if reply is None else reply.structured_output]
         else:
             prefix, field = "cmpl", "prompt"
             prompts, echoes = self._completion_prompts(request, bounds)
+            structures = [self._structure(request, token_ids) for token_ids in prompts]
         job_id = f"{prefix}-{uuid.uuid4().hex}"
         arrival = time.time()
         self._defaults.fill(request)
@@ -136,12 +140,13 @@ class JobBuilder:
         lengths = [
             self._max_tokens(request, len(token_ids), field, bounds) for token_ids in prompts
         ]
-        params_of = self._params(request, set(lengths), reply)
+        params_of = self._params(request, set(lengths))
         jobs = []
         for prompt_index, (token_ids, echo) in enumerate(zip(prompts, echoes, strict=True)):
             # The client's seed is the same for all prompts: equal prompts get equal answers.
             seed = secrets.randbits(63) if request.seed is None else request.seed
             params = msgspec.structs.replace(params_of[lengths[prompt_index]], seed=seed)
+            params.structured_output = structures[prompt_index] or params.structured_output
             self._metrics.prompt_tokens.inc(len(token_ids))
             first_index = prompt_index * request.num_candidates
             choices = [
@@ -190,9 +195,14 @@ class JobBuilder:
             ]
         return token_ids, echoes
 
-    def _params(
-        self, request: GenerationRequest, lengths: set[int], reply: Reply | None
-    ) -> dict[int, SamplingParams]:
+    def _structure(self, request: CompletionRequest, prompt: list[int]) -> StructuredOutput | None:
+        """Return the grammar that enforces `thinking_budget` after a prompt. None: no grammar."""
+        if request.thinking_budget is None:
+            return None
+        end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+        return self._format.limit_reasoning(request, end, self.tokenizer.special_token_id)
+
+    def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
         """Return the sampling parameters for each max_tokens in `lengths`.
 
         Prompts with equal max_tokens share one object, because the lists of options may be long.
@@ -208,8 +218,6 @@ class JobBuilder:
             for max_tokens in lengths
         }
         for params in params_of.values():
-            if reply is not None and reply.structured_output is not None:
-                params.structured_output = reply.structured_output
             self._reader.check_ids(list(params.logit_bias or {}), "logit_bias")
             self._reader.check_ids(params.stop_token_ids, "stop_token_ids")
         return params_of

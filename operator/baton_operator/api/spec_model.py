@@ -68,6 +68,7 @@ class Model(ApiStruct, frozen=True):
             "auto",
             "deepseek_v3",
             "deepseek_v31",
+            "gptoss",
             "hermes",
             "json",
             "llama3_json",
@@ -78,9 +79,9 @@ class Model(ApiStruct, frozen=True):
         | None
     ) = None
     #: How the model writes its reasoning. think: between <think> and </think>. mistral: between
-    #: [THINK] and [/THINK]. none: the reasoning is not told apart. auto: the chat template decides.
-    #: Unset: auto.
-    reasoning_parser: Literal["auto", "none", "mistral", "think"] | None = None
+    #: [THINK] and [/THINK]. gptoss: the channel analysis. none: the reasoning is not told apart.
+    #: auto: the chat template decides. Unset: auto.
+    reasoning_parser: Literal["auto", "none", "gptoss", "mistral", "think"] | None = None
 
 
 class ModelStatus(ApiStruct, frozen=True):

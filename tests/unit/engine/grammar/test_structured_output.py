@@ -26,6 +26,8 @@ from baton_engine.grammar.structured_output import (
     StructuredOutputManager,
 )
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from baton_text.replies.reasoning import REASONING_FORMATS
+from baton_text.replies.reply_grammar import ReplyGrammar
 from baton_text.tokenizer import Tokenizer
 
 TOKENIZER_SIZE = 512
@@ -207,6 +209,36 @@ def test_a_grammar_allows_only_its_sentences(
     for seed in range(3):
         text = random_text(manager, tokenizer, compiled(manager, "grammar", spec), seed)
         assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3})*", text), text
+
+
+@pytest.mark.parametrize("is_reasoning", [True, False])
+def test_the_reasoning_is_closed_after_its_budget_also_in_a_resumed_request(
+    manager: StructuredOutputManager, tokenizer: Tokenizer, is_reasoning: bool
+) -> None:
+    writer = ReplyGrammar(
+        REASONING_FORMATS["think"],
+        is_reasoning=is_reasoning,
+        thinking_budget=5,
+        special_token_id=tokenizer.special_token_id,
+    )
+    spec = writer.text(None)
+    token_ids = [] if is_reasoning else tokenizer.encode("<think>", add_special_tokens=False)
+    start = len(token_ids)
+    thought = tokenizer.encode("one, two", add_special_tokens=False)
+    closing = tokenizer.encode("</think>", add_special_tokens=False)
+    token_ids += thought[:1] * 5 + closing
+    grammar = compiled(manager, "grammar", spec)
+    for number, token_id in enumerate([*token_ids, thought[0]]):
+        resumed = compiled(manager, "grammar", spec)
+        assert resumed.accept(token_ids[:number])
+        choices = allowed(manager, grammar)
+        assert allowed(manager, resumed) == choices
+        if number == start + 5:
+            assert all("</think>".startswith(tokenizer.decode([each])) for each in choices)
+        elif number < start + 5:
+            assert thought[0] in choices
+        assert grammar.accept([token_id])
+    assert EOS[0] in allowed(manager, grammar)
 
 
 def test_eos_is_allowed_only_where_the_text_can_end(

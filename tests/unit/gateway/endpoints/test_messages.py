@@ -100,6 +100,29 @@ async def test_a_limit_above_the_rest_of_the_context_is_lowered(make_rig: MakeRi
     assert long.sampling_params.max_tokens == engine.max_model_len - len(long.prompt_token_ids)
 
 
+FORM = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"const": 1}}}}
+
+
+async def test_a_text_follows_a_schema(rig: GatewayRig) -> None:
+    engine = rig.answering('<think>Hm.</think>{"a": 1}')
+    await rig.start(engine)
+    async with client_of(rig) as client:
+        for options in ({"output_config": {"format": FORM}}, {"output_format": FORM}):
+            message = await client.messages.create(**fields_of(extra_body=options))
+            assert blocks_of(message) == [{"type": "text", "text": '{"a": 1}'}]
+    first, second = [request.sampling_params.structured_output for request in engine.adds]
+    assert first == second
+    assert '{"a": {"const": 1}}' in first.spec
+
+
+async def test_the_budget_limits_the_thinking(rig: GatewayRig) -> None:
+    engine = rig.answering("<think>Hm.</think>Yes.")
+    await rig.start(engine)
+    async with client_of(rig) as client:
+        await client.messages.create(**fields_of(thinking=THINKING))
+    assert "[max_tokens=1024]" in engine.adds[0].sampling_params.structured_output.spec
+
+
 async def test_arguments_without_utf_8_are_empty(rig: GatewayRig) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud800"}}\n</tool_call>'
     await rig.start(rig.answering(call))
@@ -288,6 +311,10 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tools": [ADD], "tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "needs tools"),
+        ({"output_format": {"type": "text"}}, "output_format.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_format": FORM, "output_config": {"format": FORM}}, "cannot be combined"),
+        ({"thinking": {"type": "enabled", "budget_tokens": -1}}, "thinking"),
     ],
 )
 async def test_invalid_bodies_are_refused_in_the_shape_of_the_api(

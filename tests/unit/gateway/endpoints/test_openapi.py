@@ -357,6 +357,12 @@ CLOSED: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("InputMessage", "role", MessagesRequest, {"messages": [{"role": "X", "content": "a"}, USER]}),
     ("Tool", "type", MessagesRequest, CHAT | {"tools": [{"type": "X", "name": "f"}]}),
     (
+        "OutputFormat",
+        "type",
+        MessagesRequest,
+        CHAT | {"output_format": {"type": "X", "schema": {}}},
+    ),
+    (
         "ToolChoice",
         "type",
         MessagesRequest,

@@ -218,7 +218,9 @@ async def test_a_text_follows_a_schema(rig: GatewayRig) -> None:
     form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
     await create(rig, text={"format": form})
     [request] = engine.adds
-    assert request.sampling_params.structured_output.kind is StructuredOutputKind.JSON
+    structure = request.sampling_params.structured_output
+    assert structure.kind is StructuredOutputKind.GRAMMAR, "it begins after the reasoning"
+    assert '%json {"type": "object"' in structure.spec
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,36 @@ async def test_the_template_gets_the_reasoning_effort(
     assert prompts == ["low  hi", "low  hi", " False hi", " False hi", " True hi"]
 
 
+async def test_a_thinking_budget_reaches_the_engine(rig: GatewayRig) -> None:
+    engine = rig.answering("<think>Hm.</think>Yes.")
+    await rig.start(engine)
+    budget = {"extra_body": {"thinking_budget": 7}}
+    await chat(rig, tools=openai.NOT_GIVEN, n=2, **budget)
+    await chat(rig, **budget)
+    await rig.client().responses.create(model="m", input="hi", **budget)
+    prompts = ["hi", "hi <think>\n", rig.tokenizer.encode("hi <think>\n")]
+    for prompt in prompts:
+        await rig.client().completions.create(model="m", prompt=prompt, max_tokens=9, **budget)
+    specs = [request.sampling_params.structured_output.spec for request in engine.adds]
+    assert all("[max_tokens=7]" in spec for spec in specs)
+    assert len(specs) == 7
+    starts = [spec.partition("\nstart: ")[2].startswith("thinking ") for spec in specs]
+    assert starts == [False] * 5 + [True] * 2
+    await rig.complete()
+    assert engine.adds[-1].sampling_params.structured_output is None
+
+
+async def test_json_follows_the_reasoning(rig: GatewayRig) -> None:
+    engine = rig.answering('<think>Hm, {"b".</think>\n{"a": 1}')
+    await rig.start(engine)
+    fields = {"tools": openai.NOT_GIVEN, "response_format": {"type": "json_object"}}
+    message = (await chat(rig, **fields)).choices[0].message
+    assert (message.reasoning_content, message.content) == ('Hm, {"b".', '{"a": 1}')
+    received = await streamed(rig, **fields)
+    assert (received["reasoning"], received["content"]) == ('Hm, {"b".', '{"a": 1}')
+    assert "thinking" in engine.adds[0].sampling_params.structured_output.spec
+
+
 async def test_without_tools_nothing_is_parsed_as_a_call(rig: GatewayRig) -> None:
     engine = rig.answering(CALLS)
     await rig.start(engine)
@@ -255,6 +285,12 @@ def called_with(arguments: str) -> dict[str, Any]:
         ({"tools": [ADD, ADD]}, "tools[1].function.name"),
         ({"tools": [ADD] * 129}, "tools"),
         ({"tool_choice": "always"}, "tool_choice"),
+        ({"extra_body": {"thinking_budget": -1}}, "thinking_budget"),
+        ({"extra_body": {"thinking_budget": 2**31}}, "thinking_budget"),
+        (
+            {"extra_body": {"thinking_budget": 1, "use_beam_search": True}},
+            "thinking_budget",
+        ),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": ["x"]}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),

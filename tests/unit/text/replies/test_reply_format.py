@@ -46,7 +46,13 @@ def test_options_and_fields_name_all_formats() -> None:
         ("{{ '<tool_call>\\n' }}{{ '<think>\\n\\n</think>' }}", "hermes", "think"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral", None),
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}[/THINK]", "mistral_args", "mistral"),
-        ("{{ '<｜tool▁calls▁begin｜>function<｜tool▁sep｜>' }}</think>", "deepseek_v3", "think"),
+        (
+            "{{ '<｜tool▁calls▁begin｜>' + type + '<｜tool▁sep｜>' + name + '```json' }}</think>",
+            "deepseek_v3",
+            "think",
+        ),
+        ("{{ '<｜tool▁calls▁begin｜>' + name + '<｜tool▁sep｜>' }}", "deepseek_v31", None),
+        ("{{ '<|start|>assistant<|channel|>final<|message|>' }}", "gptoss", "gptoss"),
         ("<|python_tag|>", "llama3_json", None),
         ("<|python_start|>", "pythonic", None),
     ],
@@ -59,18 +65,54 @@ def test_the_chat_template_decides(template: str | None, tools: str, reasoning: 
     assert given == ReplyFormat(TOOL_FORMATS["pythonic"], None)
 
 
-def reply(name: str, prompt: str = "", **fields: Any) -> Any:
+def request(**fields: Any) -> ChatCompletionRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **fields}
     request = msgspec.convert(body, ChatCompletionRequest)
     request.validate()
+    return request
+
+
+def reply(name: str, prompt: str = "", **fields: Any) -> Any:
     chosen = ReplyFormat.choose(name, "think", None)
-    return chosen.reply(request, prompt, {"<think>": 7, "<tool_call>": 8}.get)
+    return chosen.reply(request(**fields), prompt, {"<think>": 7, "<tool_call>": 8}.get)
 
 
 def test_a_reply_begins_inside_the_reasoning_if_the_prompt_does() -> None:
     assert reply("hermes", "...assistant\n<think>\n").is_reasoning
     assert not reply("hermes", "...assistant\n<think>\n\n</think>\n\n").is_reasoning
-    assert reply("hermes", response_format={"type": "json_object"}) is None
+
+
+def test_a_structured_output_follows_the_reasoning_if_it_is_no_grammar_of_the_client() -> None:
+    form = {"type": "json_object"}
+    inside = reply("hermes", "<think>\n", response_format=form)
+    assert inside.tool_format is None
+    assert "start: thinking " in inside.structured_output.spec
+    assert "start: (<[7]> thinking " in reply("hermes", guided_regex="a+").structured_output.spec
+    assert reply("hermes", structured_outputs={"grammar": 'start: "a"'}) is None
+    without_reasoning = ReplyFormat.choose("hermes", "none", None)
+    assert without_reasoning.reply(request(response_format=form), "", {}.get) is None
+
+
+def test_a_budget_needs_a_grammar_only_if_the_model_reasons() -> None:
+    spec = reply("hermes", thinking_budget=5).structured_output.spec
+    assert "max_tokens=5" in spec
+    assert reply("hermes").structured_output is None
+    both = reply("hermes", thinking_budget=5, tools=[TOOL], tool_choice="required")
+    assert "max_tokens=5" in both.structured_output.spec
+    assert both.is_guaranteed
+    free = reply("pythonic", thinking_budget=5, tools=[TOOL])
+    assert "max_tokens=5" in free.structured_output.spec
+    assert not free.is_guaranteed
+    without_reasoning = ReplyFormat.choose("hermes", "none", None)
+    assert without_reasoning.reply(request(thinking_budget=5), "", {}.get) is None
+
+
+def test_the_texts_of_gptoss_are_read_without_tools() -> None:
+    chosen = ReplyFormat.choose("gptoss", "auto", "<|channel|>")
+    found = chosen.reply(request(), "<|start|>assistant", {"<|channel|>": 3}.get)
+    assert found is not None
+    assert (found.tool_format, found.tools) == (TOOL_FORMATS["gptoss"], frozenset())
+    assert found.special_token_ids == {3}
 
 
 def test_special_tokens_of_the_format_stay_in_the_text() -> None:

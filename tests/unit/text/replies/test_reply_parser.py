@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_text.replies.reasoning import REASONING_FORMATS
+from baton_text.replies.reasoning import REASONING_FORMATS, ReasoningFormat
 from baton_text.replies.reply_parser import ReplyDelta, ReplyParser
 from baton_text.replies.tool_formats import MAX_PYTHONIC_LENGTH, TOOL_FORMATS
 
@@ -101,6 +101,23 @@ EXAMPLES: list[tuple[str, str, dict[str, object]]] = [
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         reply("Well.", ADD),
     ),
+    (
+        "gptoss",
+        "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+        f"{WEATHER}<|call|>",
+        reply("", CALL),
+    ),
+    (
+        "gptoss",
+        ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+        reply("", ADD),
+    ),
+    (
+        "gptoss",
+        "<|channel|>commentary<|message|>I add.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.add <|constrain|>json<|message|>{"a": 1}',
+        reply("I add.", ADD),
+    ),
 ]
 
 
@@ -147,6 +164,9 @@ def test_guaranteed_calls_are_reported_as_they_arrive(
         ("pythonic", "[1] is a list"),
         ("mistral", "[TOOL_CALLS] nothing"),
         ("deepseek_v3", "<｜tool▁call▁begin｜>add and more"),
+        ("gptoss", "<|channel|>commentary to=functions.unknown json<|message|>{}"),
+        ("gptoss", "<|channel|>commentary to=functions.add and more"),
+        ("gptoss", "It maps to=functions."),
     ],
 )
 def test_a_text_that_is_no_call_is_content(name: str, text: str) -> None:
@@ -198,6 +218,22 @@ def test_reasoning_precedes_the_content(
     assert parse(list(text), **options) == expected
 
 
+@pytest.mark.parametrize("has_tools", [True, False])
+def test_the_channels_of_gptoss_are_reasoning_and_content(has_tools: bool) -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>analysis<|message|>"
+        "So.<|end|><|start|>assistant<|channel|>final<|message|>It is {warm}.<|return|>"
+    )
+    options = {
+        "reasoning": REASONING_FORMATS["gptoss"],
+        "tool_format": TOOL_FORMATS["gptoss"],
+        "tools": NAMES if has_tools else (),
+    }
+    expected = reply("It is {warm}.", reasoning="Hm.\n\nSo.")
+    assert parse([text], **options) == expected
+    assert parse(list(text), **options) == expected
+
+
 FRAGMENTS = st.sampled_from(
     [
         *(text for _, text, _ in EXAMPLES),
@@ -214,7 +250,7 @@ TEXTS = st.lists(FRAGMENTS | st.text(max_size=3), max_size=12).map("".join)
     text=TEXTS,
     cuts=st.lists(st.integers(0, 400), max_size=8),
     is_truncated=st.booleans(),
-    has_reasoning=st.booleans(),
+    reasoning=st.sampled_from([None, *REASONING_FORMATS.values()]),
     is_reasoning=st.booleans(),
     is_guaranteed=st.booleans(),
 )
@@ -223,14 +259,14 @@ def test_any_text_in_any_pieces_gives_the_same_reply(
     text: str,
     cuts: list[int],
     is_truncated: bool,
-    has_reasoning: bool,
+    reasoning: ReasoningFormat | None,
     is_reasoning: bool,
     is_guaranteed: bool,
 ) -> None:
     options = {
         "tool_format": TOOL_FORMATS[name],
-        "reasoning": REASONING_FORMATS["think"] if has_reasoning else None,
-        "is_reasoning": is_reasoning,
+        "reasoning": reasoning,
+        "is_reasoning": is_reasoning and reasoning is not None,
         "is_guaranteed": is_guaranteed,
         "is_truncated": is_truncated,
     }
