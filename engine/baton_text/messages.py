@@ -129,6 +129,7 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     optional = {
         "name": message.name,
         "reasoning_content": message.reasoning_content,
+        "thinking": message.reasoning_content,  # the name in the template of gpt-oss
         "tool_call_id": message.tool_call_id,
         "tool_calls": [_template_call(call) for call in message.tool_calls or ()] or None,
     }

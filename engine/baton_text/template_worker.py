@@ -73,7 +73,19 @@ def _read(requests: BinaryIO) -> tuple[bytes, int] | None:
     return requests.read(size), limit
 
 
+class _Arguments(dict[str, Any]):
+    """The arguments of a call. Templates that expect their text may add it to another text."""
+
+    def __radd__(self, text: str) -> str:
+        return text + _tojson(self)
+
+
 def _render(template: jinja2.Template, values: dict[str, Any], limit: int) -> str:
+    for message in values["messages"]:
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            if isinstance(function.get("arguments"), dict):
+                function["arguments"] = _Arguments(function["arguments"])
     pieces, size = [], 0
     for piece in template.generate(values):
         size += len(piece)
