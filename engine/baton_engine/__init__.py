@@ -36,10 +36,15 @@ if TYPE_CHECKING:
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
         Logprob,
         RequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from baton_engine.llm.params import BeamSearchParams, SamplingParams
+    from baton_protocol.pooling import PoolingParams
     from baton_text.requests.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -49,9 +54,14 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
 
@@ -62,8 +72,13 @@ _HOMES = {
     "BeamSearchOutput": "baton_engine.llm.outputs",
     "BeamSearchSequence": "baton_engine.llm.outputs",
     "CompletionOutput": "baton_engine.llm.outputs",
+    "EmbeddingOutput": "baton_engine.llm.outputs",
+    "EmbeddingRequestOutput": "baton_engine.llm.outputs",
     "Logprob": "baton_engine.llm.outputs",
     "RequestOutput": "baton_engine.llm.outputs",
+    "ScoringOutput": "baton_engine.llm.outputs",
+    "ScoringRequestOutput": "baton_engine.llm.outputs",
+    "PoolingParams": "baton_protocol.pooling",
     "BeamSearchParams": "baton_engine.llm.params",
     "SamplingParams": "baton_engine.llm.params",
     "StructuredOutputsParams": "baton_text.requests.structured_outputs",

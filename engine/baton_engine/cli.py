@@ -130,7 +130,10 @@ def _check_model(config: EngineConfig) -> None:
         parallel.executor_class in LOCAL_EXECUTORS
         and parallel.worker_class == ParallelConfig().worker_class
     ):
-        load_checkpoint_config(container_path(config.model.path))
+        model = config.model
+        load_checkpoint_config(
+            container_path(model.path), model.runner, model.classifier_from_token
+        )
 
 
 def _serve(config: EngineConfig) -> int:

@@ -6,6 +6,7 @@ engine_client     the gateway's client of one engine
 messages          messages between an engine and its clients
 topology          messages between ranks and their coordinator
 sampling          sampling parameters of one sequence
+pooling           parameters of a prompt for a pooling model
 block_hash        chained hashes of KV blocks
 kv_compatibility  values that must be equal on engines that exchange KV blocks
 config            configuration of one engine and of one gateway

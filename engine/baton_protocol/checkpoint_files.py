@@ -105,16 +105,25 @@ def parse_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object in `content`.
 
     Raises:
-        ValueError: the content is not UTF-8 or not JSON, an object has two entries of one name, the
-            values are nested too deeply, or the outermost value is not an object.
+        ValueError: as `parse_json`; also if the outermost value is not an object.
     """
-    try:
-        value = json.loads(content.decode(), object_pairs_hook=_object)
-    except RecursionError:
-        raise ValueError("its values are nested too deeply") from None
+    value = parse_json(content)
     if not isinstance(value, dict):
         raise ValueError("it must hold a JSON object")
     return value
+
+
+def parse_json(content: bytes) -> Any:
+    """Return the JSON value in `content`.
+
+    Raises:
+        ValueError: the content is not UTF-8 or not JSON, an object has two entries of one name, or
+            the values are nested too deeply.
+    """
+    try:
+        return json.loads(content.decode(), object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

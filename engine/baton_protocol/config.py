@@ -62,6 +62,26 @@ class ModelConfig(_Config, frozen=True):
     ] = ""
     #: auto is the checkpoint's dtype, or float32 on a CPU without native products in that dtype.
     dtype: Annotated[str, choice("auto", "float32", "bfloat16", "float16")] = "auto"
+    #: auto pools if the checkpoint is one of `sentence-transformers` (modules.json), or if its
+    #: architecture has no output layer.
+    runner: Annotated[
+        str,
+        choice(
+            "auto",
+            "generate",
+            "pooling",
+            help="generate tokens, or pool prompts to embeddings: auto, generate or pooling",
+        ),
+    ] = "auto"
+    #: The model scores pairs of texts: the score is the probability of the second token against
+    #: the first, after the prompt. Needed for Qwen3-Reranker as published: no,yes.
+    classifier_from_token: Annotated[
+        tuple[str, ...],
+        Option(
+            "two tokens whose logits are a reranker's score: no,yes",
+            Bound("be two tokens", lambda value: len(value) in (0, 2)),
+        ),
+    ] = ()
     #: None does not quantize weights.
     quantization: Annotated[
         str | None,

@@ -36,6 +36,7 @@ from typing import Any
 
 import msgspec
 
+from baton_protocol.pooling import PairFormat, PoolingParams, Task
 from baton_protocol.sampling import SamplingParams
 
 PROTOCOL_VERSION = 3
@@ -136,6 +137,10 @@ class Ready(_Wire):
     max_model_len: int
     data_parallel_rank: int = 0
     data_parallel_size: int = 1
+    #: What the engine does with prompts. It refuses requests for another task.
+    task: Task = Task.GENERATE
+    #: How two texts become a prompt. None: the model scores no pairs.
+    pair_format: PairFormat | None = None
 
 
 class Ping(_Wire):
@@ -197,7 +202,7 @@ CLIENT_CHARS = 16
 
 
 class EngineCoreRequest(_Wire):
-    """Request to generate one sequence, or to continue a sequence that another pod began."""
+    """Request to generate or continue one sequence, or to pool one prompt."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -225,6 +230,8 @@ class EngineCoreRequest(_Wire):
     #: equal prompts and no generated tokens. The first sample may have kv_transfer with CONSUME.
     #: The other samples then wait for this load, and share the loaded blocks. Empty: no group.
     group_id: str = ""
+    #: Set in a request to a pooling model. `sampling_params` is then `pooling.NO_SAMPLING`.
+    pooling_params: PoolingParams | None = None
 
 
 class PrefillResult(_Wire):
@@ -326,6 +333,9 @@ class EngineCoreOutput(_Wire):
     num_nans_in_logits: int = 0
     #: Experts of all tokens computed since the last output.
     routed_experts: RoutedExperts | None = None
+    #: Pooling model: the vector of the prompt as float32, little endian. The request has no other
+    #: output.
+    pooler_output: bytes | None = None
 
     @property
     def finished(self) -> bool:

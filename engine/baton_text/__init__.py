@@ -10,6 +10,7 @@ template_worker      the process that compiles and renders a chat template
 tokenizer            converts text to token ids and back
 detokenizer          converts token ids to pieces of text as they arrive
 stop                 ends a text at a stop string
+score_prompts        joins two texts to the prompt of a classifier
 replies              divides texts into reasoning, content and tool calls
 output               converts the tokens of one sequence to text, with logprobs
 responses            the JSON of responses, complete or as events of a stream

@@ -136,6 +136,10 @@ class Tokenizer:
         """Number of tokens in the vocabulary, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the token with this text. None: no token has it."""
+        return self._backend.token_to_id(text)
+
     def special_token_id(self, text: str) -> int | None:
         """Return the id of the special token with this text. None: no special token has it."""
         token_id = self._backend.token_to_id(text)
@@ -152,17 +156,29 @@ class Tokenizer:
             ValueError: the text cannot be encoded as UTF-8.
             TokenizerError: the library fails.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"the text is invalid Unicode: character {error.start} is half of a surrogate pair"
-            ) from error
+        _check_unicode(text)
         # The batch call lets other threads run and keeps no offsets.
         [encoding] = _guarded(
             lambda: self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         )
         return list(encoding.ids)
+
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Return the token ids of two texts with special tokens, for a model that compares them.
+
+        Returns:
+            The token ids, and the position from which on they belong to the second text.
+
+        Raises:
+            ValueError, TokenizerError: as `encode`.
+        """
+        for text in (first, second):
+            _check_unicode(text)
+        [encoding] = _guarded(
+            lambda: self._backend.encode_batch_fast([(first, second)], add_special_tokens=True)
+        )
+        types = list(encoding.type_ids)
+        return list(encoding.ids), types.index(1) if 1 in types else len(types)
 
     def fewest_tokens(self, text: str) -> int:
         """Return a lower bound of the number of tokens of a text.
@@ -277,6 +293,16 @@ class Tokenizer:
                 special.append(AddedToken(text, special=True, normalized=False))
                 known.add(text)
         _guarded(lambda: self._backend.add_special_tokens(special))
+
+
+def _check_unicode(text: str) -> None:
+    """Raise ValueError if a text cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text is invalid Unicode: character {error.start} is half of a surrogate pair"
+        ) from error
 
 
 def _exists(folder: Path, name: str) -> bool:

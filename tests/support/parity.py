@@ -12,6 +12,7 @@ later logits may then differ by more than rounding.
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Sequence
@@ -128,3 +129,26 @@ def first_router_tie(router_logits: Sequence[Tensor], top_k: int) -> int | None:
         close = (ordered[:, top_k - 1] - ordered[:, top_k] < ROUTER_TIE).nonzero()[:, 0]
         positions += close[:1].tolist()
     return min(positions, default=None)
+
+
+@functools.cache
+def _base_model(path: Path) -> torch.nn.Module:
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def reference_embedding(path: Path, prompt: list[int], pooling: str) -> list[float]:
+    """Return the embedding that transformers computes: last, mean or cls, not normalized."""
+    hidden = _base_model(path)(torch.tensor([prompt])).last_hidden_state[0]
+    pooled = {"last": hidden[-1], "mean": hidden.mean(dim=0), "cls": hidden[0]}[pooling]
+    return pooled.tolist()
+
+
+def cosine(first: Sequence[float], second: Sequence[float]) -> float:
+    return float(
+        torch.nn.functional.cosine_similarity(
+            torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64), 0
+        )
+    )

@@ -21,8 +21,16 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+#: Encoders by model_type. They generate nothing.
+ENCODERS = {"bert": "BertModel"}
 DTYPES = ("float32", "bfloat16", "float16")
 ROPE_SCALINGS = ("linear", "llama3", "yarn")
+#: Field of the pooling module's config.json by pooling.
+POOLINGS = {
+    "last": "pooling_mode_lasttoken",
+    "mean": "pooling_mode_mean_tokens",
+    "cls": "pooling_mode_cls_token",
+}
 
 
 def create_checkpoint(
@@ -36,6 +44,8 @@ def create_checkpoint(
     tie_word_embeddings: bool = False,
     dtype: str = "float32",
     seed: int = 0,
+    pooling: str | None = None,
+    classifier: bool = False,
     max_shard_size: int | None = None,
     **sizes: int,
 ) -> Path:
@@ -43,7 +53,7 @@ def create_checkpoint(
 
     Args:
         out: folder to write. It is created if missing, and must be empty.
-        arch: a key of ARCHITECTURES.
+        arch: a key of ARCHITECTURES or ENCODERS.
         size: a key of SIZES.
         rope_scaling: how the rotary embedding is scaled: linear, llama3 or yarn. None: not scaled.
         rope_factor: factor of `rope_scaling`. max_position_embeddings is the length after scaling.
@@ -51,6 +61,11 @@ def create_checkpoint(
             the second half of the layers use the window, in other architectures all layers. llama
             has no window.
         dtype: type of the stored weights: float32, bfloat16 or float16.
+        pooling: last, mean or cls writes an embedding model in the form of `sentence-transformers`,
+            such as Qwen3-Embedding: without an output layer, and with normalization. None: a model
+            that generates, or an encoder without these files.
+        classifier: write a model that scores pairs of texts, such as Qwen3-Reranker in the form of
+            Qwen3ForSequenceClassification.
         max_shard_size: bytes per weight file. None: one file without an index.
         **sizes: fields of CheckpointShape that replace those of the preset.
 
@@ -61,7 +76,7 @@ def create_checkpoint(
         ValueError: an argument is out of bounds. The message names the argument.
         FileExistsError: `out` is not empty.
     """
-    _one_of("arch", arch, ARCHITECTURES)
+    _one_of("arch", arch, {**ARCHITECTURES, **ENCODERS})
     _one_of("size", size, SIZES)
     _one_of("dtype", dtype, DTYPES)
     for name in sizes:
@@ -70,6 +85,10 @@ def create_checkpoint(
     shape.validate()
     if rope_scaling is not None:
         _one_of("rope_scaling", rope_scaling, ROPE_SCALINGS)
+    if pooling is not None:
+        _one_of("pooling", pooling, POOLINGS)
+        if classifier:
+            raise ValueError("pooling is for embeddings: leave it out for a classifier")
     if not 1 <= rope_factor <= shape.max_position_embeddings:
         raise ValueError(
             f"rope_factor must be between 1 and max_position_embeddings, got {rope_factor}"
@@ -84,11 +103,23 @@ def create_checkpoint(
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty; choose another folder or remove it")
     out.mkdir(parents=True, exist_ok=True)
-    vocabulary = write_tokenizer(out, shape.vocab_size, shape.max_position_embeddings)
-    config = _config(arch, shape) | _window_config(arch, shape, sliding_window)
+    vocabulary = write_tokenizer(
+        out, shape.vocab_size, shape.max_position_embeddings, marks_texts=arch in ENCODERS
+    )
+    if arch in ENCODERS:
+        config = _encoder_config(arch, shape)
+    else:
+        config = _config(arch, shape) | _window_config(arch, shape, sliding_window)
+        config |= {
+            "rope_scaling": _rope_config(rope_scaling, rope_factor, shape.max_position_embeddings),
+            "tie_word_embeddings": tie_word_embeddings,
+        }
+    if classifier:
+        [architecture] = config["architectures"]
+        name = architecture.removesuffix("Model").removesuffix("ForCausalLM")
+        config["architectures"] = [f"{name}ForSequenceClassification"]
+        config["id2label"] = {"0": "LABEL_0"}
     config |= {
-        "rope_scaling": _rope_config(rope_scaling, rope_factor, shape.max_position_embeddings),
-        "tie_word_embeddings": tie_word_embeddings,
         "eos_token_id": vocabulary[TURN_END],
         "pad_token_id": vocabulary[END_OF_TEXT],
         "torch_dtype": dtype,
@@ -99,6 +130,8 @@ def create_checkpoint(
         "pad_token_id": vocabulary[END_OF_TEXT],
     }
     _write_json(out / "generation_config.json", generation)
+    if pooling is not None:
+        _write_modules(out, pooling, shape.hidden_size)
     write_weights(out, random_weights(out, len(vocabulary), seed, dtype), max_shard_size)
     return out
 
@@ -141,6 +174,41 @@ def _config(arch: str, shape: CheckpointShape) -> dict[str, Any]:
     return config
 
 
+def _encoder_config(arch: str, shape: CheckpointShape) -> dict[str, Any]:
+    return {
+        "architectures": [ENCODERS[arch]],
+        "model_type": arch,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_heads,
+        "hidden_act": "gelu",
+        "max_position_embeddings": shape.max_position_embeddings,
+        "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12,
+    }
+
+
+def _write_modules(out: Path, pooling: str, hidden_size: int) -> None:
+    """Write the files with which `sentence-transformers` describes an embedding model."""
+    folders = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    modules = [
+        {
+            "idx": index,
+            "name": str(index),
+            "path": folder,
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, (kind, folder) in enumerate(folders.items())
+    ]
+    _write_json(out / "modules.json", modules)
+    (out / folders["Pooling"]).mkdir()
+    fields = {name: mode == pooling for mode, name in POOLINGS.items()}
+    config = {"word_embedding_dimension": hidden_size, **fields}
+    _write_json(out / folders["Pooling"] / "config.json", config)
+
+
 def _window_config(arch: str, shape: CheckpointShape, sliding_window: int | None) -> dict[str, Any]:
     if arch in ("mistral", "mixtral"):
         return {"sliding_window": sliding_window}
@@ -170,5 +238,5 @@ def _one_of(name: str, value: str, known: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def _write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=2) + "\n")

@@ -6,7 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from baton_engine.checkpoint.create import ARCHITECTURES, DTYPES, ROPE_SCALINGS, create_checkpoint
+from baton_engine.checkpoint.create import (
+    ARCHITECTURES,
+    DTYPES,
+    ENCODERS,
+    POOLINGS,
+    ROPE_SCALINGS,
+    create_checkpoint,
+)
 from baton_engine.checkpoint.shape import SIZES
 
 #: Field of CheckpointShape by flag.
@@ -27,7 +34,7 @@ SIZE_FLAGS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `baton checkpoint create`."""
-    parser.add_argument("--arch", required=True, choices=list(ARCHITECTURES))
+    parser.add_argument("--arch", required=True, choices=[*ARCHITECTURES, *ENCODERS])
     parser.add_argument(
         "--out", required=True, type=Path, help="folder to write; must not exist or be empty"
     )
@@ -51,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tie-word-embeddings", action="store_true", help="the output projection is the embedding"
+    )
+    parser.add_argument(
+        "--pooling", choices=list(POOLINGS), help="an embedding model with this pooling"
+    )
+    parser.add_argument(
+        "--classifier", action="store_true", help="a reranker, which scores pairs of texts"
     )
     parser.add_argument("--dtype", default="float32", choices=DTYPES)
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
@@ -80,11 +93,13 @@ def run(args: argparse.Namespace) -> int:
             tie_word_embeddings=args.tie_word_embeddings,
             dtype=args.dtype,
             seed=args.seed,
+            pooling=args.pooling,
+            classifier=args.classifier,
             max_shard_size=args.max_shard_size,
             **sizes,
         )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{ARCHITECTURES[args.arch]} checkpoint written to {path}")
+    print(f"{args.arch} checkpoint written to {path}")
     return 0

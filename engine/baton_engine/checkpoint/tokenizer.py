@@ -19,18 +19,21 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, int]:
+def write_tokenizer(
+    out: Path, vocab_size: int, max_length: int, *, marks_texts: bool = False
+) -> dict[str, int]:
     """Train a byte-level BPE tokenizer on built-in sentences, and write its files to `out`.
 
     Args:
         out: folder of the checkpoint.
         vocab_size: maximum number of tokens in the vocabulary.
         max_length: value of `model_max_length` in tokenizer_config.json.
+        marks_texts: add special tokens before and after texts, as BERT's tokenizer does.
 
     Returns:
         The vocabulary: token ids by token text.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -42,6 +45,12 @@ def write_tokenizer(out: Path, vocab_size: int, max_length: int) -> dict[str, in
         show_progress=False,
     )
     tokenizer.train_from_iterator(_corpus(), trainer)
+    if marks_texts:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{TURN_START} $A {TURN_END}",
+            pair=f"{TURN_START} $A {TURN_END} $B:1 {TURN_END}:1",
+            special_tokens=[(text, tokenizer.token_to_id(text)) for text in (TURN_START, TURN_END)],
+        )
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

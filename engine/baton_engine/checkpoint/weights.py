@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton_engine.checkpoint.tokenizer import SPECIAL_TOKENS
+from baton_protocol.pooling import Task
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ def random_weights(
             # text are therefore hardly ever sampled.
             values[: len(SPECIAL_TOKENS)] = 0
             values[tokenizer_size:] = 0
-        elif name.endswith("norm.weight"):
+        elif name.endswith(("norm.weight", "LayerNorm.weight")):
             sharp = name.endswith(("q_norm.weight", "k_norm.weight"))
             values = (2.0 if sharp else 1.0) * (1 + 0.1 * values)
         elif name.endswith(".bias"):
@@ -64,6 +65,9 @@ def random_weights(
                 ("q_proj.weight", "k_proj.weight", "mlp.gate.weight", "moe.gate.weight")
             )
             values *= (2.0 if sharp else 1.5) / math.sqrt(target.shape[-1])
+        if config.pooling is not None and config.pooling.task is Task.EMBED:
+            # saved without an output layer
+            name = name.removeprefix(model.NAME_PREFIX)
         weights[name] = values.to(getattr(torch, dtype))
     return weights
 

@@ -134,7 +134,11 @@ class EngineCore:
 
     @property
     def ready(self) -> Ready:
-        return Ready(self.scheduler.state.max_model_len)
+        return Ready(
+            self.scheduler.state.max_model_len,
+            task=self.info.task,
+            pair_format=self.info.pair_format,
+        )
 
     @property
     def has_requests(self) -> bool:
@@ -326,6 +330,8 @@ class EngineCore:
                 vocab_size=self.info.vocab_size,
                 kv_role=self.config.kv_transfer.role,
                 data_parallel_rank=self.ready.data_parallel_rank,
+                task=self.info.task,
+                vector_size=self.info.vector_size,
             )
             self.scheduler.add_request(request)
         except ValueError as error:

@@ -18,9 +18,26 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     when they load the model.
 
     Raises:
-        ConfigurationError: the KV memory is too small for the configured limit.
+        ConfigurationError: the KV memory is too small for the configured limit, or so is a step of
+            a model whose prompts run in one step.
     """
     asked, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
+    budget = config.scheduler.max_num_batched_tokens
+    if not info.chunks_prompts and budget < (asked or info.max_position_embeddings):
+        if asked is not None:
+            raise ConfigurationError(
+                "InvalidConfig",
+                f"scheduler.max_num_batched_tokens is {budget}, but a prompt of this model runs in "
+                f"one step and model.max_model_len is {asked}: raise "
+                "scheduler.max_num_batched_tokens or lower model.max_model_len",
+            )
+        logger.warning(
+            "max_model_len is %d tokens, limited by scheduler.max_num_batched_tokens, because a "
+            "prompt of this model runs in one step; the model's maximum is %d",
+            budget,
+            info.max_position_embeddings,
+        )
+        return min(budget, capacity)
     if asked is None:
         if capacity < info.max_position_embeddings:
             logger.warning(

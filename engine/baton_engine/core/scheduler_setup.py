@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from baton_engine.core.model_length import fit_max_model_len
 from baton_engine.executor.base import ModelInfo, load_class
 from baton_engine.grammar.structured_output import StructuredOutputManager
@@ -29,13 +31,17 @@ def make_scheduler(
     Raises:
         ConfigurationError: the configuration cannot be served with this model and memory.
     """
-    cache = config.cache
+    cache, scheduling = config.cache, config.scheduler
+    if not info.chunks_prompts:
+        scheduling = msgspec.structs.replace(
+            scheduling, enable_chunked_prefill=False, long_prefill_token_threshold=0
+        )
     max_model_len = fit_max_model_len(config, info)
     kv = KVCacheManager(
         info.num_blocks,
         cache.block_size,
         info.compatibility_hash,
-        enable_prefix_caching=cache.enable_prefix_caching,
+        enable_prefix_caching=cache.enable_prefix_caching and not info.runs_whole_prompts,
         num_swap_blocks=info.num_swap_blocks,
         num_offload_blocks=info.num_offload_blocks,
         enable_events=cache.enable_kv_events,
@@ -55,7 +61,7 @@ def make_scheduler(
     )
     try:
         state = SchedulerState(
-            config.scheduler,
+            scheduling,
             kv,
             max_model_len=max_model_len,
             eos_token_ids=info.eos_token_ids,

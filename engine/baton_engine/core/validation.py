@@ -12,6 +12,7 @@ import itertools
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_protocol.config import KVRole
 from baton_protocol.messages import EngineCoreRequest, ErrorCode, KVSide, KVTransferParams
+from baton_protocol.pooling import NO_SAMPLING, Task
 
 #: Maximum length of a request id, transfer id or group id, in characters.
 MAX_ID_LENGTH = 256
@@ -24,9 +25,18 @@ _ROLES = {
 
 
 def validate_request(
-    request: EngineCoreRequest, *, vocab_size: int, kv_role: KVRole, data_parallel_rank: int = 0
+    request: EngineCoreRequest,
+    *,
+    vocab_size: int,
+    kv_role: KVRole,
+    data_parallel_rank: int = 0,
+    task: Task = Task.GENERATE,
+    vector_size: int = 0,
 ) -> None:
     """Check that this engine can run a request.
+
+    Args:
+        vector_size: entries of the vectors of a pooling model.
 
     Raises:
         ValueError: a field is out of bounds. The message names the field and the bounds.
@@ -38,6 +48,7 @@ def validate_request(
         )
     _validate_tokens(request, vocab_size)
     _validate_sampling(request, vocab_size)
+    _validate_task(request, task, vector_size)
     if request.data_parallel_rank not in (None, data_parallel_rank):
         # The rank may have changed after the client sent the request.
         raise RequestRefusedError(
@@ -53,6 +64,24 @@ def validate_request(
         raise ValueError("arrival_time must be a number, got NaN")
     if request.kv_transfer is not None:
         _validate_transfer(request, request.kv_transfer, kv_role)
+
+
+def _validate_task(request: EngineCoreRequest, task: Task, vector_size: int) -> None:
+    params = request.pooling_params
+    if (params is None) != (task is Task.GENERATE):
+        does = "generates text" if task is Task.GENERATE else "pools prompts"
+        raise ValueError(
+            f"this engine {does} (task {task}): it takes "
+            f"{'no requests' if task is Task.GENERATE else 'only requests'} with pooling_params"
+        )
+    if params is None:
+        return
+    params.validate(task, vector_size)
+    if request.sampling_params != NO_SAMPLING or request.generated_token_ids or request.group_id:
+        raise ValueError(
+            "a request with pooling_params has the sampling parameters NO_SAMPLING, and neither "
+            "generated_token_ids nor a group_id"
+        )
 
 
 def _validate_tokens(request: EngineCoreRequest, vocab_size: int) -> None:

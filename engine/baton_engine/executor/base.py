@@ -14,6 +14,7 @@ from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, Schedul
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.config import EngineConfig
 from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.pooling import PairFormat, Task
 
 #: Classes by the short names of `ParallelConfig.executor_class`.
 EXECUTORS = {
@@ -48,6 +49,16 @@ class ModelInfo:
     expert_bytes: int = 0
     #: Properties that peers must share with this engine. None: the engine exchanges no KV blocks.
     kv: KVCompatibility | None = None
+    #: What the engine does with prompts.
+    task: Task = Task.GENERATE
+    #: Entries of the vector of a pooled prompt.
+    vector_size: int = 0
+    #: Whether every token of a prompt must run, so that prompts use no cached KV.
+    runs_whole_prompts: bool = False
+    #: Whether a prompt may run in several steps.
+    chunks_prompts: bool = True
+    #: How two texts become a prompt. None: the model scores no pairs.
+    pair_format: PairFormat | None = None
 
 
 class Executor(abc.ABC):

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from baton_kv_transfer.connector import ConnectorMetadata, ConnectorOutput
 from baton_protocol.messages import PromptLogprobs, RoutedExperts, TokenLogprobs
+from baton_protocol.pooling import PoolingParams
 from baton_protocol.sampling import SamplingParams
 
 
@@ -50,6 +51,8 @@ class NewRequestData:
     sample_index: int
     block_ids: list[int]
     num_computed_tokens: int
+    #: Set if the request is pooled. Its vector takes the place of the sampled token.
+    pooling_params: PoolingParams | None = None
 
 
 @dataclass(slots=True)
@@ -165,6 +168,9 @@ class ModelRunnerOutput:
     #: By request id, for requests that ask for routed experts. The entries belong to the tokens
     #: that this step ran.
     routed_experts: dict[str, RoutedExperts] = field(default_factory=dict)
+    #: By request id, for requests whose prompt ended in this step, on a pooling model. The values
+    #: are float32, little endian.
+    pooler_output: dict[str, bytes] = field(default_factory=dict)
     connector: ConnectorOutput = field(default_factory=ConnectorOutput)
 
 

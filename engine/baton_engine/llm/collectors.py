@@ -9,7 +9,11 @@ from baton_engine.llm.outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
 )
 from baton_engine.llm.params import SamplingParams
 from baton_protocol.messages import (
@@ -19,6 +23,7 @@ from baton_protocol.messages import (
     RoutedExperts,
     TokenLogprobs,
 )
+from baton_protocol.pooling import dot, unpack_vector
 from baton_text.output import (
     OutputProcessor,
     prompt_token_logprobs,
@@ -137,6 +142,56 @@ class BeamsCollector(Collector):
                 )
             )
         return BeamSearchOutput(sequences)
+
+
+class VectorCollector(Collector):
+    """Collects the vector of one prompt of a pooling model."""
+
+    def __init__(self, prompt: Prompt, request: EngineCoreRequest) -> None:
+        super().__init__(prompt, [request])
+        self._output: EngineCoreOutput | None = None
+
+    def push(self, output: EngineCoreOutput) -> bool:
+        self._output = output
+        return output.finished
+
+    @property
+    def vector(self) -> bytes:
+        """The result of the prompt, as float32. The request must have ended."""
+        assert self._output is not None
+        assert self._output.pooler_output is not None
+        return self._output.pooler_output
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return 0 if self._output is None else self._output.num_cached_tokens
+
+    def embedding(self) -> EmbeddingRequestOutput:
+        return EmbeddingRequestOutput(
+            self.requests[0].request_id,
+            EmbeddingOutput(list(unpack_vector(self.vector))),
+            self.prompt.token_ids,
+            self.num_cached_tokens,
+        )
+
+    def score(self) -> ScoringRequestOutput:
+        """Return the score of a pair, from a classifier."""
+        [score] = unpack_vector(self.vector)
+        return ScoringRequestOutput(
+            self.requests[0].request_id,
+            ScoringOutput(score),
+            self.prompt.token_ids,
+            self.num_cached_tokens,
+        )
+
+    def similarity(self, other: VectorCollector) -> ScoringRequestOutput:
+        """Return the cosine of this prompt's embedding and another one. Both are normalized."""
+        return ScoringRequestOutput(
+            self.requests[0].request_id,
+            ScoringOutput(dot(self.vector, other.vector)),
+            self.prompt.token_ids + other.prompt.token_ids,
+            self.num_cached_tokens + other.num_cached_tokens,
+        )
 
 
 @dataclass

@@ -22,6 +22,8 @@ class EngineArgs(TypedDict, total=False):
     fields of `EngineConfig`.
     """
 
+    runner: str
+    classifier_from_token: Sequence[str]
     dtype: str
     quantization: str
     max_model_len: int

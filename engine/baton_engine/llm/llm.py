@@ -9,14 +9,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
-from baton_engine.llm.collectors import BeamsCollector, Prompt, SamplesCollector
+from baton_engine.llm.collectors import BeamsCollector, Collector, Prompt
 from baton_engine.llm.engine_args import EngineArgs
-from baton_engine.llm.local_model import LocalModel, check_params
-from baton_engine.llm.outputs import BeamSearchOutput, Metric, RequestOutput
+from baton_engine.llm.local_model import LocalModel, check_params, params_list
+from baton_engine.llm.outputs import (
+    BeamSearchOutput,
+    EmbeddingRequestOutput,
+    Metric,
+    RequestOutput,
+    ScoringRequestOutput,
+)
 from baton_engine.llm.params import BeamSearchParams, SamplingParams
-from baton_engine.llm.prompts import Message, PromptType, as_conversations, prompt_list, tokenize
+from baton_engine.llm.prompts import (
+    Message,
+    PromptType,
+    as_conversations,
+    pair_list,
+    prompt_list,
+    tokenize,
+)
 from baton_engine.llm.step_loop import ProgressBar, StepLoop
 from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.pooling import PoolingParams
 from baton_text.tokenizer import Tokenizer
 
 
@@ -186,6 +200,77 @@ class LLM:
             self._run(collectors, use_tqdm)
             return [collector.result() for collector in collectors]
 
+    def embed(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        use_tqdm: ProgressBar = True,
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embeddings of one or several prompts. The model must be a pooling model.
+
+        Args:
+            prompts: as in `generate`.
+            use_tqdm: as in `generate`.
+            pooling_params: parameters of all prompts, or a list with one entry per prompt. None:
+                the checkpoint's pooling.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `generate`.
+        """
+        with self._lock:
+            given = prompt_list(prompts)
+            params = params_list(pooling_params or PoolingParams(), PoolingParams, len(given))
+            collectors = []
+            for index, (prompt, own) in enumerate(zip(given, params, strict=True)):
+                tokenized = tokenize(self._model.tokenizer, prompt, index)
+                collectors.append(self._model.vector_collector(tokenized, own))
+            self._run(collectors, use_tqdm)
+            return [collector.embedding() for collector in collectors]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: ProgressBar = True,
+    ) -> list[ScoringRequestOutput]:
+        """Score pairs of texts.
+
+        A reranker returns the relevance of the second text for the first one, from 0 to 1. Another
+        pooling model returns the cosine of both embeddings.
+
+        Args:
+            data_1: the first texts, or one text for all pairs.
+            data_2: the second texts.
+            use_tqdm: as in `generate`.
+
+        Returns:
+            One output per pair, in the order of the pairs.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `generate`.
+        """
+        pairs = pair_list(data_1, data_2)
+        with self._lock:
+            if (pair_format := self._model.core.ready.pair_format) is not None:
+                scored = [
+                    self._model.pair_collector(pair_format, *pair, index)
+                    for index, pair in enumerate(pairs)
+                ]
+                self._run(scored, use_tqdm)
+                return [collector.score() for collector in scored]
+            unit = PoolingParams(normalize=True)
+            embedded = {
+                text: self._model.vector_collector(tokenize(self._model.tokenizer, text, 0), unit)
+                for pair in pairs
+                for text in pair
+            }
+            self._run(list(embedded.values()), use_tqdm)
+            return [embedded[first].similarity(embedded[second]) for first, second in pairs]
+
     def get_tokenizer(self) -> Tokenizer:
         return self._model.tokenizer
 
@@ -258,20 +343,7 @@ class LLM:
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        elif not isinstance(sampling_params, list | tuple):
-            raise TypeError(
-                "sampling_params must be SamplingParams or a list of them, "
-                f"got {type(sampling_params).__name__}"
-            )
-        for index, params in enumerate(sampling_params):
-            check_params(params, SamplingParams, f"sampling_params[{index}]")
-        if len(sampling_params) != len(prompts):
-            raise ValueError(
-                "sampling_params must be one for all or one per prompt: "
-                f"got {len(sampling_params)} for {len(prompts)}"
-            )
+        all_params = params_list(sampling_params, SamplingParams, len(prompts))
         if priority is None:
             priority = [0] * len(prompts)
         else:
@@ -283,7 +355,7 @@ class LLM:
         ids = [self._model.next_id() for _ in prompts]
         collectors = [
             self._model.collector(*each)
-            for each in zip(ids, prompts, sampling_params, priority, strict=True)
+            for each in zip(ids, prompts, all_params, priority, strict=True)
         ]
         self._run(collectors, use_tqdm)
         return [
@@ -291,9 +363,7 @@ class LLM:
             for request_id, collector in zip(ids, collectors, strict=True)
         ]
 
-    def _run(
-        self, collectors: Sequence[SamplesCollector | BeamsCollector], use_tqdm: ProgressBar
-    ) -> None:
+    def _run(self, collectors: Sequence[Collector], use_tqdm: ProgressBar) -> None:
         self._check_open()
         if self._model.core.is_paused():
             raise RuntimeError("this LLM is asleep; call wake_up() first")

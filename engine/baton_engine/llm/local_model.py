@@ -10,14 +10,14 @@ import uuid
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.fetch.cached_model import find_cached_model
-from baton_engine.llm.collectors import Prompt, SamplesCollector
+from baton_engine.llm.collectors import Prompt, SamplesCollector, VectorCollector
 from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_engine.llm.model_fetch import fetch_model
 from baton_engine.llm.outputs import Metric
@@ -25,9 +25,13 @@ from baton_engine.llm.params import SamplingParams
 from baton_engine.llm.prompts import Message, render_conversation
 from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.pooling import NO_SAMPLING, PairFormat, PoolingParams
 from baton_text.chat_template import ChatTemplate
 from baton_text.generation_defaults import GenerationDefaults
+from baton_text.score_prompts import encode_pair
 from baton_text.tokenizer import Tokenizer
+
+_Params = TypeVar("_Params", SamplingParams, PoolingParams)
 
 
 class LocalModel:
@@ -149,6 +153,32 @@ class LocalModel:
         requests = self._requests(request_id, prompt, params, priority)
         return SamplesCollector(prompt, requests, params, self.tokenizer)
 
+    def vector_collector(self, prompt: Prompt, params: PoolingParams) -> VectorCollector:
+        """Return the request of a prompt for a pooling model, and what takes its vector."""
+        request = EngineCoreRequest(
+            self.next_id(),
+            prompt.token_ids,
+            NO_SAMPLING,
+            arrival_time=time.time(),
+            pooling_params=params,
+        )
+        return VectorCollector(prompt, request)
+
+    def pair_collector(
+        self, pair_format: PairFormat, first: str, second: str, index: int
+    ) -> VectorCollector:
+        """Return the request for the score of two texts, and what takes the score.
+
+        Raises:
+            ValueError: a text cannot be encoded. The message names the pair by its index.
+        """
+        try:
+            token_ids, second_text_start = encode_pair(self.tokenizer, pair_format, first, second)
+        except ValueError as error:
+            raise ValueError(f"pair {index}: {error}") from error
+        params = PoolingParams(second_text_start=second_text_start)
+        return self.vector_collector(Prompt(token_ids, None), params)
+
     def check_priority(self) -> None:
         """Raise ValueError if the engine ignores priorities."""
         if self.config.scheduler.policy != "priority":
@@ -191,3 +221,29 @@ class LocalModel:
 def check_params(params: object, kind: type, name: str) -> None:
     if not isinstance(params, kind):
         raise TypeError(f"{name} must be {kind.__name__}, got {type(params).__name__}")
+
+
+def params_list(given: _Params | Sequence[_Params], kind: type[_Params], num: int) -> list[_Params]:
+    """Return the parameters of each of `num` prompts.
+
+    Args:
+        given: parameters of all prompts, or a list with one entry per prompt.
+
+    Raises:
+        TypeError: `given` has another type.
+        ValueError: the list has another length.
+    """
+    name = "pooling_params" if kind is PoolingParams else "sampling_params"
+    if isinstance(given, kind):
+        return [given] * num
+    if not isinstance(given, list | tuple):
+        raise TypeError(
+            f"{name} must be {kind.__name__} or a list of them, got {type(given).__name__}"
+        )
+    for index, params in enumerate(given):
+        check_params(params, kind, f"{name}[{index}]")
+    if len(given) != num:
+        raise ValueError(
+            f"{name} must be one for all or one per prompt: got {len(given)} for {num}"
+        )
+    return list(given)

@@ -11,9 +11,13 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchSequence",
     "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "Logprob",
     "Metric",
     "RequestOutput",
+    "ScoringOutput",
+    "ScoringRequestOutput",
 ]
 
 
@@ -78,6 +82,49 @@ class BeamSearchOutput:
     """The beams of one prompt, best first."""
 
     sequences: list[BeamSearchSequence]
+
+
+@dataclass
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """The result of `LLM.embed` for one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    #: Prompt tokens taken from the prefix cache.
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass
+class ScoringOutput:
+    """The score of a pair of texts: higher for more similar or more relevant texts."""
+
+    score: float
+
+
+@dataclass
+class ScoringRequestOutput:
+    """The result of `LLM.score` for one pair."""
+
+    request_id: str
+    outputs: ScoringOutput
+    #: Tokens of the prompt that joins both texts, or of both texts one after the other.
+    prompt_token_ids: list[int]
+    #: Prompt tokens taken from the prefix cache.
+    num_cached_tokens: int = 0
+    finished: bool = True
 
 
 @dataclass

@@ -83,6 +83,28 @@ def tokenize(tokenizer: Tokenizer, prompt: PromptType, index: int) -> Prompt:
     return tokenized
 
 
+def pair_list(data_1: str | Sequence[str], data_2: str | Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs of two texts or lists of texts. One first text is paired with all others.
+
+    Raises:
+        TypeError: the arguments are neither texts nor lists of texts.
+        ValueError: the lists have different lengths, or no text.
+    """
+    first, second = ([data] if isinstance(data, str) else data for data in (data_1, data_2))
+    for name, texts in (("data_1", first), ("data_2", second)):
+        given: Any = texts
+        if not isinstance(given, list | tuple) or not all(isinstance(item, str) for item in given):
+            raise TypeError(f"{name} must be a text or a list of texts")
+    if len(first) == 1:
+        first = list(first) * len(second)
+    if not second or len(first) != len(second):
+        raise ValueError(
+            "data_1 must have one text, or as many texts as data_2: got "
+            f"{len(first)} and {len(second)}"
+        )
+    return list(zip(first, second, strict=True))
+
+
 def as_conversations(messages: Any) -> Sequence[Sequence[Message]]:
     """Return the conversations as a list. A single conversation becomes a list of one.
 

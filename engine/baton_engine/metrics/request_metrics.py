@@ -147,7 +147,7 @@ class RequestMetrics:
             self._clock(), num_prompt_tokens=len(request.prompt_token_ids)
         )
         max_tokens = request.sampling_params.max_tokens
-        if max_tokens is not None:
+        if max_tokens is not None and request.pooling_params is None:
             self.histograms["request_params_max_tokens"].observe(max_tokens)
 
     def on_step(self, num_tokens: int, started: float) -> None:

@@ -14,5 +14,6 @@ rope.py               rotary frequencies and their scalings
 loader.py             reads and checks safetensors files, and fills parameters
 sharding.py           the layers, heads and tensor slices that one rank holds
 checkpoint_config.py  config.json as a struct, without torch
+pooling_config.py     whether and how a checkpoint pools, from its other files
 errors.py             errors for checkpoints that cannot be served
 """

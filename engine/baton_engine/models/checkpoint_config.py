@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
+from baton_engine.models.pooling_config import PoolingConfig, load_pooling_config
 from baton_protocol.checkpoint_files import read_json
+from baton_protocol.pooling import Task
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -38,6 +41,7 @@ _LARGEST = {
     "num_experts": 2**12,
     "num_local_experts": 2**12,
     "num_experts_per_tok": 2**12,
+    "type_vocab_size": 2**12,
 }
 _MAX_LAYERS_TIMES_EXPERTS = 2**17
 
@@ -102,10 +106,22 @@ class CheckpointConfig:
     moe_intermediate_size: int
     norm_topk_prob: bool
     sparse_layers: frozenset[int]  # layers whose MLP is a mixture of experts
+    pooling: PoolingConfig | None = None  # from other files; None: the model generates
+    is_encoder: bool = False  # every token attends to the whole prompt
+    layer_norm_eps: float = 1e-12  # encoders only
+    num_token_types: int = 0  # type_vocab_size, encoders only
+    num_labels: int = 0  # of classifiers
 
 
-def load_checkpoint_config(path: Path) -> CheckpointConfig:
-    """Parse config.json and generation_config.json in `path`.
+def load_checkpoint_config(
+    path: Path, runner: str = "auto", label_tokens: Sequence[str] = ()
+) -> CheckpointConfig:
+    """Parse config.json, generation_config.json and the files about pooling in `path`.
+
+    Args:
+        path: folder of the checkpoint.
+        runner: value of the option `model.runner`.
+        label_tokens: value of the option `model.classifier_from_token`.
 
     Raises:
         ModelNotFound: `path` is not an existing folder.
@@ -128,11 +144,26 @@ def load_checkpoint_config(path: Path) -> CheckpointConfig:
             if "eos_token_id" in generation:
                 eos_token_ids = _parse_eos(generation["eos_token_id"])
                 parsed = dataclasses.replace(parsed, eos_token_ids=eos_token_ids)
-        return parsed
     except KeyError as error:
         raise ModelInvalid(f"{file}: {error.args[0]} is missing") from None
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelInvalid(f"{file}: {error}") from None
+    pooling = load_pooling_config(
+        path,
+        parsed.architecture,
+        runner,
+        is_encoder=parsed.is_encoder,
+        label_tokens=label_tokens or config.get("classifier_from_token") or (),
+    )
+    has_classifier = (
+        pooling is not None and pooling.task is Task.CLASSIFY and not pooling.label_token_ids
+    )
+    if has_classifier and parsed.num_labels != 1:
+        raise ModelInvalid(
+            f"{path / CONFIG_FILE}: the classifier has {parsed.num_labels} labels (id2label); only "
+            "classifiers with one label, which score pairs of texts, are supported"
+        )
+    return dataclasses.replace(parsed, pooling=pooling)
 
 
 def _read(path: Path, name: str) -> Json:
@@ -201,6 +232,10 @@ def _parse(config: Json) -> CheckpointConfig:
         else 0,
         norm_topk_prob=bool(config.get("norm_topk_prob", False)),
         sparse_layers=_parse_sparse_layers(config, num_layers) if num_experts else frozenset(),
+        is_encoder=config.get("model_type") == "bert",
+        layer_norm_eps=_number(config, "layer_norm_eps", 1e-12),
+        num_token_types=_positive({"type_vocab_size": 2} | config, "type_vocab_size"),
+        num_labels=len(config["id2label"]) if config.get("id2label") else 2,
     )
 
 
@@ -234,8 +269,14 @@ def _check_supported(config: Json) -> None:
         raise ValueError(
             "quantization_config is set, but only unquantized checkpoints can be loaded"
         )
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act must be silu, got {config['hidden_act']}")
+    is_encoder = config.get("model_type") == "bert"
+    activation = "gelu" if is_encoder else "silu"
+    if config.get("hidden_act", activation) != activation:
+        raise ValueError(f"hidden_act must be {activation}, got {config['hidden_act']}")
+    if is_encoder and config.get("position_embedding_type", "absolute") != "absolute":
+        raise ValueError(
+            f"position_embedding_type must be absolute, got {config['position_embedding_type']}"
+        )
     other = set(config.get("layer_types") or []) - {FULL_ATTENTION, SLIDING_ATTENTION}
     if other:
         raise ValueError(

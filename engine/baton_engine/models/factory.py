@@ -13,28 +13,42 @@ from baton_engine.distributed.group import ParallelContext
 from baton_engine.models import architectures
 from baton_engine.models.checkpoint_config import CheckpointConfig
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
-from baton_engine.models.layers import CausalLM
-from baton_engine.models.loader import check_weights, read_slices
+from baton_engine.models.layers import Model
+from baton_engine.models.loader import check_weights, read_slices, read_tensor_index
+from baton_engine.models.pooling_config import GENERATES
 from baton_engine.models.registry import MODEL_CLASSES
-from baton_engine.models.sharding import ALONE
+from baton_engine.models.sharding import ALONE, WeightTargets
 
 
 @functools.cache
-def model_classes() -> dict[str, type[CausalLM]]:
+def model_classes() -> dict[str, type[Model]]:
     """Import all files in `architectures` and return the model classes by architecture name."""
     for module in pkgutil.iter_modules(architectures.__path__):
         importlib.import_module(f"{architectures.__name__}.{module.name}")
     return dict(sorted(MODEL_CLASSES.items()))
 
 
-def make_model(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> CausalLM:
+def class_of(architecture: str) -> type[Model] | None:
+    """Return the class of an architecture. None: the architecture is unknown.
+
+    Qwen3Model and Qwen3ForSequenceClassification have the class of Qwen3ForCausalLM, and another
+    output layer or none.
+    """
+    classes = model_classes()
+    for suffix in ("Model", "ForSequenceClassification"):
+        if architecture not in classes:
+            architecture = architecture.replace(suffix, GENERATES)
+    return classes.get(architecture)
+
+
+def make_model(config: CheckpointConfig, parallel: ParallelContext = ALONE) -> Model:
     """Build this rank's part of a model on the "meta" device, without memory for weights.
 
     Raises:
         ModelInvalid: the architecture is unknown.
         ConfigurationError: the model cannot be split over these ranks.
     """
-    model_class = model_classes().get(config.architecture)
+    model_class = class_of(config.architecture)
     if model_class is None:
         known = ", ".join(model_classes())
         raise ModelInvalid(f"architecture {config.architecture} is not supported; known: {known}")
@@ -51,7 +65,7 @@ def load_model(
     *,
     expert_parallel: bool = False,
     show_progress: bool = False,
-) -> CausalLM:
+) -> Model:
     """Build this rank's part of a model and load the weights of that part.
 
     Every rank checks the names and shapes of all tensors, but reads only the slices that it holds.
@@ -73,9 +87,18 @@ def load_model(
             its weights.
     """
     whole = make_model(config)
-    shapes = {name: target.shape for name, target in whole.weight_targets().items()}
+    entries = read_tensor_index(path)
+    prefix = whole.NAME_PREFIX
+    if config.pooling is None or any(name.startswith(prefix) for name in entries):
+        prefix = ""  # the names need no change
+
+    def in_checkpoint(targets: WeightTargets) -> WeightTargets:
+        return {name.removeprefix(prefix): target for name, target in targets.items()}
+
+    shapes = {name: target.shape for name, target in in_checkpoint(whole.weight_targets()).items()}
     # Before memory is allocated: the shapes that config.json demands may be of any size.
-    entries = check_weights(path, shapes, ignored=whole.ignored_weights())
+    ignored = [name.removeprefix(prefix) for name in whole.ignored_weights()]
+    check_weights(path, entries, shapes, ignored=ignored)
     model = make_model(config, parallel)
     if expert_parallel:
         for _, layer in model.sparse_layers:
@@ -88,6 +111,6 @@ def load_model(
         raise ConfigurationError(
             "InsufficientMemory", f"{path}: there is no memory for the weights: {error}"
         ) from error
-    model.rotary_embedding.move_to(device)
-    read_slices(entries, model.weight_targets(), show_progress=show_progress)
+    model.move_constants(device)
+    read_slices(entries, in_checkpoint(model.weight_targets()), show_progress=show_progress)
     return model.eval()

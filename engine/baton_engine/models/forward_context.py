@@ -7,6 +7,7 @@ because one process may run several engines.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,16 +60,28 @@ class ForwardContext:
     tensor_group: Group | None = None  # group for the all-reduces of a compiled graph
     #: Callback after the last layer's KV write. A captured graph does not call this function.
     kv_written: Callable[[], None] | None = None
+    #: int64 [num_tokens]: 1 for tokens of the second text of a pair, else 0. None: all are 0. Only
+    #: encoders read it.
+    token_types: Tensor | None = None
     #: Runs a piece of a compiled model, for example as a captured graph. None: pieces are called
     #: directly.
     run_piece: RunPiece | None = None
     _plans: dict[int | None, LayerPlan] = field(default_factory=dict, init=False, repr=False)
     _layers: tuple[Tensor, ...] | None = field(default=None, init=False, repr=False)
+    _bounds: list[tuple[int, int]] | None = field(default=None, init=False, repr=False)
 
     @property
     def reports_by_layer(self) -> bool:
         """Whether single layers report something in this step: routed experts, or written KV."""
         return self.routed_experts is not None or self.kv_written is not None
+
+    @property
+    def query_bounds(self) -> list[tuple[int, int]]:
+        """The first token of each sequence in this step, and the end of its tokens."""
+        if self._bounds is None:
+            bounds = self.cu_seqlens_q.tolist()
+            self._bounds = list(itertools.pairwise(bounds))
+        return self._bounds
 
     def layer_cache(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return the cached keys and values of layer number `layer` on this rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from baton_engine.models.layers import CausalLM, DecoderLayer, GatedMLP
+from baton_engine.models.layers import CausalLM, DecoderLayer, GatedMLP, Model
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear
 from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.decoder_layers import (
@@ -18,13 +18,16 @@ from baton_kernels.linear import PackedWeight, QuantizedWeight
 from baton_kernels.moe import ExpertList
 
 
-def fuse_layers(model: CausalLM) -> DecoderLayers | None:
+def fuse_layers(model: Model) -> DecoderLayers | None:
     """Return one compiled operation that runs all layers of the model.
 
     Returns:
         The operation. None if the model is split over tensor ranks or is expert-parallel. Also None
-        if a layer is of a subclass of `DecoderLayer`, or if C++ cannot read the weights.
+        if a layer is of a subclass of `DecoderLayer`, if C++ cannot read the weights, or for an
+        encoder.
     """
+    if not isinstance(model, CausalLM):
+        return None
     # A subclass of DecoderLayer may compute something else than the operation.
     layers = [layer for layer in model.layers if type(layer) is DecoderLayer]
     weights = [each for layer in layers if (each := _weights_of(layer)) is not None]

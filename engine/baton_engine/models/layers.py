@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
@@ -39,6 +40,7 @@ from baton_kernels.decoder_layers import DecoderLayers
 from baton_kernels.linear import PackedWeight, QuantizedWeight, linear
 from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotate_qk
+from baton_protocol.pooling import Task
 
 
 class RMSNorm(nn.Module):
@@ -229,44 +231,53 @@ class DecoderLayer(nn.Module):
         )
 
 
-class CausalLM(nn.Module):
-    """Base class of models: embedding, decoder layers, final norm and output projection.
+class Classifier(nn.Module):
+    """The output layer of a classifier: one logit per label."""
 
-    Architectures implement `make_layer`. A pipeline stage has consecutive layers. The first stage
-    also has the embedding. The last stage also has the final norm and the output projection.
-    """
+    def __init__(self, hidden_size: int, num_labels: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = parameter(num_labels, hidden_size)
+        self.bias = parameter(num_labels) if bias else None
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelContext = ALONE) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def weight_targets(self, prefix: str) -> WeightTargets:
+        parameters = {"weight": self.weight, "bias": self.bias}
+        return {
+            f"{prefix}.{name}": WeightTarget(each, tuple(each.shape))
+            for name, each in parameters.items()
+            if each is not None
+        }
+
+
+class Model(nn.Module):
+    """Base class of decoders and encoders: what a worker needs of one rank's part of a model."""
+
+    #: Start of the names of all tensors, except those of output layers. A checkpoint that was saved
+    #: without an output layer may lack it.
+    NAME_PREFIX = "model."
+
+    layers: nn.ModuleList
+
+    def __init__(self, config: CheckpointConfig, parallel: ParallelContext) -> None:
         super().__init__()
         self.config, self.parallel = config, parallel
-        group = parallel.tensor
-        own = shard(config, parallel)
-        self.layer_ids = range(own.first_layer, own.first_layer + own.num_layers)
-        self.rotary_embedding = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(
-            self.make_layer(config, layer, group) for layer in self.layer_ids
-        )
-        for index, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            layer.self_attn.cache_layer = index
-        tied, last = config.tie_word_embeddings, parallel.is_last_stage
-        vocabulary = (config.vocab_size, config.hidden_size, group)
-        self.embed_tokens = (
-            VocabParallelEmbedding(*vocabulary)
-            if parallel.is_first_stage or (last and tied)
-            else None
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if last else None
-        self.lm_head = VocabParallelEmbedding(*vocabulary) if last and not tied else None
         #: All layers as one compiled operation, see `fused_layers.py`. None: layers run one by one.
         self.fused_layers: DecoderLayers | None = None
 
-    def make_layer(self, config: CheckpointConfig, layer: int, group: Group) -> DecoderLayer:
-        """Return this rank's part of a decoder layer. `layer` is its index in the whole model."""
-        raise NotImplementedError
+    @property
+    def head(self) -> VocabParallelEmbedding | None:
+        """The output projection. None on other stages than the last, and in a pooling model."""
+        return None
+
+    @cached_property
+    def sparse_layers(self) -> list[tuple[str, SparseMoE]]:
+        """This rank's sparse layers in order, each as (name in the checkpoint, layer)."""
+        return []
 
     def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """Run this pipeline stage on a step's tokens, and write the tokens' KV into the cache.
+        """Run this pipeline stage on a step's tokens.
 
         Call this method within a `forward_context`.
 
@@ -278,6 +289,84 @@ class CausalLM(nn.Module):
         Returns:
             Hidden states [num_tokens, hidden_size], after the final norm on the last stage.
         """
+        raise NotImplementedError
+
+    def run_dummy_batch(self) -> None:
+        """Run the sparse layers in a step in which only other ranks have tokens.
+
+        Call this method within a `forward_context`.
+        """
+        for _, layer in self.sparse_layers:
+            layer.run_dummy_batch()
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [rows, vocab_size] of hidden states [rows, hidden_size].
+
+        Only the last pipeline stage has logits. The result is the same on every tensor rank.
+        """
+        assert self.head is not None, "only the last stage of a generating model has logits"
+        return self.head.logits(hidden)
+
+    def classify(self, pooled: Tensor) -> Tensor:
+        """Return a classifier's float32 logits [rows, labels] of vectors [rows, hidden_size]."""
+        raise NotImplementedError
+
+    def move_constants(self, device: torch.device) -> None:
+        """Move tensors that are no parameters to `device`."""
+
+    def weight_targets(self) -> WeightTargets:
+        """Return a `WeightTarget` for each checkpoint tensor that this rank needs, by name."""
+        raise NotImplementedError
+
+    def ignored_weights(self) -> list[str]:
+        """Return the names of tensors that a checkpoint may contain but the model does not use."""
+        return []
+
+
+class CausalLM(Model):
+    """Base class of decoders: embedding, decoder layers, final norm and output projection.
+
+    Architectures implement `make_layer`. A pipeline stage has consecutive layers. The first stage
+    also has the embedding. The last stage also has the final norm and the output projection. A
+    pooling model has no output projection, unless its scores are logits of tokens.
+    """
+
+    def __init__(self, config: CheckpointConfig, parallel: ParallelContext = ALONE) -> None:
+        super().__init__(config, parallel)
+        group, pooling = parallel.tensor, config.pooling
+        own = shard(config, parallel)
+        self.layer_ids = range(own.first_layer, own.first_layer + own.num_layers)
+        self.rotary_embedding = RotaryEmbedding(config)
+        self.layers = nn.ModuleList(
+            self.make_layer(config, layer, group) for layer in self.layer_ids
+        )
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            layer.self_attn.cache_layer = index
+        last = parallel.is_last_stage
+        tied = config.tie_word_embeddings
+        has_head = last and (pooling is None or bool(pooling.label_token_ids))
+        vocabulary = (config.vocab_size, config.hidden_size, group)
+        self.embed_tokens = (
+            VocabParallelEmbedding(*vocabulary)
+            if parallel.is_first_stage or (has_head and tied)
+            else None
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps) if last else None
+        self.lm_head = VocabParallelEmbedding(*vocabulary) if has_head and not tied else None
+        self._has_head = has_head
+        self.score = (
+            Classifier(config.hidden_size, config.num_labels)
+            if last and pooling is not None and pooling.task is Task.CLASSIFY and not has_head
+            else None
+        )
+
+    def make_layer(self, config: CheckpointConfig, layer: int, group: Group) -> DecoderLayer:
+        """Return this rank's part of a decoder layer. `layer` is its index in the whole model."""
+        raise NotImplementedError
+
+    def forward(self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """As `Model.forward`. Also write the tokens' KV into the cache."""
         if not self.parallel.is_first_stage and hidden is None:
             raise ValueError("a stage after the first needs the previous stage's hidden states")
         if (fused := self.fused_layers) is not None and (
@@ -305,7 +394,6 @@ class CausalLM(nn.Module):
 
     @cached_property
     def sparse_layers(self) -> list[tuple[str, SparseMoE]]:
-        """This rank's sparse layers in order, each as (name in the checkpoint, layer)."""
         layers = []
         for layer_id, layer in zip(self.layer_ids, self.layers, strict=True):
             assert isinstance(layer, DecoderLayer)
@@ -313,25 +401,25 @@ class CausalLM(nn.Module):
                 layers.append((f"model.layers.{layer_id}.{layer.mlp_name}", layer.mlp))
         return layers
 
-    def run_dummy_batch(self) -> None:
-        """Run the sparse layers in a step in which only other ranks have tokens.
+    @property
+    def head(self) -> VocabParallelEmbedding | None:
+        if not self._has_head:
+            return None
+        return self.embed_tokens if self.lm_head is None else self.lm_head
 
-        Call this method within a `forward_context`.
-        """
-        for _, layer in self.sparse_layers:
-            layer.run_dummy_batch()
+    def classify(self, pooled: Tensor) -> Tensor:
+        if self.score is not None:
+            return self.score(pooled).float()
+        assert self.config.pooling is not None
+        first, second = self.config.pooling.label_token_ids
+        logits = self.compute_logits(pooled)
+        # The sigmoid of the difference is the softmax over both tokens.
+        return logits[:, second : second + 1] - logits[:, first : first + 1]
 
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [rows, vocab_size] of hidden states [rows, hidden_size].
-
-        Only the last pipeline stage has logits. The result is the same on every tensor rank.
-        """
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
-        assert head is not None, "only the last stage has an output projection"
-        return head.logits(hidden)
+    def move_constants(self, device: torch.device) -> None:
+        self.rotary_embedding.move_to(device)
 
     def weight_targets(self) -> WeightTargets:
-        """Return a `WeightTarget` for each checkpoint tensor that this rank needs, by name."""
         targets: WeightTargets = {}
         if self.embed_tokens is not None:
             targets |= self.embed_tokens.weight_targets("model.embed_tokens")
@@ -342,8 +430,9 @@ class CausalLM(nn.Module):
             targets |= layer.weight_targets(f"model.layers.{layer_id}")
         if self.lm_head is not None:
             targets |= self.lm_head.weight_targets("lm_head")
+        if self.score is not None:
+            targets |= self.score.weight_targets("score")
         return targets
 
     def ignored_weights(self) -> list[str]:
-        """Return the names of tensors that a checkpoint may contain but the model does not use."""
-        return ["lm_head.weight"] if self.config.tie_word_embeddings else []
+        return ["lm_head.weight"] if self.lm_head is None else []

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -110,22 +110,48 @@ def identity_files(path: Path) -> dict[str, bytes]:
 
 
 def check_weights(
-    path: Path, expected: Mapping[str, tuple[int, ...]], *, ignored: Iterable[str]
-) -> dict[str, TensorEntry]:
-    """Check the names, shapes and types of the tensors in `path`. Return the result of the index.
+    path: Path,
+    entries: Mapping[str, TensorEntry],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    ignored: Collection[str],
+) -> None:
+    """Check the names, shapes and types of a checkpoint's tensors.
 
     Args:
         path: folder of the checkpoint.
+        entries: all tensors of the checkpoint, from `read_tensor_index`.
         expected: shape of each tensor that the checkpoint must contain, by name.
         ignored: names of tensors that the checkpoint may contain in addition.
 
     Raises:
-        ModelInvalid: a tensor, named in the message with its file, is missing, unexpected or
-            truncated, or has the wrong shape or type.
+        ModelInvalid: a tensor, named in the message with its file, is missing or unexpected, or has
+            the wrong shape or type.
     """
-    entries = read_tensor_index(path)
-    _check_tensors(path, entries, expected, set(ignored))
-    return entries
+    for name, shape in expected.items():
+        entry = entries.get(name)
+        if entry is None:
+            source = path / (INDEX_FILE if (path / INDEX_FILE).exists() else SINGLE_FILE)
+            raise ModelInvalid(f"{source}: tensor {name} is missing; the architecture needs it")
+        if entry.shape != shape:
+            raise ModelInvalid(
+                f"{entry.file}: tensor {name} has shape {entry.shape}, expected {shape}"
+            )
+        if entry.dtype not in FLOAT_BYTES:
+            raise ModelInvalid(
+                f"{entry.file}: tensor {name} has dtype {entry.dtype}, "
+                f"expected one of {sorted(FLOAT_BYTES)}"
+            )
+    for name, entry in entries.items():
+        # Old Llama checkpoints contain the rotary frequencies, which are computed from config.json.
+        if (
+            name not in expected
+            and name not in ignored
+            and not name.endswith("rotary_emb.inv_freq")
+        ):
+            raise ModelInvalid(
+                f"{entry.file}: tensor {name} is unexpected; the architecture has no place for it"
+            )
 
 
 def read_slices(
@@ -139,7 +165,7 @@ def read_slices(
     Values are converted to the dtype of the parameter.
 
     Args:
-        entries: all tensors of the checkpoint, from `check_weights`.
+        entries: all tensors of the checkpoint, from `read_tensor_index`.
         targets: for each tensor name, the slice to read and the parameter to fill.
         show_progress: whether to show a progress bar of the bytes read on stderr.
 
@@ -193,38 +219,6 @@ def read_ahead(entries: Mapping[str, TensorEntry], targets: Mapping[str, WeightT
                     at += num_read
         except (OSError, ValueError) as error:
             raise ModelInvalid(f"{entry.file}: tensor {name} cannot be read: {error}") from None
-
-
-def _check_tensors(
-    path: Path,
-    entries: Mapping[str, TensorEntry],
-    expected: Mapping[str, tuple[int, ...]],
-    unwanted: set[str],
-) -> None:
-    for name, shape in expected.items():
-        entry = entries.get(name)
-        if entry is None:
-            source = path / (INDEX_FILE if (path / INDEX_FILE).exists() else SINGLE_FILE)
-            raise ModelInvalid(f"{source}: tensor {name} is missing; the architecture needs it")
-        if entry.shape != shape:
-            raise ModelInvalid(
-                f"{entry.file}: tensor {name} has shape {entry.shape}, expected {shape}"
-            )
-        if entry.dtype not in FLOAT_BYTES:
-            raise ModelInvalid(
-                f"{entry.file}: tensor {name} has dtype {entry.dtype}, "
-                f"expected one of {sorted(FLOAT_BYTES)}"
-            )
-    for name, entry in entries.items():
-        # Old Llama checkpoints contain the rotary frequencies, which are computed from config.json.
-        if (
-            name not in expected
-            and name not in unwanted
-            and not name.endswith("rotary_emb.inv_freq")
-        ):
-            raise ModelInvalid(
-                f"{entry.file}: tensor {name} is unexpected; the architecture has no place for it"
-            )
 
 
 def _load_file(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
@@ -41,6 +42,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: in
         torch.ops.baton.attend(q, k, v, out, layer, scale, window)
         return out
     return _attend(q, k, v, layer, scale, window)
+
+
+def attend_to_prompt(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Compute the attention of each token to all tokens of its sequence in the step.
+
+    Nothing is read from or written to the KV cache. Compiled graphs cannot contain this operator.
+
+    Args:
+        q: queries of shape [num_tokens, num_heads, head_dim].
+        k: keys of the same shape.
+        v: values of the same shape.
+        scale: factor of the products of queries and keys.
+
+    Returns:
+        The attention outputs, of the same shape as q.
+    """
+    out = torch.empty_like(q)
+    for start, end in current_context().query_bounds:
+        # [tokens, heads, dim] -> [1, heads, tokens, dim]
+        query, key, value = (each[start:end].transpose(0, 1)[None] for each in (q, k, v))
+        attended = scaled_dot_product_attention(query, key, value, scale=scale)
+        out[start:end] = attended[0].transpose(0, 1)
+    return out
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:

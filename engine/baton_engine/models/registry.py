@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from baton_engine.models.layers import CausalLM
+from baton_engine.models.layers import Model
 
-MODEL_CLASSES: dict[str, type[CausalLM]] = {}
+MODEL_CLASSES: dict[str, type[Model]] = {}
 
 
-def register(model_class: type[CausalLM]) -> type[CausalLM]:
+def register(model_class: type[Model]) -> type[Model]:
     """Register the decorated class for the architecture of the same name."""
     MODEL_CLASSES[model_class.__name__] = model_class
     return model_class

@@ -116,11 +116,13 @@ def _check_size(request: EngineCoreRequest, limits: RequestLimits) -> None:
     """Raise RequestRefusedError if the request could never run within the limits of this engine."""
     num_tokens = len(request.prompt_token_ids) + len(request.generated_token_ids)
     width = request.sampling_params.beam_width
-    if num_tokens >= limits.max_model_len:
+    # No token follows a pooled prompt.
+    longest = limits.max_model_len - (request.pooling_params is None)
+    if num_tokens > longest:
         raise RequestRefusedError(
             ErrorCode.LENGTH,
-            f"{num_tokens} prompt and generated tokens leave no room for another token: "
-            f"the maximum length is {limits.max_model_len} tokens in all",
+            f"{num_tokens} prompt and generated tokens are more than {longest}: the maximum "
+            f"length is {limits.max_model_len} tokens in all",
         )
     if limits.max_step_tokens is not None and num_tokens > limits.max_step_tokens:
         raise RequestRefusedError(

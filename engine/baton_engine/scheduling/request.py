@@ -94,6 +94,7 @@ class Request(KVSequence):
             core_request.cache_salt,
         )
         self.sampling_params = core_request.sampling_params
+        self.pooling_params = core_request.pooling_params
         self.sample_index = core_request.sample_index
         self.kv_transfer = core_request.kv_transfer
         self.root = root

@@ -9,6 +9,7 @@ sampled_tokens.py    the sampled tokens of a step, which may still be on their w
 static_inputs.py     buffers at fixed addresses for captured graphs
 dummy_steps.py       steps without requests, for warm-up and memory profiling
 reports.py           prompt log-probabilities and routed experts
+pooler.py            the vectors of prompts of a pooling model
 packed_weights.py    weights packed or quantized for a CPU
 devices.py           the device and the dtype
 profiler.py          torch's profiler

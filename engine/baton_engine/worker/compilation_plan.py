@@ -63,6 +63,10 @@ def plan_compilation(
             mode,
         )
         mode = "none"
+    if model.is_encoder:  # their attention is not an operator of a graph
+        if mode != "none" and given.mode != "auto":
+            logger.warning("compilation.mode %s is ignored: encoders are not traced", mode)
+        mode, has_graphs = "none", False
     cudagraph_mode = _cudagraph_mode(config, compiled=mode != "none", has_graphs=has_graphs)
     capture_sizes = given.capture_sizes
     if capture_sizes is None:

@@ -98,7 +98,9 @@ def no_batch(kv_cache: torch.Tensor, device: torch.device) -> ForwardContext:
 def run(
     forward: ForwardRunner, query_lens: list[int], seq_len: int | None, kv_cache: torch.Tensor
 ) -> None:
-    """Run and sample a step of dummy sequences; see `make_batch` for the arguments.
+    """Run a step of dummy sequences, and sample if the model generates.
+
+    `make_batch` describes the arguments.
 
     The step writes no KV and does not wait for other pipeline stages.
     """
@@ -108,7 +110,7 @@ def run(
         shape = (sum(query_lens), model.config.hidden_size)
         received = torch.zeros(shape, dtype=forward.dtype, device=forward.device)
     hidden = forward.run(make_batch(query_lens, seq_len, kv_cache, forward.device), received)
-    if model.parallel.is_last_stage:
+    if model.head is not None:
         logits = model.compute_logits(hidden[: len(query_lens)])
         greedy(logits, fallback=0)
         sample(logits, sampling_inputs(len(query_lens)), model.config.eos_token_ids)

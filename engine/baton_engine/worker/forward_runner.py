@@ -27,7 +27,7 @@ from baton_engine.compilation.piecewise import (
     compile_model,
 )
 from baton_engine.models.forward_context import ForwardBatch, RunPiece, forward_context
-from baton_engine.models.layers import CausalLM
+from baton_engine.models.layers import Model
 from baton_engine.models.operators import SPLITTING
 from baton_engine.worker.compilation_plan import CompilationPlan
 from baton_engine.worker.static_inputs import StaticInputs
@@ -49,7 +49,7 @@ class ForwardRunner:
     """
 
     def __init__(
-        self, model: CausalLM, plan: CompilationPlan, graph_backend: GraphBackend | None
+        self, model: Model, plan: CompilationPlan, graph_backend: GraphBackend | None
     ) -> None:
         """Set up the compiler. Nothing is compiled or captured before `prepare`.
 
@@ -85,7 +85,7 @@ class ForwardRunner:
             hidden: output of the previous pipeline stage. None on the first stage.
 
         Returns:
-            The output of `CausalLM.forward`. It is valid until the next call of `run`.
+            The output of `Model.forward`. It is valid until the next call of `run`.
         """
         context, num_tokens = batch.context, len(batch.input_ids)
         if context.routed_experts is not None:  # only uncompiled layers record the experts

@@ -18,12 +18,15 @@ from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.worker.devices import to_device
 from baton_engine.worker.sampled_tokens import BoolArray, Int64Array, SampledTokens
 from baton_engine.worker.sampling.logits_processing import SamplingInput
+from baton_protocol.pooling import PoolingParams
 from baton_protocol.sampling import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 
 #: Initial number of columns of token ids. Doubled for longer requests, up to the model's limit.
 INITIAL_WIDTH = 1024
+#: A position past the end of every prompt.
+_NEVER = 2**62
 
 
 @dataclass(slots=True)
@@ -86,6 +89,9 @@ class InputBatch:
         #: For each row, the index in `_pending` of its pending token; -1: it has none.
         self._pending_index: Int64Array = np.full(max_num_seqs, -1, dtype=np.int64)
         self._inputs: list[SamplingInput | None] = [None] * max_num_seqs
+        self._pooling_params: list[PoolingParams | None] = [None] * max_num_seqs
+        #: Position of the first token of the second text of a pair, if a row has two texts.
+        self._second_text_start: Int64Array = np.full(max_num_seqs, _NEVER, dtype=np.int64)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(reversed(range(max_num_seqs)))
         #: Arguments and result of the last call of `rows`. The requests often stay the same.
@@ -156,6 +162,9 @@ class InputBatch:
         self.wants_logprobs[row] = params.logprobs is not None or bool(params.beam_width)
         self.wants_prompt_logprobs[row] = params.prompt_logprobs is not None
         self.wants_routed_experts[row] = params.return_routed_experts
+        self._pooling_params[row] = new.pooling_params
+        second = None if new.pooling_params is None else new.pooling_params.second_text_start
+        self._second_text_start[row] = _NEVER if second is None else second
         ids = self.token_ids[row]
         self._inputs[row] = SamplingInput(
             params, ids[:num_prompt], ids[num_prompt:num_tokens], new.sample_index
@@ -233,6 +242,9 @@ class InputBatch:
             kv_cache=kv_cache,
             max_seqlen_q=longest,
         )
+        if self._second_text_start[scheduled.rows].min() != _NEVER:
+            is_second = positions >= self._second_text_start[row_of]
+            context.token_types = move(is_second.astype(np.int64))
         input_ids = move(self.token_ids[row_of, positions])
         if self._pending is not None:
             self._fill_in(input_ids, scheduled, self._pending)
@@ -260,6 +272,11 @@ class InputBatch:
         item = self._inputs[row]
         assert item is not None, f"row {row} is free"
         return item
+
+    def pooling_params(self, row: int) -> PoolingParams:
+        params = self._pooling_params[row]
+        assert params is not None, f"the request of row {row} is not pooled"
+        return params
 
     def append_tokens(self, rows: Int64Array, token_ids: npt.ArrayLike) -> None:
         """Append one token to each row. A later step runs these tokens."""

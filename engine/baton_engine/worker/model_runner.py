@@ -30,8 +30,9 @@ from baton_engine.models.checkpoint_config import CheckpointConfig, load_checkpo
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.models.factory import load_model
 from baton_engine.models.fused_layers import fuse_layers
-from baton_engine.models.layers import CausalLM
+from baton_engine.models.layers import Model
 from baton_engine.models.loader import identity_files
+from baton_engine.models.pooling_config import PoolingType
 from baton_engine.models.sharding import ModelShard, shard, split_kv_heads
 from baton_engine.worker import dummy_steps
 from baton_engine.worker.compilation_plan import plan_compilation
@@ -54,6 +55,7 @@ from baton_engine.worker.memory.freed_memory import keep_freed_memory, return_fr
 from baton_engine.worker.memory.host_memory import available_host_memory
 from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
+from baton_engine.worker.pooler import Pooler
 from baton_engine.worker.profiler import Profiler
 from baton_engine.worker.reports import prompt_logprobs_of, routed_experts_of
 from baton_engine.worker.sampled_tokens import Int64Array, SampledTokens
@@ -65,6 +67,7 @@ from baton_kernels.sampling import greedy
 from baton_kv_transfer.memory.layout import KVCacheLayout
 from baton_protocol.config import EngineConfig, compatibility_hash, container_path
 from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.pooling import PairFormat, Task
 
 if TYPE_CHECKING:  # an engine without expert parallelism never imports worker.experts
     from baton_engine.worker.experts.expert_steps import ExpertSteps
@@ -125,10 +128,12 @@ class ModelRunner:
         self._profiler = Profiler(config.observability.profiler_dir, self._rank, self.device)
         self._input_batch: InputBatch
         self._forward_runner: ForwardRunner | None = None
-        self._model: CausalLM | None = None
+        self._model: Model | None = None
         self._expert_steps: ExpertSteps | None = None
+        #: Set if the model pools prompts.
+        self._pooler: Pooler | None = None
         #: The model while this runner sleeps at level 1 on a GPU, else None.
-        self._model_on_host: CausalLM | None = None
+        self._model_on_host: Model | None = None
         self._kv: KVMemory | None = None
         self._in_flight: _StepInFlight | None = None
         #: Whether a step may end before its tokens are on the host. With pipeline stages, the next
@@ -145,7 +150,8 @@ class ModelRunner:
 
     @cached_property
     def model_config(self) -> CheckpointConfig:
-        return load_checkpoint_config(self.path)
+        model = self.config.model
+        return load_checkpoint_config(self.path, model.runner, model.classifier_from_token)
 
     @cached_property
     def shard(self) -> ModelShard:
@@ -180,6 +186,25 @@ class ModelRunner:
         """The token of requests for which no token is possible."""
         return fallback_token(self.model_config.eos_token_ids, self.model_config.vocab_size)
 
+    @property
+    def task(self) -> Task:
+        pooling = self.model_config.pooling
+        return Task.GENERATE if pooling is None else pooling.task
+
+    @property
+    def pair_format(self) -> PairFormat | None:
+        """How two texts become a prompt. None: the model scores no pairs."""
+        if self.task is not Task.CLASSIFY:
+            return None
+        is_encoder = self.model_config.is_encoder
+        return PairFormat.TOKENIZER if is_encoder else PairFormat.QWEN3_RERANKER
+
+    @property
+    def runs_whole_prompts(self) -> bool:
+        """Whether the result of a prompt needs the hidden states of other tokens than the last."""
+        pooling, is_encoder = self.model_config.pooling, self.model_config.is_encoder
+        return pooling is not None and (pooling.type is not PoolingType.LAST or is_encoder)
+
     @cached_property
     def max_model_len(self) -> int:
         """The maximum number of tokens of one request, prompt and generated.
@@ -208,6 +233,8 @@ class ModelRunner:
             from baton_engine.worker.experts.config_checks import check_expert_parallel
 
             check_expert_parallel(self.config, self.model_config, self.device)
+        if (pooling := self.model_config.pooling) is not None:
+            self._pooler = Pooler(pooling)
         self._input_batch = InputBatch(
             self.config.scheduler.max_num_seqs, self.max_model_len, self.config.cache.block_size
         )
@@ -352,6 +379,8 @@ class ModelRunner:
         batch, pipeline = self._input_batch, self.parallel.pipeline
         self._in_flight = None
         batch.remove(step.finished_request_ids)
+        if self._pooler is not None:
+            self._pooler.forget(step.finished_request_ids)
         kv.move_blocks(step)
         for new in step.new_requests:
             batch.add(new)
@@ -385,7 +414,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
-        """Sample a token for each request whose last token ran.
+        """Sample a token for each request whose last token ran, or pool the tokens of the step.
 
         The output also has the logprobs and routed experts for requests that ask for them.
 
@@ -401,6 +430,10 @@ class ModelRunner:
             return output
         step, self._in_flight = self._in_flight, None
         batch = self._input_batch
+        if self._pooler is not None:
+            classify = self._loaded().classify
+            output.pooler_output = self._pooler.pool(step.hidden, step.scheduled, batch, classify)
+            return output
         if step.routed_experts is not None:
             output.routed_experts = routed_experts_of(step.routed_experts, step.scheduled, batch)
         if batch.wants_prompt_logprobs[step.scheduled.rows].any():
@@ -540,7 +573,7 @@ class ModelRunner:
             self._model.fused_layers = fuse_layers(self._model)
         self._forward_runner = ForwardRunner(self._model, plan, backend)
 
-    def _loaded(self) -> CausalLM:
+    def _loaded(self) -> Model:
         if self._model is None:
             raise RuntimeError(
                 "this runner has no weights: call load_model() first, or wake_up() after sleep()"
@@ -552,7 +585,7 @@ class ModelRunner:
         assert self._forward_runner is not None, "load_model() makes it"
         return self._forward_runner
 
-    def _ready(self) -> tuple[CausalLM, KVMemory]:
+    def _ready(self) -> tuple[Model, KVMemory]:
         if self._kv is None or self._kv.is_dropped:
             raise RuntimeError(
                 "this runner has no KV memory: call allocate_kv_cache() first, or wake_up() after "
@@ -595,12 +628,14 @@ class ModelRunner:
 
     def _prepare_sampling(
         self,
-        model: CausalLM,
+        model: Model,
         scheduled: ScheduledRows,
         hidden: Tensor,
         routed_experts: list[Tensor] | None,
     ) -> _StepInFlight:
         """Compute the logits of the requests that sample. Return the state for `sample_tokens`."""
+        if self._pooler is not None:
+            return _StepInFlight(scheduled, hidden, [], scheduled.rows[:0], None, None)
         sampling = self._input_batch.reaches_last_token(scheduled)
         logits: Tensor | None = None
         if scheduled.one_token_each and sampling.all():

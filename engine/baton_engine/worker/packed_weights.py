@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from baton_engine.models.layers import CausalLM
+from baton_engine.models.layers import Model
 from baton_engine.models.projections import ColumnParallelLinear, Linear, RowParallelLinear
 from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.linear import PackedWeight, QuantizedWeight, packing
@@ -20,7 +20,7 @@ Prepare = Callable[[Tensor], PackedWeight | QuantizedWeight]
 
 
 @torch.no_grad()
-def pack_weights(model: CausalLM) -> None:
+def pack_weights(model: Model) -> None:
     """Pack the weights of all matrix products of a model, in place.
 
     Each plain weight is freed after it is packed, except the weight of a tied embedding. Experts of
@@ -34,7 +34,7 @@ def pack_weights(model: CausalLM) -> None:
 
 
 @torch.no_grad()
-def quantize_weights(model: CausalLM, quantization: str) -> None:
+def quantize_weights(model: Model, quantization: str) -> None:
     """Round the weights of all matrix products of a model to int8 or int4, in place.
 
     The output layer has int8 weights in both cases: its errors change the tokens directly.
@@ -48,7 +48,7 @@ def quantize_weights(model: CausalLM, quantization: str) -> None:
 
 
 def _replace_weights(
-    model: CausalLM, prepare: Prepare, *, routers: bool, prepare_head: Prepare
+    model: Model, prepare: Prepare, *, routers: bool, prepare_head: Prepare
 ) -> None:
     kept = set() if routers else set(_routers(model))
     for module in model.modules():
@@ -57,7 +57,7 @@ def _replace_weights(
                 _replace(module, "weight", prepare)
         elif isinstance(module, SparseMoE) and not module.is_expert_parallel:
             module.separate_experts(prepare)
-    head = model.lm_head or (model.embed_tokens if model.parallel.is_last_stage else None)
+    head = model.head
     if head is None:
         return
     if head is model.embed_tokens and model.parallel.is_first_stage:
@@ -66,7 +66,7 @@ def _replace_weights(
         _replace(head, "weight", prepare_head)
 
 
-def _routers(model: CausalLM) -> Iterator[nn.Module]:
+def _routers(model: Model) -> Iterator[nn.Module]:
     return (module.gate for module in model.modules() if isinstance(module, SparseMoE))
 
 

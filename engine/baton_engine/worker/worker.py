@@ -158,6 +158,11 @@ class Worker:
                 else 0
             ),
             kv=runner.kv_compatibility(side_channel.VERSION) if self._transfers else None,
+            task=runner.task,
+            vector_size=runner.model_config.hidden_size,
+            runs_whole_prompts=runner.runs_whole_prompts,
+            chunks_prompts=not runner.model_config.is_encoder,
+            pair_format=runner.pair_format,
         )
 
     def warm_up(self) -> None:
@@ -424,6 +429,13 @@ class Worker:
 
     def _check_transfers(self, runner: ModelRunner) -> None:
         role, parallel = self.config.kv_transfer.role.value, self.config.parallel
+        if runner.model_config.pooling is not None:
+            raise ConfigurationError(
+                "KVTransferInvalid",
+                f"kv_transfer.role is {role}, but the model pools prompts, and no KV blocks are "
+                "needed after a prompt; set kv_transfer.role to none (in an LLMService: remove "
+                "prefill), or model.runner to generate",
+            )
         if parallel.pipeline_parallel_size > 1:
             raise ConfigurationError(
                 "KVTransferInvalid",

@@ -5,6 +5,8 @@ responses_request   the body of POST /v1/responses
 chat_request        the body of POST /v1/chat/completions
 completion_request  the body of POST /v1/completions
 generation_request  the fields that both bodies share, and their checks
+pooling_requests    the bodies of requests to pooling models
+prompt_forms        texts and token ids as prompts
 tokenize_requests   the bodies of /tokenize and /detokenize
 parsing             parses JSON bodies and checks the requests
 structured_outputs  the fields of structured outputs, and bad words

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from baton_protocol.sampling import MAX_LOGPROBS
 from baton_text.errors import RequestError
 from baton_text.requests.generation_request import GenerationRequest, check_max_tokens
+from baton_text.requests.prompt_forms import PromptForms, num_prompts, prompt_list
 
 #: OpenAI's default of `max_tokens` for completions. Chat completions may fill the context.
 DEFAULT_MAX_TOKENS = 16
@@ -16,7 +17,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ("suffix",)
 
     #: A text, a list of texts, a list of token ids, or a list of lists of token ids.
-    prompt: str | list[str | int | list[int]]
+    prompt: PromptForms
     #: Report the log-probability of each token, and of this many most likely tokens at the same
     #: position. Bounds: 0..MAX_LOGPROBS.
     logprobs: int | None = None
@@ -33,8 +34,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     @property
     def num_prompts(self) -> int:
         """Number of prompts. The request must have been validated."""
-        prompt = self.prompt
-        return 1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt)
+        return num_prompts(self.prompt)
 
     def requested_max_tokens(self) -> int | None:
         if self.is_prompt_only:
@@ -74,21 +74,4 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         Raises:
             RequestError: `prompt` has another form, or one of its lists is empty.
         """
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            prompts: list[str | list[int]] = [prompt]
-        elif prompt and all(isinstance(item, int) for item in prompt):
-            prompts = [[item for item in prompt if isinstance(item, int)]]
-        elif all(isinstance(item, str) for item in prompt) or all(
-            isinstance(item, list) for item in prompt
-        ):
-            prompts = [item for item in prompt if not isinstance(item, int)]
-        else:
-            raise RequestError(
-                "prompt must be a string, a list of strings, a list of token ids, "
-                "or a list of lists of token ids",
-                param="prompt",
-            )
-        if not prompts or any(len(item) == 0 for item in prompts if isinstance(item, list)):
-            raise RequestError("prompt must not be empty", param="prompt")
-        return prompts
+        return prompt_list(self.prompt, "prompt")

@@ -262,10 +262,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
         self._validate_search()
         self.structured_output()
-        for name in ("priority", "top_k", "thinking_budget"):
-            value = getattr(self, name)
-            if value is not None and not -(2**31) <= value < 2**31:
-                raise RequestError(f"{name} must fit 32 bits, got {value}", param=name)
+        check_32_bits("priority", self.priority)
+        check_32_bits("top_k", self.top_k)
+        check_32_bits("thinking_budget", self.thinking_budget)
         if self.thinking_budget is not None and self.thinking_budget < 0:
             raise RequestError(
                 f"thinking_budget must not be negative, got {self.thinking_budget}",
@@ -283,11 +282,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             check_bad_words(self.bad_words or [])
         except ValueError as error:
             raise RequestError(str(error), param="bad_words") from error
-        if len(self.cache_salt or "") > MAX_CACHE_SALT_LENGTH:
-            raise RequestError(
-                f"cache_salt must have at most {MAX_CACHE_SALT_LENGTH} characters",
-                param="cache_salt",
-            )
+        check_cache_salt(self.cache_salt)
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError(
                 "prompt_logprobs is not available with stream=true", param="prompt_logprobs"
@@ -525,3 +520,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 def check_max_tokens(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise RequestError(f"{name} must be at least 1, got {value}", param=name)
+
+
+def check_32_bits(name: str, value: int | None) -> None:
+    if value is not None and not -(2**31) <= value < 2**31:
+        raise RequestError(f"{name} must fit 32 bits, got {value}", param=name)
+
+
+def check_cache_salt(cache_salt: str | None) -> None:
+    if len(cache_salt or "") > MAX_CACHE_SALT_LENGTH:
+        raise RequestError(
+            f"cache_salt must have at most {MAX_CACHE_SALT_LENGTH} characters", param="cache_salt"
+        )

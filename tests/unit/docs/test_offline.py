@@ -20,7 +20,7 @@ def test_all_examples_run(tmp_path: Path) -> None:
         vocab_size=512,
     )
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     names = {"MODEL": str(model)}
     for number, block in enumerate(blocks, start=1):
         exec(compile(block, f"{PAGE.name}, example {number}", "exec"), names)

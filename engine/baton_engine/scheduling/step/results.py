@@ -36,7 +36,7 @@ class StepResults:
         Raises:
             RuntimeError: a request sampled although it was not scheduled to sample, or vice versa.
         """
-        sampled = ran.sampled_token_ids
+        sampled, vectors = ran.sampled_token_ids, ran.pooler_output
         has_extras = bool(ran.prompt_logprobs or ran.routed_experts)
         for entry in ranges:
             request, start, end, samples, num_preemptions = entry
@@ -44,7 +44,8 @@ class StepResults:
             if request.status is RequestStatus.FINISHED:  # ended while the step was in flight
                 continue
             token_id = sampled.get(request.request_id)
-            if (token_id is not None) != samples:
+            vector = vectors.get(request.request_id) if vectors else None
+            if (token_id is not None or vector is not None) != samples:
                 raise RuntimeError(
                     f"step {step_id} returned the sampled token {token_id} for {request!r}, but "
                     f"the step was scheduled to sample {'a' if samples else 'no'} token"
@@ -59,7 +60,9 @@ class StepResults:
                 self.state.outputs.collect(
                     request.root or request, start, ran, ran_as=request.request_id
                 )
-            if token_id is not None:
+            if vector is not None:
+                yield _pooled(request, vector)
+            elif token_id is not None:
                 if request.root is not None:
                     finished = self._report_beam(
                         request.root, request, ran.logprobs.get(request.request_id)
@@ -162,3 +165,10 @@ class StepResults:
         self.beams.report(beam, logprobs)
         # A swapped search advances once it is resumed.
         return self.advance_beams(root) if root.status is RequestStatus.RUNNING else None
+
+
+def _pooled(request: Request, vector: bytes) -> Finished:
+    output = EngineCoreOutput(
+        request.request_id, [], finish_reason=FinishReason.STOP, pooler_output=vector
+    )
+    return Finished(request, output)

@@ -56,6 +56,7 @@ class WorkerMirror:
                     sample_index=sequence.sample_index,
                     block_ids=sequence.block_ids,
                     num_computed_tokens=start,
+                    pooling_params=sequence.pooling_params,
                 )
             )
         state.num_blocks = len(blocks)

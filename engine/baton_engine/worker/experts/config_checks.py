@@ -21,6 +21,11 @@ def check_expert_parallel(
     parallel, compilation = config.parallel, config.compilation
     if not model.sparse_layers:
         raise _cannot(f"{model.architecture} has no experts; set enable_expert_parallel to false")
+    if model.pooling is not None:
+        raise _cannot(
+            "the model pools prompts, and only generating models run in expert groups; set "
+            "enable_expert_parallel to false, or model.runner to generate"
+        )
     if parallel.pipeline_parallel_size > 1:
         raise _cannot(
             f"parallel.pipeline_parallel_size is {parallel.pipeline_parallel_size}, but ranks of "

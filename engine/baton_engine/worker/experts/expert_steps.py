@@ -8,7 +8,7 @@ from torch import Tensor
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models.forward_context import ForwardContext, forward_context
-from baton_engine.models.layers import CausalLM
+from baton_engine.models.layers import Model
 from baton_engine.worker import dummy_steps
 
 
@@ -18,7 +18,7 @@ class ExpertSteps:
     A dummy batch is the part of a rank without tokens in a step of the expert-parallel group.
     """
 
-    def __init__(self, model: CausalLM, tensor_group: Group, device: torch.device) -> None:
+    def __init__(self, model: Model, tensor_group: Group, device: torch.device) -> None:
         self._model = model
         self._tensor_group = tensor_group
         self._device = device

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton_engine.models.layers import CausalLM
+from baton_engine.models.layers import Model
 from baton_engine.models.loader import read_ahead, read_slices, read_tensor_index
 from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.linear import PackedWeight, QuantizedWeight, Weight, packing
@@ -62,7 +62,7 @@ class ExpertStore:
     def __init__(
         self,
         path: Path,
-        model: CausalLM,
+        model: Model,
         dtype: torch.dtype,
         device: torch.device,
         form: ExpertForm,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton_engine.core.validation import validate_request
 from baton_protocol.config import KVRole
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams
+from baton_protocol.pooling import NO_SAMPLING, PoolingParams, Task
 from baton_protocol.sampling import (
     RepetitionDetection,
     SamplingParams,
@@ -140,3 +142,39 @@ def test_a_group_member_can_load_its_prompt() -> None:
 def test_group_members_and_prefill_requests_can_have_prompt_logprobs() -> None:
     check({"prompt_logprobs": 1}, group_id="g", sample_index=3)
     check({"prompt_logprobs": 1, "max_tokens": 1}, kv_transfer=PRODUCE)
+
+
+POOLED = EngineCoreRequest("r", [1, 2], NO_SAMPLING, pooling_params=PoolingParams())
+
+
+@pytest.mark.parametrize(
+    ("changes", "task", "message"),
+    [
+        ({}, Task.GENERATE, "generates text .*: it takes no requests with pooling_params"),
+        ({"pooling_params": None}, Task.EMBED, "pools prompts .*: it takes only requests with"),
+        ({"pooling_params": PoolingParams(dimensions=0)}, Task.EMBED, r"dimensions .* \[1, 8\]"),
+        ({"pooling_params": PoolingParams(dimensions=9)}, Task.EMBED, r"dimensions .* \[1, 8\]"),
+        ({"pooling_params": PoolingParams(dimensions=1)}, Task.CLASSIFY, "are for embeddings"),
+        ({"pooling_params": PoolingParams(normalize=True)}, Task.CLASSIFY, "are for embeddings"),
+        (
+            {"pooling_params": PoolingParams(second_text_start=-1)},
+            Task.CLASSIFY,
+            "second_text_start must not be negative",
+        ),
+        ({"sampling_params": SamplingParams(max_tokens=2)}, Task.EMBED, "NO_SAMPLING"),
+        ({"generated_token_ids": [1]}, Task.EMBED, "used up|generated_token_ids"),
+        ({"group_id": "g"}, Task.EMBED, "group_id"),
+    ],
+)
+def test_requests_for_another_task_are_refused(
+    changes: dict[str, Any], task: Task, message: str
+) -> None:
+    def check_pooled(request: EngineCoreRequest, task: Task) -> None:
+        validate_request(
+            request, vocab_size=VOCAB_SIZE, kv_role=KVRole.NONE, task=task, vector_size=8
+        )
+
+    check_pooled(POOLED, Task.EMBED)
+    check_pooled(POOLED, Task.CLASSIFY)
+    with pytest.raises(ValueError, match=message):
+        check_pooled(msgspec.structs.replace(POOLED, **changes), task)

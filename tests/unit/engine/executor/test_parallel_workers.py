@@ -79,6 +79,18 @@ def test_kv_transfer_is_refused_if_workers_lack_whole_heads_or_layers(
     assert error.value.reason == "KVTransferInvalid"
 
 
+def test_kv_transfer_is_refused_for_a_pooling_model(checkpoints) -> None:
+    config = model_config(checkpoints["llama"], 1, 1)
+    config = msgspec.structs.replace(
+        config,
+        model=msgspec.structs.replace(config.model, runner="pooling"),
+        kv_transfer=KVTransferConfig(role=KVRole.CONSUMER),
+    )
+    with pytest.raises(ConfigurationError, match="the model pools prompts") as error:
+        Worker(config, "instance").load_model()
+    assert error.value.reason == "KVTransferInvalid"
+
+
 @pytest.mark.parametrize(
     "error", [ValueError("needs a UCX with verbs"), UCXError("needs a UCX with verbs")]
 )

@@ -63,6 +63,18 @@ def test_a_dense_model_is_refused(tmp_path: Path) -> None:
         ModelRunner(config(path)).load_model()
 
 
+def test_a_pooling_model_is_refused(checkpoint: Path) -> None:
+    pooled = load_checkpoint_config(checkpoint, "pooling")
+    with pytest.raises(ConfigurationError, match="the model pools prompts"):
+        check_expert_parallel(config(checkpoint), pooled, torch.device("cpu"))
+
+
+def test_encoders_are_neither_compiled_nor_captured(tmp_path: Path) -> None:
+    path = create_checkpoint(tmp_path / "bert", "bert", **SMALL)
+    plan = plan_compilation(runner_config(path), load_checkpoint_config(path), 128, has_graphs=True)
+    assert (plan.mode, plan.cudagraph_mode) == ("none", CudagraphMode.NONE)
+
+
 def test_num_blocks_must_be_set_for_a_gpu(checkpoint: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"cache\.num_blocks is not set"):
         check_expert_parallel(
