@@ -170,6 +170,8 @@ class Partial:
         ):
             for file in files:
                 name = file.name
+                if "/" in name:  # another client may have put a link in place of the folder
+                    continue
                 if state.verified.get(name) == file and _is_file(other / name, file.size):
                     os.replace(other / name, self.path / name)
                     if verify(self.path / name, file):
@@ -191,7 +193,9 @@ class Partial:
 
     def incomplete(self, file: RemoteFile) -> Path:
         """Return the path of the file until the file is downloaded and verified."""
-        return self.path / f"{file.name}{INCOMPLETE}"
+        path = self.path / f"{file.name}{INCOMPLETE}"
+        path.parent.mkdir(exist_ok=True)
+        return path
 
     def accept(self, file: RemoteFile) -> None:
         """Sync a verified file to disk and rename it to its final name.
@@ -206,6 +210,8 @@ class Partial:
         finally:
             os.close(fd)
         os.replace(path, self.path / file.name)
+        if path.parent != self.path:  # `commit` syncs the folder of the model only
+            _sync_folder(path.parent)
         self._state.verified[file.name] = file
 
     def save(self) -> None:

@@ -28,6 +28,7 @@ from obstore.exceptions import (
 from obstore.store import GCSStore, S3Store
 
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
+from baton_engine.fetch.selection import POOLING_FOLDER
 from baton_engine.fetch.source import Listing, RemoteFile
 from baton_engine.fetch.uri import StoredModel
 
@@ -82,12 +83,16 @@ class ObjectStoreSource:
         self._tags: dict[str, str] = {}
 
     def listing(self) -> Listing:
-        """Return the objects directly below the prefix. See `Source.listing`.
+        """Return the objects directly below the prefix and POOLING_FILE. See `Source.listing`.
 
         The revision is a hash of the names, sizes and ETags.
         """
         with self._translated():
-            objects = obstore.list_with_delimiter(self._store, self._model.prefix)["objects"]
+            objects = [
+                entry
+                for folder in (self._model.prefix, f"{self._model.prefix}/{POOLING_FOLDER}")
+                for entry in obstore.list_with_delimiter(self._store, folder)["objects"]
+            ]
         files, digest = [], hashlib.sha256()
         for entry in sorted(objects, key=lambda entry: entry["path"]):
             name = entry["path"].removeprefix(f"{self._model.prefix}/")

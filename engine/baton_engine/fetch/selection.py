@@ -12,6 +12,9 @@ Only = Literal["all", "tokenizer"]
 
 WEIGHTS_SUFFIX = ".safetensors"
 CONFIG_FILE = "config.json"
+#: How `sentence-transformers` pools. Engines read no other file below the top of the folder.
+POOLING_FOLDER = "1_Pooling"
+POOLING_FILE = f"{POOLING_FOLDER}/config.json"
 MAX_FILES = 4096
 #: Files that a gateway reads, at the top of the folder.
 TEXT_FILES = frozenset(
@@ -35,8 +38,8 @@ TEXT_FILES = frozenset(
 def select(names: Iterable[str], only: Only) -> list[str]:
     """Return the names of the files to download, sorted.
 
-    Only safetensors, JSON and tokenizer files at the top of the model's folder are selected. Files
-    that can contain code, such as pickles, are not downloaded.
+    Only safetensors, JSON and tokenizer files at the top of the model's folder are selected, and
+    POOLING_FILE. Files that can contain code, such as pickles, are not downloaded.
 
     Args:
         names: all files of the model.
@@ -51,7 +54,7 @@ def select(names: Iterable[str], only: Only) -> list[str]:
         check_name(name)
         at_top = "/" not in name
         text = at_top and name in TEXT_FILES
-        engine = at_top and name.endswith((WEIGHTS_SUFFIX, ".json"))
+        engine = name == POOLING_FILE or (at_top and name.endswith((WEIGHTS_SUFFIX, ".json")))
         if text or (engine and only == "all"):
             taken.append(name)
     if len(taken) > MAX_FILES:

@@ -69,6 +69,19 @@ def test_weights_json_and_tokenizer_are_fetched_but_no_code_and_no_pickles(
     assert log_content == {"revision": hub.commit}
 
 
+def test_the_pooling_of_an_embedding_model_is_fetched(hub: FakeHub, target: Path) -> None:
+    pooling = {"1_Pooling/config.json": b'{"pooling_mode_cls_token": true}'}
+    hub.files |= {**pooling, "2_Dense/config.json": b"{}", "1_Pooling/code.py": b""}
+    for flags, there in ((["--only", "tokenizer"], {}), ([], pooling)):
+        folder = target.with_name("-".join(["model", *flags[1:]]))
+        code, stderr = fetch(hub, folder, *flags)
+        assert code == 0, stderr
+        below = set(folder.glob("*/*"))
+        assert {str(path.relative_to(folder)): path.read_bytes() for path in below} == there
+    code, stderr = fetch(hub, target)  # complete, so it is not downloaded again
+    assert code == 0, stderr
+
+
 def test_a_gateway_fetches_no_weights(hub: FakeHub, target: Path) -> None:
     code, stderr = fetch(hub, target, "--only", "tokenizer")
     assert code == 0, stderr
