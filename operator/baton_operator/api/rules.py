@@ -151,6 +151,17 @@ RULES = (
     ),
     Rule(
         "",
+        "model.runner is pooling, and a pooling model ends with its prompt: leave out prefill and "
+        "decode.parallelism.expert",
+        "!has(self.model.runner) || self.model.runner != 'pooling' || "
+        "(!has(self.prefill) && !self.decode.parallelism.expert)",
+        lambda spec: (
+            spec.model.runner != "pooling"
+            or (spec.prefill is None and not spec.decode.parallelism.expert)
+        ),
+    ),
+    Rule(
+        "",
         "kvTransfer.rdma needs transport ucx or auto: tcp and shm do not use RDMA, and nixl "
         "chooses its own devices",
         "!self.kvTransfer.rdma || self.kvTransfer.transport in ['ucx', 'auto']",

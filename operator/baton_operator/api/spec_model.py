@@ -60,6 +60,9 @@ class Model(ApiStruct, frozen=True):
     #: Type to which weights are rounded: int8, with a scale per output, or int4, with a scale per
     #: 32 inputs of an output. Only engines on CPUs support it. Unset: weights keep their type.
     quantization: Literal["int8", "int4"] | None = None
+    #: What the model does. generate: it generates text. pooling: it returns embeddings. auto: the
+    #: checkpoint decides. Unset: auto.
+    runner: Literal["auto", "generate", "pooling"] | None = None
     #: Maximum number of tokens of a sequence, prompt included. Unset: the model's own maximum.
     max_model_len: Tokens | None = None
     #: How the model writes tool calls. auto: its chat template decides. Unset: auto.

@@ -155,6 +155,7 @@ def _model_config(resolved: ResolvedService, role: names.ConfiguredRole) -> Mode
     return ModelConfig(
         path=model.source(source, role, resolved.namespace).path,
         served_name=resolved.served_name,
+        runner=source.runner or "auto",
         dtype=source.dtype,
         quantization=source.quantization,
         max_model_len=source.max_model_len,

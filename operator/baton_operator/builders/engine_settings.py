@@ -85,6 +85,7 @@ KV_TRANSFER = (
 COMPUTED = {
     "model.path": "model.uri",
     "model.served_name": "model.servedName",
+    "model.runner": "model.runner",
     "model.dtype": "model.dtype",
     "model.quantization": "model.quantization",
     "model.max_model_len": "model.maxModelLen",

@@ -107,6 +107,14 @@ BROKEN: list[tuple[str, Object]] = [
         "kvTransfer.rdma needs transport ucx or auto",
         {"kvTransfer": {"rdma": True, "transport": "tcp"}},
     ),
+    ("model.runner is pooling", {"model": {**M["model"], "runner": "pooling"}, "prefill": {}}),
+    (
+        "model.runner is pooling",
+        {
+            "model": {**M["model"], "runner": "pooling"},
+            "decode": {"parallelism": {"expert": True}},
+        },
+    ),
     (
         "model.quantization is for CPUs",
         {"model": {**M["model"], "quantization": "int8"}, "engine": {"device": "cuda"}},
@@ -340,6 +348,8 @@ def test_each_rule_is_placed_at_its_fields() -> None:
 @pytest.mark.parametrize(
     "spec",
     [
+        {"model": {**M["model"], "runner": "pooling"}},
+        {"model": {**M["model"], "runner": "generate"}, "prefill": {}},
         {
             "model": {**M["model"], "quantization": "int8"},
             "engine": {"device": "cuda"},

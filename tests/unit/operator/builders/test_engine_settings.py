@@ -81,6 +81,7 @@ COMPUTED_OPTIONS: dict[str, tuple[dict[str, Any], dict[MemberRole, Any]]] = {
         for option, field, value, expected in (
             ("path", "uri", "file:///n", "/n"),
             ("served_name", "servedName", "n", "n"),
+            ("runner", "runner", "generate", "generate"),
             ("dtype", "dtype", "float32", "float32"),
             ("quantization", "quantization", "int8", "int8"),
             ("max_model_len", "maxModelLen", 7, 7),
