@@ -40,7 +40,7 @@ GC_THRESHOLDS = (2_000, 20, 200)
 OPTIONS = [
     option
     for option in options(GatewayConfig)
-    if option.path not in ("model.dtype", "model.quantization", "model.max_model_len")
+    if not option.path.startswith("model.") or option.path in ("model.path", "model.served_name")
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_protocol.messages import ErrorCode
+from baton_protocol.pooling import Task
 from baton_text.errors import RequestError, quote
 from baton_text.responses.anthropic import MessageError, MessageErrorDetail
 from baton_text.responses.openai import ErrorBody, ErrorDetail
@@ -24,6 +25,16 @@ _MESSAGES_ERRORS = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+}
+
+
+#: Messages for an endpoint that the model cannot serve, by the model's task.
+_WRONG_TASK = {
+    Task.GENERATE: "This model generates text and returns no embeddings or scores; use an endpoint "
+    "such as /v1/chat/completions.",
+    Task.EMBED: "This model returns embeddings and generates no text; use /v1/embeddings, "
+    "/v1/score or /v1/rerank.",
+    Task.CLASSIFY: "This model scores pairs of texts; use /v1/score or /v1/rerank.",
 }
 
 
@@ -110,6 +121,17 @@ def check_model(model: str | None, served: str) -> None:
     if model not in (None, served):
         message = f"The model {quote(model)} does not exist; this server serves {served!r}."
         raise APIError(404, message, param="model", code="model_not_found")
+
+
+def check_task(engine: Task, *wanted: Task) -> None:
+    """Raise APIError (400) if the engines do not do what an endpoint needs.
+
+    Args:
+        engine: what the engines do with prompts.
+        wanted: what the endpoint needs, one of these tasks.
+    """
+    if engine not in wanted:
+        raise APIError(400, _WRONG_TASK[engine], code="unsupported_endpoint")
 
 
 def context_length_exceeded(

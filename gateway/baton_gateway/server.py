@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import ssl
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from baton_gateway.endpoints.completion_writer import CompletionWriter
 from baton_gateway.endpoints.generation_endpoint import GenerationEndpoint
 from baton_gateway.endpoints.messages_writer import MessagesWriter
 from baton_gateway.endpoints.openapi import OpenAPIEndpoint
+from baton_gateway.endpoints.pooling_endpoints import PoolingEndpoints
+from baton_gateway.endpoints.request_reader import RequestReader
 from baton_gateway.endpoints.response_writer import ResponseWriter
 from baton_gateway.endpoints.responses_writer import ResponsesWriter
 from baton_gateway.endpoints.routes import Routes
@@ -43,6 +46,8 @@ from baton_gateway.requests.cache_salts import CacheSalts
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Job
 from baton_gateway.requests.job_builder import JobBuilder
+from baton_gateway.requests.pooling import PoolingJobBuilder, PoolingRunner
+from baton_gateway.requests.prompts import PromptReader
 from baton_gateway.requests.response_store import ResponseStore
 from baton_gateway.routing.discovery import Discovery
 from baton_gateway.routing.dispatch import Dispatcher
@@ -138,11 +143,14 @@ class Gateway:
             config.reasoning_parser,
             None if template is None else template.source,
         )
+        reader = PromptReader(tokenizer)
         builder = JobBuilder(
-            tokenizer, self.pool, self.metrics, access, salts, defaults, reply_format
+            tokenizer, reader, self.pool, self.metrics, access, salts, defaults, reply_format
         )
+        pooling_builder = PoolingJobBuilder(reader, self.pool, self.metrics, access, salts)
         self._generator = Generator(dispatcher, self.metrics)
-        routes = self._routes(tokenizer, builder)
+        self._pooling_runner = PoolingRunner(dispatcher, self.metrics)
+        routes = self._routes(tokenizer, builder, pooling_builder)
         self.app, self.metrics_app = routes.app, routes.metrics_app
         #: Port of the metrics, from `start` on.
         self.metrics_port = 0
@@ -151,12 +159,21 @@ class Gateway:
         self._pool_task: asyncio.Task[None] | None = None
         self._secrets_task: asyncio.Task[None] | None = None
 
-    def _routes(self, tokenizer: Tokenizer, builder: JobBuilder) -> Routes:
+    def _routes(
+        self, tokenizer: Tokenizer, builder: JobBuilder, pooling_builder: PoolingJobBuilder
+    ) -> Routes:
         unknown_fields = UnknownFields(self.metrics)
         # Rounded up: one key can send a body in all cases.
         client_limit = -(-self.config.max_concurrent_requests // 4)
         bodies = BodyBudget(self.metrics, client_limit=client_limit)
         client_timeout_s = self.config.client_timeout_s
+        request_timeout_s = self.config.request_timeout_s
+        reader = RequestReader(
+            self.pool,
+            unknown_fields,
+            served_name=self.served_name,
+            timeout_s=min(request_timeout_s or math.inf, client_timeout_s),
+        )
 
         store = ResponseStore()
         endpoint = partial(
@@ -166,9 +183,8 @@ class Gateway:
             admission=self.admission,
             queue=self._queue,
             bodies=bodies,
-            unknown_fields=unknown_fields,
-            served_name=self.served_name,
-            request_timeout_s=self.config.request_timeout_s,
+            reader=reader,
+            request_timeout_s=request_timeout_s,
             client_timeout_s=client_timeout_s,
         )
 
@@ -203,6 +219,17 @@ class Gateway:
                 ),
             },
             StoredResponses(store, self.admission, client_timeout_s=client_timeout_s),
+            PoolingEndpoints(
+                reader,
+                pooling_builder,
+                self._pooling_runner,
+                self.admission,
+                self._queue,
+                bodies,
+                served_name=self.served_name,
+                request_timeout_s=request_timeout_s,
+                client_timeout_s=client_timeout_s,
+            ),
             TokenizeEndpoints(
                 tokenizer,
                 self.pool,
@@ -316,6 +343,7 @@ class Gateway:
                 "that still run fail"
             )
             self._generator.fail_all()
+            self._pooling_runner.fail_all()
             self._queue.fail_all()
             await self.admission.wait_idle(timeout_s=2.0)
         for task in (self._pool_task, self._secrets_task):

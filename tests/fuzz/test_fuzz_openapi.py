@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton_gateway.endpoints.operations import OPERATIONS
+from baton_protocol.pooling import Task
 from baton_text.tokenizer import Tokenizer
 from support.fuzz.door import NUM_CASES, SEED, TIMEOUT_S
 from support.gateway.gateway_rig import GatewayRig
@@ -24,15 +25,21 @@ CHECKS = (
 )
 
 
-async def test_responses_agree_with_the_document(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", Task)
+async def test_responses_agree_with_the_document(
+    checkpoint: Path, tmp_path: Path, task: Task
+) -> None:
+    """Other endpoints than those of the model's task return 400, which the document has too."""
     rig = GatewayRig(tmp_path, Tokenizer.from_folder(checkpoint))
     try:
-        await rig.start(rig.engine("d", "decode"))
+        engine = rig.engine("d", "decode")
+        engine.pool(task)
+        await rig.start(engine)
         output = await run_schemathesis(
             tmp_path,
             f"{rig.url}/openapi.json",
             f"--checks={','.join(CHECKS)}",
-            f"--max-examples={max(1, NUM_CASES // len(OPERATIONS))}",
+            f"--max-examples={max(1, NUM_CASES // len(OPERATIONS) // len(Task))}",
             f"--seed={SEED}",
             "--phases=examples,coverage,fuzzing",
             "--continue-on-failure",
@@ -43,7 +50,7 @@ async def test_responses_agree_with_the_document(checkpoint: Path, tmp_path: Pat
         )
         print(output)
         for (method, path), operation in OPERATIONS.items():
-            if operation.body is not None:
+            if operation.body is not None and (not operation.tasks or task in operation.tasks):
                 succeeded = rig.metric("baton:http_requests_total", endpoint=path, status="200")
                 assert succeeded, f"no {method} {path} was valid\n{output}"
     finally:

@@ -59,7 +59,7 @@ class ScaleFromZeroQueue:
         """Whether requests wait whenever no decode engine is available."""
         return self._hold_s > 0
 
-    async def wait(self, keep_alive: Callable[[], Awaitable[None]]) -> None:
+    async def wait(self, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
         """Wait until a decode engine is available.
 
         Return immediately if an engine is available. If the queue is not enabled, also return
@@ -67,7 +67,7 @@ class ScaleFromZeroQueue:
         hand, refuse the request, even if the queue is not enabled.
 
         Args:
-            keep_alive: called every KEEP_ALIVE_S during the wait.
+            keep_alive: called every KEEP_ALIVE_S during the wait, unless it is None.
 
         Raises:
             APIError: 503, because no engine started in time, the queue is full, or the service is
@@ -93,7 +93,8 @@ class ScaleFromZeroQueue:
                 while not await self._pool.wait_for(
                     lambda: self._pool.available("decode") or None, KEEP_ALIVE_S
                 ):
-                    await keep_alive()
+                    if keep_alive is not None:
+                        await keep_alive()
         except TimeoutError:
             raise _refusal("No engine started in time; retry later.") from None
         finally:

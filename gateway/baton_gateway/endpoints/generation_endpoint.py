@@ -5,13 +5,11 @@ They differ in their bodies, and in the `ResponseWriter` that converts outputs t
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import math
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -21,11 +19,13 @@ from aiohttp import web
 from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT, client_name
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
+from baton_gateway.endpoints.request_deadline import RequestDeadline
+from baton_gateway.endpoints.request_reader import RequestReader
 from baton_gateway.endpoints.response_writer import ResponseWriter
-from baton_gateway.errors import APIError, bad_request, check_model, error_event, timed_out
+from baton_gateway.errors import APIError, bad_request, error_event
 from baton_gateway.http.body_budget import BodyBudget, BodyCharge
 from baton_gateway.http.event_stream import EventStream
-from baton_gateway.http.request_body import INLINE_BODY_BYTES, UnknownFields, parse_body
+from baton_gateway.http.request_body import INLINE_BODY_BYTES
 from baton_gateway.http.slow_clients import abort_if_unread, send_json
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Choice, Job
@@ -70,8 +70,7 @@ class GenerationEndpoint(Generic[_Body]):
         queue: holds requests while the service has no engine.
         request_timeout_s: longest time from a request's arrival to the end of its response. The
             time in `queue` does not count. 0: no limit.
-        client_timeout_s: longest time for a client to send a body, or to read a response or one
-            event of a stream.
+        client_timeout_s: longest time for a client to read a response or one event of a stream.
         conversation: returns the stored messages that a body of a client continues, as JSON.
     """
 
@@ -85,9 +84,8 @@ class GenerationEndpoint(Generic[_Body]):
         admission: Admission,
         queue: ScaleFromZeroQueue,
         bodies: BodyBudget,
-        unknown_fields: UnknownFields,
+        reader: RequestReader,
         *,
-        served_name: str,
         request_timeout_s: float,
         client_timeout_s: float,
         conversation: Callable[[_Body, str | None], bytes] = lambda _body, _client: b"",
@@ -100,9 +98,8 @@ class GenerationEndpoint(Generic[_Body]):
         self._admission = admission
         self._queue = queue
         self._bodies = bodies
-        self._unknown_fields = unknown_fields
-        self._served_name = served_name
-        self._timeout_s = request_timeout_s or math.inf
+        self._reader = reader
+        self._timeout_s = request_timeout_s
         self._client_timeout_s = client_timeout_s
         self._conversation = conversation
 
@@ -121,8 +118,7 @@ class GenerationEndpoint(Generic[_Body]):
             self._admission.end()
 
     async def _serve(self, http: web.Request, started: float) -> web.StreamResponse:
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + self._timeout_s
+        deadline = RequestDeadline(self._timeout_s)
         stream: EventStream | None = None
         with self._admission.place(http.get(CLIENT)) as place:
             try:
@@ -135,10 +131,9 @@ class GenerationEndpoint(Generic[_Body]):
                         is_wanted=bool(request.stream),
                         client_timeout_s=self._client_timeout_s,
                     )
-                    held_at = clock()
-                    await self._queue.wait(stream.keep_alive)
-                    deadline += clock() - held_at
-                    async with self._until(deadline):
+                    async with deadline.paused():
+                        await self._queue.wait(stream.keep_alive)
+                    async with deadline.enforced():
                         job = await self._builder.build(
                             request, started, body_size, http.get(CLIENT)
                         )
@@ -166,27 +161,25 @@ class GenerationEndpoint(Generic[_Body]):
             APIError, RequestError: the headers or the body are invalid, the body does not arrive in
                 time, or the request names another model.
         """
-        if http.content_type != "application/json":
-            message = f"Content-Type must be application/json, got {http.content_type!r}."
-            raise APIError(415, message, code="unsupported_media_type")
-        content = await charge.read(http, min(self._timeout_s, self._client_timeout_s))
-        max_model_len = self._builder.max_model_len
-        body = await parse_body(content, self._body, max_model_len, self._unknown_fields)
-        check_model(body.model, self._served_name)
+        body, size = await self._reader.read(http, charge, self._body)
         earlier = self._conversation(body, http.get(CLIENT))
         charge.add(len(earlier))
-        size = len(content) + len(earlier)
+        size += len(earlier)
         convert = partial(self._convert, body, earlier)
         request = await run_off_loop(convert, size, INLINE_BODY_BYTES)
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
         return body, request, size
 
     async def _answer(
-        self, http: web.Request, writer: ResponseWriter[Any], events: _Events, deadline: float
+        self,
+        http: web.Request,
+        writer: ResponseWriter[Any],
+        events: _Events,
+        deadline: RequestDeadline,
     ) -> web.Response:
         job = writer.job
         outputs: dict[int, list[TextOutput]] = {id(choice): [] for choice in job.choices}
-        async with self._until(deadline):
+        async with deadline.enforced():
             async for choice, output in events:
                 outputs[id(choice)].append(output)
 
@@ -195,23 +188,22 @@ class GenerationEndpoint(Generic[_Body]):
             return msgspec.json.encode(writer.response(merged))
 
         encoded = await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
-        left_s = deadline - asyncio.get_running_loop().time()
-        return await send_json(http, encoded, min(left_s, self._client_timeout_s))
+        return await send_json(http, encoded, min(deadline.left_s, self._client_timeout_s))
 
     async def _stream(
         self,
         http: web.Request,
         writer: ResponseWriter[Any],
         events: _Events,
-        deadline: float,
+        deadline: RequestDeadline,
         stream: EventStream,
     ) -> web.StreamResponse:
-        async with self._until(deadline):
+        async with deadline.enforced():
             # An earlier failure is sent as an HTTP status, and a later failure as an event.
             first = await anext(events)
         response = await stream.open()
         try:
-            async with self._until(deadline):
+            async with deadline.enforced():
                 await _send_all(writer, first, events, stream)
                 await stream.end(writer.LAST_EVENT)
         except APIError as error:
@@ -226,19 +218,6 @@ class GenerationEndpoint(Generic[_Body]):
             logger.info("request %s%s: the client disconnected", writer.job.id, client_name(http))
             http[FINAL_STATUS] = CLIENT_CLOSED_REQUEST
         return response
-
-    @asynccontextmanager
-    async def _until(self, deadline: float) -> AsyncGenerator[None, None]:
-        """Run the `with` block until the deadline of the request.
-
-        Raises:
-            APIError: the deadline has passed.
-        """
-        try:
-            async with asyncio.timeout_at(deadline):
-                yield
-        except TimeoutError:
-            raise timed_out(self._timeout_s) from None
 
 
 async def _send_all(

@@ -9,12 +9,14 @@ from typing import NamedTuple
 import msgspec
 
 from baton_gateway.errors import MESSAGES_PATH, RESPONSES_PATH
+from baton_protocol.pooling import Task
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.messages_request import CountTokensRequest, MessagesRequest
+from baton_text.requests.pooling_requests import EmbeddingRequest, RerankRequest, ScoreRequest
 from baton_text.requests.responses_request import ResponsesRequest
 from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
-from baton_text.responses import anthropic, openai, responses_api
+from baton_text.responses import anthropic, openai, pooling, responses_api
 
 Struct = type[msgspec.Struct]
 _BODY_ERRORS = (404, 408, 413, 429, 503)
@@ -43,6 +45,12 @@ FAILURES = (
         "the body is no JSON object, or a field is missing or has a wrong type",
     ),
     Failure(400, ("unsupported_parameter",), "the gateway does not support the field or its value"),
+    Failure(
+        400,
+        ("unsupported_endpoint",),
+        "the model does not do what the endpoint is for: it generates text, returns embeddings, or "
+        "scores pairs of texts",
+    ),
     Failure(400, ("context_length_exceeded",), "the prompt and the answer do not fit the context"),
     Failure(
         400,
@@ -50,7 +58,12 @@ FAILURES = (
         "the prompt exceeds `gateway.limits.maxPromptTokens`, or a text for `/tokenize` or "
         "`/detokenize` is too long",
     ),
-    Failure(400, ("request_too_large",), "the body has too many JSON values"),
+    Failure(
+        400,
+        ("request_too_large",),
+        "the body has too many JSON values, or the pairs of `/v1/score` or `/v1/rerank` have too "
+        "many characters",
+    ),
     Failure(400, ("invalid_body", "invalid_http"), "the request cannot be read"),
     Failure(400, (), "any other wrong value; `param` names the field, if the error belongs to one"),
     Failure(
@@ -107,6 +120,7 @@ class Operation:
         events: types of the data of a stream's events. Empty: there are no streams.
         errors: statuses of its errors, besides those of every path.
         example: a body of a request.
+        tasks: what the model must do, one of these. Empty: any model serves the operation.
     """
 
     summary: str
@@ -115,6 +129,7 @@ class Operation:
     events: tuple[Struct, ...] = ()
     errors: tuple[int, ...] = ()
     example: Mapping[str, object] | None = None
+    tasks: tuple[Task, ...] = ()
 
 
 #: The operations of the clients' port, by method and path.
@@ -126,6 +141,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         (openai.ChatCompletionChunk,),
         _GENERATION_ERRORS,
         {"messages": _CONVERSATION, "max_tokens": 64},
+        (Task.GENERATE,),
     ),
     ("POST", "/v1/completions"): Operation(
         "Continue one or more prompts.",
@@ -134,6 +150,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         (openai.Completion,),
         _GENERATION_ERRORS,
         {"prompt": "Hello", "max_tokens": 64},
+        (Task.GENERATE,),
     ),
     ("POST", RESPONSES_PATH): Operation(
         "Answer a conversation, and keep it for the next request.",
@@ -142,6 +159,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         (responses_api.ResponseEvent,),
         _GENERATION_ERRORS,
         {"input": "Hello", "max_output_tokens": 64},
+        (Task.GENERATE,),
     ),
     ("POST", MESSAGES_PATH): Operation(
         "Answer a conversation, in Anthropic's form.",
@@ -150,6 +168,31 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         anthropic.EVENTS,
         _GENERATION_ERRORS,
         {"messages": _CONVERSATION, "max_tokens": 64},
+        (Task.GENERATE,),
+    ),
+    ("POST", "/v1/embeddings"): Operation(
+        "Return the embeddings of one or more texts.",
+        pooling.EmbeddingResponse,
+        EmbeddingRequest,
+        errors=_GENERATION_ERRORS,
+        example={"input": "Hello"},
+        tasks=(Task.EMBED,),
+    ),
+    ("POST", "/v1/score"): Operation(
+        "Score pairs of texts.",
+        pooling.ScoreResponse,
+        ScoreRequest,
+        errors=_GENERATION_ERRORS,
+        example={"text_1": "Hello", "text_2": ["Good morning", "Good night"]},
+        tasks=(Task.EMBED, Task.CLASSIFY),
+    ),
+    ("POST", "/v1/rerank"): Operation(
+        "Order documents by their relevance for a query.",
+        pooling.RerankResponse,
+        RerankRequest,
+        errors=_GENERATION_ERRORS,
+        example={"query": "Hello", "documents": ["Good morning", "Good night"]},
+        tasks=(Task.EMBED, Task.CLASSIFY),
     ),
     ("GET", f"{RESPONSES_PATH}/{{response}}"): Operation(
         "Return a kept response.", responses_api.Response, errors=(404,)

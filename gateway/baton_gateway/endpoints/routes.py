@@ -19,6 +19,7 @@ from baton_gateway.endpoints.generation_endpoint import (
     GenerationEndpoint,
 )
 from baton_gateway.endpoints.openapi import OpenAPIEndpoint
+from baton_gateway.endpoints.pooling_endpoints import PoolingEndpoints
 from baton_gateway.endpoints.status_endpoints import StatusEndpoints
 from baton_gateway.endpoints.stored_responses import StoredResponses
 from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
@@ -53,6 +54,7 @@ class Routes:
         self,
         generation: dict[str, GenerationEndpoint[Any]],
         stored: StoredResponses,
+        pooling: PoolingEndpoints,
         tokenization: TokenizeEndpoints,
         status: StatusEndpoints,
         openapi: OpenAPIEndpoint,
@@ -75,6 +77,9 @@ class Routes:
         )
         for path, endpoint in generation.items():
             self.app.router.add_post(path, endpoint.handle)
+        self.app.router.add_post("/v1/embeddings", pooling.embed)
+        self.app.router.add_post("/v1/score", pooling.score)
+        self.app.router.add_post("/v1/rerank", pooling.rerank)
         self.app.router.add_get(f"{RESPONSES_PATH}/{{response}}", stored.get)
         self.app.router.add_delete(f"{RESPONSES_PATH}/{{response}}", stored.delete)
         self.app.router.add_post(f"{MESSAGES_PATH}/count_tokens", tokenization.count_tokens)

@@ -7,4 +7,5 @@ Modules:
     response_store: keeps the conversations of `/v1/responses`.
     prompts: converts messages and texts to token ids, within length bounds.
     generation: runs a job's sequences and yields their text.
+    pooling: jobs for pooling models, and their vectors.
 """

@@ -12,7 +12,7 @@ import uuid
 
 import msgspec
 
-from baton_gateway.errors import context_length_exceeded
+from baton_gateway.errors import check_task, context_length_exceeded
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.requests.cache_salts import CacheSalts
 from baton_gateway.requests.job import Choice, Job, PromptJob, Run
@@ -21,6 +21,7 @@ from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.sequence import SampleGroup, Sequence
 from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.config import AccessConfig
+from baton_protocol.pooling import Task
 from baton_protocol.sampling import SamplingParams, StructuredOutput
 from baton_text.errors import RequestError
 from baton_text.generation_defaults import GenerationDefaults
@@ -45,6 +46,7 @@ class JobBuilder:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        reader: PromptReader,
         pool: EnginePool,
         metrics: GatewayMetrics,
         access: AccessConfig,
@@ -53,21 +55,13 @@ class JobBuilder:
         reply_format: ReplyFormat,
     ) -> None:
         self.tokenizer = tokenizer
-        self._reader = PromptReader(tokenizer)
+        self._reader = reader
         self._pool = pool
         self._metrics = metrics
         self._access = access
         self._salts = salts
         self._defaults = defaults
         self._format = reply_format
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The decode engines' limit on tokens of prompt and answer together.
-
-        None until a decode engine has been available.
-        """
-        return self._pool.max_model_len
 
     async def build(
         self,
@@ -89,8 +83,9 @@ class JobBuilder:
                 server is exceeded.
             APIError: a prompt does not fit the model.
         """
+        check_task(self._pool.task, Task.GENERATE)
         self._check_rank(request.data_parallel_rank)
-        self._check_priority(request.priority)
+        check_priority(request.priority, self._access)
         max_model_len = self._pool.max_model_len
         assert max_model_len is not None
         bounds = PromptBounds(max_model_len, self._access.max_prompt_tokens)
@@ -276,14 +271,16 @@ class JobBuilder:
                 param="data_parallel_rank",
             )
 
-    def _check_priority(self, priority: int | None) -> None:
-        lowest = self._access.min_priority
-        if priority is not None and priority < lowest:
-            raise RequestError(
-                f"this server accepts no priority below {lowest}, got {priority}: requests with "
-                "lower values run first",
-                param="priority",
-            )
+
+def check_priority(priority: int | None, access: AccessConfig) -> None:
+    """Raise RequestError if clients may not send this priority."""
+    lowest = access.min_priority
+    if priority is not None and priority < lowest:
+        raise RequestError(
+            f"this server accepts no priority below {lowest}, got {priority}: requests with "
+            "lower values run first",
+            param="priority",
+        )
 
 
 def _sequence(

@@ -10,9 +10,11 @@ from typing import Any
 from baton_gateway import thread_pool
 from baton_gateway.errors import prompt_too_long, unavailable
 from baton_gateway.thread_pool import run_template
+from baton_protocol.pooling import PairFormat
 from baton_text.chat_template import ChatTemplateError, TemplateProcessError
 from baton_text.errors import RequestError
 from baton_text.messages import ChatMessage, template_messages
+from baton_text.score_prompts import PairPrompt, encode_pair
 from baton_text.tokenizer import Tokenizer, TokenizerError
 
 logger = logging.getLogger(__name__)
@@ -32,13 +34,14 @@ class PromptBounds:
     """Limits on the number of tokens of a generation request's prompt.
 
     Args:
-        max_model_len: the model's limit on tokens of prompt and answer together. The prompt must
-            leave room for at least one token of the answer.
+        max_model_len: the model's limit on tokens of prompt and answer together.
         max_prompt_tokens: the limit configured for this server; None: no limit.
+        room: number of tokens that the prompt must leave for the answer.
     """
 
     max_model_len: int
     max_prompt_tokens: int | None = None
+    room: int = 1
 
     @property
     def max_tokens(self) -> int:
@@ -56,7 +59,7 @@ class PromptBounds:
             APIError: the prompt does not fit the model.
             RequestError: the prompt is longer than this server's limit.
         """
-        if at_least >= self.max_model_len:
+        if at_least > self.max_model_len - self.room:
             raise prompt_too_long(self.max_model_len, at_least, field)
         self.check_server_limit(at_least, field)
 
@@ -191,6 +194,32 @@ class PromptReader:
         except TokenizerError as error:
             raise RequestError(
                 f"The model's tokenizer cannot process {field}: {error}", param=field
+            ) from error
+
+    def encode_pair(
+        self,
+        pair_format: PairFormat,
+        pair: tuple[str, str],
+        fields: tuple[str, str],
+        bounds: PromptBounds,
+    ) -> PairPrompt:
+        """Return the prompt of two texts. The caller must check the number of tokens.
+
+        Args:
+            fields: names of the fields of both texts, for errors.
+
+        Raises:
+            APIError, RequestError: as `encode`.
+        """
+        for text, field in zip(pair, fields, strict=True):
+            bounds.check(self._tokenizer.fewest_tokens(text), field)
+            if len(text) > LONG_TEXT * bounds.max_tokens:
+                self._check_pieces(text, field, bounds)
+        try:
+            return encode_pair(self._tokenizer, pair_format, *pair)
+        except TokenizerError as error:
+            raise RequestError(
+                f"The model's tokenizer cannot process {fields[1]}: {error}", param=fields[1]
             ) from error
 
     def check_ids(self, token_ids: Sequence[int], field: str) -> None:

@@ -22,6 +22,7 @@ from baton_gateway.routing.member import PoolMember
 from baton_protocol.config import EngineEndpoint
 from baton_protocol.engine_client.client import EngineClient, EngineDeadError, HandshakeFailedError
 from baton_protocol.messages import Init
+from baton_protocol.pooling import PairFormat, Task
 from baton_protocol.service_key import ServiceKey
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,8 @@ class EnginePool:
         self._changed = asyncio.Event()
         self._max_model_len: int | None = None
         self._data_parallel_size = 1
+        self._task = Task.GENERATE
+        self._pair_format: PairFormat | None = None
         for role in ROLES:
             metrics.engines_ready.labels(role).set_function(self._counter(role))
 
@@ -154,11 +157,28 @@ class EnginePool:
         self._read_decode_limits()
         return self._data_parallel_size
 
+    @property
+    def task(self) -> Task:
+        """What the decode engines do with prompts.
+
+        While no decode engine is available, the last value stays.
+        """
+        self._read_decode_limits()
+        return self._task
+
+    @property
+    def pair_format(self) -> PairFormat | None:
+        """How two texts become a prompt of the decode engines. None: they score no pairs."""
+        self._read_decode_limits()
+        return self._pair_format
+
     def _read_decode_limits(self) -> None:
         members = self.available("decode")
         if members:
             self._max_model_len = min(member.ready.max_model_len for member in members)
             self._data_parallel_size = max(member.ready.data_parallel_size for member in members)
+            self._task = members[0].ready.task
+            self._pair_format = members[0].ready.pair_format
 
     def _counter(self, role: str) -> Callable[[], float]:
         return lambda: float(len(self.available(role)))

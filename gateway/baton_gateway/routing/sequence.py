@@ -12,6 +12,7 @@ import msgspec
 
 from baton_gateway.routing.member import PoolMember
 from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams
+from baton_protocol.pooling import PoolingParams
 from baton_protocol.sampling import SamplingParams
 
 
@@ -69,6 +70,8 @@ class Sequence:
     generated_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     has_failed: bool = False  # whether an attempt has failed
+    #: Set for a prompt of a pooling model, whose result is a vector.
+    pooling_params: PoolingParams | None = None
 
     @property
     def has_begun(self) -> bool:
@@ -85,10 +88,16 @@ class Sequence:
     def can_prefill_remotely(self) -> bool:
         """Whether a prefill engine may compute the prompt and sample the first token.
 
-        False for a resumed sequence, for a beam search, and if prompt logprobs are requested.
+        False for a resumed sequence, for a beam search, for a prompt of a pooling model, and if
+        prompt logprobs are requested.
         """
         params = self.sampling_params
-        return not self.has_begun and not params.beam_width and params.prompt_logprobs is None
+        return not (
+            self.has_begun
+            or params.beam_width
+            or params.prompt_logprobs is not None
+            or self.pooling_params is not None
+        )
 
     def request(
         self, attempt_id: str, kv: KVTransferParams | None, *, group_id: str = ""
@@ -119,4 +128,5 @@ class Sequence:
             cache_salt=self.cache_salt,
             kv_transfer=kv,
             group_id=group_id,
+            pooling_params=self.pooling_params,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import struct
 import time
 import uuid
 from collections import deque
@@ -32,10 +34,16 @@ from baton_protocol.messages import (
     Ready,
     TokenLogprobs,
 )
+from baton_protocol.pooling import PairFormat, PoolingParams, Task
 
 DEADLINE_S = 60.0
 #: The test tokenizer's <|endoftext|>, its second special token.
 EOS_ID = 1
+
+
+def vector_of(prompt: list[int]) -> list[float]:
+    """Return the vector with which a pooling `FakeEngine` answers a prompt."""
+    return [float(len(prompt)), float(prompt[0]), 0.5, -1.5]
 
 
 class FakeEngine:
@@ -60,6 +68,9 @@ class FakeEngine:
         self.kv_transport = kv_transport
         self.instance_id = uuid.uuid4().hex
         self.max_model_len = 256
+        #: What the engine does. With EMBED, it answers each prompt with `vector_of`.
+        self.task = Task.GENERATE
+        self.pair_format: PairFormat | None = None
         self.refuse: tuple[ErrorCode, str] | None = None
         self.die_on_add = False
         #: After this many tokens it sends no more until `released` is set.
@@ -144,9 +155,16 @@ class FakeEngine:
         self.rank, self.size, self.draining = rank, size, False
         self._send(self._last_peer, EngineCoreResponseType.READY, self._ready)
 
+    def pool(self, task: Task, pair_format: PairFormat = PairFormat.QWEN3_RERANKER) -> None:
+        """Serve `task`. A classifier takes pairs in this format. Call this before `announce`."""
+        self.task = task
+        if task is Task.CLASSIFY:
+            self.pair_format = pair_format
+            self.max_model_len = 1024  # the conversation around a pair is long
+
     @property
     def _ready(self) -> Ready:
-        return Ready(self.max_model_len, self.rank, self.size)
+        return Ready(self.max_model_len, self.rank, self.size, self.task, self.pair_format)
 
     @property
     def num_unfinished(self) -> int:
@@ -220,6 +238,11 @@ class FakeEngine:
             )
             self._output(peer, output)
             return
+        if request.pooling_params is not None:
+            if self.hold_after is not None:
+                await self.released.wait()
+            self._output(peer, self._pooled(request, request.pooling_params))
+            return
         if request.sampling_params.beam_width:
             if self.hold_after is not None:
                 await self.released.wait()
@@ -276,6 +299,24 @@ class FakeEngine:
 
     async def _next_step(self) -> None:
         await asyncio.sleep(0)
+
+    def _pooled(self, request: EngineCoreRequest, params: PoolingParams) -> EngineCoreOutput:
+        vector = vector_of(request.prompt_token_ids)
+        if params.normalize:
+            vector = [value / math.hypot(*vector) for value in vector]
+        if self.task is Task.CLASSIFY:
+            vector = [len(request.prompt_token_ids) / 1000]
+        output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.STOP)
+        output.num_cached_tokens = self.cached_tokens(request)
+        try:
+            params.validate(self.task, len(vector))
+        except ValueError as error:
+            output.finish_reason, output.error = FinishReason.ERROR, str(error)
+            output.error_code = ErrorCode.INVALID
+        else:
+            vector = vector[: params.dimensions]
+            output.pooler_output = struct.pack(f"<{len(vector)}f", *vector)
+        return output
 
     def _beams(self, request: EngineCoreRequest) -> EngineCoreOutput:
         """Return a beam search output. Beam i is `answer` without its last i tokens."""

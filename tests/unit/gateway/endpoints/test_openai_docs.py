@@ -16,6 +16,7 @@ from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import GenerationRequest
 from baton_text.requests.parsing import Checked, parse_request
+from baton_text.requests.pooling_requests import EmbeddingRequest, RerankRequest
 from baton_text.requests.responses_request import ResponsesRequest
 from support.gateway.gateway_rig import GatewayRig
 from support.install.rendered_chart import ROOT
@@ -25,6 +26,8 @@ BODIES = {
     ChatCompletionRequest: {"model": "m", "messages": [{"role": "user", "content": "hi"}]},
     CompletionRequest: {"model": "m", "prompt": "hi"},
     ResponsesRequest: {"model": "m", "input": "hi"},
+    EmbeddingRequest: {"model": "m", "input": "hi"},
+    RerankRequest: {"model": "m", "query": "hi", "documents": ["hello"]},
 }
 #: Fields without which a field has no effect.
 NEEDS = {"top_logprobs": {"logprobs": True}, "length_penalty": {"use_beam_search": True}}
@@ -101,6 +104,8 @@ def test_bounds_are_those_of_the_checks(name: str, type_: str, bounds: str) -> N
         kind = ChatCompletionRequest
     elif name == "max_output_tokens":
         kind = ResponsesRequest
+    elif name in ("dimensions", "top_n"):
+        kind = EmbeddingRequest if name == "dimensions" else RerankRequest
 
     def problem(number: int) -> str | None:
         if field != name:

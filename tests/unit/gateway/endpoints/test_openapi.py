@@ -14,9 +14,10 @@ from jsonschema.validators import Draft202012Validator
 from baton_gateway.access import refusals
 from baton_gateway.access.api_keys import OPEN_PATHS
 from baton_gateway.endpoints.openapi import make_document
-from baton_gateway.endpoints.operations import FAILURES
+from baton_gateway.endpoints.operations import FAILURES, OPERATIONS
 from baton_protocol.config import AccessConfig
 from baton_protocol.messages import ErrorCode
+from baton_protocol.pooling import Task
 from baton_text.errors import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
@@ -137,9 +138,12 @@ class Documented:
         Draft202012Validator({**schema, "components": components}).validate(value)
 
 
-async def started(rig: GatewayRig, text: str = "hello world", key: str = "") -> Documented:
+async def started(
+    rig: GatewayRig, text: str = "hello world", key: str = "", task: Task = Task.GENERATE
+) -> Documented:
     """Start the gateway with an engine that answers with `text`. Return its document."""
     engine = rig.engine("d", "decode", text)
+    engine.pool(task)
     engine.answer.append(EOS_ID)
     await rig.start(engine)
     documented = Documented(rig, DOCUMENT_WITH_KEYS if key else DOCUMENT, key)
@@ -314,16 +318,19 @@ def test_responses_have_the_fields_that_are_always_sent() -> None:
     assert schemas["ChatMessage"]["required"] == ["role"]
 
 
-async def test_the_examples_succeed(rig: GatewayRig) -> None:
-    documented = await started(rig)
+@pytest.mark.parametrize("task", Task)
+async def test_the_examples_succeed(rig: GatewayRig, task: Task) -> None:
+    documented = await started(rig, task=task)
     bodies = {
         path: methods["post"]["requestBody"]["content"]["application/json"]["example"]
         for path, methods in documented.document["paths"].items()
         if "post" in methods
     }
-    assert len(bodies) >= 7
+    assert len(bodies) >= 10
     for path, body in bodies.items():
-        assert (await documented.call("POST", path, body))[0] == 200
+        tasks = OPERATIONS["POST", path].tasks
+        status = 200 if not tasks or task in tasks else 400
+        assert (await documented.call("POST", path, body))[0] == status
 
 
 #: Fields with the values that a comment lists: the struct, and a body with the field as `X`.

@@ -1,0 +1,190 @@
+"""The endpoints of pooling models: `/v1/embeddings`, `/v1/score` and `/v1/rerank`."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from baton_gateway.access.admission import Admission
+from baton_gateway.access.api_keys import CLIENT
+from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
+from baton_gateway.endpoints.request_deadline import RequestDeadline
+from baton_gateway.endpoints.request_reader import RequestReader
+from baton_gateway.http.body_budget import BodyBudget
+from baton_gateway.http.slow_clients import send_json
+from baton_gateway.requests.pooling import (
+    PairJob,
+    PoolingJob,
+    PoolingJobBuilder,
+    PoolingRunner,
+)
+from baton_gateway.thread_pool import run_off_loop
+from baton_protocol.pooling import unpack_vector
+from baton_text.requests.pooling_requests import (
+    EmbeddingRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
+from baton_text.responses.pooling import (
+    Embedding,
+    EmbeddingResponse,
+    RankedDocument,
+    RankedText,
+    RerankResponse,
+    Score,
+    ScoreResponse,
+)
+
+#: Limit on the bytes of vectors that are encoded on the event loop. More are encoded in a thread.
+INLINE_VECTOR_BYTES = 2**14
+
+_Body = TypeVar("_Body", bound=PoolingRequest)
+#: A job, and what makes the response after it has run.
+Work = tuple[PoolingJob, Callable[[], msgspec.Struct]]
+
+
+class PoolingEndpoints:
+    """The endpoints that pool prompts.
+
+    Args:
+        request_timeout_s: longest time from a request's arrival to the end of its response. The
+            time in `queue` does not count. 0: no limit.
+        client_timeout_s: longest time for a client to read the response.
+    """
+
+    def __init__(
+        self,
+        reader: RequestReader,
+        builder: PoolingJobBuilder,
+        runner: PoolingRunner,
+        admission: Admission,
+        queue: ScaleFromZeroQueue,
+        bodies: BodyBudget,
+        *,
+        served_name: str,
+        request_timeout_s: float,
+        client_timeout_s: float,
+    ) -> None:
+        self._reader = reader
+        self._builder = builder
+        self._runner = runner
+        self._admission = admission
+        self._queue = queue
+        self._bodies = bodies
+        self._served_name = served_name
+        self._timeout_s = request_timeout_s
+        self._client_timeout_s = client_timeout_s
+
+    async def embed(self, http: web.Request) -> web.StreamResponse:
+        async def build(body: EmbeddingRequest, size: int, client: str | None) -> Work:
+            job = await self._builder.embedding_job(body, size, client)
+            return job, lambda: self._embeddings(body, job)
+
+        return await self._handle(http, EmbeddingRequest, build)
+
+    async def score(self, http: web.Request) -> web.StreamResponse:
+        async def build(body: ScoreRequest, size: int, client: str | None) -> Work:
+            pairs = await self._builder.pair_job(body, ("text_1", "text_2"), size, client)
+            return pairs.job, lambda: self._scores(pairs)
+
+        return await self._handle(http, ScoreRequest, build)
+
+    async def rerank(self, http: web.Request) -> web.StreamResponse:
+        async def build(body: RerankRequest, size: int, client: str | None) -> Work:
+            pairs = await self._builder.pair_job(body, ("query", "documents"), size, client)
+            return pairs.job, lambda: self._ranking(body, pairs)
+
+        return await self._handle(http, RerankRequest, build)
+
+    async def _handle(
+        self,
+        http: web.Request,
+        kind: type[_Body],
+        build: Callable[[_Body, int, str | None], Awaitable[Work]],
+    ) -> web.StreamResponse:
+        """Serve one request.
+
+        Args:
+            kind: type of the body.
+            build: returns the job of a body, of its size in bytes and of the client, and what makes
+                the response after the job has run.
+
+        Raises:
+            APIError, RequestError: the request failed.
+        """
+        started = time.monotonic()
+        self._admission.check_open()
+        self._admission.begin()
+        try:
+            deadline, client = RequestDeadline(self._timeout_s), http.get(CLIENT)
+            with self._admission.place(client) as place:
+                async with self._bodies.charge() as charge:
+                    body, size = await self._reader.read(http, charge, kind)
+                    # Before the prompts are tokenized, so that a refusal takes little time.
+                    place.resize(body.num_sequences)
+                    async with deadline.paused():
+                        await self._queue.wait()
+                    async with deadline.enforced():
+                        job, respond = await build(body, size, client)
+                async with deadline.enforced():
+                    await self._runner.run(job, started)
+                encoded = await run_off_loop(
+                    lambda: msgspec.json.encode(respond()),
+                    sum(map(len, job.vectors)),
+                    INLINE_VECTOR_BYTES,
+                )
+                timeout_s = min(deadline.left_s, self._client_timeout_s)
+                return await send_json(http, encoded, timeout_s)
+        finally:
+            self._admission.end()
+
+    def _embeddings(self, body: EmbeddingRequest, job: PoolingJob) -> EmbeddingResponse:
+        def encode(vector: bytes) -> list[float] | str:
+            if body.encoding_format == "base64":
+                return base64.b64encode(vector).decode()
+            return list(unpack_vector(vector))
+
+        return EmbeddingResponse(
+            id=job.id,
+            created=job.created,
+            model=self._served_name,
+            data=[
+                Embedding(index=index, embedding=encode(vector))
+                for index, vector in enumerate(job.vectors)
+            ],
+            usage=job.usage,
+        )
+
+    def _scores(self, pairs: PairJob) -> ScoreResponse:
+        return ScoreResponse(
+            id=pairs.job.id,
+            created=pairs.job.created,
+            model=self._served_name,
+            data=[Score(index=index, score=score) for index, score in enumerate(pairs.scores())],
+            usage=pairs.job.usage,
+        )
+
+    def _ranking(self, body: RerankRequest, pairs: PairJob) -> RerankResponse:
+        texts = body.texts
+        results = [
+            RankedDocument(
+                index=index,
+                relevance_score=score,
+                document=UNSET if body.return_documents is False else RankedText(text=texts[index]),
+            )
+            for index, score in enumerate(pairs.scores())
+        ]
+        results.sort(key=lambda result: result.relevance_score, reverse=True)
+        return RerankResponse(
+            id=pairs.job.id,
+            model=self._served_name,
+            results=results[: body.top_n],
+            usage=pairs.job.usage,
+        )
