@@ -36,20 +36,21 @@ class _Text:
 
     def __init__(self) -> None:
         self._delta = ""
-        #: Whitespace that is dropped if no text follows.
-        self._spaces = ""
+        #: Pieces of whitespace that are dropped if no text follows.
+        self._spaces: list[str] = []
         self.strips_start = False
         self.is_empty = True
 
     def add(self, text: str) -> None:
-        text = self._spaces + text
         if self.strips_start:
+            self._spaces.clear()
             text = text.lstrip()
         stripped = text.rstrip()
-        self._spaces = text[len(stripped) :]
         if stripped:
             self.strips_start = self.is_empty = False
+            self.add_spaces()
             self._delta += stripped
+        self._spaces.append(text[len(stripped) :])
 
     def begin_paragraph(self) -> None:
         """Separate the next text from the text so far."""
@@ -59,8 +60,8 @@ class _Text:
 
     def add_spaces(self) -> None:
         """Add the whitespace at the end."""
-        self._delta += self._spaces
-        self._spaces = ""
+        self._delta += "".join(self._spaces)
+        self._spaces.clear()
 
     def take(self) -> str:
         taken, self._delta = self._delta, ""

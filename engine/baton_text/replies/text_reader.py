@@ -21,6 +21,7 @@ _SPACES = re.compile(r"\s*")
 _PLAIN = re.compile(r'[^"\\]*')
 _BETWEEN = re.compile(r"[-+.0-9a-zA-Z,:\s]*")
 _CLOSING = {"{": "}", "[": "]"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BadSyntaxError(Exception):
@@ -39,32 +40,34 @@ class TextReader:
         self._position = 0
         #: Position to which `rewind` may return; None: there is none.
         self._mark: int | None = None
+        #: Pieces of the text before `_text` to which `rewind` may return.
+        self._kept: list[str] = []
         #: Whether no more text will arrive.
         self.has_ended = False
 
     def push(self, text: str) -> None:
         """Add a piece of text."""
-        kept = self._position if self._mark is None else self._mark
-        self._text = self._text[kept:] + text
-        self._position -= kept
         if self._mark is not None:
+            self._kept.append(self._text[self._mark : self._position])
             self._mark = 0
+        self._text = self._text[self._position :] + text
+        self._position = 0
 
     def mark(self) -> None:
         """Let `rewind` return to this position."""
+        self.forget_mark()
         self._mark = self._position
 
     def forget_mark(self) -> None:
+        self._kept.clear()
         self._mark = None
 
     def rewind(self) -> None:
         """Return to the position of `mark`."""
         assert self._mark is not None
-        self._position, self._mark = self._mark, None
-
-    def since_mark(self) -> str:
-        """Return the text from the mark to this position."""
-        return self._text[self._mark : self._position]
+        self._text = "".join(self._kept) + self._text[self._mark :]
+        self._position = 0
+        self.forget_mark()
 
     def need(self) -> Reading[None]:
         """Wait until there is a next character.
@@ -196,7 +199,7 @@ class TextReader:
             yield
 
     def read_json_string(self) -> Reading[str]:
-        """Consume a JSON string, and return its value.
+        """Consume a JSON string, and return its value `without_surrogates`.
 
         Raises:
             BadSyntaxError: no valid string follows.
@@ -206,7 +209,7 @@ class TextReader:
         pieces: list[str] = []
         yield from self.read_json(pieces.append)
         try:
-            return str(json.loads("".join(pieces), strict=False))
+            return without_surrogates(json.loads("".join(pieces), strict=False))
         except ValueError:
             raise BadSyntaxError from None
 
@@ -222,6 +225,14 @@ class TextReader:
         """Return the error for a next character that the format does not allow."""
         is_end = self.has_ended and self._position == len(self._text)
         return EndOfTextError() if is_end else BadSyntaxError()
+
+
+def without_surrogates(text: str) -> str:
+    """Return the text with U+FFFD in place of each surrogate, which has no UTF-8.
+
+    A JSON string may contain half of a surrogate pair as an escape.
+    """
+    return _SURROGATE.sub("\ufffd", text)
 
 
 def _end(pattern: re.Pattern[str], text: str, start: int) -> int:

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from baton_text.replies.text_reader import BadSyntaxError, EndOfTextError, Reading, TextReader
+from baton_text.replies.text_reader import (
+    BadSyntaxError,
+    EndOfTextError,
+    Reading,
+    TextReader,
+    without_surrogates,
+)
 
 #: The texts that are special tokens in some tokenizers, such as <tool_call> and [ARGS].
 SPECIAL_TEXT = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
@@ -56,7 +62,7 @@ class Calls:
     #: Number of final calls.
     num_calls: int = 0
     _name: str | None = None
-    _arguments: str = ""
+    _arguments: list[str] = field(default_factory=list)
 
     def begin(self, name: str) -> None:
         """Begin a call.
@@ -66,7 +72,7 @@ class Calls:
         """
         if name not in self.tools:
             raise BadSyntaxError
-        self._name, self._arguments = name, ""
+        self._name, self._arguments = name, []
         if self.is_guaranteed:
             self.deltas.append(ToolCallDelta(self.num_calls, name))
 
@@ -75,7 +81,7 @@ class Calls:
         if self.is_guaranteed:
             self.deltas.append(ToolCallDelta(self.num_calls, arguments=arguments))
         else:
-            self._arguments += arguments
+            self._arguments.append(arguments)
 
     def end(self, reader: TextReader) -> None:
         """End the call at the position of `reader`. What follows may be text again.
@@ -86,7 +92,7 @@ class Calls:
         if self._name is None:
             raise BadSyntaxError
         if not self.is_guaranteed:
-            arguments = _checked(self._arguments)
+            arguments = _checked("".join(self._arguments))
             self.deltas.append(ToolCallDelta(self.num_calls, self._name, arguments))
         self.num_calls += 1
         self._name = None
@@ -107,7 +113,8 @@ class Calls:
         if self._name is None:
             return False
         if not self.is_guaranteed:
-            self.deltas.append(ToolCallDelta(self.num_calls, self._name, self._arguments))
+            arguments = "".join(self._arguments)
+            self.deltas.append(ToolCallDelta(self.num_calls, self._name, arguments))
         self.num_calls += 1
         self._name = None
         return True
@@ -126,14 +133,14 @@ def _checked(arguments: str) -> str:
     """
     try:
         value = json.loads(arguments, strict=False)
+        if not isinstance(value, dict):
+            raise BadSyntaxError
+        try:
+            msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, UnicodeEncodeError):  # such as a line break in a string
+            return without_surrogates(json.dumps(value, ensure_ascii=False))
     except (ValueError, RecursionError):
         raise BadSyntaxError from None
-    if not isinstance(value, dict):
-        raise BadSyntaxError
-    try:
-        msgspec.json.decode(arguments)
-    except msgspec.DecodeError:  # such as a line break in a string
-        return json.dumps(value, ensure_ascii=False)
     return arguments
 
 

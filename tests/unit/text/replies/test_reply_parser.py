@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -190,6 +192,40 @@ def test_a_call_that_a_limit_cuts_off_keeps_its_arguments() -> None:
     options = {"tool_format": TOOL_FORMATS["hermes"]}
     assert parse([text], is_truncated=True, **options) == reply("", ["add", '{"a": 1'])
     assert parse([text], is_truncated=False, **options) == reply(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("json", '{"name": "add", "arguments": {"a": "\\ud800"}}'),
+        ("json", '{"name": "add", "arguments": "{\\"a\\": \\"\\ud800\\"}"}'),
+        ("json", '{"name": "add", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}'),
+        ("pythonic", '[add(a="\\ud800")]'),
+    ],
+)
+def test_half_a_surrogate_pair_in_arguments_is_replaced(name: str, text: str) -> None:
+    result = parse([text], tool_format=TOOL_FORMATS[name])
+    assert result == reply("", ["add", '{"a": "\ufffd"}'])
+    assert msgspec.json.encode(result)
+
+
+def test_half_a_surrogate_pair_in_a_guaranteed_string_is_replaced() -> None:
+    text = '{"name": "add", "parameters": "\\ud83d\\ude00 \\ud83d"}'
+    result = parse([text], tool_format=TOOL_FORMATS["llama3_json"], is_guaranteed=True)
+    assert result == reply("", ["add", "😀 \ufffd"])
+
+
+@pytest.mark.parametrize("begin", ["a", '<tool_call>{"name": "add", "arguments": {"a": "'])
+def test_the_time_of_a_piece_does_not_grow_with_the_text_held_back(begin: str) -> None:
+    parser = ReplyParser(tools=NAMES, tool_format=TOOL_FORMATS["hermes"])
+    parser.push(begin)
+    times: list[float] = []
+    for _ in range(10):
+        started = time.thread_time()
+        for _ in range(1000):
+            parser.push(" " * 320)
+        times.append(time.thread_time() - started)
+    assert min(times[-3:]) < 5 * times[0]
 
 
 @pytest.mark.parametrize(
