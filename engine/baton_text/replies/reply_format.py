@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from baton_protocol.sampling import MAX_SPEC_LENGTH, StructuredOutput, StructuredOutputKind
@@ -77,8 +78,8 @@ class ReplyFormat:
             special_token_id: returns the id of a special token. None: the text is none.
 
         Raises:
-            RequestError: the grammar of the reply is too long, or the model's calls cannot be told
-                apart from the JSON of response_format.
+            RequestError: the grammar of the reply is too long, its schemas are nested too deeply,
+                or the model's calls cannot be told apart from the JSON of response_format.
         """
         tools = request.callable_tools()
         output = None if tools else request.structured_output()
@@ -90,19 +91,20 @@ class ReplyFormat:
         tool_format = self._tool_format(request, bool(tools))
         schema = None if request.must_call else request.response_schema()
         calls: str | None = None
-        if tools and tool_format is not None:
-            calls = grammars.calls(
-                tool_format,
-                [(tool.name, tool.parameters or ANY_ARGUMENTS) for tool in tools],
-                is_required=request.must_call,
-                is_single=request.parallel_tool_calls is False or request.names_tool,
-                content_schema=schema,
-            )
-        grammar = calls
-        if output is not None:
-            grammar = grammars.structured(output, self.tools)
-        elif calls is None and grammars.limits_reasoning:
-            grammar = grammars.text(tool_format)
+        with _refuse_deep_schemas():
+            if tools and tool_format is not None:
+                calls = grammars.calls(
+                    tool_format,
+                    [(tool.name, tool.parameters or ANY_ARGUMENTS) for tool in tools],
+                    is_required=request.must_call,
+                    is_single=request.parallel_tool_calls is False or request.names_tool,
+                    content_schema=schema,
+                )
+            grammar = calls
+            if output is not None:
+                grammar = grammars.structured(output, self.tools)
+            elif calls is None and grammars.limits_reasoning:
+                grammar = grammars.text(tool_format)
         texts = [] if tool_format is None else tool_format.special_texts()
         if self.reasoning is not None:
             texts += SPECIAL_TEXT.findall(self.reasoning.start + self.reasoning.end)
@@ -135,7 +137,7 @@ class ReplyFormat:
             special_token_id: returns the id of a special token. None: the text is none.
 
         Raises:
-            RequestError: the grammar is too long.
+            RequestError: the grammar is too long, or its schema is nested too deeply.
         """
         output = request.structured_output()
         if self.reasoning is None:
@@ -145,7 +147,8 @@ class ReplyFormat:
             return _checked(grammars.text(self.tools), request)
         if output.kind is StructuredOutputKind.GRAMMAR:
             return None
-        return _checked(grammars.structured(output, self.tools), request)
+        with _refuse_deep_schemas():
+            return _checked(grammars.structured(output, self.tools), request)
 
     def _grammars(
         self,
@@ -212,6 +215,17 @@ class Reply:
             tools=self.tools,
             is_guaranteed=self.is_guaranteed,
         )
+
+
+@contextmanager
+def _refuse_deep_schemas() -> Iterator[None]:
+    """Raise RequestError if the `with` block fails because a schema is nested too deeply."""
+    try:
+        yield
+    except RecursionError:
+        raise RequestError(
+            "the schemas of tools or of response_format are nested too deeply", param="tools"
+        ) from None
 
 
 def _checked(grammar: str, request: GenerationRequest) -> StructuredOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
@@ -133,6 +134,17 @@ def test_long_schemas_of_tools_are_refused_and_their_descriptions_do_not_count()
     assert '"properties": {"a": {}, "title": {"enum": [{"title": "b"}]}}' in lines
     with pytest.raises(RequestError, match="schemas of tools") as refused:
         reply("hermes", tools=[tool(enum=[text])])
+    assert refused.value.param == "tools"
+
+
+def test_deeply_nested_schemas_of_tools_are_refused() -> None:
+    schema: dict[str, Any] = {}
+    # The parser of bodies accepts this depth.
+    for _ in range(sys.getrecursionlimit() * 2 // 3):
+        schema = {"items": schema}
+    tool = {"type": "function", "function": {"name": "add", "parameters": schema}}
+    with pytest.raises(RequestError, match="nested too deeply") as refused:
+        reply("hermes", tools=[tool])
     assert refused.value.param == "tools"
 
 
