@@ -162,7 +162,8 @@ class GenerationEndpoint(Generic[_Body]):
                 time, or the request names another model.
         """
         body, size = await self._reader.read(http, charge, self._body)
-        earlier = self._conversation(body, http.get(CLIENT))
+        conversation = partial(self._conversation, body, http.get(CLIENT))
+        earlier = await run_off_loop(conversation, size, INLINE_BODY_BYTES)
         charge.add(len(earlier))
         size += len(earlier)
         convert = partial(self._convert, body, earlier)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import msgspec
@@ -29,7 +29,9 @@ OVERHEAD_BYTES = 2**10
 
 #: Name of the client, and id of the response.
 _Key = tuple[str | None, str]
-_ITEM_ID = re.compile(r"[a-z]+_(\w+)_[0-9]+", re.ASCII)
+_ITEM_ID = re.compile(r"[a-z]{1,9}_(\w{1,99})_[0-9]{1,9}", re.ASCII)
+#: Limit on the items of stored responses to which one request refers.
+MAX_REFERENCES = 1024
 
 
 def new_item_id(prefix: str, response_id: str, index: int) -> str:
@@ -114,7 +116,7 @@ class ResponseStore:
             self._forget((client, response_id))
 
     def earlier(
-        self, previous_id: str | None, item_ids: Iterable[str], client: str | None
+        self, previous_id: str | None, item_ids: Collection[str], client: str | None
     ) -> bytes:
         """Return the JSON of `Earlier`: what a request continues and refers to.
 
@@ -124,8 +126,16 @@ class ResponseStore:
             client: name of the client.
 
         Raises:
-            APIError: 400, a response is not stored, or the responses of the items are too long.
+            APIError: 400, a response is not stored, or the items are too many, or their responses
+                too long.
         """
+        if len(item_ids) > MAX_REFERENCES:
+            raise APIError(
+                400,
+                f"input has {len(item_ids)} references to items, and at most {MAX_REFERENCES} are "
+                "allowed. Send the items themselves.",
+                param="input",
+            )
         messages = b"[]"
         if previous_id is not None:
             messages = self._find(previous_id, client, 400, "previous_response_id").messages

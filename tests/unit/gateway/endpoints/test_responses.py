@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -12,9 +14,11 @@ import pytest
 
 from baton_gateway.errors import APIError
 from baton_gateway.http import body_budget
+from baton_gateway.http.request_body import INLINE_BODY_BYTES
 from baton_gateway.requests.response_store import (
     CLIENT_SHARE,
     MAX_CONVERSATION_BYTES,
+    MAX_REFERENCES,
     ResponseStore,
     new_item_id,
 )
@@ -380,6 +384,47 @@ def test_references_to_items_of_too_long_responses_are_refused() -> None:
         assert store.earlier(None, [item_id], None)
     with pytest.raises(APIError, match="more than"):
         store.earlier(None, ids, None)
+
+
+def test_many_references_to_items_are_refused() -> None:
+    store = ResponseStore()
+    store.put(response_of(0, 100), [], None)
+    ids = [f"msg_0_{number}" for number in range(MAX_REFERENCES + 1)]
+    assert store.earlier(None, ids[1:], None)
+    with pytest.raises(APIError, match="references to items") as refused:
+        store.earlier(None, ids, None)
+    assert refused.value.status == 400
+
+
+def test_a_long_id_of_an_item_is_refused_without_searching_it() -> None:
+    """An id of 16 MiB took some tenths of a second."""
+    times: list[float] = []
+    for length in (2**10, 2**25):
+        started = time.thread_time()
+        with pytest.raises(APIError, match="is not stored here"):
+            ResponseStore().earlier(None, ["a_" + "_" * length + "!"], None)
+        times.append(time.thread_time() - started)
+    assert times[1] < times[0] + 0.2
+
+
+@pytest.mark.usefixtures("agent_template")
+async def test_references_of_large_bodies_are_resolved_in_a_thread(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start(rig.answering("ok"))
+    threads: list[bool] = []
+    earlier = ResponseStore.earlier
+
+    def recorded(self: ResponseStore, *args: Any) -> bytes:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return earlier(self, *args)
+
+    monkeypatch.setattr(ResponseStore, "earlier", recorded)
+    first = await create(rig)
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    long = {"role": "user", "content": "hi", "ignored": "x" * INLINE_BODY_BYTES}
+    await create(rig, input=[reference, long])
+    assert threads == [True, False]
 
 
 def test_items_become_messages() -> None:
