@@ -55,7 +55,7 @@ class _Text:
     def begin_paragraph(self) -> None:
         """Separate the next text from the text so far."""
         if not self.is_empty:
-            self._spaces = "\n\n"
+            self._spaces = ["\n\n"]
             self.strips_start = False
 
     def add_spaces(self) -> None:
