@@ -21,7 +21,10 @@ from baton_protocol.config import (
 )
 from baton_protocol.engine_client.client import EngineClient
 from baton_protocol.messages import EngineCoreRequest
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_text.replies.reasoning import REASONING_FORMATS
+from baton_text.replies.reply_grammar import ReplyGrammar
+from baton_text.tokenizer import Tokenizer
 from support.integration.completions import VOCAB, complete, complete_samples, generate
 from support.parity import assert_greedy, prompts
 from support.pods import pods
@@ -176,6 +179,38 @@ async def test_an_engine_continues_the_request_of_another_engine(stack) -> None:
             await client.wait_ready(60)
         whole = await generate(one, EngineCoreRequest("whole", prompt, params))
         for cut in (1, 7, 39):
+            rest = await generate(
+                two,
+                EngineCoreRequest(f"rest-{cut}", prompt, params, generated_token_ids=whole[:cut]),
+            )
+            assert rest == whole
+
+
+async def test_a_thinking_budget_holds_on_the_engine_that_continues(stack) -> None:
+    budget = 6
+    grammar = ReplyGrammar(
+        REASONING_FORMATS["think"],
+        is_reasoning=True,
+        thinking_budget=budget,
+        special_token_id=lambda _: None,
+    ).text(None)
+    structure = StructuredOutput(StructuredOutputKind.GRAMMAR, grammar)
+    params = SamplingParams(seed=5, max_tokens=40, ignore_eos=True, structured_output=structure)
+    prompt = list(range(100, 141))
+    async with (
+        EngineClient(stack.prefill.address, ENGINE_PORT, client_id="a") as one,
+        EngineClient(stack.decode.address, ENGINE_PORT, client_id="b") as two,
+    ):
+        for client in (one, two):
+            await client.connect(60)
+            await client.wait_ready(60)
+        whole = await generate(one, EngineCoreRequest("whole", prompt, params))
+        tokenizer = Tokenizer.from_folder(stack.checkpoint)
+        text = tokenizer.decode(whole)
+        thought = text.partition("</think>")[0]
+        assert thought != text
+        assert thought == tokenizer.decode(whole[:budget])
+        for cut in (1, budget, budget + 1):
             rest = await generate(
                 two,
                 EngineCoreRequest(f"rest-{cut}", prompt, params, generated_token_ids=whole[:cut]),
