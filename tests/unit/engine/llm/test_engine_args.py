@@ -35,7 +35,7 @@ def argument_type(option: Option) -> object:
     """Return the type of an option's argument. None leaves the default, so it needs no mention."""
     kinds = get_args(option.type)
     kind = kinds[0] if NoneType in kinds else option.type
-    return Sequence[int] if kind == tuple[int, ...] else kind
+    return {tuple[int, ...]: Sequence[int], tuple[str, ...]: Sequence[str]}.get(kind, kind)
 
 
 def test_the_arguments_are_the_options_that_are_not_for_servers_with_their_types() -> None:
