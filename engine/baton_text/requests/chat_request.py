@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from baton_protocol.sampling import MAX_LOGPROBS
-from baton_text.errors import RequestError
+from baton_text.errors import RequestError, quote
 from baton_text.messages import ChatMessage, template_messages
 from baton_text.requests.generation_request import GenerationRequest, check_max_tokens
 
@@ -164,7 +164,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
             _check_tool_choice(choice, names)
         elif choice not in (None, "none", "auto", "required"):
             raise RequestError(
-                f"tool_choice must be none, auto, required or a function, got {choice!r:.60}",
+                f"tool_choice must be none, auto, required or a function, got {quote(choice)}",
                 param="tool_choice",
             )
         elif choice == "required" and not tools:
@@ -196,7 +196,7 @@ def _check_tool_choice(choice: dict[str, Any], names: set[str]) -> None:
         )
         if mode not in ("auto", "required"):
             raise RequestError(
-                f"tool_choice.allowed_tools.mode must be auto or required, got {mode!r:.60}",
+                f"tool_choice.allowed_tools.mode must be auto or required, got {quote(mode)}",
                 param="tool_choice",
             )
     if not isinstance(named, list) or not named or any(_name(tool) not in names for tool in named):
@@ -224,7 +224,7 @@ def _check_tool(tool: dict[str, Any], where: str, earlier: set[str]) -> str:
     """
     if tool.get("type") != "function":
         raise RequestError(
-            f"{where}.type must be 'function', got {tool.get('type')!r:.60}",
+            f"{where}.type must be 'function', got {quote(tool.get('type'))}",
             param=f"{where}.type",
             code="unsupported_parameter",
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from baton_text.errors import RequestError
+from baton_text.errors import RequestError, quote
 from baton_text.messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.generation_request import JSONSchemaFormat, ResponseFormat
@@ -156,7 +156,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
                 messages.append(_assistant_message(message.content, where))
             else:
                 raise RequestError(
-                    f"{where}.role must be user or assistant, got {message.role!r:.60}",
+                    f"{where}.role must be user or assistant, got {quote(message.role)}",
                     param=f"{where}.role",
                 )
         if self.messages and self.messages[-1].role == "assistant":
@@ -213,7 +213,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             return None
         if form.type != "json_schema":
             raise RequestError(
-                f"{field}.type must be json_schema, got {form.type!r:.60}", param=f"{field}.type"
+                f"{field}.type must be json_schema, got {quote(form.type)}", param=f"{field}.type"
             )
         if form.schema is None:
             raise RequestError(f"{field}.schema is required", param=f"{field}.schema")
@@ -276,7 +276,7 @@ def _text(content: str | list[ContentBlock], where: str) -> str:
     for index, block in enumerate(content):
         if block.type != "text":
             raise RequestError(
-                f"{where}[{index}].type {block.type!r:.60} is not supported here; use 'text'",
+                f"{where}[{index}].type {quote(block.type)} is not supported here; use 'text'",
                 param=f"{where}[{index}].type",
                 code="unsupported_parameter",
             )
@@ -288,7 +288,7 @@ def _text(content: str | list[ContentBlock], where: str) -> str:
 def _chat_tool(tool: Tool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestError(
-            f"{where}.type {tool.type!r:.60} is not supported by this server; use 'custom'",
+            f"{where}.type {quote(tool.type)} is not supported by this server; use 'custom'",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
@@ -305,7 +305,7 @@ def _chat_tool_choice(choice: ToolChoice) -> str | dict[str, Any]:
         return {"type": "function", "function": {"name": choice.name}}
     if choice.type not in _TOOL_CHOICES:
         raise RequestError(
-            f"tool_choice.type must be auto, any, tool or none, got {choice.type!r:.60}",
+            f"tool_choice.type must be auto, any, tool or none, got {quote(choice.type)}",
             param="tool_choice.type",
         )
     return _TOOL_CHOICES[choice.type]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from baton_text.errors import RequestError
+from baton_text.errors import RequestError, quote
 from baton_text.messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.generation_request import (
@@ -177,7 +177,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
                 )
         if self.truncation not in (None, "disabled"):
             raise RequestError(
-                f"truncation must be disabled, got {self.truncation!r:.60}", param="truncation"
+                f"truncation must be disabled, got {quote(self.truncation)}", param="truncation"
             )
         check_max_tokens("max_output_tokens", self.max_output_tokens)
         if not self.input and not self.previous_response_id:
@@ -270,7 +270,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
             return None
         if form.type not in ("json_object", "json_schema"):
             raise RequestError(
-                f"text.format.type must be text, json_object or json_schema, got {form.type!r:.60}",
+                "text.format.type must be text, json_object or json_schema, "
+                f"got {quote(form.type)}",
                 param="text.format.type",
             )
         if form.type == "json_object":
@@ -287,7 +288,7 @@ def _add_item(messages: list[ChatMessage], item: InputItem, where: str) -> None:
     if item.type == "message":
         if item.role not in _ROLES:
             raise RequestError(
-                f"{where}.role must be one of {', '.join(_ROLES)}, got {item.role!r:.60}",
+                f"{where}.role must be one of {', '.join(_ROLES)}, got {quote(item.role)}",
                 param=f"{where}.role",
             )
         content = _text(item.content, f"{where}.content")
@@ -316,7 +317,7 @@ def _add_item(messages: list[ChatMessage], item: InputItem, where: str) -> None:
         messages.append(ChatMessage(role="tool", content=result, tool_call_id=item.call_id))
     else:
         raise RequestError(
-            f"{where}.type {item.type!r:.60} is not supported by this server",
+            f"{where}.type {quote(item.type)} is not supported by this server",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
@@ -341,7 +342,7 @@ def _text(
     for index, part in enumerate(content):
         if part.type not in types:
             raise RequestError(
-                f"{where}[{index}].type {part.type!r:.60} is not supported here; use {types[0]!r}",
+                f"{where}[{index}].type {quote(part.type)} is not supported here; use {types[0]!r}",
                 param=f"{where}[{index}].type",
                 code="unsupported_parameter",
             )
@@ -353,7 +354,7 @@ def _text(
 def _chat_tool(tool: ResponseTool, where: str) -> dict[str, Any]:
     if tool.type != "function":
         raise RequestError(
-            f"{where}.type must be 'function', got {tool.type!r:.60}",
+            f"{where}.type must be 'function', got {quote(tool.type)}",
             param=f"{where}.type",
             code="unsupported_parameter",
         )
