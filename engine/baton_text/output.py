@@ -43,6 +43,15 @@ class TextOutput:
     #: What `text` adds to the reply, if the reply is parsed.
     reply: ReplyDelta | None = None
 
+    @property
+    def num_logprobs(self) -> int:
+        """Number of log-probabilities, including those of the prompt."""
+        return sum(
+            1 + len(item.top)
+            for items in (self.logprobs, self.prompt_logprobs or ())
+            for item in items
+        )
+
 
 class OutputProcessor:
     """Converts the outputs of one sequence to text.

@@ -29,6 +29,8 @@ MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_LENGTH = 1024
 #: Limit on the logprobs of prompt tokens in one response: about 50 MB of JSON.
 MAX_LOGPROB_ENTRIES = 2**19
+#: Limit on all logprobs of a response that is not streamed: about 100 MB of JSON.
+MAX_RESPONSE_LOGPROBS = 2**20
 
 _TOKEN_ID = re.compile("[0-9]{1,10}")
 #: Matches the name of the field at the start of an engine's error with ErrorCode.INVALID.

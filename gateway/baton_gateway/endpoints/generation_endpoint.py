@@ -5,9 +5,11 @@ They differ in their bodies, and in the `ResponseWriter` that converts outputs t
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import time
+from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, suppress
 from functools import partial
@@ -31,11 +33,14 @@ from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.thread_pool import run_off_loop
+from baton_protocol.messages import PromptLogprobs, TokenLogprobs
 from baton_text.errors import RequestError
 from baton_text.output import TextOutput
 from baton_text.replies.reply_parser import ReplyDelta
+from baton_text.replies.tool_formats import ToolCallDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
+from baton_text.requests.generation_request import MAX_RESPONSE_LOGPROBS
 from baton_text.requests.parsing import Checked
 
 logger = logging.getLogger(__name__)
@@ -54,6 +59,7 @@ FINAL_STATUS = web.RequestKey("final_status", int)
 #: loop. A larger one is encoded in a thread.
 INLINE_ENTRIES = 1024
 
+_LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
 _Body = TypeVar("_Body", bound=Checked)
 #: The requests that jobs run.
 GenerationBody = ChatCompletionRequest | CompletionRequest
@@ -179,14 +185,22 @@ class GenerationEndpoint(Generic[_Body]):
         deadline: RequestDeadline,
     ) -> web.Response:
         job = writer.job
-        outputs: dict[int, list[TextOutput]] = {id(choice): [] for choice in job.choices}
+        outputs = {id(choice): CollectedOutput() for choice in job.choices}
+        num_logprobs = 0
         async with deadline.enforced():
             async for choice, output in events:
-                outputs[id(choice)].append(output)
+                outputs[id(choice)].add(output)
+                num_logprobs += output.num_logprobs
+                if num_logprobs > MAX_RESPONSE_LOGPROBS:
+                    raise RequestError(
+                        f"the response has more than {MAX_RESPONSE_LOGPROBS} log-probabilities; "
+                        "send stream=true, or a smaller max_tokens, n or number of logprobs",
+                        param="logprobs",
+                    )
 
         def body() -> bytes:
-            merged = [(choice, _merge(outputs[id(choice)])) for choice in job.best_choices()]
-            return msgspec.json.encode(writer.response(merged))
+            whole = [(choice, outputs[id(choice)].output()) for choice in job.best_choices()]
+            return msgspec.json.encode(writer.response(whole))
 
         encoded = await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
         return await send_json(http, encoded, min(deadline.left_s, self._client_timeout_s))
@@ -246,7 +260,7 @@ async def _send_all(
         if output.text or output.token_ids or output.finish_reason is not None:
             writer.job.num_streamed_tokens += len(output.token_ids)
             offset = offsets[choice.index]
-            size = _num_entries(output)
+            size = output.num_logprobs
             if size <= INLINE_ENTRIES:
                 await send(encoded(writer.events(choice, output, offset)))
             else:
@@ -290,29 +304,49 @@ def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
     return int(text)
 
 
-def _num_entries(output: TextOutput) -> int:
-    """Return the number of log-probabilities in `output`, including those of the prompt."""
-    return sum(
-        1 + len(item.top)
-        for items in (output.logprobs, output.prompt_logprobs or ())
-        for item in items
-    )
+class CollectedOutput:
+    """The outputs of one choice of a response that is not streamed.
 
+    They are kept in compact forms: a TextOutput takes 0.5 KB for each token, and its
+    log-probabilities take up to 2 KB.
+    """
 
-def _merge(outputs: list[TextOutput]) -> TextOutput:
-    return TextOutput(
-        text="".join(output.text for output in outputs),
-        token_ids=[token_id for output in outputs for token_id in output.token_ids],
-        logprobs=[item for output in outputs for item in output.logprobs],
-        finish_reason=outputs[-1].finish_reason,
-        stop_reason=outputs[-1].stop_reason,
-        prompt_logprobs=next(
-            (o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None
-        ),
-        num_nans_in_logits=sum(output.num_nans_in_logits for output in outputs),
-        reply=_merge_replies([o.reply for o in outputs if o.reply is not None]),
-    )
+    def __init__(self) -> None:
+        self._last = TextOutput()
+        self._text = io.StringIO()
+        self._token_ids = array("i")
+        #: In MessagePack.
+        self._logprobs: list[bytes] = []
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._num_nans = 0
+        self._reasoning = io.StringIO()
+        self._content = io.StringIO()
+        self._tool_calls: list[ToolCallDelta] = []
 
+    def add(self, output: TextOutput) -> None:
+        self._last = output
+        self._text.write(output.text)
+        self._token_ids.extend(output.token_ids)
+        if output.logprobs:
+            self._logprobs.append(msgspec.msgpack.encode(output.logprobs))
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        self._num_nans += output.num_nans_in_logits
+        if output.reply is not None:
+            self._reasoning.write(output.reply.reasoning)
+            self._content.write(output.reply.content)
+            self._tool_calls += output.reply.tool_calls
 
-def _merge_replies(deltas: list[ReplyDelta]) -> ReplyDelta | None:
-    return ReplyDelta.join(deltas) if deltas else None
+    def output(self) -> TextOutput:
+        """Return all outputs as one."""
+        reply = ReplyDelta(self._reasoning.getvalue(), self._content.getvalue(), self._tool_calls)
+        return TextOutput(
+            text=self._text.getvalue(),
+            token_ids=self._token_ids.tolist(),
+            logprobs=[item for items in self._logprobs for item in _LOGPROBS.decode(items)],
+            finish_reason=self._last.finish_reason,
+            stop_reason=self._last.stop_reason,
+            prompt_logprobs=self._prompt_logprobs,
+            num_nans_in_logits=self._num_nans,
+            reply=None if self._last.reply is None else reply,
+        )

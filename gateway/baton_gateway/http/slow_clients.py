@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 #: Maximum number of outputs of a choice that may wait for a client. They are the text of at least a
 #: minute, and take a few megabytes.
 MAX_UNREAD_OUTPUTS = 4096
+#: Maximum number of log-probabilities of a request that may wait for a client: about 120 MB.
+MAX_UNREAD_LOGPROBS = 2**20
 #: Bodies of up to this many bytes fit into the buffer of the connection.
 BUFFERED_BYTES = 2**16
 
@@ -42,7 +44,9 @@ def abort_connection(http: web.Request, name: str) -> None:
         http.transport.abort()
 
 
-def abort_if_unread(http: web.Request, name: str, num_choices: int, num_outputs: int) -> None:
+def abort_if_unread(
+    http: web.Request, name: str, num_choices: int, num_outputs: int, num_logprobs: int
+) -> None:
     """Close the connection if too many outputs wait for a client that does not read.
 
     If the connection has no unread bytes, the gateway is slow and not the client. The connection
@@ -53,8 +57,10 @@ def abort_if_unread(http: web.Request, name: str, num_choices: int, num_outputs:
         name: text that identifies the request in the log, such as `request chatcmpl-1`.
         num_choices: number of choices of the request.
         num_outputs: number of outputs that wait to be sent.
+        num_logprobs: number of log-probabilities in these outputs.
     """
-    if num_outputs > MAX_UNREAD_OUTPUTS * num_choices and has_unread_bytes(http):
+    is_long = num_outputs > MAX_UNREAD_OUTPUTS * num_choices or num_logprobs > MAX_UNREAD_LOGPROBS
+    if is_long and has_unread_bytes(http):
         abort_connection(http, name)
 
 

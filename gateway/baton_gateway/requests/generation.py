@@ -35,8 +35,25 @@ STAGGERED_TOKENS = 2**16
 #: Fixed cost of sending one sequence. The unit is the cost of encoding one token.
 SEQUENCE_TOKENS = 2**11
 
-#: The outputs of one job, the job's failure, and None at the end of each `Run`.
-_EventQueue = asyncio.Queue[tuple[Choice, TextOutput] | Exception | None]
+#: An output of a job, the job's failure, or None at the end of a `Run`.
+_Event = tuple[Choice, TextOutput] | Exception | None
+
+
+class _EventQueue(asyncio.Queue[_Event]):
+    """The events of one job. It counts the log-probabilities that it holds."""
+
+    num_logprobs = 0
+
+    def _put(self, item: _Event) -> None:
+        super()._put(item)
+        if isinstance(item, tuple):
+            self.num_logprobs += item[1].num_logprobs
+
+    def _get(self) -> _Event:
+        item: _Event = super()._get()
+        if isinstance(item, tuple):
+            self.num_logprobs -= item[1].num_logprobs
+        return item
 
 
 class Generator:
@@ -61,7 +78,7 @@ class Generator:
             )
 
     async def run(
-        self, job: Job, on_output: Callable[[int], None]
+        self, job: Job, on_output: Callable[[int, int], None]
     ) -> AsyncGenerator[tuple[Choice, TextOutput], None]:
         """Run all sequences of `job`, and yield each output with its choice as soon as it arrives.
 
@@ -70,7 +87,8 @@ class Generator:
 
         Args:
             job: the request's job.
-            on_output: called after every output with the number of outputs not yet yielded.
+            on_output: called after every output with the number of outputs not yet yielded, and of
+                their log-probabilities.
 
         Raises:
             APIError: one sequence failed. The other sequences are aborted.
@@ -108,7 +126,7 @@ class Generator:
         prompt: PromptJob,
         run: Run,
         queue: _EventQueue,
-        on_output: Callable[[int], None],
+        on_output: Callable[[int, int], None],
     ) -> None:
         """Put the outputs of `run` into `queue`, then None.
 
@@ -118,7 +136,7 @@ class Generator:
             async with aclosing(self._outputs(job, prompt, run)) as outputs:
                 async for item in outputs:
                     queue.put_nowait(item)
-                    on_output(queue.qsize())
+                    on_output(queue.qsize(), queue.num_logprobs)
             queue.put_nowait(None)
         except EngineRefusalError as error:
             queue.put_nowait(bad_request(job.request.refusal(error.message)))

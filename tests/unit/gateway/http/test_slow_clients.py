@@ -21,8 +21,11 @@ from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
 
 
+@pytest.mark.parametrize(
+    ("name", "limit"), [("MAX_UNREAD_OUTPUTS", 50), ("MAX_UNREAD_LOGPROBS", 2500 * 21)]
+)
 async def test_a_stream_that_is_not_read_is_ended_before_it_is_buffered_completely(
-    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
     sent: list[web.Request] = []
 
@@ -32,7 +35,7 @@ async def test_a_stream_that_is_not_read_is_ended_before_it_is_buffered_complete
             sent.append(http)
 
     monkeypatch.setattr(generation_endpoint, "EventStream", RecordedStream)
-    monkeypatch.setattr(slow_clients, "MAX_UNREAD_OUTPUTS", 50)
+    monkeypatch.setattr(slow_clients, name, limit)
     engine = rig.engine("d", "decode")
     engine.answer, engine.max_model_len, engine.tokens_per_output = [5] * 100_000, 200_000, 50
     # More than the buffers hold. Otherwise the engine could finish before they are full.
