@@ -37,11 +37,13 @@ class OpenAPIEndpoint:
         self._needs_key = needs_key
         self._client_timeout_s = client_timeout_s
         self._document = b""
+        self._lock = asyncio.Lock()
 
     async def get(self, http: web.Request) -> web.StreamResponse:
-        if not self._document:  # made by the first request, because few clients ask for it
-            document = await asyncio.to_thread(make_document, needs_key=self._needs_key)
-            self._document = msgspec.json.encode(document)
+        async with self._lock:
+            if not self._document:  # made by the first request, because few clients ask for it
+                document = await asyncio.to_thread(make_document, needs_key=self._needs_key)
+                self._document = msgspec.json.encode(document)
         return await send_json(http, self._document, self._client_timeout_s)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jsonschema.validators import Draft202012Validator
 
 from baton_gateway.access import refusals
 from baton_gateway.access.api_keys import OPEN_PATHS
+from baton_gateway.endpoints import openapi
 from baton_gateway.endpoints.openapi import make_document
 from baton_gateway.endpoints.operations import FAILURES, OPERATIONS
 from baton_protocol.config import AccessConfig
@@ -446,3 +448,24 @@ def test_all_lists_of_values_are_compared() -> None:
         if "enum" in branch and branch.get("type") == "string"
     }
     assert closed == {(struct, field) for struct, field, _, _ in CLOSED}
+
+
+async def test_requests_at_once_make_the_document_once(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+
+    def make(*, needs_key: bool) -> dict[str, Any]:
+        made.append(needs_key)
+        return make_document(needs_key=needs_key)
+
+    monkeypatch.setattr(openapi, "make_document", make)
+    await rig.start()
+
+    async def get() -> int:
+        async with http_session() as session, session.get(f"{rig.url}/openapi.json") as response:
+            await response.read()
+            return response.status
+
+    assert await asyncio.gather(*(get() for _ in range(8))) == [200] * 8
+    assert made == [False]
