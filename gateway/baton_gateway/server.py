@@ -218,7 +218,7 @@ class Gateway:
                     written_by(MessagesWriter),
                 ),
             },
-            StoredResponses(store, self.admission, client_timeout_s=client_timeout_s),
+            StoredResponses(store, self.admission, bodies, client_timeout_s=client_timeout_s),
             PoolingEndpoints(
                 reader,
                 pooling_builder,

@@ -195,7 +195,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         tasks=(Task.EMBED, Task.CLASSIFY),
     ),
     ("GET", f"{RESPONSES_PATH}/{{response}}"): Operation(
-        "Return a kept response.", responses_api.Response, errors=(404,)
+        "Return a kept response.", responses_api.Response, errors=(404, 429, 503)
     ),
     ("DELETE", f"{RESPONSES_PATH}/{{response}}"): Operation(
         "Forget a kept response.", responses_api.DeletedResponse, errors=(404,)
