@@ -128,7 +128,8 @@ class Wire:
             if loop.time() < bookmarked + BOOKMARK_S:
                 continue
             bookmarked = loop.time()
-            if not self.is_silent:
+            # As from the API server, no bookmark has a newer version than an event to come.
+            if not self.is_silent and (self.is_behind or position == len(self.events)):
                 version = str(self.shown if self.is_behind else self.version)
                 yield {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}
 
