@@ -13,7 +13,7 @@ CLIENTS := .clients
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
-	@echo "make test           unit and integration tests (about 15 minutes on 2 cores)"
+	@echo "make test           unit and integration tests (13 minutes on 2 cores)"
 	@echo "make e2e            the whole product on an embedded and, if it was built, a real control plane (about 11 minutes)"
 	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted; the operator under random faults (about 50 minutes)"
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
