@@ -19,7 +19,7 @@ from baton_text.chat_template import (
     ChatTemplateError,
     TemplateProcessError,
 )
-from support.hostile.templates import LOOPS, TEMPLATE_ATTACKS, TemplateAttack
+from support.hostile.templates import CPU, LOOPS, TEMPLATE_ATTACKS, TemplateAttack
 from support.waiting import eventually
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -27,9 +27,8 @@ SECOND_TIME = "{% if messages|length > 1 %}" + LOOPS + "{% endif %}sound"
 
 
 @pytest.fixture
-def _low_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def _little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
-    monkeypatch.setattr(chat_template, "MAX_MEMORY_BYTES", 2**28)
 
 
 def process_of(template: ChatTemplate) -> psutil.Process:
@@ -37,18 +36,22 @@ def process_of(template: ChatTemplate) -> psutil.Process:
     return psutil.Process(idle._process.pid)
 
 
-@pytest.mark.usefixtures("_low_limits")
 @pytest.mark.parametrize(
     "attack", [pytest.param(attack, id=attack.name) for attack in TEMPLATE_ATTACKS]
 )
-def test_an_attack_ends_with_a_reason(attack: TemplateAttack) -> None:
+def test_an_attack_ends_with_a_reason(
+    attack: TemplateAttack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_MEMORY_BYTES", 2**28)
+    if attack.message == CPU:  # on a slow machine, the memory takes that long to fill
+        monkeypatch.setattr(chat_template, "MAX_CPU_S", 0.3)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is checked below)
         ChatTemplate(attack.source, {}).render(MESSAGES)
     assert attack.message in str(caught.value)
     assert len(str(caught.value)) <= MAX_ERROR + len("chat template: ")
 
 
-@pytest.mark.usefixtures("_low_limits")
+@pytest.mark.usefixtures("_little_time")
 def test_a_template_renders_again_after_an_attack() -> None:
     template = ChatTemplate(SECOND_TIME, {})
     for _ in range(2):
