@@ -14,14 +14,14 @@ from typing import Any, Union, get_args, get_origin
 import msgspec
 from generated_page import main
 
-from baton_gateway.endpoints import schemas
-from baton_gateway.endpoints.operations import FAILURES, OPERATIONS
-from baton_gateway.endpoints.schemas import fill_constants
+from baton_gateway.endpoints.openapi import schemas
+from baton_gateway.endpoints.openapi.operations import FAILURES, OPERATIONS
+from baton_gateway.endpoints.openapi.schemas import fill_constants
 from baton_gateway.http import body_budget, request_body
 from baton_gateway.requests import job_builder, pooling, prompts
 from baton_protocol import sampling
-from baton_protocol.config import AccessConfig, GatewayConfig
-from baton_protocol.field_comments import field_comments
+from baton_protocol.options.config import AccessConfig, GatewayConfig
+from baton_protocol.options.field_comments import field_comments
 from baton_text.requests import structured_outputs as structures
 from baton_text.requests.generation_request import SAMPLING_FIELDS, GenerationRequest
 from baton_text.requests.pooling_requests import PoolingRequest

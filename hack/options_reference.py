@@ -30,10 +30,10 @@ from baton_operator.builders.config import ENGINE_CONSTANTS, GATEWAY
 from baton_operator.builders.coordinator import REBALANCE
 from baton_operator.builders.engine_settings import Setting
 from baton_operator.names import MEMBER_ROLES
-from baton_protocol import arguments
-from baton_protocol.config import EngineConfig, GatewayConfig
-from baton_protocol.field_comments import field_comments
-from baton_protocol.options import Option
+from baton_protocol.options import arguments
+from baton_protocol.options.config import EngineConfig, GatewayConfig
+from baton_protocol.options.field_comments import field_comments
+from baton_protocol.options.option import Option
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ from workload import MAX_MODEL_LEN, VOCAB_SIZE
 from baton_engine.executor.base import Executor, ModelInfo
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_kv_transfer.connector import ConnectorStats
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 
 TOKEN = 7
 

@@ -15,8 +15,8 @@ from baton_engine.kv_cache.block_pool import Block
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.state import SchedulerState
-from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.sampling import SamplingParams
 
 BLOCK_SIZE = 16

@@ -10,8 +10,8 @@ from typing import Any
 from instant import InstantExecutor
 
 from baton_engine.core.engine_core import EngineCore
-from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.sampling import SamplingParams
 
 BLOCK_SIZE = 16

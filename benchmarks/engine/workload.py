@@ -76,7 +76,7 @@ def num_parameters(path: Path) -> tuple[int, int]:
 
     A token reads one row of the embedding table and all other parameters.
     """
-    from baton_engine.models.loader import read_tensor_index
+    from baton_engine.models.checkpoint.loader import read_tensor_index
 
     total = read = 0
     for name, entry in read_tensor_index(path).items():

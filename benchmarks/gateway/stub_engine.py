@@ -12,12 +12,12 @@ from pathlib import Path
 
 import msgspec
 
-from baton_protocol.config import EngineEndpoints
 from baton_protocol.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreResponseType,
 )
+from baton_protocol.options.config import EngineEndpoints
 from support.gateway.fake_engine import FakeEngine
 
 #: Time between two tokens of a request, that of an engine with 40 tokens per second and request.

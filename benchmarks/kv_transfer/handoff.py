@@ -52,7 +52,9 @@ import msgspec
 
 import report
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.config import (
+from baton_protocol.engine_client.client import EngineClient
+from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.options.config import (
     ENGINE_PORT,
     KV_PORT,
     CacheConfig,
@@ -63,8 +65,6 @@ from baton_protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.engine_client.client import EngineClient
-from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
 from baton_protocol.sampling import SamplingParams
 from report import Goal
 

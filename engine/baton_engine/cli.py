@@ -14,13 +14,13 @@ import msgspec
 import zmq
 
 from baton_engine.metrics.prometheus import engine_registry
-from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.server.admin_server import AdminServer
 from baton_engine.server.engine_core_proc import EngineCoreProc
-from baton_protocol.config import EngineConfig, ParallelConfig, container_path, pod_ip
-from baton_protocol.engine_options import OPTIONS, problems
-from baton_protocol.fatal import ConfigurationError, FlagParser, report_fatal
-from baton_protocol.options import add_flags, set_field
+from baton_protocol.options.config import EngineConfig, ParallelConfig, container_path, pod_ip
+from baton_protocol.options.engine_options import OPTIONS, problems
+from baton_protocol.options.option import add_flags, set_field
+from baton_protocol.process.fatal import ConfigurationError, FlagParser, report_fatal
 
 #: Executors whose workers read the same file system as this process.
 LOCAL_EXECUTORS = ("auto", "uniproc", "multiproc", "external_launcher")

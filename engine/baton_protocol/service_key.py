@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from baton_protocol.config import container_path
+from baton_protocol.options.config import container_path
 from baton_protocol.zap import require_client_key
 
 MIN_KEY_BYTES = 16

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from baton_protocol.control_groups import memory_limit
+from baton_protocol.process.control_groups import memory_limit
 
 #: Header of a request to the process: bytes of the request, and limit on the bytes of the text.
 REQUEST = struct.Struct("<QQ")

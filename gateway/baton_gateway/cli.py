@@ -21,9 +21,9 @@ from baton_gateway.http.request_id import LogFormatter
 from baton_gateway.routing.discovery import Discovery
 from baton_gateway.routing.file_discovery import FileDiscovery
 from baton_gateway.server import Gateway
-from baton_protocol.config import DiscoveryConfig, GatewayConfig, container_path, pod_ip
-from baton_protocol.fatal import ConfigurationError, FlagParser, report_fatal
-from baton_protocol.options import add_flags, options, set_field
+from baton_protocol.options.config import DiscoveryConfig, GatewayConfig, container_path, pod_ip
+from baton_protocol.options.option import add_flags, options, set_field
+from baton_protocol.process.fatal import ConfigurationError, FlagParser, report_fatal
 from baton_protocol.service_key import ServiceKeyError
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from baton_protocol.metrics_text import MetricsText
+from baton_protocol.process.metrics_text import MetricsText
 
 #: Gaps of more than this many seconds between two outputs are recorded in
 #: `gateway_stream_gap_seconds`.

@@ -17,19 +17,19 @@ from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import ApiKeys
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
-from baton_gateway.endpoints.chat_writer import ChatWriter
-from baton_gateway.endpoints.completion_writer import CompletionWriter
 from baton_gateway.endpoints.generation_endpoint import GenerationEndpoint
-from baton_gateway.endpoints.messages_writer import MessagesWriter
-from baton_gateway.endpoints.openapi import OpenAPIEndpoint
+from baton_gateway.endpoints.openapi.document import OpenAPIEndpoint
 from baton_gateway.endpoints.pooling_endpoints import PoolingEndpoints
 from baton_gateway.endpoints.request_reader import RequestReader
-from baton_gateway.endpoints.response_writer import ResponseWriter
-from baton_gateway.endpoints.responses_writer import ResponsesWriter
 from baton_gateway.endpoints.routes import Routes
 from baton_gateway.endpoints.status_endpoints import StatusEndpoints
 from baton_gateway.endpoints.stored_responses import StoredResponses
 from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
+from baton_gateway.endpoints.writers.chat_writer import ChatWriter
+from baton_gateway.endpoints.writers.completion_writer import CompletionWriter
+from baton_gateway.endpoints.writers.messages_writer import MessagesWriter
+from baton_gateway.endpoints.writers.response_writer import ResponseWriter
+from baton_gateway.endpoints.writers.responses_writer import ResponsesWriter
 from baton_gateway.errors import MESSAGES_PATH, RESPONSES_PATH
 from baton_gateway.http.body_budget import BodyBudget
 from baton_gateway.http.connections import (
@@ -53,7 +53,7 @@ from baton_gateway.routing.discovery import Discovery
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.routing.placer import Placer
 from baton_gateway.routing.pool import EnginePool
-from baton_protocol.config import GatewayConfig, container_path
+from baton_protocol.options.config import GatewayConfig, container_path
 from baton_protocol.service_key import ServiceKey
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.replies.reply_format import ReplyFormat

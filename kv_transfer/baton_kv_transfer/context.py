@@ -11,7 +11,7 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_kv_transfer.memory.layout import HeadRange, RankAddress
 from baton_kv_transfer.memory.slot_memory import SlotMemory, slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
-from baton_protocol.config import KVTransferConfig
+from baton_protocol.options.config import KVTransferConfig
 from baton_protocol.service_key import ServiceKey
 
 

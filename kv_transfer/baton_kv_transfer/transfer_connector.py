@@ -32,7 +32,7 @@ from baton_kv_transfer.memory.slot_memory import SlotMemory
 from baton_kv_transfer.producer.producer_side import ProducerSide, open_router
 from baton_kv_transfer.transports.ucx.capabilities import require_rdma
 from baton_protocol.block_hash import BlockHash
-from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.options.config import KVRole, KVTransferConfig
 from baton_protocol.service_key import ServiceKey
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class TransferConnector(KVConnectorWorker):
             config: the engine's kv_transfer section.
             instance_id: id of this engine process.
             compatibility_hash: hash of the settings that peers must share, see
-                `baton_protocol.config`.
+                `baton_protocol.options.config`.
             host: the pod's own address, to which the side channel is bound. Rank 0 uses config.port
                 (0: any free port). Other ranks use any free port.
             rank: rank of this worker in its engine. The transfer agent is called

@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from baton_local.service_status import PodStatus
-from baton_protocol.config import GATEWAY_METRICS_PORT
+from baton_protocol.options.config import GATEWAY_METRICS_PORT
 
 
 @dataclass(frozen=True)

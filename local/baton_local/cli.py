@@ -21,7 +21,7 @@ import msgspec
 
 from baton_local.detach import run_detached
 from baton_local.state import ClusterInfo, StateDir, StateDirError
-from baton_protocol import arguments
+from baton_protocol.options import arguments
 
 if TYPE_CHECKING:
     from baton_local.service_status import ServiceStatus

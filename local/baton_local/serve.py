@@ -30,8 +30,8 @@ import aiohttp
 import msgspec
 
 from baton_engine.fetch.cached_model import GIVE_UP_AFTER_S, CachedModel, find_cached_model
-from baton_protocol import arguments
-from baton_protocol.config import (
+from baton_protocol.options import arguments
+from baton_protocol.options.config import (
     AccessConfig,
     DiscoveryConfig,
     EngineEndpoint,
@@ -39,8 +39,8 @@ from baton_protocol.config import (
     GatewayConfig,
     ModelConfig,
 )
-from baton_protocol.fatal import ConfigurationError, report_fatal
-from baton_protocol.options import comma_separated
+from baton_protocol.options.option import comma_separated
+from baton_protocol.process.fatal import ConfigurationError, report_fatal
 from pocketkube.certificates import write_private
 from pocketkube.lifecycle import kill_at_end_of_parent
 from pocketkube.ports import LOOPBACK, free_ports

@@ -18,9 +18,9 @@ from baton_operator.process.leader import LeaseLostError
 from baton_operator.process.metrics import AddressError
 from baton_operator.process.run import restrictions_of, run
 from baton_operator.process.runtime import RESYNC_S
-from baton_protocol import arguments
-from baton_protocol.config import pod_ip
-from baton_protocol.fatal import report_fatal
+from baton_protocol.options import arguments
+from baton_protocol.options.config import pod_ip
+from baton_protocol.process.fatal import report_fatal
 
 logger = logging.getLogger("baton_operator")
 

@@ -1,6 +1,6 @@
 """Names, labels and annotations of a service's objects (docs/internals/pods.md).
 
-`baton_protocol.pod_labels` declares the labels and annotations that other components also read.
+`baton_protocol.process.pod_labels` declares those that other components also read.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from typing import Any, Literal, NamedTuple
 
 # `as` exports the imported names from this module.
-from baton_protocol.pod_labels import ANNOTATION_DRAINING as ANNOTATION_DRAINING
-from baton_protocol.pod_labels import ANNOTATION_SCALED_TO_ZERO as ANNOTATION_SCALED_TO_ZERO
-from baton_protocol.pod_labels import GROUP as GROUP
-from baton_protocol.pod_labels import LABEL_ROLE as LABEL_ROLE
-from baton_protocol.pod_labels import LABEL_SERVICE as LABEL_SERVICE
+from baton_protocol.process.pod_labels import ANNOTATION_DRAINING as ANNOTATION_DRAINING
+from baton_protocol.process.pod_labels import ANNOTATION_SCALED_TO_ZERO as ANNOTATION_SCALED_TO_ZERO
+from baton_protocol.process.pod_labels import GROUP as GROUP
+from baton_protocol.process.pod_labels import LABEL_ROLE as LABEL_ROLE
+from baton_protocol.process.pod_labels import LABEL_SERVICE as LABEL_SERVICE
 
 VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"

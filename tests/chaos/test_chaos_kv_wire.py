@@ -26,8 +26,8 @@ from baton_kv_transfer.side_channel import (
     Publish,
     Subscribe,
 )
-from baton_protocol.config import KV_PORT
 from baton_protocol.messages import ErrorCode
+from baton_protocol.options.config import KV_PORT
 from support import chaos
 from support.chaos.kv_pair import (
     PROMPT_TOKENS,

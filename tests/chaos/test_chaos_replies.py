@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT, GATEWAY_PORT
+from baton_protocol.options.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT, GATEWAY_PORT
 from support.pods import Pod, pods
 from support.waiting import until
 

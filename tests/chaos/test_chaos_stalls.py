@@ -17,7 +17,7 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
     GATEWAY_METRICS_PORT,
     GATEWAY_PORT,

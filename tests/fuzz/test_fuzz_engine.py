@@ -16,7 +16,6 @@ import msgspec
 import pytest
 import zmq
 
-from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, SchedulerConfig
 from baton_protocol.engine_client.client import EngineClient
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
@@ -30,6 +29,7 @@ from baton_protocol.messages import (
     PrefillResult,
     UtilityRequest,
 )
+from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT, SchedulerConfig
 from baton_protocol.sampling import (
     RepetitionDetection,
     SamplingParams,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
     GATEWAY_METRICS_PORT,
     GATEWAY_PORT,

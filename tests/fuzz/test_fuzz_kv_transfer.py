@@ -19,7 +19,7 @@ from baton_kv_transfer.side_channel import Describe, Description, Heartbeat, Rel
 from baton_kv_transfer.transports.shm import shm_server
 from baton_kv_transfer.transports.shm.cross_memory import Cell
 from baton_kv_transfer.transports.tcp import tcp_server
-from baton_protocol.config import KV_PORT
+from baton_protocol.options.config import KV_PORT
 from baton_protocol.service_key import ServiceKey
 from support.fuzz.door import TIMEOUT_S, Door
 from support.fuzz.kv_client import (

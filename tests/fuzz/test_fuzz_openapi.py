@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_gateway.endpoints.operations import OPERATIONS
+from baton_gateway.endpoints.openapi.operations import OPERATIONS
 from baton_protocol.pooling import Task
 from baton_text.tokenizer import Tokenizer
 from support.fuzz.door import NUM_CASES, SEED, TIMEOUT_S

@@ -14,7 +14,7 @@ from baton_engine import LLM, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol import sampling
-from baton_protocol.config import CompilationConfig, SchedulerConfig
+from baton_protocol.options.config import CompilationConfig, SchedulerConfig
 from support.engine.step_driver import Request, StepDriver, runner_config
 
 pytestmark = [

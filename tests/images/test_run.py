@@ -10,7 +10,7 @@ import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_operator.builders.pod_template.pod import USER_ID
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
     GATEWAY_PORT,
     CacheConfig,

@@ -10,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
     GATEWAY_PORT,
     KVRole,

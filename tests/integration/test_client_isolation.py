@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
     GATEWAY_PORT,
     AccessConfig,

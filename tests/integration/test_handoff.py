@@ -10,7 +10,9 @@ import signal
 import openai
 import pytest
 
-from baton_protocol.config import (
+from baton_protocol.engine_client.client import EngineClient
+from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
     GATEWAY_METRICS_PORT,
@@ -19,8 +21,6 @@ from baton_protocol.config import (
     KVRole,
     SchedulerConfig,
 )
-from baton_protocol.engine_client.client import EngineClient
-from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
 from baton_text.replies.reasoning import REASONING_FORMATS
 from baton_text.replies.reply_grammar import ReplyGrammar

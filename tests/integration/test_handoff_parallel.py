@@ -18,7 +18,14 @@ from baton_engine.executor.step import SchedulerOutput
 from baton_engine.worker.memory.peer_memory import PeerMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.memory.layout import KVCacheLayout
-from baton_protocol.config import (
+from baton_protocol.messages import (
+    EngineCoreRequest,
+    FinishReason,
+    KVSide,
+    KVTransferParams,
+    PrefillResult,
+)
+from baton_protocol.options.config import (
     CacheConfig,
     EngineConfig,
     KVRole,
@@ -26,13 +33,6 @@ from baton_protocol.config import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
-)
-from baton_protocol.messages import (
-    EngineCoreRequest,
-    FinishReason,
-    KVSide,
-    KVTransferParams,
-    PrefillResult,
 )
 from baton_protocol.sampling import SamplingParams
 from pocketkube.ports import free_ports

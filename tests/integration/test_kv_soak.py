@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from baton_protocol.config import KVRole
+from baton_protocol.options.config import KVRole
 from support.kv_transfer.kv_soak import UNEXPECTED, Soak
 from support.kv_transfer.kv_soak_engine import EngineSpec
 

@@ -24,13 +24,6 @@ import pytest
 import zmq
 
 from baton_kv_transfer import auth, side_channel
-from baton_protocol.config import (
-    ENGINE_HTTP_PORT,
-    ENGINE_PORT,
-    GATEWAY_PORT,
-    KV_PORT,
-    KVRole,
-)
 from baton_protocol.engine_client.client import EngineClient, EngineDeadError
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
@@ -41,6 +34,13 @@ from baton_protocol.messages import (
     KVTransferParams,
     PrefillResult,
     UtilityRequest,
+)
+from baton_protocol.options.config import (
+    ENGINE_HTTP_PORT,
+    ENGINE_PORT,
+    GATEWAY_PORT,
+    KV_PORT,
+    KVRole,
 )
 from baton_protocol.sampling import SamplingParams
 from baton_protocol.service_key import ServiceKey

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     AccessConfig,
     CacheConfig,
     DiscoveryConfig,
@@ -94,7 +94,7 @@ class Pod:
     def metrics(self, *names: str, port: int = 8000) -> list[float]:
         """Return `metric` of each name, all from one request.
 
-        A flood of requests gets the same metrics, see `baton_protocol.metrics_text`.
+        A flood of requests gets the same metrics, see `baton_protocol.process.metrics_text`.
         """
         _, body = self.get(port, "/metrics")
         samples: dict[str, list[float]] = {}

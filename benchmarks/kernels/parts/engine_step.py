@@ -39,7 +39,7 @@ from baton_kernels.kv_write import plan_write, write_kv
 from baton_kernels.linear import linear
 from baton_kernels.norm import add_rms_norm
 from baton_kernels.rope import rotate_qk
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     CacheConfig,
     CompilationConfig,
     EngineConfig,

@@ -35,7 +35,7 @@ def random_weights(
     """
     import torch
 
-    from baton_engine.models.checkpoint_config import load_checkpoint_config
+    from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
     from baton_engine.models.factory import make_model
 
     config = load_checkpoint_config(out)

@@ -18,7 +18,7 @@ import msgspec
 
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.metrics.engine_stats import EngineStats
-from baton_protocol.config import EngineConfig, container_path
+from baton_protocol.options.config import EngineConfig, container_path
 
 logger = logging.getLogger(__name__)
 

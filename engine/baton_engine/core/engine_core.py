@@ -31,7 +31,6 @@ from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
 from baton_engine.scheduling.state import PauseState
 from baton_kv_transfer.connector import ConnectorStats
-from baton_protocol.config import EngineConfig, KVRole, container_path
 from baton_protocol.messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -40,6 +39,7 @@ from baton_protocol.messages import (
     PrefillResult,
     Ready,
 )
+from baton_protocol.options.config import EngineConfig, KVRole, container_path
 
 logger = logging.getLogger(__name__)
 

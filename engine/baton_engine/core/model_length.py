@@ -6,7 +6,7 @@ import logging
 
 from baton_engine.executor.base import ModelInfo
 from baton_engine.models.errors import ConfigurationError
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

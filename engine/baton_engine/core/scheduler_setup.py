@@ -13,7 +13,7 @@ from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.state import SchedulerState
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 
 from baton_engine.scheduling.refusals import RequestRefusedError
-from baton_protocol.config import KVRole
 from baton_protocol.messages import EngineCoreRequest, ErrorCode, KVSide, KVTransferParams
+from baton_protocol.options.config import KVRole
 from baton_protocol.pooling import NO_SAMPLING, Task
 
 #: Maximum length of a request id, transfer id or group id, in characters.

@@ -36,8 +36,8 @@ from baton_engine.distributed.rows import row_bytes
 from baton_engine.distributed.shared_memory_group import over_shared_memory
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
-from baton_protocol.config import ParallelConfig, pod_ip
-from baton_protocol.fatal import ConfigurationError
+from baton_protocol.options.config import ParallelConfig, pod_ip
+from baton_protocol.process.fatal import ConfigurationError
 from baton_protocol.topology import Generation
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import Any
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_kv_transfer.connector import ConnectorStats
-from baton_protocol.config import EngineConfig
 from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.options.config import EngineConfig
 from baton_protocol.pooling import PairFormat, Task
 
 #: Classes by the short names of `ParallelConfig.executor_class`.

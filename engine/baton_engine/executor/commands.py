@@ -14,7 +14,7 @@ from baton_engine.executor.base import WorkerError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_kv_transfer.connector import ConnectorOutput
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ from baton_engine.executor.startup import (
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, PendingOutput
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.models.errors import ConfigurationError
-from baton_protocol.config import EngineConfig, KVRole
+from baton_protocol.options.config import EngineConfig, KVRole
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 
 #: Maximum number of executors that one process creates. `initialize` numbers generations of process

@@ -14,8 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from baton_protocol.config import EngineConfig
-from baton_protocol.control_groups import ROOT, control_groups
+from baton_protocol.options.config import EngineConfig
+from baton_protocol.process.control_groups import ROOT, control_groups
 
 
 class Core(NamedTuple):

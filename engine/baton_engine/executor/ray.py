@@ -43,7 +43,7 @@ from baton_engine.executor.step import (
 )
 from baton_engine.models.errors import ConfigurationError
 from baton_kv_transfer.connector import ConnectorStats
-from baton_protocol.config import EngineConfig, KVRole
+from baton_protocol.options.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 

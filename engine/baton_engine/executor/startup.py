@@ -11,7 +11,7 @@ import msgspec
 from baton_engine.executor.base import ModelInfo, load_class
 from baton_engine.executor.placement import place_here
 from baton_engine.models.errors import ConfigurationError
-from baton_protocol.config import EngineConfig, KVRole
+from baton_protocol.options.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 

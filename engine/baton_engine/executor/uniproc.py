@@ -30,7 +30,7 @@ from baton_engine.executor.step import (
 )
 from baton_engine.models.errors import ConfigurationError
 from baton_kv_transfer.connector import ConnectorStats
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -3,11 +3,7 @@
 command.py        the command line of `baton-model`
 cached_model.py   names of models, and their folders in the cache of this machine
 fetch.py          one download: lock, listing, files, commit
-create_source.py  creates the source for a URI
-uri.py            parses a URI
-source.py         the interface of a source
-hub.py            the source for hf://
-object_store.py   the source for s3:// and gs://
+sources/          the sources of models: hf://, s3:// and gs://
 selection.py      selects the files to download, and checks their names
 download.py       downloads files: resumed, verified, retried
 verify.py         compares a downloaded file with the listed size and digest

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_engine.fetch.uri import HubModel, is_hub_name, parse
+from baton_engine.fetch.sources.uri import HubModel, is_hub_name, parse
 
 #: `LLM` and `baton serve` report an error after this time without a new byte.
 GIVE_UP_AFTER_S = 60.0

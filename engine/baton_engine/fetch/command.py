@@ -18,9 +18,9 @@ from baton_engine.fetch.download import RetryPolicy
 from baton_engine.fetch.fetch import FetchRequest, fetch
 from baton_engine.fetch.fetch_errors import FetchError
 from baton_engine.fetch.folder import Marker
-from baton_protocol import arguments
-from baton_protocol.config import container_path, pod_ip
-from baton_protocol.fatal import report_fatal
+from baton_protocol.options import arguments
+from baton_protocol.options.config import container_path, pod_ip
+from baton_protocol.process.fatal import report_fatal
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.folder import Partial
 from baton_engine.fetch.progress import Progress
-from baton_engine.fetch.source import RemoteFile, Source
+from baton_engine.fetch.sources.source import RemoteFile, Source
 from baton_engine.fetch.verify import verify
 
 logger = logging.getLogger(__name__)

@@ -8,15 +8,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_engine.fetch.create_source import create_source
 from baton_engine.fetch.download import Download, RetryPolicy
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.folder import Marker, Partial, read_complete
 from baton_engine.fetch.lock import FetchLock
 from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.selection import Only, select
-from baton_engine.fetch.source import Listing, RemoteFile, Source
-from baton_protocol.progress import LoadProgress
+from baton_engine.fetch.sources.create_source import create_source
+from baton_engine.fetch.sources.source import Listing, RemoteFile, Source
+from baton_protocol.process.progress import LoadProgress
 
 #: Interval at which a fetcher tries to take the lock that another fetcher holds.
 POLL_S = 0.5

@@ -5,7 +5,7 @@ After a FetchError, the last line of stderr is `FATAL <reason>: <message>`.
 
 from __future__ import annotations
 
-from baton_protocol.fatal import ConfigurationError
+from baton_protocol.process.fatal import ConfigurationError
 
 
 class FetchError(ConfigurationError):

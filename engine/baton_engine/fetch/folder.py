@@ -24,7 +24,7 @@ import msgspec
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.lock import boot_id
 from baton_engine.fetch.selection import Only, check_name
-from baton_engine.fetch.source import RemoteFile
+from baton_engine.fetch.sources.source import RemoteFile
 from baton_engine.fetch.verify import verify
 from baton_protocol.checkpoint_files import read_file
 

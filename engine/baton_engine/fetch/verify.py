@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from baton_engine.fetch.source import RemoteFile
+from baton_engine.fetch.sources.source import RemoteFile
 
 _BUFFER_BYTES = 2**20
 

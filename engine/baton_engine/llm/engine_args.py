@@ -8,9 +8,9 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from baton_protocol.config import EngineConfig
-from baton_protocol.engine_options import OPTIONS, problems
-from baton_protocol.options import set_field
+from baton_protocol.options.config import EngineConfig
+from baton_protocol.options.engine_options import OPTIONS, problems
+from baton_protocol.options.option import set_field
 
 
 class EngineArgs(TypedDict, total=False):

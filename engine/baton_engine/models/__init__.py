@@ -11,9 +11,6 @@ projections.py        linear layers over tensor ranks
 operators.py          attention, all-reduce and experts as operators of a traced graph
 forward_context.py    data of one step that attention reads
 rope.py               rotary frequencies and their scalings
-loader.py             reads and checks safetensors files, and fills parameters
-sharding.py           the layers, heads and tensor slices that one rank holds
-checkpoint_config.py  config.json as a struct, without torch
-pooling_config.py     whether and how a checkpoint pools, from its other files
+checkpoint/           reads config.json and the weights of one rank
 errors.py             errors for checkpoints that cannot be served
 """

@@ -5,7 +5,7 @@ A process that raises such an error logs `FATAL <reason>: <message>` and exits w
 
 from __future__ import annotations
 
-from baton_protocol.fatal import ConfigurationError
+from baton_protocol.process.fatal import ConfigurationError
 
 __all__ = ["ConfigurationError", "ModelInvalid", "ModelNotFound"]
 

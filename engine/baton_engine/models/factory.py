@@ -11,13 +11,13 @@ import torch
 
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.models import architectures
-from baton_engine.models.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.loader import check_weights, read_slices, read_tensor_index
+from baton_engine.models.checkpoint.pooling_config import GENERATES
+from baton_engine.models.checkpoint.sharding import ALONE, WeightTargets
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.models.layers import Model
-from baton_engine.models.loader import check_weights, read_slices, read_tensor_index
-from baton_engine.models.pooling_config import GENERATES
 from baton_engine.models.registry import MODEL_CLASSES
-from baton_engine.models.sharding import ALONE, WeightTargets
 
 
 @functools.cache

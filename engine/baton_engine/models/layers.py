@@ -19,12 +19,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from baton_engine.distributed.group import Group, ParallelContext
-from baton_engine.models.checkpoint_config import CheckpointConfig
-from baton_engine.models.forward_context import current_context
-from baton_engine.models.operators import all_reduce, attend
-from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
-from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
-from baton_engine.models.sharding import (
+from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.sharding import (
     ALONE,
     Part,
     WeightTarget,
@@ -34,6 +30,10 @@ from baton_engine.models.sharding import (
     split_kv_heads,
     split_vocabulary,
 )
+from baton_engine.models.forward_context import current_context
+from baton_engine.models.operators import all_reduce, attend
+from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
+from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
 from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.decoder_layers import DecoderLayers

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from baton_engine.distributed.group import Group
+from baton_engine.models.checkpoint.sharding import Part, WeightTarget, WeightTargets
 from baton_engine.models.operators import all_reduce
-from baton_engine.models.sharding import Part, WeightTarget, WeightTargets
 from baton_kernels.linear import linear
 
 

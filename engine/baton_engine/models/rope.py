@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from baton_engine.models.checkpoint_config import (
+from baton_engine.models.checkpoint.checkpoint_config import (
     CheckpointConfig,
     LinearRopeScaling,
     Llama3RopeScaling,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from baton_engine.distributed.group import Group
-from baton_engine.models.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.sharding import WeightTarget, WeightTargets, split
 from baton_engine.models.expert_shard import ExpertShard
 from baton_engine.models.operators import (
     all_reduce,
@@ -18,7 +19,6 @@ from baton_engine.models.operators import (
     mix_parallel_experts,
 )
 from baton_engine.models.projections import Linear, parameter
-from baton_engine.models.sharding import WeightTarget, WeightTargets, split
 
 
 class ExpertNames(NamedTuple):

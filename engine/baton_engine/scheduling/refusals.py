@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request, root_id
-from baton_protocol.config import SchedulerConfig
 from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
+from baton_protocol.options.config import SchedulerConfig
 
 
 class RequestRefusedError(Exception):

@@ -19,7 +19,7 @@ from baton_engine.scheduling.request_outputs import RequestOutputs
 from baton_engine.scheduling.step.in_flight import RunAhead
 from baton_engine.scheduling.step.worker_mirror import WorkerMirror
 from baton_engine.scheduling.stop_rules import StopRules
-from baton_protocol.config import SchedulerConfig
+from baton_protocol.options.config import SchedulerConfig
 
 
 class PauseState(enum.Enum):

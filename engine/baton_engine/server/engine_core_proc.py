@@ -38,7 +38,6 @@ from baton_engine.server.access import Access
 from baton_engine.server.admin_server import DrainStatus, Pending, ProbeResult
 from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
 from baton_engine.server.request_owners import RequestOwners
-from baton_protocol.config import EngineConfig
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
@@ -53,6 +52,7 @@ from baton_protocol.messages import (
     UtilityRequest,
 )
 from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.options.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton_engine.compilation.dispatch import CudagraphMode
-from baton_engine.models.checkpoint_config import CheckpointConfig
-from baton_protocol.config import EngineConfig, container_path
+from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
+from baton_protocol.options.config import EngineConfig, container_path
 
 logger = logging.getLogger(__name__)
 

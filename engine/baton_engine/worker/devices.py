@@ -10,7 +10,7 @@ import torch
 
 from baton_engine.models.errors import ConfigurationError
 from baton_kernels.linear import native_instructions
-from baton_protocol.config import QUANTIZATIONS
+from baton_protocol.options.config import QUANTIZATIONS
 
 logger = logging.getLogger(__name__)
 

@@ -26,14 +26,17 @@ from baton_engine.executor.step import (
     PendingOutput,
     SchedulerOutput,
 )
-from baton_engine.models.checkpoint_config import CheckpointConfig, load_checkpoint_config
+from baton_engine.models.checkpoint.checkpoint_config import (
+    CheckpointConfig,
+    load_checkpoint_config,
+)
+from baton_engine.models.checkpoint.loader import identity_files
+from baton_engine.models.checkpoint.pooling_config import PoolingType
+from baton_engine.models.checkpoint.sharding import ModelShard, shard, split_kv_heads
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.models.factory import load_model
 from baton_engine.models.fused_layers import fuse_layers
 from baton_engine.models.layers import Model
-from baton_engine.models.loader import identity_files
-from baton_engine.models.pooling_config import PoolingType
-from baton_engine.models.sharding import ModelShard, shard, split_kv_heads
 from baton_engine.worker import dummy_steps
 from baton_engine.worker.compilation_plan import plan_compilation
 from baton_engine.worker.devices import (
@@ -65,8 +68,8 @@ from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.sampling import greedy
 from baton_kv_transfer.memory.layout import KVCacheLayout
-from baton_protocol.config import EngineConfig, compatibility_hash, container_path
 from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.options.config import EngineConfig, compatibility_hash, container_path
 from baton_protocol.pooling import PairFormat, Task
 
 if TYPE_CHECKING:  # an engine without expert parallelism never imports worker.experts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from baton_engine.models.pooling_config import PoolingConfig, PoolingType
+from baton_engine.models.checkpoint.pooling_config import PoolingConfig, PoolingType
 from baton_engine.worker.devices import to_device
 from baton_engine.worker.input_batch import InputBatch, ScheduledRows
 from baton_protocol.pooling import PoolingParams, Task

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from baton_protocol.config import container_path
+from baton_protocol.options.config import container_path
 
 
 class Profiler:

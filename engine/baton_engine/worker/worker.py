@@ -44,7 +44,7 @@ from baton_kv_transfer.connector import ConnectorStats, KVConnectorWorker
 from baton_kv_transfer.memory.layout import KVCacheLayout, RankAddress
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx.library import UCXError
-from baton_protocol.config import EngineConfig, KVRole, pod_ip
+from baton_protocol.options.config import EngineConfig, KVRole, pod_ip
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import ExpertLoads, Generation
 

@@ -23,7 +23,7 @@ from baton_gateway.access.api_keys import CLIENT, client_name
 from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.endpoints.request_deadline import RequestDeadline
 from baton_gateway.endpoints.request_reader import RequestReader
-from baton_gateway.endpoints.response_writer import ResponseWriter
+from baton_gateway.endpoints.writers.response_writer import ResponseWriter
 from baton_gateway.errors import APIError, bad_request, error_event
 from baton_gateway.http.body_budget import BodyBudget, BodyCharge
 from baton_gateway.http.event_stream import EventStream

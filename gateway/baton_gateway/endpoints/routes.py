@@ -18,7 +18,7 @@ from baton_gateway.endpoints.generation_endpoint import (
     FINAL_STATUS,
     GenerationEndpoint,
 )
-from baton_gateway.endpoints.openapi import OpenAPIEndpoint
+from baton_gateway.endpoints.openapi.document import OpenAPIEndpoint
 from baton_gateway.endpoints.pooling_endpoints import PoolingEndpoints
 from baton_gateway.endpoints.status_endpoints import StatusEndpoints
 from baton_gateway.endpoints.stored_responses import StoredResponses

@@ -20,7 +20,7 @@ from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.thread_pool import run_off_loop
-from baton_protocol.config import AccessConfig
+from baton_protocol.options.config import AccessConfig
 from baton_text.requests.messages_request import CountTokensRequest
 from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_text.responses.anthropic import InputTokens

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from baton_protocol.config import AccessConfig
 from baton_protocol.messages import CLIENT_CHARS
+from baton_protocol.options.config import AccessConfig
 from baton_protocol.service_key import ServiceKey
 
 

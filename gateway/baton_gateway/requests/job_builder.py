@@ -20,7 +20,7 @@ from baton_gateway.requests.prompts import PromptBounds, PromptReader
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.sequence import SampleGroup, Sequence
 from baton_gateway.thread_pool import run_off_loop
-from baton_protocol.config import AccessConfig
+from baton_protocol.options.config import AccessConfig
 from baton_protocol.pooling import Task
 from baton_protocol.sampling import SamplingParams, StructuredOutput
 from baton_text.errors import RequestError

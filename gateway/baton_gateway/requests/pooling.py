@@ -19,7 +19,7 @@ from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.sequence import Sequence
 from baton_gateway.thread_pool import run_off_loop
-from baton_protocol.config import AccessConfig
+from baton_protocol.options.config import AccessConfig
 from baton_protocol.pooling import (
     NO_SAMPLING,
     PairFormat,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 from collections.abc import AsyncGenerator
 
-from baton_protocol.config import EngineEndpoint
+from baton_protocol.options.config import EngineEndpoint
 
 ROLES = ("prefill", "decode")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from baton_gateway.routing.discovery import ROLES, Discovery
-from baton_protocol.config import EngineEndpoint, EngineEndpoints
+from baton_protocol.options.config import EngineEndpoint, EngineEndpoints
 
 logger = logging.getLogger(__name__)
 

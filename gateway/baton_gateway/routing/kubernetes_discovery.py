@@ -16,8 +16,8 @@ from kubernetes.aio.config import ConfigException
 from baton_gateway.routing.discovery import ROLES, Discovery
 from baton_kube.client import SERVICE_ACCOUNT, KubeClient, Object, connect
 from baton_kube.reflector import Reflector
-from baton_protocol.config import EngineEndpoint, container_path
-from baton_protocol.pod_labels import (
+from baton_protocol.options.config import EngineEndpoint, container_path
+from baton_protocol.process.pod_labels import (
     ANNOTATION_DRAINING,
     ANNOTATION_SCALED_TO_ZERO,
     LABEL_ROLE,

@@ -21,7 +21,7 @@ from baton_kv_transfer.consumer.load_state import (
 from baton_kv_transfer.consumer.peer import MAX_REASON_CHARACTERS, Peer, TransferMessage
 from baton_kv_transfer.consumer.peer_registry import PeerRegistry
 from baton_kv_transfer.context import ConnectorContext
-from baton_protocol.config import KVRole
+from baton_protocol.options.config import KVRole
 
 #: A load in the state DRAINING waits this long for its reads. Then it disconnects the peer. After
 #: the same time again, a fence (`Agent.fence`) cuts all peers off.

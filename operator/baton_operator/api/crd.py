@@ -15,7 +15,7 @@ from baton_operator.api import llmservice
 from baton_operator.api.field_types import ApiStruct
 from baton_operator.api.rules import add_rules
 from baton_operator.names import GROUP, KIND, PLURAL, SERVICE_NAME, VERSION
-from baton_protocol.field_comments import field_comments
+from baton_protocol.options.field_comments import field_comments
 
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
 _REF = "#/$defs/"

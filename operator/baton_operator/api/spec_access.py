@@ -17,7 +17,7 @@ from baton_operator.api.field_types import (
     Template,
     Tokens,
 )
-from baton_protocol.config import ORIGIN
+from baton_protocol.options.config import ORIGIN
 
 Requests = Annotated[int, Meta(ge=1, le=10**6)]
 Origin = Annotated[

@@ -14,7 +14,7 @@ from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import is_ready
 from baton_operator.status.diagnose import is_leaving
 from baton_operator.status.report_group import ReportedGroup
-from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT
+from baton_protocol.options.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT
 from baton_protocol.topology import ACTIVE_PHASES
 
 

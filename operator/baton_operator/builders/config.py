@@ -17,7 +17,7 @@ from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS, DecodeAutoscali
 from baton_operator.builders import engine_settings, model, service_key
 from baton_operator.builders.engine_settings import Setting
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
     ENGINE_PORT,
     KV_PORT,
@@ -28,7 +28,7 @@ from baton_protocol.config import (
     KVRole,
     ModelConfig,
 )
-from baton_protocol.options import set_field
+from baton_protocol.options.option import set_field
 from baton_protocol.topology import COORDINATOR_PORT
 
 #: Folder of the configuration in every container.

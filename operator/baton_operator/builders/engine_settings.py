@@ -15,9 +15,9 @@ from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.llmservice import KVTransfer
 from baton_operator.api.spec_engine import Engine
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_protocol.config import EngineConfig
-from baton_protocol.engine_options import OPTIONS, problems
-from baton_protocol.options import Option, add_flags, set_field
+from baton_protocol.options.config import EngineConfig
+from baton_protocol.options.engine_options import OPTIONS, problems
+from baton_protocol.options.option import Option, add_flags, set_field
 
 #: Folders of the volumes that outlive the pods.
 COMPILE_CACHE_PATH = "/var/cache/baton"

@@ -10,7 +10,7 @@ from baton_operator import names
 from baton_operator.builders import config
 from baton_operator.builders.pod_template import pod
 from baton_operator.builders.resolved_service import ResolvedService, Scheme
-from baton_protocol.config import GATEWAY_METRICS_PORT, GATEWAY_PORT
+from baton_protocol.options.config import GATEWAY_METRICS_PORT, GATEWAY_PORT
 
 CONTAINER = "gateway"
 #: Lifetime of the account's token. The kubelet renews the token before.

@@ -10,7 +10,7 @@ from baton_operator.api.spec_engine import Engine
 from baton_operator.builders import config, engine_settings
 from baton_operator.builders.pod_template import pod
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
+from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
 
 CONTAINER = "engine"
 #: Folders for compiled kernels. The root file system is read-only.

@@ -10,7 +10,7 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.spec_model import IMAGE_URI, Model, is_fetched
-from baton_protocol.config import ENGINE_HTTP_PORT
+from baton_protocol.options.config import ENGINE_HTTP_PORT
 
 VOLUME = "model"
 #: Name of the init container.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT
+from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 
 #: Labels of the operator's pods in every kind of installation.

@@ -12,7 +12,7 @@ import msgspec
 
 from baton_kube.client import error_text
 from baton_operator import names
-from baton_protocol.config import ENGINE_HTTP_PORT
+from baton_protocol.options.config import ENGINE_HTTP_PORT
 from baton_protocol.service_key import AdminRequest, ServiceKey
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, TopologyRequest, TopologyStatus
 

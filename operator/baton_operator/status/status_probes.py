@@ -34,9 +34,9 @@ from baton_operator.status.diagnose import (
     references,
 )
 from baton_operator.status.reasons import Progress
-from baton_protocol.config import ENGINE_HTTP_PORT
 from baton_protocol.kv_compatibility import KVCompatibility
-from baton_protocol.progress import Health
+from baton_protocol.options.config import ENGINE_HTTP_PORT
+from baton_protocol.process.progress import Health
 
 #: Timeout of one request to a pod. It is short, because the reconcile waits for the reply.
 TIMEOUT_S = 1.0

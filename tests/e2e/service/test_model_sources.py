@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from baton_protocol.config import GATEWAY_PORT
+from baton_protocol.options.config import GATEWAY_PORT
 from pocketkube.ports import free_ports
 from support.fetch.fake_hub import TOKEN, FakeHub, fake_hub, folder_files
 from support.service.local_cluster import LocalClusterUnderTest, local_cluster, manifest

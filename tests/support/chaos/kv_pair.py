@@ -23,14 +23,6 @@ from typing import Any
 import torch
 
 from baton_kv_transfer import side_channel
-from baton_protocol.config import (
-    ENGINE_HTTP_PORT,
-    ENGINE_PORT,
-    KV_PORT,
-    KVRole,
-    KVTransferConfig,
-    SchedulerConfig,
-)
 from baton_protocol.engine_client.client import EngineClient, EngineDeadError
 from baton_protocol.messages import (
     EngineCoreOutput,
@@ -39,6 +31,14 @@ from baton_protocol.messages import (
     KVSide,
     KVTransferParams,
     PrefillResult,
+)
+from baton_protocol.options.config import (
+    ENGINE_HTTP_PORT,
+    ENGINE_PORT,
+    KV_PORT,
+    KVRole,
+    KVTransferConfig,
+    SchedulerConfig,
 )
 from baton_protocol.sampling import SamplingParams
 from support.kv_transfer.side_channel_proxy import Hook, Passing, SideChannelProxy, Verdict

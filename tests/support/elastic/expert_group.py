@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from baton_protocol.config import CacheConfig, ParallelConfig, SchedulerConfig
+from baton_protocol.options.config import CacheConfig, ParallelConfig, SchedulerConfig
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import (
     COORDINATOR_HTTP_PORT,

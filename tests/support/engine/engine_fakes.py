@@ -15,7 +15,7 @@ from typing import Any
 from baton_engine.executor.base import Executor, ModelInfo, WorkerError
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_kv_transfer.connector import ConnectorStats
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 from support.engine.scheduling.fake_runner import (
     EOS,
     VOCAB_SIZE,

@@ -23,7 +23,7 @@ from baton_engine.executor.step import (
 from baton_engine.models.errors import ModelInvalid
 from baton_kv_transfer.connector import ConnectorOutput, ConnectorStats, FailureReason, LoadResult
 from baton_kv_transfer.memory.layout import HeadRange, RankAddress
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     EngineConfig,
     KVRole,
     KVTransferConfig,

@@ -14,7 +14,7 @@ from baton_engine.executor.step import (
     SchedulerOutput,
 )
 from baton_engine.executor.uniproc import UniProcExecutor
-from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from baton_protocol.sampling import SamplingParams
 
 PROMPTS = {"a": list(range(5, 25)), "b": list(range(700, 733)), "c": [3, 1, 4, 1, 5]}

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.sharding import ALONE, shard
 from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext, forward_context
 from baton_engine.models.layers import CausalLM
-from baton_engine.models.sharding import ALONE, shard
 
 BLOCK_SIZE = 4
 DEADLINE_S = 60.0

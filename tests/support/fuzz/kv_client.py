@@ -14,7 +14,7 @@ from baton_kv_transfer.connector import ConnectorMetadata, LoadRequest
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.side_channel import Describe, Description, Hello, MemoryDescription, Welcome
 from baton_kv_transfer.transfer_connector import TransferConnector
-from baton_protocol.config import KV_PORT, KVRole, KVTransferConfig
+from baton_protocol.options.config import KV_PORT, KVRole, KVTransferConfig
 from baton_protocol.service_key import ServiceKey
 from support.fuzz.kv_server import (
     CHAIN_HASHES,

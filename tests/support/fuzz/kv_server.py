@@ -18,7 +18,7 @@ from baton_kv_transfer.connector import BlockSave, ConnectorMetadata
 from baton_kv_transfer.memory.layout import KVCacheLayout
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
-from baton_protocol.config import KV_PORT, KVRole, KVTransferConfig, pod_ip
+from baton_protocol.options.config import KV_PORT, KVRole, KVTransferConfig, pod_ip
 from baton_protocol.service_key import ServiceKey
 
 LAYOUT = KVCacheLayout(

@@ -12,7 +12,7 @@ import signal
 import sys
 
 from baton_engine.elastic.rank.rank_link import RankLink
-from baton_protocol.config import pod_ip
+from baton_protocol.options.config import pod_ip
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import Directive, StartWave
 

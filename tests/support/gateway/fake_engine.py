@@ -15,7 +15,6 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from baton_protocol.config import EngineEndpoint
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
     BeamOutput,
@@ -34,6 +33,7 @@ from baton_protocol.messages import (
     Ready,
     TokenLogprobs,
 )
+from baton_protocol.options.config import EngineEndpoint
 from baton_protocol.pooling import PairFormat, PoolingParams, Task
 
 DEADLINE_S = 60.0

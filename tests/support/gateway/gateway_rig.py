@@ -18,7 +18,7 @@ import pytest
 from baton_gateway.routing.discovery import ROLES
 from baton_gateway.routing.file_discovery import FileDiscovery
 from baton_gateway.server import Gateway
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     DiscoveryConfig,
     EngineEndpoint,
     EngineEndpoints,

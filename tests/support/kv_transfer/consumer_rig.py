@@ -21,7 +21,7 @@ from baton_kv_transfer.memory.slot_memory import HostMemory, SlotMemory, slot_ro
 from baton_kv_transfer.memory.staged_memory import StagedMemory
 from baton_kv_transfer.side_channel import MemoryDescription, Publish, PublishedBlock, Subscribe
 from baton_kv_transfer.transports.transfer import Post
-from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.options.config import KVRole, KVTransferConfig
 from baton_protocol.service_key import ServiceKey
 
 HOST = "127.0.0.1"

@@ -23,7 +23,7 @@ from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import library
-from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.options.config import KVRole, KVTransferConfig
 from support.waiting import eventually
 
 # Loaded in the fork server, because loading takes longer than most tests. Each process creates its

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-from baton_protocol.config import KVRole
+from baton_protocol.options.config import KVRole
 from support.kv_transfer.kv_soak_engine import MAX_BLOCKS, Ended, EngineSpec, Report, SoakEngine
 
 #: Reasons that must not occur between compatible engines.

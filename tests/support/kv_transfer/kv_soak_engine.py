@@ -27,7 +27,7 @@ from baton_kv_transfer.connector import (
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
-from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.options.config import KVRole, KVTransferConfig
 from baton_protocol.service_key import ServiceKey
 
 HOST = "127.0.0.1"

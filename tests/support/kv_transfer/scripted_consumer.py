@@ -21,7 +21,7 @@ from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddres
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.producer.producer_side import ProducerSide, open_router
 from baton_kv_transfer.side_channel import MemoryDescription
-from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.options.config import KVRole, KVTransferConfig
 from baton_protocol.service_key import ServiceKey
 
 LEASE_S = 10.0

@@ -20,7 +20,7 @@ from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.names import LABEL_ROLE, MemberRole
-from baton_protocol.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT
+from baton_protocol.options.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT
 from support import http_server
 
 _HOSTS = (f"127.91.{os.getpid() % 250}.{number}" for number in count(1))

@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from baton_gateway.cli import OPTIONS, ConfigurationError, load_config, main, make_discovery
-from baton_protocol.config import DiscoveryConfig
+from baton_protocol.options.config import DiscoveryConfig
 from support.gateway.fake_engine import FakeEngine
 from support.hostile.attack import Attack, parametrize
 from support.hostile.tokenizers import DEFAULTS_ATTACKS, TEXT_ATTACKS

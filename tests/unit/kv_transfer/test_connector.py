@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton_protocol.config import KVRole
+from baton_protocol.options.config import KVRole
 from support.kv_transfer.kv_processes import LAYOUT, Engine
 from support.waiting import eventually
 

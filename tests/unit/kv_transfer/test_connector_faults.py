@@ -13,7 +13,7 @@ import pytest
 from baton_kv_transfer.connector import BlockSave, ConnectorMetadata, LoadRequest, LoadResult
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
-from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.options.config import KVRole, KVTransferConfig
 from support.kv_transfer.kv_processes import HOST, LAYOUT, chain_hash
 from support.waiting import eventually
 

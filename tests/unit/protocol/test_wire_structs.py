@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_protocol.block_hash import hash_block, root_hash
-from baton_protocol.config import (
+from baton_protocol.messages import EngineCoreRequest, EngineCoreRequestType, EngineCoreResponseType
+from baton_protocol.options.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
     compatibility_hash,
     container_path,
 )
-from baton_protocol.messages import EngineCoreRequest, EngineCoreRequestType, EngineCoreResponseType
 from baton_protocol.sampling import SamplingParams
 from support.engine.scheduling.block_hashes import hash_blocks
 

@@ -37,7 +37,7 @@ from baton_engine.distributed.store.wire import (
     prepare,
 )
 from baton_engine.untrusted import SparseLog
-from baton_protocol.config import pod_ip
+from baton_protocol.options.config import pod_ip
 
 logger = logging.getLogger(__name__)
 

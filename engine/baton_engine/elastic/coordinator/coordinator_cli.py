@@ -11,9 +11,9 @@ import zmq
 
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator import Coordinator
-from baton_protocol import arguments
-from baton_protocol.config import pod_ip
-from baton_protocol.fatal import report_fatal
+from baton_protocol.options import arguments
+from baton_protocol.options.config import pod_ip
+from baton_protocol.process.fatal import report_fatal
 from baton_protocol.service_key import ServiceKey, ServiceKeyError
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 

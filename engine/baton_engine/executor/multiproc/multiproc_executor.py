@@ -51,7 +51,7 @@ from baton_engine.executor.startup import (
 )
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_kv_transfer.connector import ConnectorStats
-from baton_protocol.config import EngineConfig, KVRole
+from baton_protocol.options.config import EngineConfig, KVRole
 
 logger = logging.getLogger(__name__)
 

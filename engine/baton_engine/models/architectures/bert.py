@@ -11,13 +11,20 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, gelu, layer_norm
 
 from baton_engine.distributed.group import Group, ParallelContext
-from baton_engine.models.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.sharding import (
+    ALONE,
+    Part,
+    WeightTarget,
+    WeightTargets,
+    shard,
+    split,
+)
 from baton_engine.models.forward_context import current_context
 from baton_engine.models.layers import Classifier, Model, VocabParallelEmbedding
 from baton_engine.models.operators import attend_to_prompt
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
 from baton_engine.models.registry import register
-from baton_engine.models.sharding import ALONE, Part, WeightTarget, WeightTargets, shard, split
 from baton_kernels.linear import linear
 from baton_protocol.pooling import Task
 

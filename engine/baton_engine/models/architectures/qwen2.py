@@ -6,7 +6,7 @@ Late layers may have a sliding window.
 from __future__ import annotations
 
 from baton_engine.distributed.group import Group
-from baton_engine.models.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
 from baton_engine.models.layers import Attention, CausalLM, DecoderLayer, GatedMLP
 from baton_engine.models.registry import register
 

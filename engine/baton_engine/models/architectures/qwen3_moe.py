@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton_engine.distributed.group import Group
-from baton_engine.models.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
 from baton_engine.models.layers import Attention, CausalLM, DecoderLayer, GatedMLP
 from baton_engine.models.registry import register
 from baton_engine.models.sparse_moe import SparseMoE

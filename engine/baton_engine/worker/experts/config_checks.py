@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from baton_engine.models.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
 from baton_engine.models.errors import ConfigurationError
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 
 
 def check_expert_parallel(

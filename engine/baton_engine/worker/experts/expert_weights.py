@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from baton_engine.models.checkpoint.loader import read_ahead, read_slices, read_tensor_index
 from baton_engine.models.layers import Model
-from baton_engine.models.loader import read_ahead, read_slices, read_tensor_index
 from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.linear import PackedWeight, QuantizedWeight, Weight, packing
 from baton_kernels.linear.quantized import Bits

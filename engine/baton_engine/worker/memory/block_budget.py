@@ -9,7 +9,7 @@ import torch
 
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.memory.host_memory import available_host_memory
-from baton_protocol.config import CacheConfig
+from baton_protocol.options.config import CacheConfig
 
 GIB = 2**30
 #: Memory of the cache on a CPU, if neither cache.num_blocks nor cache.memory_bytes is set.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from baton_protocol.control_groups import ROOT, control_groups
+from baton_protocol.process.control_groups import ROOT, control_groups
 
 #: Files of a control group with its limit and its use, and the entries of memory.stat for the page
 #: cache and for the shared memory in it.

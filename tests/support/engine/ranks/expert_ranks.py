@@ -11,11 +11,11 @@ from torch import Tensor
 
 from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.sharding import ALONE
 from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import forward_context
 from baton_engine.models.layers import CausalLM
-from baton_engine.models.sharding import ALONE
 from baton_engine.worker.dummy_steps import no_batch
 from baton_engine.worker.experts.expert_weights import ExpertForm, ExpertStore
 from baton_engine.worker.experts.generations import ExpertWorker, Generations

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from baton_engine.executor.base import Executor, executor_name, load_executor_class
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 from support.engine.fake_workers import engine_config, step
 from support.engine.greedy_steps import generate, model_config
 

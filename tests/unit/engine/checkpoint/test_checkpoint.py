@@ -13,7 +13,7 @@ import torch
 
 from baton_engine import checkpoint
 from baton_engine.checkpoint import ARCHITECTURES, SIZES, create_checkpoint
-from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.factory import make_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,7 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.compilation.graphs import CudaGraphs
 from baton_engine.worker import dummy_steps, forward_runner
 from baton_engine.worker.model_runner import ModelRunner
-from baton_protocol.config import CompilationConfig, EngineConfig, ModelConfig
+from baton_protocol.options.config import CompilationConfig, EngineConfig, ModelConfig
 from support.engine.graph_double import RecordedRuns
 
 PROMPTS = [

@@ -9,7 +9,7 @@ import pytest
 
 from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.executor.step import CachedRequestData, NewRequestData, SchedulerOutput
-from baton_protocol.config import EngineConfig, ModelConfig, ObservabilityConfig
+from baton_protocol.options.config import EngineConfig, ModelConfig, ObservabilityConfig
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
 
 

@@ -9,8 +9,8 @@ import pytest
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
-from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.sampling import SamplingParams
 
 PROMPTS = [

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.pause import PauseControl
 from baton_engine.scheduling.state import PauseState
-from baton_protocol.config import (
+from baton_protocol.messages import EngineCoreRequest, FinishReason
+from baton_protocol.options.config import (
     CacheConfig,
     EngineConfig,
     KVRole,
@@ -21,7 +22,6 @@ from baton_protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.messages import EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
 from support.engine.engine_fakes import FakeExecutor, continuation
 

@@ -16,14 +16,14 @@ import pytest
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
-from baton_protocol.config import (
+from baton_protocol.messages import EngineCoreRequest, FinishReason
+from baton_protocol.options.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.messages import EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
 from support.engine.step_driver import VOCAB_SIZE, random_prompts
 

@@ -17,7 +17,8 @@ from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_protocol.config import (
+from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from baton_protocol.options.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
@@ -25,7 +26,6 @@ from baton_protocol.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
 from support.engine.engine_fakes import FakeExecutor, continuation
 

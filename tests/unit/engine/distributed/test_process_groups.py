@@ -23,8 +23,8 @@ from baton_engine.distributed.process_group import create_group, create_parallel
 from baton_engine.distributed.store.server import open_store
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
-from baton_protocol.config import ParallelConfig
-from baton_protocol.fatal import ConfigurationError
+from baton_protocol.options.config import ParallelConfig
+from baton_protocol.process.fatal import ConfigurationError
 from support.engine import ranks
 
 MEMBERS = Path(ranks.__file__).with_name("group_member.py")

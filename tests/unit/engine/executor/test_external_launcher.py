@@ -11,7 +11,7 @@ import pytest
 
 from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.models.errors import ConfigurationError
-from baton_protocol.config import KVRole
+from baton_protocol.options.config import KVRole
 from support.engine.fake_workers import engine_config
 from support.engine.ranks.torchrun import run_under_torchrun, run_without_an_agent
 

@@ -21,7 +21,7 @@ from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_kv_transfer.connector import ConnectorOutput, LoadResult
 from baton_kv_transfer.memory.layout import HeadRange, RankAddress
-from baton_protocol.config import EngineConfig, KVRole
+from baton_protocol.options.config import EngineConfig, KVRole
 from support.engine.fake_workers import engine_config, step
 from support.waiting import eventually
 

@@ -12,7 +12,7 @@ from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.transports.ucx.library import UCXError
-from baton_protocol.config import EngineConfig, KVRole, KVTransferConfig
+from baton_protocol.options.config import EngineConfig, KVRole, KVTransferConfig
 from support.engine.greedy_steps import generate, model_config
 from support.engine.ranks.torchrun import run_under_torchrun
 

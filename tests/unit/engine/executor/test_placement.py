@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_engine.executor.placement import Core, bindings, cpu_limit, place, usable_cores
-from baton_protocol.config import EngineConfig, ModelConfig
+from baton_protocol.options.config import EngineConfig, ModelConfig
 
 
 @st.composite

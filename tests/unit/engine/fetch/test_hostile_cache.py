@@ -14,7 +14,7 @@ from baton_engine.fetch.fetch_errors import FetchError
 from baton_engine.fetch.folder import MARKER, Partial, read_complete
 from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.selection import MAX_FILES, select
-from baton_engine.fetch.source import Listing, RemoteFile
+from baton_engine.fetch.sources.source import Listing, RemoteFile
 from support.hostile.attack import content, fifo, link_to, nested, sparse
 
 URI = "hf://org/model"

@@ -13,7 +13,7 @@ import torch
 
 from baton_engine import LLM, PoolingParams, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.fatal import ConfigurationError
+from baton_protocol.process.fatal import ConfigurationError
 from support.parity import cosine, reference_embedding
 
 POOLINGS = ("last", "mean", "cls")

@@ -9,8 +9,8 @@ from typing import get_args, get_type_hints
 import pytest
 
 from baton_engine.llm.engine_args import EngineArgs, engine_config
-from baton_protocol.config import EngineConfig
-from baton_protocol.options import Option, options
+from baton_protocol.options.config import EngineConfig
+from baton_protocol.options.option import Option, options
 
 
 def is_for_servers(path: str) -> bool:

@@ -20,8 +20,8 @@ from baton_engine import LLM, BeamSearchParams, SamplingParams, StructuredOutput
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.collectors import SamplesCollector
-from baton_protocol.fatal import ConfigurationError
 from baton_protocol.messages import EngineCoreOutput
+from baton_protocol.process.fatal import ConfigurationError
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 from support.hostile.attack import Attack, parametrize
 from support.hostile.configs import CONFIG_ATTACKS

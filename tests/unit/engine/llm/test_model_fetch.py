@@ -12,7 +12,7 @@ import pytest
 from baton_engine import LLM, AsyncLLM, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.llm import model_fetch
-from baton_protocol.fatal import ConfigurationError
+from baton_protocol.process.fatal import ConfigurationError
 from support.fetch.fake_hub import FakeHub, fake_hub, folder_files
 from support.fetch.fake_store import ACCESS_KEY, fake_store
 

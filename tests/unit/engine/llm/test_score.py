@@ -10,8 +10,8 @@ import torch
 
 from baton_engine import LLM, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.fatal import ConfigurationError
 from baton_protocol.pooling import PairFormat
+from baton_protocol.process.fatal import ConfigurationError
 from baton_text.score_prompts import encode_pair
 from baton_text.tokenizer import Tokenizer
 from support.engine.model_cases import edit_config

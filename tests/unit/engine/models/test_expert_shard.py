@@ -15,18 +15,18 @@ from torch import Tensor
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models import expert_shard
-from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.sharding import ALONE
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.expert_shard import ExpertShard, LayerPlacement, uses_masked_layout
 from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import forward_context
-from baton_engine.models.sharding import ALONE
 from baton_engine.worker.dummy_steps import no_batch
 from baton_engine.worker.experts.expert_weights import ExpertForm
 from baton_engine.worker.packed_weights import quantize_weights
 from baton_kernels.moe import route_top_k, run_experts
 from baton_kernels.moe.reference import run_experts_reference
-from baton_protocol.config import QUANTIZATIONS
+from baton_protocol.options.config import QUANTIZATIONS
 from support.engine.model_cases import CPU, load, run_model, run_threads
 from support.engine.ranks.expert_ranks import (
     ThreadNetwork,

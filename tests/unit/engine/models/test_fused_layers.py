@@ -16,7 +16,7 @@ from baton_engine.models.fused_layers import fuse_layers
 from baton_engine.models.layers import CausalLM
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_kernels import cpu
-from baton_protocol.config import QUANTIZATIONS
+from baton_protocol.options.config import QUANTIZATIONS
 from support.engine.model_cases import chunk_batch, load, new_kv_cache, run_model, with_biases
 from support.engine.ranks.expert_ranks import ThreadNetwork, ThreadRank
 

@@ -20,9 +20,9 @@ from prometheus_client.registry import Collector
 
 from baton_engine.server.access import LOG_INTERVAL_S, Access
 from baton_engine.server.admin_server import AdminServer, DrainStatus, Pending, ProbeResult
-from baton_protocol import metrics_text
 from baton_protocol.kv_compatibility import KVCompatibility
-from baton_protocol.progress import LoadProgress
+from baton_protocol.process import metrics_text
+from baton_protocol.process.progress import LoadProgress
 from baton_protocol.service_key import AdminRequest, ServiceKey
 from support.waiting import eventually
 

@@ -10,7 +10,7 @@ import pytest
 
 from baton_engine.cli import main, parse_config
 from baton_engine.models.errors import ConfigurationError
-from baton_protocol.engine_options import OPTIONS
+from baton_protocol.options.engine_options import OPTIONS
 
 
 def test_no_two_options_share_a_flag() -> None:

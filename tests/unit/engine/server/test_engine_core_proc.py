@@ -395,7 +395,7 @@ def test_a_request_with_an_invalid_content_length_is_refused_at_once(start, leng
 def test_reads_of_the_state_do_not_call_the_loop(monkeypatch) -> None:
     """Clients without the service key may send them, in any number."""
     from baton_engine.server import engine_core_proc
-    from baton_protocol.config import EngineConfig, ModelConfig
+    from baton_protocol.options.config import EngineConfig, ModelConfig
 
     monkeypatch.setattr(engine_core_proc, "ADMIN_TIMEOUT_S", 0.0)
     config = EngineConfig(model=ModelConfig(path="/nowhere"), engine_port=0)
@@ -414,7 +414,7 @@ def test_reads_of_the_state_do_not_call_the_loop(monkeypatch) -> None:
 
 def test_the_time_since_a_sleep_counts_from_the_end_of_the_wake_up(monkeypatch) -> None:
     from baton_engine.server.engine_core_proc import EngineCoreProc
-    from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+    from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from support.engine.engine_fakes import FakeExecutor
 
     woken_at = 0.0
@@ -475,7 +475,7 @@ def test_requests_that_the_loop_does_not_take_are_refused_beyond_a_limit(
     """A step may take minutes, in which a client can send any number of requests."""
     from baton_engine.server import engine_io
     from baton_engine.server.engine_core_proc import EngineCoreProc
-    from baton_protocol.config import EngineConfig, ModelConfig
+    from baton_protocol.options.config import EngineConfig, ModelConfig
 
     def add(number: int) -> bytes:
         return msgspec.msgpack.encode(request(f"r{number}", [1] * 1000))
@@ -515,7 +515,7 @@ def test_aborts_that_reach_an_idle_engine_take_no_memory(monkeypatch: pytest.Mon
     """An idle engine takes no step, so nothing reads the queue of early aborts."""
     from baton_engine.server import engine_io
     from baton_engine.server.engine_core_proc import EngineCoreProc
-    from baton_protocol.config import EngineConfig, ModelConfig
+    from baton_protocol.options.config import EngineConfig, ModelConfig
 
     monkeypatch.setattr(engine_io, "MAX_QUEUED_MESSAGES", 5)
     proc = EngineCoreProc(EngineConfig(model=ModelConfig("/nowhere"), engine_port=0), HOST)
@@ -547,7 +547,7 @@ def test_aborts_that_reach_an_idle_engine_take_no_memory(monkeypatch: pytest.Mon
 
 def test_a_silent_client_loses_its_requests() -> None:
     from baton_engine.server.engine_core_proc import EngineCoreProc
-    from baton_protocol.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+    from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 
     config = EngineConfig(
         model=ModelConfig(path="/nowhere"),

@@ -11,14 +11,17 @@ import pytest
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.cli import parse_config
 from baton_engine.compilation.dispatch import CudagraphMode
-from baton_engine.models.checkpoint_config import CheckpointConfig, load_checkpoint_config
+from baton_engine.models.checkpoint.checkpoint_config import (
+    CheckpointConfig,
+    load_checkpoint_config,
+)
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.compilation_plan import (
     CompilationPlan,
     default_capture_sizes,
     plan_compilation,
 )
-from baton_protocol.config import QUANTIZATIONS, EngineConfig
+from baton_protocol.options.config import QUANTIZATIONS, EngineConfig
 
 
 @pytest.fixture(scope="module")

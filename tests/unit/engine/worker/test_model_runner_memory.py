@@ -34,7 +34,7 @@ from baton_engine.worker.memory.block_budget import (
 from baton_engine.worker.memory.host_memory import available_host_memory
 from baton_engine.worker.model_runner import ModelRunner
 from baton_operator.builders.engine_settings import name_fields
-from baton_protocol.config import CacheConfig, EngineConfig, ObservabilityConfig
+from baton_protocol.options.config import CacheConfig, EngineConfig, ObservabilityConfig
 from support.engine.model_cases import run_ranks
 from support.engine.step_driver import (
     VOCAB_SIZE,

@@ -12,7 +12,7 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.worker.model_runner import ModelRunner
-from baton_protocol.config import CacheConfig, CompilationConfig
+from baton_protocol.options.config import CacheConfig, CompilationConfig
 from baton_protocol.sampling import SamplingParams
 from support.engine.graph_double import RecordedRuns
 from support.engine.model_cases import run_ranks

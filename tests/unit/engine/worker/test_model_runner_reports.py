@@ -12,7 +12,7 @@ import torch
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.worker import reports
 from baton_engine.worker.model_runner import ModelRunner
-from baton_protocol.config import ObservabilityConfig
+from baton_protocol.options.config import ObservabilityConfig
 from baton_protocol.sampling import SamplingParams
 from support.engine.step_driver import (
     VOCAB_SIZE,

@@ -12,7 +12,7 @@ from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import BlockSave, ConnectorMetadata
-from baton_protocol.config import EngineConfig, ModelConfig
+from baton_protocol.options.config import EngineConfig, ModelConfig
 
 
 class ScriptedRunner:

@@ -22,7 +22,7 @@ from baton_gateway.access.refusals import Refusals
 from baton_gateway.cli import main
 from baton_gateway.errors import APIError
 from baton_gateway.http.tls import ServerCertificate
-from baton_protocol.config import AccessConfig
+from baton_protocol.options.config import AccessConfig
 from support.gateway.certificates import write_certificate
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session

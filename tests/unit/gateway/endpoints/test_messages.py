@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from baton_gateway.errors import APIError, error_body
-from baton_protocol.config import AccessConfig
+from baton_protocol.options.config import AccessConfig
 from baton_text.requests.messages_request import ContentBlock, InputMessage, MessagesRequest
 from baton_text.requests.parsing import parse_request
 from support.gateway.fake_engine import DEADLINE_S

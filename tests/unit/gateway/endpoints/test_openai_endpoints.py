@@ -12,8 +12,8 @@ import pytest
 from baton_gateway.endpoints import generation_endpoint
 from baton_gateway.endpoints.generation_endpoint import CollectedOutput
 from baton_gateway.metrics import GatewayMetrics
-from baton_protocol import metrics_text
 from baton_protocol.messages import KVSide, TokenLogprobs
+from baton_protocol.process import metrics_text
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.output import TextOutput
 from baton_text.replies.reply_parser import ReplyDelta

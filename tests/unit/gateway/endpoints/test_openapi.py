@@ -14,11 +14,11 @@ from jsonschema.validators import Draft202012Validator
 
 from baton_gateway.access import refusals
 from baton_gateway.access.api_keys import OPEN_PATHS
-from baton_gateway.endpoints import openapi
-from baton_gateway.endpoints.openapi import make_document
-from baton_gateway.endpoints.operations import FAILURES, OPERATIONS
-from baton_protocol.config import AccessConfig
+from baton_gateway.endpoints.openapi import document
+from baton_gateway.endpoints.openapi.document import make_document
+from baton_gateway.endpoints.openapi.operations import FAILURES, OPERATIONS
 from baton_protocol.messages import ErrorCode
+from baton_protocol.options.config import AccessConfig
 from baton_protocol.pooling import Task
 from baton_text.errors import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
@@ -459,7 +459,7 @@ async def test_requests_at_once_make_the_document_once(
         made.append(needs_key)
         return make_document(needs_key=needs_key)
 
-    monkeypatch.setattr(openapi, "make_document", make)
+    monkeypatch.setattr(document, "make_document", make)
     await rig.start()
 
     async def get() -> int:

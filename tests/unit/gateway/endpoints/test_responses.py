@@ -22,7 +22,7 @@ from baton_gateway.requests.response_store import (
     ResponseStore,
     new_item_id,
 )
-from baton_protocol.config import AccessConfig
+from baton_protocol.options.config import AccessConfig
 from baton_protocol.sampling import StructuredOutputKind
 from baton_text.messages import ChatMessage
 from baton_text.requests.parsing import parse_request

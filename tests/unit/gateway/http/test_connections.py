@@ -20,7 +20,7 @@ from baton_gateway.access import refusals
 from baton_gateway.cli import main
 from baton_gateway.http import connections
 from baton_gateway.http.connections import connection_limit
-from baton_protocol.config import AccessConfig
+from baton_protocol.options.config import AccessConfig
 from support.gateway.certificates import write_certificate
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig

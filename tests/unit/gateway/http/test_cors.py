@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from baton_gateway.cli import load_config, main
-from baton_protocol.config import AccessConfig
+from baton_protocol.options.config import AccessConfig
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
 

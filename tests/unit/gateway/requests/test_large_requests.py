@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_gateway import thread_pool
-from baton_gateway.endpoints import completion_writer
+from baton_gateway.endpoints.writers import completion_writer
 from baton_gateway.http import request_body
 from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
 from baton_gateway.requests import prompts
@@ -27,7 +27,7 @@ from baton_gateway.thread_pool import (
     SMALL_TEMPLATE_BYTES,
     run_template,
 )
-from baton_protocol.config import AccessConfig
+from baton_protocol.options.config import AccessConfig
 from baton_text.errors import RequestError
 from baton_text.output import OutputProcessor
 from baton_text.requests.chat_request import ChatCompletionRequest

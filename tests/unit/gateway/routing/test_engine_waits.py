@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from baton_protocol.config import GatewayConfig
+from baton_protocol.options.config import GatewayConfig
 from support.gateway.gateway_rig import MakeRig
 from support.waiting import until
 

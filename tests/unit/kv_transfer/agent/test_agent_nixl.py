@@ -21,7 +21,7 @@ from baton_kv_transfer.connector import (
 )
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.transfer_connector import TransferConnector
-from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.options.config import KVRole, KVTransferConfig
 from support.kv_transfer.kv_processes import HOST, LAYOUT, chain_hash
 from support.kv_transfer.plain_nixl import PlainProgram
 from support.waiting import eventually

@@ -14,7 +14,7 @@ import pytest
 from baton_kv_transfer.agent.create import create_agent
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import capabilities
-from baton_protocol.config import KVRole, KVTransferConfig
+from baton_protocol.options.config import KVRole, KVTransferConfig
 
 ROOT = Path(__file__).parents[4]
 SWITCHED = """

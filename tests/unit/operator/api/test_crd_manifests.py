@@ -18,7 +18,7 @@ from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import RULES
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
 from baton_operator.manifests import main
-from baton_protocol.config import (
+from baton_protocol.options.config import (
     CacheConfig,
     CompilationConfig,
     GatewayConfig,

@@ -9,7 +9,7 @@ import pytest
 
 from baton_operator.builders import config
 from baton_operator.names import ConfiguredRole
-from baton_protocol.config import EngineConfig, GatewayConfig, KVRole, KVTransferConfig
+from baton_protocol.options.config import EngineConfig, GatewayConfig, KVRole, KVTransferConfig
 from support.operator.services import decoded_config, resolved
 
 

@@ -15,7 +15,7 @@ from baton_operator.builders import coordinator
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.names import GROUP
 from baton_operator.reconcile.desired import compute_desired
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 from support.operator.services import decoded_config, resolved
 
 RANKS: dict[str, Any] = {

@@ -16,9 +16,9 @@ from baton_operator.builders import config
 from baton_operator.builders.engine_settings import COMPUTED
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.names import MEMBER_ROLES, MemberRole
-from baton_protocol.config import EngineConfig, KVRole
-from baton_protocol.engine_options import OPTIONS
-from baton_protocol.options import Option
+from baton_protocol.options.config import EngineConfig, KVRole
+from baton_protocol.options.engine_options import OPTIONS
+from baton_protocol.options.option import Option
 from support.operator.services import decoded_config, resolved
 
 CACHE, DIAGNOSTICS = "/var/cache/baton", "/var/log/baton"

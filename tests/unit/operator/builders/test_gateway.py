@@ -13,7 +13,7 @@ from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.observe.observation import gateway_schemes
-from baton_protocol.config import GatewayConfig
+from baton_protocol.options.config import GatewayConfig
 from pocketkube.apiserver.objects import server_side_apply
 from pocketkube.apiserver.objects.server_side_apply import Manager
 from pocketkube.apiserver.schema.field_types import BuiltinFieldTypes

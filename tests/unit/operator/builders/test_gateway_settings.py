@@ -14,7 +14,7 @@ from baton_kube.client import Object
 from baton_operator.api.spec_access import Gateway
 from baton_operator.builders.config import API_KEYS_PATH, GATEWAY, TLS_PATH
 from baton_operator.reconcile.desired import compute_desired
-from baton_protocol.config import GatewayConfig
+from baton_protocol.options.config import GatewayConfig
 from support.operator.services import decoded_config, resolved
 
 #: By field: a value, and the options that it sets.

@@ -11,7 +11,7 @@ from baton_kube.client import Object
 from baton_operator.api.spec_model import MODEL_URI, Model, ModelCache
 from baton_operator.builders import config, gateway, model
 from baton_operator.builders.member import MemberTemplate
-from baton_protocol.config import EngineConfig, GatewayConfig
+from baton_protocol.options.config import EngineConfig, GatewayConfig
 from pocketkube.containers.environment import command_line
 from support.operator.services import resolved
 

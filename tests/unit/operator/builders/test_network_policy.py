@@ -13,7 +13,7 @@ from baton_operator.builders import coordinator, gateway
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.reconcile.desired import compute_desired
-from baton_protocol.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, KV_PORT
+from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, KV_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT, COORDINATOR_PORT
 from support.operator.network_policies import Pod, admits
 from support.operator.services import resolved

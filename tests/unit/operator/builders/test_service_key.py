@@ -10,7 +10,7 @@ from baton_operator.builders import coordinator, gateway, service_key
 from baton_operator.builders.member import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.names import GROUP, MEMBER_ROLES
-from baton_protocol.config import EngineConfig, GatewayConfig
+from baton_protocol.options.config import EngineConfig, GatewayConfig
 from baton_protocol.service_key import ServiceKey
 from support.operator.services import decoded_config, resolved
 

@@ -16,7 +16,7 @@ from baton_operator.builders import service_key
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
 from baton_operator.observe.observation import is_ready
-from baton_protocol.config import EngineConfig
+from baton_protocol.options.config import EngineConfig
 from support.operator.fake_members import DrainingEngine, FakeCoordinator
 from support.operator.operator_process import NAMESPACE, Cluster, Operator, needs_api_server
 from support.waiting import until

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton_operator.api.spec_model import Model
-from baton_protocol.config import REASONING_PARSERS, TOOL_PARSERS
+from baton_protocol.options.config import REASONING_PARSERS, TOOL_PARSERS
 from baton_protocol.sampling import MAX_SPEC_LENGTH
 from baton_text.errors import RequestError
 from baton_text.replies.reasoning import REASONING_FORMATS

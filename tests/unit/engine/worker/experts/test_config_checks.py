@@ -12,13 +12,18 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.compilation.dispatch import CudagraphMode
 from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.executor.startup import refuse_expert_parallel
-from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.compilation_plan import plan_compilation
 from baton_engine.worker.experts.config_checks import check_expert_parallel
 from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.worker import Worker
-from baton_protocol.config import CompilationConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from baton_protocol.options.config import (
+    CompilationConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from support.engine.step_driver import runner_config
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": 301}

@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 import msgspec
 
-from baton_gateway.endpoints.operations import OPERATIONS, Struct
+from baton_gateway.endpoints.openapi.operations import OPERATIONS, Struct
 from baton_protocol import sampling
-from baton_protocol.field_comments import field_comments
+from baton_protocol.options.field_comments import field_comments
 from baton_text import messages
 from baton_text.requests import completion_request, generation_request
 from baton_text.responses import anthropic, openai, responses_api

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from baton_protocol.options import (
+from baton_protocol.options.option import (
     Bound,
     Option,
     add_flags,

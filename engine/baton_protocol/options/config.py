@@ -16,7 +16,7 @@ from typing import Annotated
 
 import msgspec
 
-from baton_protocol.options import Bound, Option, at_least, choice
+from baton_protocol.options.option import Bound, Option, at_least, choice
 
 ENGINE_PORT = 5557
 KV_PORT = 5558

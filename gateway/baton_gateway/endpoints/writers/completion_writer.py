@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from baton_gateway.endpoints.response_writer import (
+from baton_gateway.endpoints.writers.response_writer import (
     ResponseWriter,
     chunk_usage,
     returned_token_ids,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from baton_engine.fetch.fetch_errors import FetchError
-from baton_engine.fetch.source import Source
-from baton_engine.fetch.uri import HubModel, parse
+from baton_engine.fetch.sources.source import Source
+from baton_engine.fetch.sources.uri import HubModel, parse
 
 
 def create_source(uri: str) -> Source:
@@ -16,10 +16,10 @@ def create_source(uri: str) -> Source:
     model = parse(uri)
     try:
         if isinstance(model, HubModel):
-            from baton_engine.fetch.hub import HubSource
+            from baton_engine.fetch.sources.hub import HubSource
 
             return HubSource(model)
-        from baton_engine.fetch.object_store import ObjectStoreSource
+        from baton_engine.fetch.sources.object_store import ObjectStoreSource
 
         return ObjectStoreSource(model)
     except ImportError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from baton_gateway.endpoints.response_writer import ResponseWriter, new_call_id
+from baton_gateway.endpoints.writers.response_writer import ResponseWriter, new_call_id
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.response_store import ResponseStore, new_item_id
 from baton_text.messages import CalledFunction, ChatMessage, ToolCall

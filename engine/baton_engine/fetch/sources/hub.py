@@ -24,8 +24,8 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from tqdm import tqdm
 
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
-from baton_engine.fetch.source import Listing, RemoteFile
-from baton_engine.fetch.uri import HubModel
+from baton_engine.fetch.sources.source import Listing, RemoteFile
+from baton_engine.fetch.sources.uri import HubModel
 
 #: Timeout of the request for the list of files.
 TIMEOUT_S = 20.0

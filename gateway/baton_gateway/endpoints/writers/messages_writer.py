@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from baton_gateway.endpoints.response_writer import ResponseWriter, new_call_id
+from baton_gateway.endpoints.writers.response_writer import ResponseWriter, new_call_id
 from baton_gateway.requests.job import Choice
 from baton_text.output import TextOutput
 from baton_text.replies.reply_parser import ReplyDelta

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton_engine.models.checkpoint.pooling_config import PoolingConfig, load_pooling_config
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
-from baton_engine.models.pooling_config import PoolingConfig, load_pooling_config
 from baton_protocol.checkpoint_files import read_json
 from baton_protocol.pooling import Task
 

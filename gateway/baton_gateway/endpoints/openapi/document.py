@@ -13,9 +13,9 @@ from aiohttp import hdrs, web
 
 from baton_gateway.access.api_keys import OPEN_PATHS
 from baton_gateway.endpoints.generation_endpoint import DATA_PARALLEL_RANK
-from baton_gateway.endpoints.operations import FAILURES, OPERATIONS, Operation, Struct
-from baton_gateway.endpoints.response_writer import ResponseWriter
-from baton_gateway.endpoints.schemas import make_schemas, reference
+from baton_gateway.endpoints.openapi.operations import FAILURES, OPERATIONS, Operation, Struct
+from baton_gateway.endpoints.openapi.schemas import make_schemas, reference
+from baton_gateway.endpoints.writers.response_writer import ResponseWriter
 from baton_gateway.errors import MESSAGES_PATH, RESPONSES_PATH
 from baton_gateway.http.request_id import REQUEST_ID_HEADER
 from baton_gateway.http.slow_clients import send_json

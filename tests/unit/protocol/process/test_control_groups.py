@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_protocol.control_groups import memory_limit
+from baton_protocol.process.control_groups import memory_limit
 
 
 def write(root: Path, files: dict[str, str]) -> None:

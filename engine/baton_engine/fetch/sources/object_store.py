@@ -29,8 +29,8 @@ from obstore.store import GCSStore, S3Store
 
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
 from baton_engine.fetch.selection import POOLING_FOLDER
-from baton_engine.fetch.source import Listing, RemoteFile
-from baton_engine.fetch.uri import StoredModel
+from baton_engine.fetch.sources.source import Listing, RemoteFile
+from baton_engine.fetch.sources.uri import StoredModel
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig

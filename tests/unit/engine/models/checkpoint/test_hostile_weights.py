@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.cli import main
-from baton_engine.models.checkpoint_config import load_checkpoint_config
-from baton_engine.models.errors import ModelInvalid
-from baton_engine.models.factory import load_model
-from baton_engine.models.loader import (
+from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.loader import (
     identity_files,
     read_ahead,
     read_slices,
     read_tensor_index,
 )
-from baton_engine.models.sharding import WeightTarget
+from baton_engine.models.checkpoint.sharding import WeightTarget
+from baton_engine.models.errors import ModelInvalid
+from baton_engine.models.factory import load_model
 from baton_protocol.checkpoint_files import open_file
 from support.hostile.attack import Attack, fields, parametrize
 from support.hostile.configs import CONFIG_ATTACKS, GENERATION_ATTACKS

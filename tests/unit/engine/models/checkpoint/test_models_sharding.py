@@ -17,12 +17,12 @@ from torch.nn.functional import embedding
 
 from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.distributed.group import LoneGroup, ParallelContext
-from baton_engine.models import loader
-from baton_engine.models.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint import loader
+from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
+from baton_engine.models.checkpoint.sharding import ModelShard, WeightTarget, shard
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.models.factory import load_model, make_model
 from baton_engine.models.layers import VocabParallelEmbedding
-from baton_engine.models.sharding import ModelShard, WeightTarget, shard
 from support.engine.model_cases import (
     load,
     new_kv_cache,

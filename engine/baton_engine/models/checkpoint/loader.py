@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from baton_engine.metrics.load_counter import COUNTER
-from baton_engine.models.checkpoint_config import CONFIG_FILE
+from baton_engine.models.checkpoint.checkpoint_config import CONFIG_FILE
+from baton_engine.models.checkpoint.sharding import WeightTarget
 from baton_engine.models.errors import ModelInvalid
-from baton_engine.models.sharding import WeightTarget
 from baton_protocol.checkpoint_files import (
     open_file,
     parse_object,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from baton_engine.distributed.group import Group, ParallelContext
-from baton_engine.models.checkpoint_config import CheckpointConfig
+from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
 from baton_engine.models.errors import ConfigurationError
 
 ALONE = ParallelContext()  # one worker with the whole model

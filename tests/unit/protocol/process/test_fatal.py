@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from baton_protocol.fatal import ConfigurationError, report_fatal
+from baton_protocol.process.fatal import ConfigurationError, report_fatal
 
 
 def test_a_message_of_several_lines_becomes_one_fatal_line(capsys) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton_protocol.config import EngineConfig
-from baton_protocol.options import options
+from baton_protocol.options.config import EngineConfig
+from baton_protocol.options.option import options
 
 OPTIONS = tuple(options(EngineConfig))
 

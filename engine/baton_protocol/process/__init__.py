@@ -1,0 +1,8 @@
+"""What every process of a service has in common: its limits, its health, its metrics, its pod.
+
+control_groups  the limits of this process's control groups
+fatal           error and exit code for a configuration that cannot work
+progress        body of a pod's GET /health response
+metrics_text    a process's metrics as text
+pod_labels      labels and annotations of pods
+"""
