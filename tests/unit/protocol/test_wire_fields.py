@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_protocol import kv_compatibility, messages, progress, sampling, topology
+from baton_protocol import kv_compatibility, messages, sampling, topology
+from baton_protocol.process import progress
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("engine", "gateway", "kv_transfer", "local", "operator")
