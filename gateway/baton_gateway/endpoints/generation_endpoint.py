@@ -5,11 +5,9 @@ They differ in their bodies, and in the `ResponseWriter` that converts outputs t
 
 from __future__ import annotations
 
-import io
 import logging
 import re
 import time
-from array import array
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing, suppress
 from functools import partial
@@ -32,12 +30,10 @@ from baton_gateway.http.slow_clients import abort_if_unread, send_json
 from baton_gateway.requests.generation import Generator
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.job_builder import JobBuilder
+from baton_gateway.requests.output_queue import CollectedOutput
 from baton_gateway.thread_pool import run_off_loop
-from baton_protocol.messages import PromptLogprobs, TokenLogprobs
 from baton_text.errors import RequestError
 from baton_text.output import TextOutput
-from baton_text.replies.reply_parser import ReplyDelta
-from baton_text.replies.tool_formats import ToolCallDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import MAX_RESPONSE_LOGPROBS
@@ -59,7 +55,6 @@ FINAL_STATUS = web.RequestKey("final_status", int)
 #: loop. A larger one is encoded in a thread.
 INLINE_ENTRIES = 1024
 
-_LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
 _Body = TypeVar("_Body", bound=Checked)
 #: The requests that jobs run.
 GenerationBody = ChatCompletionRequest | CompletionRequest
@@ -302,51 +297,3 @@ def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:
             param="data_parallel_rank",
         )
     return int(text)
-
-
-class CollectedOutput:
-    """The outputs of one choice of a response that is not streamed.
-
-    They are kept in compact forms: a TextOutput takes 0.5 KB for each token, and its
-    log-probabilities take up to 2 KB.
-    """
-
-    def __init__(self) -> None:
-        self._last = TextOutput()
-        self._text = io.StringIO()
-        self._token_ids = array("i")
-        #: In MessagePack.
-        self._logprobs: list[bytes] = []
-        self._prompt_logprobs: PromptLogprobs | None = None
-        self._num_nans = 0
-        self._reasoning = io.StringIO()
-        self._content = io.StringIO()
-        self._tool_calls: list[ToolCallDelta] = []
-
-    def add(self, output: TextOutput) -> None:
-        self._last = output
-        self._text.write(output.text)
-        self._token_ids.extend(output.token_ids)
-        if output.logprobs:
-            self._logprobs.append(msgspec.msgpack.encode(output.logprobs))
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs = output.prompt_logprobs
-        self._num_nans += output.num_nans_in_logits
-        if output.reply is not None:
-            self._reasoning.write(output.reply.reasoning)
-            self._content.write(output.reply.content)
-            self._tool_calls += output.reply.tool_calls
-
-    def output(self) -> TextOutput:
-        """Return all outputs as one."""
-        reply = ReplyDelta(self._reasoning.getvalue(), self._content.getvalue(), self._tool_calls)
-        return TextOutput(
-            text=self._text.getvalue(),
-            token_ids=self._token_ids.tolist(),
-            logprobs=[item for items in self._logprobs for item in _LOGPROBS.decode(items)],
-            finish_reason=self._last.finish_reason,
-            stop_reason=self._last.stop_reason,
-            prompt_logprobs=self._prompt_logprobs,
-            num_nans_in_logits=self._num_nans,
-            reply=None if self._last.reply is None else reply,
-        )

@@ -15,9 +15,9 @@ from baton_gateway.access.api_keys import client_name
 logger = logging.getLogger(__name__)
 
 #: Maximum number of outputs of a choice that may wait for a client. They are the text of at least a
-#: minute, and take a few megabytes.
+#: minute, and take half a megabyte without log-probabilities.
 MAX_UNREAD_OUTPUTS = 4096
-#: Maximum number of log-probabilities of a request that may wait for a client: about 120 MB.
+#: Maximum number of log-probabilities of a request that may wait for a client: about 30 MB.
 MAX_UNREAD_LOGPROBS = 2**20
 #: Bodies of up to this many bytes fit into the buffer of the connection.
 BUFFERED_BYTES = 2**16

@@ -19,6 +19,7 @@ from baton_gateway.errors import (
 )
 from baton_gateway.metrics import GatewayMetrics, TokenTimer
 from baton_gateway.requests.job import Choice, Job, PromptJob, Run
+from baton_gateway.requests.output_queue import OutputQueue
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.messages import EngineCoreOutput, FinishReason
@@ -35,26 +36,6 @@ STAGGERED_TOKENS = 2**16
 #: Fixed cost of sending one sequence. The unit is the cost of encoding one token.
 SEQUENCE_TOKENS = 2**11
 
-#: An output of a job, the job's failure, or None at the end of a `Run`.
-_Event = tuple[Choice, TextOutput] | Exception | None
-
-
-class _EventQueue(asyncio.Queue[_Event]):
-    """The events of one job. It counts the log-probabilities that it holds."""
-
-    num_logprobs = 0
-
-    def _put(self, item: _Event) -> None:
-        super()._put(item)
-        if isinstance(item, tuple):
-            self.num_logprobs += item[1].num_logprobs
-
-    def _get(self) -> _Event:
-        item: _Event = super()._get()
-        if isinstance(item, tuple):
-            self.num_logprobs -= item[1].num_logprobs
-        return item
-
 
 class Generator:
     """Runs the sequences of jobs on engines."""
@@ -62,7 +43,7 @@ class Generator:
     def __init__(self, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._running: dict[_EventQueue, Job] = {}
+        self._running: dict[OutputQueue, Job] = {}
 
     def fail_all(self) -> None:
         """End every running job with an error, because the gateway shuts down.
@@ -71,7 +52,7 @@ class Generator:
         """
         for queue, job in self._running.items():
             earlier = f" An earlier attempt failed. {see_log(job.id)}" if job.has_failed else ""
-            queue.put_nowait(
+            queue.fail(
                 unavailable(
                     f"This gateway shut down before the request ended.{earlier}", code="draining"
                 )
@@ -93,7 +74,7 @@ class Generator:
         Raises:
             APIError: one sequence failed. The other sequences are aborted.
         """
-        queue = _EventQueue()
+        queue = OutputQueue()
         runs = [(prompt, run) for prompt in job.prompts for run in prompt.runs]
         tasks: list[asyncio.Task[None]] = []
         num_unfinished, num_tokens, num_options = len(runs), 0, _num_options(job.request)
@@ -106,13 +87,11 @@ class Generator:
                     num_tokens = 0
                     await asyncio.sleep(0)
             while num_unfinished:
-                event = await queue.get()
-                if isinstance(event, Exception):
-                    raise event
-                if event is None:
+                output = await queue.get()
+                if output is None:
                     num_unfinished -= 1
                 else:
-                    yield event
+                    yield output
         finally:
             del self._running[queue]
             for task in tasks:
@@ -125,26 +104,23 @@ class Generator:
         job: Job,
         prompt: PromptJob,
         run: Run,
-        queue: _EventQueue,
+        queue: OutputQueue,
         on_output: Callable[[int, int], None],
     ) -> None:
-        """Put the outputs of `run` into `queue`, then None.
-
-        If the run fails, put the error into `queue` in place of None.
-        """
+        """Put the outputs of `run` into `queue`, then its end or its failure."""
         try:
             async with aclosing(self._outputs(job, prompt, run)) as outputs:
-                async for item in outputs:
-                    queue.put_nowait(item)
-                    on_output(queue.qsize(), queue.num_logprobs)
-            queue.put_nowait(None)
+                async for choice, output in outputs:
+                    queue.put(choice, output)
+                    on_output(queue.num_outputs, queue.num_logprobs)
+            queue.end_sequence()
         except EngineRefusalError as error:
-            queue.put_nowait(bad_request(job.request.refusal(error.message)))
+            queue.fail(bad_request(job.request.refusal(error.message)))
         except APIError as error:
-            queue.put_nowait(error)
+            queue.fail(error)
         except Exception:  # a bug must not leave the client waiting
             logger.exception("request %s: sequence %s failed", job.id, run.sequence.request_id)
-            queue.put_nowait(gateway_failure(run.sequence.request_id))
+            queue.fail(gateway_failure(run.sequence.request_id))
 
     async def _outputs(
         self, job: Job, prompt: PromptJob, run: Run

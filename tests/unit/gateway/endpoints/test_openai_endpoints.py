@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import tracemalloc
-from collections.abc import Callable, Iterator
 
 import openai
 import pytest
 
 from baton_gateway.endpoints import generation_endpoint
-from baton_gateway.endpoints.generation_endpoint import CollectedOutput
 from baton_gateway.metrics import GatewayMetrics
-from baton_protocol.messages import KVSide, TokenLogprobs
+from baton_protocol.messages import KVSide
 from baton_protocol.process import metrics_text
 from baton_text.generation_defaults import GenerationDefaults
-from baton_text.output import TextOutput
-from baton_text.replies.reply_parser import ReplyDelta
 from support.gateway.fake_engine import DEADLINE_S, EOS_ID
 from support.gateway.gateway_rig import GatewayRig, http_session
 from support.waiting import until
@@ -288,41 +283,6 @@ async def test_a_whole_response_with_many_logprobs_is_refused(
         await client.completions.create(**options)
     assert refused.value.param == "logprobs"
     assert [chunk async for chunk in await client.completions.create(**options, stream=True)]
-
-
-@pytest.mark.parametrize(("num_top", "share"), [(0, 2), (20, 5)])
-def test_the_outputs_of_a_whole_response_are_kept_in_compact_form(num_top: int, share: int) -> None:
-    def outputs() -> Iterator[TextOutput]:
-        for number in range(1000, 6000):
-            top = [(number + place, -1.5 * number) for place in range(num_top)]
-            logprobs = [TokenLogprobs(number, -0.5 * number, 1, top)] if top else []
-            text = f"text {number}"
-            yield TextOutput(text, [number], logprobs, reply=ReplyDelta(content=text))
-
-    def collect() -> CollectedOutput:
-        collected = CollectedOutput()
-        for output in outputs():
-            collected.add(output)
-        return collected
-
-    assert memory_of(collect) * share < memory_of(lambda: list(outputs()))
-    whole = collect().output()
-    assert whole.text == "".join(output.text for output in outputs())
-    assert whole.reply == ReplyDelta(content=whole.text)
-    assert whole.token_ids == list(range(1000, 6000))
-    assert whole.logprobs == [item for output in outputs() for item in output.logprobs]
-
-
-def memory_of(make: Callable[[], object]) -> int:
-    """Return the bytes of what `make` returns."""
-    tracemalloc.start()
-    try:
-        made = make()
-        num_bytes, _ = tracemalloc.get_traced_memory()
-        del made
-        return num_bytes
-    finally:
-        tracemalloc.stop()
 
 
 async def test_token_id_prompts_and_echo(rig: GatewayRig) -> None:

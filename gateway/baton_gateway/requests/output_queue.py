@@ -1,0 +1,155 @@
+"""The outputs of one job that wait for its endpoint, and outputs in a compact form."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from array import array
+from collections import deque
+
+import msgspec
+
+from baton_gateway.requests.job import Choice
+from baton_protocol.messages import PromptLogprobs, TokenLogprobs
+from baton_text.output import TextOutput
+from baton_text.replies.reply_parser import ReplyDelta
+from baton_text.replies.tool_formats import ToolCallDelta
+
+#: This many outputs wait as they are. Later outputs of a choice are joined.
+MAX_SINGLE_OUTPUTS = 8
+#: Tokens that are joined to one output: the client reads them as one event, which has a timeout.
+MAX_JOINED_TOKENS = 64
+
+_LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
+
+
+class CollectedOutput:
+    """Outputs of one choice, to be sent as one.
+
+    They are kept in compact forms: a TextOutput takes 0.5 KB for each token, and its
+    log-probabilities take up to 2 KB.
+    """
+
+    def __init__(self) -> None:
+        self.num_outputs = 0
+        self._last = TextOutput()
+        self._text = io.StringIO()
+        self._token_ids = array("i")
+        #: In MessagePack.
+        self._logprobs: list[bytes] = []
+        self._prompt_logprobs: PromptLogprobs | None = None
+        self._num_nans = 0
+        self._reasoning = io.StringIO()
+        self._content = io.StringIO()
+        self._tool_calls: list[ToolCallDelta] = []
+
+    def add(self, output: TextOutput) -> None:
+        self.num_outputs += 1
+        self._last = output
+        self._text.write(output.text)
+        self._token_ids.extend(output.token_ids)
+        if output.logprobs:
+            self._logprobs.append(msgspec.msgpack.encode(output.logprobs))
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
+        self._num_nans += output.num_nans_in_logits
+        if output.reply is not None:
+            self._reasoning.write(output.reply.reasoning)
+            self._content.write(output.reply.content)
+            self._tool_calls += output.reply.tool_calls
+
+    def continues_with(self, output: TextOutput) -> bool:
+        """Return whether `output` may be added for an event of a stream.
+
+        The event must not be long, and the parts of a reply stay in their order in it.
+        """
+        if len(self._token_ids) + len(output.token_ids) > MAX_JOINED_TOKENS:
+            return False
+        reply = output.reply
+        return reply is None or not (
+            (self._tool_calls and (reply.reasoning or reply.content))
+            or (self._content.tell() and reply.reasoning)
+        )
+
+    def output(self) -> TextOutput:
+        """Return all outputs as one."""
+        reply = ReplyDelta(self._reasoning.getvalue(), self._content.getvalue(), self._tool_calls)
+        return TextOutput(
+            text=self._text.getvalue(),
+            token_ids=self._token_ids.tolist(),
+            logprobs=[item for items in self._logprobs for item in _LOGPROBS.decode(items)],
+            finish_reason=self._last.finish_reason,
+            stop_reason=self._last.stop_reason,
+            prompt_logprobs=self._prompt_logprobs,
+            num_nans_in_logits=self._num_nans,
+            reply=None if self._last.reply is None else reply,
+        )
+
+
+class OutputQueue:
+    """The outputs and failures of one job that its endpoint has not yet taken.
+
+    While a client reads slowly, the outputs of each choice are joined, so that they take little
+    memory and the client receives few, longer events.
+    """
+
+    def __init__(self) -> None:
+        #: None is the end of a sequence.
+        self._events: deque[tuple[Choice, TextOutput | CollectedOutput] | Exception | None] = (
+            deque()
+        )
+        #: By the index of the choice: the last output in `_events`, if further ones may be added.
+        self._joined: dict[int, CollectedOutput] = {}
+        self._arrived = asyncio.Event()
+        #: Number of outputs that wait, and of their log-probabilities.
+        self.num_outputs = 0
+        self.num_logprobs = 0
+
+    def put(self, choice: Choice, output: TextOutput) -> None:
+        """Add an output of `choice`."""
+        self.num_outputs += 1
+        self.num_logprobs += output.num_logprobs
+        joined = self._joined.get(choice.index)
+        if joined is None and len(self._events) < MAX_SINGLE_OUTPUTS:
+            self._events.append((choice, output))
+            self._arrived.set()
+            return
+        if joined is None or not joined.continues_with(output):
+            joined = self._joined[choice.index] = CollectedOutput()
+            self._events.append((choice, joined))
+        joined.add(output)
+
+    def end_sequence(self) -> None:
+        """Add the end of one sequence."""
+        self._events.append(None)
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """Add a failure, which `get` raises after all earlier outputs."""
+        self._events.append(error)
+        self._arrived.set()
+
+    async def get(self) -> tuple[Choice, TextOutput] | None:
+        """Wait for the next event, and return its output, or None if a sequence has ended.
+
+        Raises:
+            Exception: the failure of a sequence.
+        """
+        while not self._events:
+            self._arrived.clear()
+            await self._arrived.wait()
+        event = self._events.popleft()
+        if isinstance(event, Exception):
+            raise event
+        if event is None:
+            return None
+        choice, output = event
+        if isinstance(output, CollectedOutput):
+            if self._joined.get(choice.index) is output:
+                del self._joined[choice.index]
+            self.num_outputs -= output.num_outputs
+            output = output.output()
+        else:
+            self.num_outputs -= 1
+        self.num_logprobs -= output.num_logprobs
+        return choice, output
