@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 
 from aiohttp import web
 
-from baton_gateway.http.slow_clients import BUFFERED_BYTES, abort_connection, has_unread_bytes
+from baton_gateway.http.slow_clients import abort_connection, fits_into_buffer
 
 #: A failed stream waits this long for its client to read the error.
 ERROR_TIMEOUT_S = 1.0
@@ -78,8 +78,8 @@ class EventStream:
         response = self._response if self._response is not None else await self.open()
         head = b"event: %b\n" % name.encode() if name else b""
         write = response.write(head + b"data: " + event + b"\n\n")
-        if len(event) < BUFFERED_BYTES // 2 and not has_unread_bytes(self._http):
-            await write  # the buffer has room, and a timeout for each token costs time
+        if fits_into_buffer(self._http, len(event)):
+            await write  # it does not wait, and a timeout for each token costs time
         else:
             await self._bounded(write, self._client_timeout_s)
 

@@ -19,13 +19,25 @@ logger = logging.getLogger(__name__)
 MAX_UNREAD_OUTPUTS = 4096
 #: Maximum number of log-probabilities of a request that may wait for a client: about 30 MB.
 MAX_UNREAD_LOGPROBS = 2**20
-#: Bodies of up to this many bytes fit into the buffer of the connection.
+#: Up to this many bytes fit into the buffer of a connection.
 BUFFERED_BYTES = 2**16
+#: More bytes than the name of an event and the head of its chunk.
+MAX_EVENT_HEAD = 2**10
 
 
 def has_unread_bytes(http: web.Request) -> bool:
     """Return whether bytes sent to the client wait in the connection's buffer."""
     return http.transport is not None and http.transport.get_write_buffer_size() > 0
+
+
+def fits_into_buffer(http: web.Request, num_bytes: int) -> bool:
+    """Return whether an event of `num_bytes` fits into the connection's buffer.
+
+    If it does, sending it does not wait for the client.
+    """
+    if http.transport is None or http.protocol.writing_paused:
+        return False
+    return http.transport.get_write_buffer_size() + num_bytes + MAX_EVENT_HEAD < BUFFERED_BYTES
 
 
 def abort_connection(http: web.Request, name: str) -> None:
