@@ -15,6 +15,9 @@ class StopScanner:
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = [stop for stop in stops if stop]
+        self._by_end: dict[str, list[str]] = {}
+        for stop in self._stops:
+            self._by_end.setdefault(stop[-1], []).append(stop)
         self._include_stop = include_stop
         self._held = ""
         #: The stop string that ended the text; None until one matches.
@@ -44,13 +47,16 @@ class StopScanner:
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, int] | None:
-        """Return (start, end) of the match that ends the text, as characters of `buffer`."""
-        found = ((buffer.find(stop), len(stop)) for stop in self._stops)
-        spans = [(start + length, start) for start, length in found if start >= 0]
-        if not spans:
-            return None
-        end, start = min(spans)
-        return start, end
+        """Return (start, end) of the match that ends the text, as characters of `buffer`.
+
+        A match can only end in the new characters. Searching all of `buffer` for each stop string
+        would take milliseconds for a token.
+        """
+        for end in range(len(self._held) + 1, len(buffer) + 1):
+            stops = self._by_end.get(buffer[end - 1], ())
+            if found := [stop for stop in stops if buffer.endswith(stop, 0, end)]:
+                return end - max(map(len, found)), end
+        return None
 
     def _possible_prefix(self, buffer: str) -> int:
         """Return the length of the longest suffix of `buffer` that begins a stop string."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 _T = TypeVar("_T")
@@ -134,18 +135,19 @@ class TextReader:
         Returns:
             The marker, or "" if the text ended without one.
         """
+        pattern = _any_of(tuple(markers))
         while True:
-            rest = self._text[self._position :]
-            found = [(at, marker) for marker in markers if (at := rest.find(marker)) >= 0]
+            found = pattern.search(self._text, self._position)
             # A longer marker that begins earlier may still be incomplete.
-            limit = len(rest) if self.has_ended else len(rest) - _held(rest, markers)
-            if found and min(found)[0] <= limit:
-                at, marker = min(found, key=lambda each: (each[0], -len(each[1])))
-                emit(rest[:at])
-                self._position += at + len(marker)
-                return marker
-            emit(rest[:limit])
-            self._position += limit
+            limit = len(self._text)
+            if not self.has_ended:
+                limit -= _held(self._text, self._position, markers)
+            if found is not None and found.start() <= limit:
+                emit(self._text[self._position : found.start()])
+                self._position = found.end()
+                return found[0]
+            emit(self._text[self._position : limit])
+            self._position = limit
             if self.has_ended:
                 return ""
             yield
@@ -241,10 +243,20 @@ def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
     return match.end()
 
 
-def _held(text: str, markers: Sequence[str]) -> int:
-    """Return the length of the longest suffix of `text` that begins a marker and is none."""
+@lru_cache(1024)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of the markers. Of those that begin at one position, it finds the longest.
+
+    It finds all markers of a text in one pass. Searching for each marker anew after each of them
+    would take time in proportion to the square of their number.
+    """
+    return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)")
+
+
+def _held(text: str, start: int, markers: Sequence[str]) -> int:
+    """Return the length of the longest proper beginning of a marker that ends `text[start:]`."""
     longest = max(map(len, markers), default=1) - 1
-    for length in range(min(longest, len(text)), 0, -1):
+    for length in range(min(longest, len(text) - start), 0, -1):
         if any(len(each) > length and each.startswith(text[-length:]) for each in markers):
             return length
     return 0

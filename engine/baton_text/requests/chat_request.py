@@ -133,6 +133,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
         names = {tool["function"]["name"] for tool in named}
         return [function for function in functions if function.name in names]
 
+    def release_prompt(self) -> None:
+        super().release_prompt()
+        self.messages = []
+        self.tools = self.tool_choice = self.chat_template_kwargs = None
+
     def validate(self) -> None:
         super().validate()
         self._validate_tools()

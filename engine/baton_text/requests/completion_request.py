@@ -36,6 +36,10 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         """Number of prompts. The request must have been validated."""
         return num_prompts(self.prompt)
 
+    def release_prompt(self) -> None:
+        super().release_prompt()
+        self.prompt = ""
+
     def requested_max_tokens(self) -> int | None:
         if self.is_prompt_only:
             return 1  # the engine generates one token, which the response leaves out

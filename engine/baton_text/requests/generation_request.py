@@ -243,6 +243,15 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """
         return self.prompt_logprobs
 
+    def release_prompt(self) -> None:
+        """See `LongRunning`. `refusal` still names the field that is at fault."""
+        if self.response_format is not None:
+            self.response_format.json_schema = None
+        if self.structured_outputs is not None and self.structured_outputs.json is not None:
+            self.structured_outputs.json = True
+        if self.guided_json is not None:
+            self.guided_json = True
+
     def validate(self) -> None:
         """Check all fields.
 

@@ -187,6 +187,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     #: The earlier name of `output_config.format`.
     output_format: OutputFormat | None = None
 
+    def release_prompt(self) -> None:
+        self.messages = []
+        self.system = self.tools = self.tool_choice = None
+        self.output_config = self.output_format = None
+
     def _chat_request(self) -> ChatCompletionRequest:
         request = super()._chat_request()
         request.max_tokens = self.max_tokens

@@ -20,6 +20,13 @@ class Checked(Protocol):
         """Raise RequestError if a field is invalid."""
 
 
+class LongRunning(Checked, Protocol):
+    """A request that may run for hours, during which its values would take memory."""
+
+    def release_prompt(self) -> None:
+        """Drop the values that only the prompt and its grammar need, once these are made."""
+
+
 _Request = TypeVar("_Request", bound=Checked)
 
 #: Decodes only the names of an object's fields, and none of the values.

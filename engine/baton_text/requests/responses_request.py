@@ -166,6 +166,10 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     max_tool_calls: Any = None
     top_logprobs: Any = None
 
+    def release_prompt(self) -> None:
+        self.input = ""
+        self.tools = self.tool_choice = self.text = self.metadata = None
+
     def validate(self) -> None:
         """Raise RequestError if a field is invalid."""
         for name in self.UNSUPPORTED:

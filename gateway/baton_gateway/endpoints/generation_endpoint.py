@@ -37,7 +37,7 @@ from baton_text.output import TextOutput
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import MAX_RESPONSE_LOGPROBS
-from baton_text.requests.parsing import Checked
+from baton_text.requests.parsing import LongRunning
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ FINAL_STATUS = web.RequestKey("final_status", int)
 #: loop. A larger one is encoded in a thread.
 INLINE_ENTRIES = 1024
 
-_Body = TypeVar("_Body", bound=Checked)
+_Body = TypeVar("_Body", bound=LongRunning)
 #: The requests that jobs run.
 GenerationBody = ChatCompletionRequest | CompletionRequest
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
@@ -139,6 +139,8 @@ class GenerationEndpoint(Generic[_Body]):
                             request, started, body_size, http.get(CLIENT)
                         )
                 writer = self._writer(body, job, http.get(CLIENT))
+                body.release_prompt()
+                request.release_prompt()
                 on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
                 async with aclosing(self._generator.run(job, on_output)) as events:
                     if request.stream:
@@ -178,7 +180,16 @@ class GenerationEndpoint(Generic[_Body]):
         writer: ResponseWriter[Any],
         events: _Events,
         deadline: RequestDeadline,
-    ) -> web.Response:
+    ) -> web.StreamResponse:
+        encoded = await self._encoded_answer(writer, events, deadline)
+        timeout_s = min(deadline.left_s, self._client_timeout_s)
+        async with self._bodies.charge() as charge:
+            return await send_json(http, encoded, timeout_s, charge)
+
+    async def _encoded_answer(
+        self, writer: ResponseWriter[Any], events: _Events, deadline: RequestDeadline
+    ) -> bytes:
+        """Return the complete response as JSON, and drop the outputs."""
         job = writer.job
         outputs = {id(choice): CollectedOutput() for choice in job.choices}
         num_logprobs = 0
@@ -197,8 +208,11 @@ class GenerationEndpoint(Generic[_Body]):
             whole = [(choice, outputs[id(choice)].output()) for choice in job.best_choices()]
             return msgspec.json.encode(writer.response(whole))
 
-        encoded = await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
-        return await send_json(http, encoded, min(deadline.left_s, self._client_timeout_s))
+        try:
+            return await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
+        finally:
+            for prompt in job.prompts:
+                prompt.logprobs = []
 
     async def _stream(
         self,

@@ -141,7 +141,8 @@ class PoolingEndpoints:
                     INLINE_VECTOR_BYTES,
                 )
                 timeout_s = min(deadline.left_s, self._client_timeout_s)
-                return await send_json(http, encoded, timeout_s)
+                async with self._bodies.charge() as charge:
+                    return await send_json(http, encoded, timeout_s, charge)
         finally:
             self._admission.end()
 

@@ -49,6 +49,8 @@ class RequestReader:
             message = f"Content-Type must be application/json, got {http.content_type!r}."
             raise APIError(415, message, code="unsupported_media_type")
         content = await charge.read(http, self._timeout_s)
-        body = await parse_body(content, kind, self._pool.max_model_len, self._unknown_fields)
+        body = await parse_body(
+            content, kind, self._pool.max_model_len, self._unknown_fields, charge
+        )
         check_model(body.model, self._served_name)
         return body, len(content)

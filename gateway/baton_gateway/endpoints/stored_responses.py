@@ -7,9 +7,8 @@ from aiohttp import web
 
 from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT
-from baton_gateway.errors import APIError
 from baton_gateway.http.body_budget import BodyBudget
-from baton_gateway.http.slow_clients import abort_connection, has_unread_bytes, send_json
+from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.response_store import ResponseStore
 from baton_text.responses.responses_api import DeletedResponse
 
@@ -41,14 +40,8 @@ class StoredResponses:
         self._admission.check_open()
         with self._admission.place(http.get(CLIENT)):
             response = self._store.get(http.match_info["response"], http.get(CLIENT))
-            try:
-                async with self._bodies.charge() as charge:
-                    charge.add(len(response))
-                    return await send_json(http, response, self._client_timeout_s)
-            except APIError:
-                if has_unread_bytes(http):  # a part of the response was sent
-                    abort_connection(http, http.path)
-                raise
+            async with self._bodies.charge() as charge:
+                return await send_json(http, response, self._client_timeout_s, charge)
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         self._admission.check_open()

@@ -82,7 +82,7 @@ class TokenizeEndpoints:
             async with self._bodies.charge() as charge:
                 body = await charge.read(http, self._client_timeout_s)
                 max_model_len = self._pool.max_model_len
-                request = await parse_body(body, kind, max_model_len, self._unknown_fields)
+                request = await parse_body(body, kind, max_model_len, self._unknown_fields, charge)
                 check_model(request.model, self._served_name)
                 bounds = TextBounds(
                     PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._access.max_prompt_tokens)
@@ -92,7 +92,7 @@ class TokenizeEndpoints:
                     lambda: msgspec.json.encode(answer(request, text, bounds, max_model_len)),
                     max(len(body), len(text)),
                 )
-            return await send_json(http, encoded, self._client_timeout_s)
+                return await send_json(http, encoded, self._client_timeout_s, charge)
 
     async def _text(
         self,

@@ -11,6 +11,7 @@ import logging
 from aiohttp import web
 
 from baton_gateway.access.api_keys import client_name
+from baton_gateway.http.body_budget import BodyCharge
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +77,41 @@ def abort_if_unread(
         abort_connection(http, name)
 
 
-async def send_json(http: web.Request, body: bytes, timeout_s: float) -> web.Response:
+async def send_json(
+    http: web.Request, body: bytes, timeout_s: float, charge: BodyCharge | None = None
+) -> web.StreamResponse:
     """Return the response with the JSON `body`.
 
     A large response is sent before this function returns, so that the request counts as in flight
     until the client has read the response. A client that has not read it within `timeout_s` is
     disconnected.
+
+    Args:
+        charge: is charged with the bytes of a large response. None: all requests share `body`.
+
+    Raises:
+        APIError: 503, because the budget is exhausted and this request is the largest.
     """
-    response = web.Response(body=body, content_type="application/json")
-    if len(body) > BUFFERED_BYTES:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await response.prepare(http)
-                await response.write_eof()
-        except TimeoutError:
+    if len(body) <= BUFFERED_BYTES:
+        return web.Response(body=body, content_type="application/json")
+    if charge is not None:
+        charge.add(len(body))
+    response = web.StreamResponse()
+    response.content_type, response.content_length = "application/json", len(body)
+    is_sent = False
+    try:
+        async with asyncio.timeout(timeout_s):
+            await response.prepare(http)
+            for start in range(0, len(body), BUFFERED_BYTES):  # the transport copies what waits
+                await response.write(memoryview(body)[start : start + BUFFERED_BYTES])
+            await response.write_eof()
+        is_sent = True
+    except TimeoutError:
+        pass
+    except ConnectionError:
+        logger.info("%s%s: the client disconnected", http.path, client_name(http))
+        is_sent = True
+    finally:
+        if not is_sent:  # also if the budget is exhausted: a part of the response may be sent
             abort_connection(http, http.path)
-        except ConnectionError:
-            logger.info("%s%s: the client disconnected", http.path, client_name(http))
     return response

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -81,7 +81,12 @@ class ResponseStore:
         with self._lock:
             return self._sizes.total()
 
-    def put(self, response: Response, messages: list[ChatMessage], client: str | None) -> None:
+    def put(
+        self,
+        response: Response,
+        messages: Sequence[ChatMessage | msgspec.Raw],
+        client: str | None,
+    ) -> None:
         """Keep a response. One that is too long is not kept."""
         stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
         limit = self._max_bytes if client is None else self._max_bytes // CLIENT_SHARE

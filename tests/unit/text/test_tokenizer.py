@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -278,6 +279,21 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(
         assert expected.startswith(sent), "a part of the stop string was sent"
     sent += scanner.flush()
     assert (sent, scanner.matched) == (expected, stop)
+
+
+def test_long_stop_strings_cost_little_for_each_token() -> None:
+    """Searching the text that is held back for each of 32 strings took 13 ms for each token."""
+    longest = "a" * 2490 + "b"
+    others = ["a" * 1240 + "b" + "aa" + "a" * number for number in range(31)]
+    seconds = []
+    for stops in ([longest], [longest, *others]):
+        scanner = StopScanner(stops)
+        scanner.push("a" * 2490)
+        started = time.thread_time()
+        for _ in range(300):
+            assert scanner.push("a") == "a"
+        seconds.append(time.thread_time() - started)
+    assert seconds[1] < seconds[0] + 1.0  # 4 s before
 
 
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:

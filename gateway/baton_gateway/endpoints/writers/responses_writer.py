@@ -9,7 +9,11 @@ import msgspec
 
 from baton_gateway.endpoints.writers.response_writer import ResponseWriter, new_call_id
 from baton_gateway.requests.job import Choice, Job
-from baton_gateway.requests.response_store import ResponseStore, new_item_id
+from baton_gateway.requests.response_store import (
+    MAX_CONVERSATION_BYTES,
+    ResponseStore,
+    new_item_id,
+)
 from baton_text.messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.output import TextOutput
 from baton_text.replies.reply_parser import ReplyDelta
@@ -60,6 +64,23 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
         self._open: OutputItem | None = None
         self._texts: list[str] = []
         self._is_truncated = False
+        # As JSON, because objects take many times the memory, and the request may run for hours.
+        self._returned: dict[str, Any] = {
+            name: msgspec.Raw(msgspec.json.encode(value))
+            for name, value in (
+                ("metadata", body.metadata or {}),
+                ("text", body.text),
+                ("tool_choice", "auto" if body.tool_choice is None else body.tool_choice),
+                ("tools", body.tools or []),
+            )
+        }
+        self._conversation: bytes | None = None
+        if body.store is not False:
+            assert isinstance(job.request, ChatCompletionRequest)
+            messages = job.request.messages[1 if body.instructions else 0 :]
+            conversation = msgspec.json.encode(messages)
+            if len(conversation) <= MAX_CONVERSATION_BYTES:
+                self._conversation = conversation
 
     def response(self, outputs: list[tuple[Choice, TextOutput]]) -> Response:
         [(choice, output)] = outputs
@@ -168,10 +189,8 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
         )
         if self._is_truncated:
             response.incomplete_details = {"reason": "max_output_tokens"}
-        if self.body.store is not False:
-            request = self.job.request
-            assert isinstance(request, ChatCompletionRequest)
-            earlier = request.messages[1 if self.body.instructions else 0 :]
+        if self._conversation is not None:
+            earlier = msgspec.json.decode(self._conversation, type=list[msgspec.Raw])
             self._store.put(response, [*earlier, _answer(self._output)], self._client)
         return response
 
@@ -185,16 +204,13 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
             output=list(self._output),
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             reasoning=body.reasoning,
             store=body.store is not False,
             temperature=body.temperature,
-            text=body.text,
-            tool_choice="auto" if body.tool_choice is None else body.tool_choice,
-            tools=body.tools or [],
             top_p=body.top_p,
+            **self._returned,
         )
 
 

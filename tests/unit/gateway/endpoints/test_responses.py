@@ -280,13 +280,13 @@ async def test_a_kept_response_counts_as_a_body_until_it_is_sent(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.start(rig.answering("ok"))
-    response = await create(rig, metadata={"a": "x" * 2000})
-    monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 1000)
+    response = await create(rig, metadata={"a": "x" * 100_000})
+    monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 100_000)
     client = rig.client().with_options(max_retries=0)
     with pytest.raises(openai.InternalServerError) as refused:
         await client.responses.retrieve(response.id)
     assert refused.value.status_code == 503
-    monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 10_000)
+    monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 110_000)
     assert (await client.responses.retrieve(response.id)).id == response.id
     assert rig.metric("baton:gateway_body_bytes") == 0
 

@@ -13,7 +13,7 @@ from baton_gateway.errors import APIError
 from baton_gateway.http import body_budget
 from baton_gateway.http.body_budget import BodyBudget
 from baton_gateway.metrics import GatewayMetrics
-from support.gateway.fake_engine import DEADLINE_S
+from support.gateway.fake_engine import DEADLINE_S, EOS_ID
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
 
@@ -166,3 +166,50 @@ async def test_a_refused_body_is_not_charged_again_by_a_piece_that_came_in_the_s
                 budget.add(large, 5)
             large.timeout.reschedule(None)  # the task of the large one has ended
         assert metrics.registry.get_sample_value(CHARGED) == 20
+
+
+async def test_the_values_of_a_body_count_besides_its_bytes(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of two letters takes 5 bytes of JSON and 60 bytes of memory."""
+    await rig.start(rig.engine("d", "decode", "hello world"))
+    body = {"model": "m", "prompt": "hi", "unused": ["aa"] * 20_000}
+    monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 2**20)
+    status, answer, _ = await rig.post("/v1/completions", body)
+    assert status == 503
+    assert "too_many_bytes" in str(answer)
+    body["unused"] = ["aa, " * 5 * 20_000]
+    assert (await rig.post("/v1/completions", body))[0] == 200
+
+
+LONG = {"model": "m", "prompt": "hi", "max_tokens": 5000, "logprobs": 20}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", LONG), ("/detokenize", {"tokens": [EOS_ID] * 500_000})],
+    ids=["completions", "detokenize"],
+)
+async def test_a_complete_response_counts_until_it_is_read(
+    rig: GatewayRig, path: str, body: dict[str, object]
+) -> None:
+    engine = rig.engine("d", "decode")
+    engine.answer, engine.max_model_len, engine.tokens_per_output = [5] * 5000, 200_000, 500
+    await rig.start(engine)
+    async with rig.slow_connection(path, body) as connection:
+        assert await asyncio.to_thread(connection.recv, 12) == b"HTTP/1.1 200"
+        assert rig.metric(CHARGED) > 2**20
+    await until(lambda: rig.metric(CHARGED) == 0, "the closed connection uncharged")
+
+
+async def test_a_response_that_exceeds_the_budget_while_it_is_sent_is_cut_off(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rig.engine("d", "decode")
+    engine.max_model_len = 200_000
+    await rig.start(engine)
+    async with rig.slow_connection("/detokenize", {"tokens": [EOS_ID] * 500_000}) as connection:
+        assert await asyncio.to_thread(connection.recv, 12) == b"HTTP/1.1 200"
+        monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 2**16)
+        await rig.post("/tokenize", {"prompt": "hi"})
+        await until(lambda: rig.metric(CHARGED) == 0, "the unread response dropped")

@@ -1,0 +1,94 @@
+"""A running request keeps no messages, tools or schemas: their objects take megabytes."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import msgspec
+import pytest
+
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
+from baton_text.requests.messages_request import MessagesRequest
+from baton_text.requests.responses_request import ResponsesRequest
+from support.gateway.gateway_rig import GatewayRig
+from support.waiting import until
+
+NAMES = [f"name {number}" for number in range(1000)]
+SCHEMA = {"type": "object", "properties": {"name": {"enum": NAMES}}}
+FUNCTION = {"name": "find", "parameters": SCHEMA}
+MESSAGES = [{"role": "user", "content": name} for name in NAMES]
+BODIES: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
+    (
+        ChatCompletionRequest,
+        {
+            "messages": MESSAGES,
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "chat_template_kwargs": {"names": NAMES},
+            "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+        },
+    ),
+    (CompletionRequest, {"prompt": NAMES, "guided_json": SCHEMA}),
+    (CompletionRequest, {"prompt": [[1] * 1000], "structured_outputs": {"json": SCHEMA}}),
+    (
+        ResponsesRequest,
+        {
+            "input": MESSAGES,
+            "tools": [{"type": "function", **FUNCTION}],
+            "metadata": {"names": "x" * 1000},
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}},
+        },
+    ),
+    (
+        MessagesRequest,
+        {
+            "messages": MESSAGES,
+            "max_tokens": 5,
+            "system": "x" * 1000,
+            "tools": [{"name": "find", "input_schema": SCHEMA}],
+            "output_format": {"type": "json_schema", "schema": SCHEMA},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), BODIES, ids=[f"{kind.__name__}" for kind, _ in BODIES])
+def test_the_values_of_the_prompt_are_dropped(
+    kind: type[msgspec.Struct], body: dict[str, Any]
+) -> None:
+    request = msgspec.convert(body, kind)
+    assert len(msgspec.json.encode(request)) > 3000
+    request.release_prompt()  # type: ignore[attr-defined]
+    assert len(msgspec.json.encode(request)) < 2500
+
+
+def test_the_refusal_of_a_schema_still_names_its_field() -> None:
+    for body, field in (({"guided_json": SCHEMA}, "guided_json"), (BODIES[2][1], None)):
+        request = msgspec.convert({"prompt": "hi"} | body, CompletionRequest)
+        expected = field or "structured_outputs"
+        request.release_prompt()
+        assert request.refusal("structured_output: no state").param == expected
+
+
+async def test_a_running_request_keeps_no_tools(rig: GatewayRig) -> None:
+    engine = rig.engine("d", "decode", "hello world")
+    engine.hold_after = 1
+    await rig.start(engine)
+    marks = [f"mark {number}" for number in range(1000)]
+    tool = {"name": "find", "parameters": {"enum": marks}}
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "hi"}],
+        "tools": [{"type": "function", "function": tool}],
+        "tool_choice": "none",
+    }
+    async with rig.slow_connection("/v1/chat/completions", body):
+        await until(lambda: engine.adds, "the request at the engine")
+
+        def kept() -> int:
+            lists = (each for each in gc.get_objects() if type(each) is list)
+            return sum(each == marks and each is not marks for each in lists)
+
+        await until(lambda: not kept(), "the tools dropped")
+    engine.released.set()
