@@ -90,6 +90,7 @@ class ReplyFormat:
         grammars = self._grammars(request, prompt, special_token_id)
         tool_format = self._tool_format(request, bool(tools))
         schema = None if request.must_call else request.response_schema()
+        is_single = request.parallel_tool_calls is False or request.names_tool
         calls: str | None = None
         with _refuse_deep_schemas():
             if tools and tool_format is not None:
@@ -97,7 +98,7 @@ class ReplyFormat:
                     tool_format,
                     [(tool.name, tool.parameters or ANY_ARGUMENTS) for tool in tools],
                     is_required=request.must_call,
-                    is_single=request.parallel_tool_calls is False or request.names_tool,
+                    is_single=is_single,
                     content_schema=schema,
                 )
             grammar = calls
@@ -116,6 +117,7 @@ class ReplyFormat:
             None if grammar is None else _checked(grammar, request),
             # A string of a JSON content may contain the marker of a call.
             calls is not None and schema is None,
+            is_single,
             frozenset(
                 token_id for text in texts if (token_id := special_token_id(text)) is not None
             ),
@@ -195,6 +197,7 @@ class Reply:
         tools: the names of the tools that may be called.
         structured_output: the grammar of the reply; None: there is none.
         is_guaranteed: the grammar makes all calls complete and valid.
+        is_single: the reply has at most one call.
         special_token_ids: the special tokens that the parser needs in the text.
     """
 
@@ -204,6 +207,7 @@ class Reply:
     tools: frozenset[str]
     structured_output: StructuredOutput | None
     is_guaranteed: bool
+    is_single: bool
     special_token_ids: frozenset[int]
 
     def parser(self) -> ReplyParser:
@@ -214,6 +218,7 @@ class Reply:
             tool_format=self.tool_format,
             tools=self.tools,
             is_guaranteed=self.is_guaranteed,
+            is_single=self.is_single,
         )
 
 

@@ -121,14 +121,24 @@ class ReplyGrammar:
         for number, (name, schema) in enumerate(tools):
             begin = literal(layout.begin.replace("NAME", name))
             lines.append(f"call_{number}: {begin} {_json(schema)} {literal(layout.end)}\n")
+        markers = tool_format.markers
         if content != "TEXT":
-            return self._grammar(f"({literal(layout.open)} {calls} {content})", *lines)
+            body = f"({literal(layout.open)} {calls} {content})"
+            return self._grammar(body, *lines, markers=markers)
         lines += [self._up_to("opening", "TEXT", layout.open), f"section: opening {calls}\n"]
-        return self._grammar(f"section{'?' if is_single else '*'} TEXT", *lines)
+        body = f"section{'?' if is_single else '*'} TEXT"
+        return self._grammar(body, *lines, markers=markers)
 
-    def _grammar(self, body: str, *lines: str) -> str:
-        """Return the grammar of the reasoning and `body`, which `lines` define."""
-        reasoning, prefix, text = self._reasoning, "", "ANY"
+    def _grammar(self, body: str, *lines: str, markers: Sequence[str] = ()) -> str:
+        """Return the grammar of the reasoning and `body`, which `lines` define.
+
+        Args:
+            body: what follows the reasoning.
+            lines: the rules and terminals of `body`.
+            markers: texts that TEXT must not have, because the parser reads a call after them.
+        """
+        reasoning, prefix = self._reasoning, ""
+        excluded = list(markers)
         head = ["%llguidance {}\n", "ANY: /(.|\\n)*/\n"]
         if reasoning is not None:
             start, following = self._literal(reasoning.start), self._literal(reasoning.next)
@@ -136,8 +146,11 @@ class ReplyGrammar:
             if not self.is_reasoning:
                 prefix = f"({start} {prefix})?"
             head += [self._thinking(reasoning.end), "SPACES: /[ \\n]{0,4}/\n"]
-            if self._budget is not None and '"' in start and "<[" not in start:
-                text = f"ANY & ~(ANY {start} ANY)"
+            if self._budget is not None:
+                excluded.append(reasoning.start)
+        # TEXT has no special tokens in any case.
+        plain = [_quoted(each) for each in excluded if self._parts(each) == [_quoted(each)]]
+        text = f"ANY & ~(ANY ({' | '.join(plain)}) ANY)" if plain else "ANY"
         return "".join([*head, f"TEXT: {text}\n", f"start: {prefix} {body}\n", *lines])
 
     def _thinking(self, end: str) -> str:

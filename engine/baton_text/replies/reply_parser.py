@@ -78,6 +78,7 @@ class ReplyParser:
         tools: the names of the tools that may be called.
         is_guaranteed: a grammar makes all calls complete and valid. Their arguments are then
             reported as they arrive.
+        is_single: the reply has only the first call. Later ones are dropped.
     """
 
     def __init__(
@@ -88,12 +89,14 @@ class ReplyParser:
         tool_format: ToolFormat | None = None,
         tools: Collection[str] = (),
         is_guaranteed: bool = False,
+        is_single: bool = False,
     ) -> None:
         self._reader = TextReader()
         self._reasoning = _Text()
         self._reasoning.strips_start = True
         self._content = _Text()
         self._calls = Calls(tools, is_guaranteed)
+        self._is_single = is_single
         self._is_truncated = False
         #: Whether the text so far ends inside the reasoning.
         self.is_reasoning = is_reasoning
@@ -122,7 +125,10 @@ class ReplyParser:
 
     def _advance(self) -> ReplyDelta:
         next(self._parsing, None)
-        return ReplyDelta(self._reasoning.take(), self._content.take(), self._calls.take())
+        calls = self._calls.take()
+        if self._is_single:
+            calls = [call for call in calls if call.index == 0]
+        return ReplyDelta(self._reasoning.take(), self._content.take(), calls)
 
     def _parse(
         self,

@@ -94,6 +94,13 @@ def test_a_structured_output_follows_the_reasoning_if_it_is_no_grammar_of_the_cl
     assert without_reasoning.reply(request(response_format=form), "", {}.get) is None
 
 
+@pytest.mark.parametrize("name", sorted(TOOL_FORMATS))
+def test_without_parallel_calls_a_reply_has_one_call_also_without_a_grammar(name: str) -> None:
+    options = {"tools": [TOOL], "tool_choice": "auto"}
+    assert reply(name, **options, parallel_tool_calls=False).is_single
+    assert not reply(name, **options).is_single
+
+
 def test_a_budget_needs_a_grammar_only_if_the_model_reasons() -> None:
     spec = reply("hermes", thinking_budget=5).structured_output.spec
     assert "max_tokens=5" in spec

@@ -23,6 +23,11 @@ CITY = {
 }
 TOOLS: list[tuple[str, dict[str, Any]]] = [("get_weather", CITY), ("add", ANY_ARGUMENTS)]
 WITH_LAYOUT = sorted(name for name, each in TOOL_FORMATS.items() if each.layout)
+WITH_FREE_TEXT = [
+    name
+    for name in WITH_LAYOUT
+    if TOOL_FORMATS[name].markers and not TOOL_FORMATS[name].marks_content
+]
 TOKENIZER = LLTokenizer("byte")
 
 
@@ -114,20 +119,27 @@ def test_other_tools_and_arguments_are_not_allowed(name: str) -> None:
     assert not allows(written(name, *TWO), grammar(name, is_required=True, is_single=True))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in WITH_LAYOUT
-        if TOOL_FORMATS[name].markers and not TOOL_FORMATS[name].marks_content
-    ],
-)
+@pytest.mark.parametrize("name", WITH_FREE_TEXT)
 def test_text_is_free_outside_of_optional_calls(name: str) -> None:
     lark = grammar(name)
     assert allows("It is {warm}, <b>or</b> [cold].", lark)
     assert allows("", lark)
     assert allows(f"Let me see.\n{written(name, *TWO)} Done.", lark)
     assert not allows(f"Let me see.\n{written(name, ('unknown', {}))}", lark)
+
+
+@pytest.mark.parametrize("name", WITH_FREE_TEXT)
+def test_text_has_no_second_call_without_parallel_calls(name: str) -> None:
+    """The markers of calls are plain text here, so that free text could have them."""
+    lark = grammar(name, is_single=True)
+    one = written(name, *ONE)
+    assert allows(f"Let me see.\n{one} Done.", lark)
+    assert allows("It is {warm}, <b>or</b> [cold].", lark)
+    assert not allows(written(name, *TWO), lark)
+    assert not allows(f"{one}\n{one}", lark)
+    for marker in TOOL_FORMATS[name].markers:
+        assert not allows(f"It is warm {marker}", lark)
+        assert not allows(f"{one} {marker}", lark)
 
 
 @pytest.mark.parametrize("name", [each for each in WITH_LAYOUT if each != "llama3_json"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -133,6 +134,14 @@ def test_calls_of_every_family_are_found_however_the_text_is_cut(
     assert parse(list(text), **options) == expected
     for cut in range(len(text)):
         assert parse([text[:cut], text[cut:]], **options) == expected
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), EXAMPLES)
+def test_a_reply_of_a_single_call_has_only_the_first_one(
+    name: str, text: str, expected: dict[str, Any]
+) -> None:
+    first = {**expected, "calls": expected["calls"][:1]}
+    assert parse(list(text), tool_format=TOOL_FORMATS[name], is_single=True) == first
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), EXAMPLES)
