@@ -1,103 +1,68 @@
-"""Other clients read objects from answers, and choose which tools the model calls."""
+"""Other clients choose which tools the model calls, and read objects from answers."""
 
 from __future__ import annotations
 
 import pytest
 
+from support.clients.choices import SCRIPT, TEXT, check_choices
 from support.clients.client_rig import ClientRig, by_word
 from support.clients.weather_agent import called
 
-TEXT = "It is cold."
 ERROR = "colder than the absolute zero"
-ADD = called("add", a=1, b=2)
-OSLO = called("get_weather", city="Oslo")
 MALMO = {"city": "Malmö", "degrees": 14}
 MALMO_TEXT = '{"city": "Malmö", "degrees": 14}'
 MALMO_CALL = called("Weather", **MALMO)
 
 
-@pytest.mark.parametrize("model", ["openai/m", "anthropic/m"])
-async def test_litellm_chooses_tools(clients: ClientRig, model: str) -> None:
-    answers = {
-        "auto": TEXT,
-        "required": f"{OSLO}\n{ADD}",
-        "named": ADD,
-        "none": TEXT,
-        "single": OSLO,
-    }
-    chosen = await clients.run("litellm_choices.py", model, script=by_word(answers))
-    assert chosen == {
-        "auto": {"content": TEXT, "calls": []},
-        "required": {"content": "", "calls": ["get_weather", "add"]},
-        "named": {"content": "", "calls": ["add"]},
-        "none": {"content": TEXT, "calls": []},
-        "single": {"content": "", "calls": ["get_weather"]},
-    }
-    auto, required, named, none, single = range(5)
-    assert clients.allows(auto, f"{OSLO}\n{ADD}")
-    assert not clients.allows(required, TEXT)
-    assert not clients.allows(named, OSLO)
-    assert "[add]" not in clients.prompts[none]
-    assert not clients.allows(single, f"{OSLO}\n{ADD}")
-
-
 @pytest.mark.parametrize("how", ["whole", "streamed"])
-@pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_openai_on_node_chooses_tools(clients: ClientRig, api: str, how: str) -> None:
-    answers = {
-        "auto": TEXT,
-        "required": f"{OSLO}\n{ADD}",
-        "named": ADD,
-        "none": TEXT,
-        "single": OSLO,
-    }
-    chosen = await clients.run("openai_choices.mjs", api, how, script=by_word(answers))
-    assert chosen == {
-        "auto": [],
-        "required": ["get_weather", "add"],
-        "named": ["add"],
-        "none": [],
-        "single": ["get_weather"],
-    }
-    _, required, named, none, single = range(5)
-    assert not clients.allows(required, TEXT)
-    assert not clients.allows(named, OSLO)
-    assert "[add]" not in clients.prompts[none]
-    assert not clients.allows(single, f"{OSLO}\n{ADD}")
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [
+        ("litellm_choices.py", ["openai/m", "chat"]),
+        ("litellm_choices.py", ["openai/m", "responses"]),
+        ("litellm_choices.py", ["hosted_vllm/m", "chat"]),
+        ("litellm_choices.py", ["anthropic/m", "chat"]),
+        ("langchain_choices.py", ["chat"]),
+        ("langchain_choices.py", ["responses"]),
+        ("openai_choices.mjs", ["chat"]),
+        ("openai_choices.mjs", ["responses"]),
+        ("ai_choices.mjs", ["compatible"]),
+        ("ai_choices.mjs", ["chat"]),
+        ("ai_choices.mjs", ["responses"]),
+        ("ai_choices.mjs", ["messages"]),
+    ],
+)
+async def test_each_choice_of_tools(
+    clients: ClientRig, program: str, arguments: list[str], how: str
+) -> None:
+    check_choices(clients, await clients.run(program, *arguments, how, script=SCRIPT))
 
 
-async def test_langchain_reads_objects_and_chooses_tools(clients: ClientRig) -> None:
+async def test_langchain_reads_objects(clients: ClientRig) -> None:
     answers = {
         "function_calling": MALMO_CALL,
         "json_schema": MALMO_TEXT,
         "json_mode": MALMO_TEXT,
-        "auto": TEXT,
-        "any": MALMO_CALL,
-        "Weather": MALMO_CALL,
-        "none": TEXT,
     }
     read = await clients.run("langchain_structured.py", script=by_word(answers))
-    for api in ("chat", "responses"):
-        for method in ("function_calling", "json_schema", "json_mode"):
-            assert read[f"{api} {method}"] == MALMO
-        for choice, names in {"auto": [], "any": ["Weather"], "Weather": ["Weather"]}.items():
-            assert read[f"{api} {choice}"] == names
-        assert read[f"{api} none"] == []
+    assert read == {f"{api} {method}": MALMO for api in ("chat", "responses") for method in answers}
 
 
 @pytest.mark.parametrize(
-    ("mode", "is_call"),
+    ("api", "mode", "is_call", "is_free"),
     [
-        ("TOOLS", True),
-        ("TOOLS_STRICT", True),
-        ("RESPONSES_TOOLS", True),
-        ("JSON", False),
-        ("JSON_SCHEMA", False),
-        ("MD_JSON", False),
+        ("openai", "TOOLS", True, False),
+        ("openai", "TOOLS_STRICT", True, False),
+        ("openai", "RESPONSES_TOOLS", True, False),
+        ("openai", "JSON", False, True),
+        ("openai", "JSON_SCHEMA", False, False),
+        ("openai", "MD_JSON", False, True),
+        ("messages", "TOOLS", True, False),
+        ("messages", "JSON", False, True),
     ],
 )
 async def test_instructor_asks_again_until_an_object_is_valid(
-    clients: ClientRig, mode: str, is_call: bool
+    clients: ClientRig, api: str, mode: str, is_call: bool, is_free: bool
 ) -> None:
     texts = [MALMO_TEXT.replace("14", "-1400"), MALMO_TEXT]
     calls = [called("Weather", **{**MALMO, "degrees": -1400}), MALMO_CALL]
@@ -106,21 +71,25 @@ async def test_instructor_asks_again_until_an_object_is_valid(
     def script(prompt: str) -> str:
         return second if ERROR in prompt else first
 
-    assert await clients.run("instructor_extract.py", mode, script=script) == MALMO
+    assert await clients.run("instructor_extract.py", api, mode, script=script) == MALMO
     _, repeated = clients.prompts
     assert repeated.count(ERROR) == 1
-    if mode not in ("MD_JSON", "JSON"):
+    if not is_free:
         assert not clients.allows(0, TEXT)
 
 
-@pytest.mark.parametrize("mode", ["TOOLS", "RESPONSES_TOOLS"])
-async def test_instructor_reads_objects_as_they_arrive(clients: ClientRig, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("api", "mode"), [("openai", "TOOLS"), ("openai", "RESPONSES_TOOLS"), ("messages", "TOOLS")]
+)
+async def test_instructor_reads_objects_as_they_arrive(
+    clients: ClientRig, api: str, mode: str
+) -> None:
     answers = {
         "partial": called("PartialWeather", **MALMO),
         "iterable": called("IterableWeather", tasks=[MALMO, MALMO]),
         "parallel": f"{MALMO_CALL}\n{called('Sum', kind='sum', a=1, b=2)}",
     }
-    read = await clients.run("instructor_streams.py", mode, script=by_word(answers))
+    read = await clients.run("instructor_streams.py", api, mode, script=by_word(answers))
     assert read.pop("num_steps") > 2
     assert read == {
         "partial": MALMO,
@@ -130,28 +99,17 @@ async def test_instructor_reads_objects_as_they_arrive(clients: ClientRig, mode:
 
 
 @pytest.mark.parametrize("how", ["whole", "streamed"])
-@pytest.mark.parametrize("api", ["compatible", "chat", "responses"])
-async def test_the_ai_sdk_reads_an_object_after_calls_and_chooses_tools(
+@pytest.mark.parametrize("api", ["compatible", "chat", "responses", "messages"])
+async def test_the_ai_sdk_reads_an_object_after_calls(
     clients: ClientRig, api: str, how: str
 ) -> None:
-    answers = {
-        "object": called("get_weather", city="Malmö"),
-        "14": MALMO_TEXT,
-        "auto": TEXT,
-        "required": OSLO,
-        "named": OSLO,
-        "none": TEXT,
-        "single": OSLO,
-    }
-    read = await clients.run("ai_output.mjs", api, how, script=by_word(answers))
-    assert read["output"] == MALMO
-    one = ["get_weather"]
-    assert read["chosen"] == {"auto": [], "required": one, "named": one, "none": [], "single": one}
-    _, answer, auto, required, named, none, single = range(7)
-    assert not clients.allows(answer, TEXT)
-    assert clients.allows(auto, TEXT)
-    assert clients.allows(required, f"{OSLO}\n{OSLO}")
-    for number in (required, named, single):
-        assert not clients.allows(number, TEXT)
-    assert "[get_weather]" not in clients.prompts[none]
-    assert not clients.allows(single, f"{OSLO}\n{OSLO}")
+    """With /v1/messages, the SDK offers a tool `json` to models that it does not know."""
+
+    def script(prompt: str) -> str:
+        if "<|tool|>14" not in prompt:
+            return called("get_weather", city="Malmö")
+        return called("json", **MALMO) if "[json]" in prompt else MALMO_TEXT
+
+    assert await clients.run("ai_output.mjs", api, how, script=script) == MALMO
+    assert not clients.allows(1, TEXT)
+    assert ("[json]" in clients.prompts[1]) == (api == "messages")

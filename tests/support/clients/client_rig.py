@@ -66,7 +66,7 @@ class ClientRig:
         """Run a program with the gateway's URL and `arguments`, and return what it prints.
 
         Args:
-            program: name of the file in tests/clients/programs.
+            program: name of the file in tests/clients/programs/python or node.
             script: returns the model's answer to a prompt.
         """
         self.use(script)

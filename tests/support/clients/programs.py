@@ -22,11 +22,10 @@ def are_installed() -> bool:
 
 async def run_program(name: str, *arguments: str) -> Any:
     """Run a program, and return the JSON document that is its last line of output."""
-    program = PROGRAMS / name
-    command = [str(PYTHON), str(program)]
-    if program.suffix == ".mjs":
+    command = [str(PYTHON), str(PROGRAMS / "python" / name)]
+    if name.endswith(".mjs"):
         # Node looks for packages in the folders above the program.
-        for each in PROGRAMS.glob("*.mjs"):
+        for each in (PROGRAMS / "node").iterdir():
             shutil.copy(each, INSTALLED)
         command = ["node", str(INSTALLED / name)]
     environment = {

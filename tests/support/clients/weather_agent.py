@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from support.clients.client_rig import by_turn
+from support.clients.client_rig import ClientRig, by_turn
 
 
 def called(name: str, **arguments: Any) -> str:
@@ -50,3 +50,12 @@ LAST_PROMPT = """\
 <|assistant|>[add {"a": 4, "b": 10}]
 <|tool|>14
 <|assistant|>"""
+
+
+def check_agent(clients: ClientRig, answer: str | None, calls: list[Any]) -> None:
+    """Check the answer and the calls of an agent, and that its last turn sent everything."""
+    clients.check_answers()
+    assert answer == ANSWER
+    assert calls == CALLS
+    assert len(clients.prompts) == 5
+    assert clients.prompts[-1] == LAST_PROMPT

@@ -10,30 +10,9 @@ import anthropic
 import openai
 import pytest
 
-from support.clients.client_rig import ClientRig, by_word, client_rig
-from support.clients.weather_agent import called
+from support.clients.choices import CASES, SCRIPT, check_choices
+from support.clients.client_rig import ClientRig, client_rig
 from support.gateway.fake_engine import DEADLINE_S
-
-TEXT = "It is cold."
-ADD = called("add", a=1, b=2)
-OSLO = called("get_weather", city="Oslo")
-#: The answer to "The choice is <word>."
-ANSWERS = {
-    "auto": TEXT,
-    "parallel": f"I look.\n{OSLO}\n{ADD}",
-    "required": f"{OSLO}\n{ADD}",
-    "named": ADD,
-    "none": TEXT,
-    "single": OSLO,
-}
-CALLS = {
-    "auto": [],
-    "parallel": ["get_weather", "add"],
-    "required": ["get_weather", "add"],
-    "named": ["add"],
-    "none": [],
-    "single": ["get_weather"],
-}
 
 
 def schema(**properties: str) -> dict[str, Any]:
@@ -52,16 +31,21 @@ FUNCTIONS: list[dict[str, Any]] = [
 
 
 def openai_choice(word: str, named: dict[str, Any]) -> dict[str, Any]:
-    if word == "single":
-        return {"tool_choice": "required", "parallel_tool_calls": False}
-    return {"tool_choice": {"named": named, "parallel": "auto"}.get(word, word)}
+    choices: dict[str, Any] = {
+        "parallel": "auto",
+        "alone": "auto",
+        "named": named,
+        "single": "required",
+    }
+    parallel = {"parallel_tool_calls": False} if word in ("alone", "single") else {}
+    return {"tool_choice": choices.get(word, word), **parallel}
 
 
-def names_in(calls: list[Any] | None) -> list[str]:
-    return [call.name for call in calls or []]
+def reply(content: str | None, calls: list[Any]) -> dict[str, Any]:
+    return {"content": content or "", "calls": [call.name for call in calls]}
 
 
-async def ask_chat(url: str, word: str, is_streamed: bool) -> list[str]:
+async def ask_chat(url: str, word: str, is_streamed: bool) -> dict[str, Any]:
     fields: Any = {
         "model": "m",
         "messages": [{"role": "user", "content": f"The choice is {word}."}],
@@ -74,11 +58,11 @@ async def ask_chat(url: str, word: str, is_streamed: bool) -> list[str]:
                 completion: Any = await stream.get_final_completion()
         else:
             completion = await client.chat.completions.create(**fields)
-    calls = completion.choices[0].message.tool_calls
-    return names_in([call.function for call in calls or []])
+    message = completion.choices[0].message
+    return reply(message.content, [call.function for call in message.tool_calls or []])
 
 
-async def ask_responses(url: str, word: str, is_streamed: bool) -> list[str]:
+async def ask_responses(url: str, word: str, is_streamed: bool) -> dict[str, Any]:
     fields: Any = {
         "model": "m",
         "input": f"The choice is {word}.",
@@ -91,13 +75,15 @@ async def ask_responses(url: str, word: str, is_streamed: bool) -> list[str]:
                 response = await stream.get_final_response()
         else:
             response = await client.responses.create(**fields)
-    return names_in([item for item in response.output if item.type == "function_call"])
+    calls = [item for item in response.output if item.type == "function_call"]
+    return reply(response.output_text, calls)
 
 
-async def ask_messages(url: str, word: str, is_streamed: bool) -> list[str]:
+async def ask_messages(url: str, word: str, is_streamed: bool) -> dict[str, Any]:
     choices: dict[str, dict[str, Any]] = {
         "auto": {"type": "auto"},
         "parallel": {"type": "auto"},
+        "alone": {"type": "auto", "disable_parallel_tool_use": True},
         "required": {"type": "any"},
         "named": {"type": "tool", "name": "add"},
         "none": {"type": "none"},
@@ -119,7 +105,8 @@ async def ask_messages(url: str, word: str, is_streamed: bool) -> list[str]:
                 message: Any = await stream.get_final_message()
         else:
             message = await client.messages.create(**fields)
-    return names_in([block for block in message.content if block.type == "tool_use"])
+    text = "".join(block.text for block in message.content if block.type == "text")
+    return reply(text, [block for block in message.content if block.type == "tool_use"])
 
 
 def openai_client(url: str) -> openai.AsyncOpenAI:
@@ -137,18 +124,10 @@ async def clients(tmp_path: Path) -> AsyncIterator[ClientRig]:
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("ask", [ask_chat, ask_responses, ask_messages])
 async def test_each_choice_of_tools(
-    clients: ClientRig, ask: Callable[[str, str, bool], Awaitable[list[str]]], is_streamed: bool
+    clients: ClientRig,
+    ask: Callable[[str, str, bool], Awaitable[dict[str, Any]]],
+    is_streamed: bool,
 ) -> None:
-    clients.use(by_word(ANSWERS))
-    assert {word: await ask(clients.url, word, is_streamed) for word in ANSWERS} == CALLS
-    clients.check_answers()
-    auto, parallel, required, named, none, single = range(len(ANSWERS))
-    assert clients.allows(auto, OSLO)
-    assert clients.allows(parallel, TEXT)
-    assert not clients.allows(required, TEXT)
-    assert not clients.allows(named, OSLO)
-    assert not clients.allows(named, TEXT)
-    assert "[add]" in clients.prompts[auto]
-    assert "[add]" not in clients.prompts[none]
-    assert clients.allows(single, ADD)
-    assert not clients.allows(single, f"{OSLO}\n{ADD}")
+    clients.use(SCRIPT)
+    read = {word: await ask(clients.url, word, is_streamed) for word in CASES}
+    check_choices(clients, read)

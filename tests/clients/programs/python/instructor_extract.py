@@ -1,6 +1,6 @@
 """Objects that Instructor reads from texts, in one of its modes.
 
-python instructor_extract.py URL MODE
+python instructor_extract.py URL (openai | messages) MODE
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import sys
 
-import instructor
-from openai import OpenAI
+from instructor_client import create_client
 from pydantic import BaseModel, field_validator
 
 
@@ -25,10 +24,7 @@ class Weather(BaseModel):
         return degrees
 
 
-url, mode = sys.argv[1:]
-client = instructor.from_openai(
-    OpenAI(base_url=f"{url}/v1", api_key="unused"), mode=instructor.Mode[mode]
-)
+client = create_client(*sys.argv[1:])
 messages = [{"role": "user", "content": "It is 14 degrees in Malmö."}]
 weather = client.create(model="m", response_model=Weather, messages=messages, max_retries=2)
 print(json.dumps(weather.model_dump()))

@@ -1,4 +1,4 @@
-"""Objects that LangChain reads from texts, with each of its methods, and the choices of tools.
+"""Objects that LangChain reads from texts, with each of its methods.
 
 python langchain_structured.py URL
 """
@@ -29,8 +29,4 @@ for api in ("chat", "responses"):
         reader = model.with_structured_output(Weather, method=method)
         weather = reader.invoke(f"Write {method} as JSON: 14 degrees in Malmö.")
         printed[f"{api} {method}"] = weather.model_dump()
-    for choice in ("auto", "any", "Weather", "none"):
-        bound = model.bind_tools([Weather], tool_choice=choice, parallel_tool_calls=False)
-        answer = bound.invoke(f"The choice is {choice}.")
-        printed[f"{api} {choice}"] = [call["name"] for call in answer.tool_calls]
 print(json.dumps(printed))

@@ -1,4 +1,4 @@
-// The choices of tools of the package openai.
+// The text and the calls of the answers of the package openai, for each choice of tools.
 //
 // node openai_choices.mjs URL (chat | responses) (whole | streamed)
 
@@ -15,7 +15,9 @@ async function chat(content, options) {
     how === "streamed"
       ? await client.chat.completions.stream(body).finalChatCompletion()
       : await client.chat.completions.create(body);
-  return (completion.choices[0].message.tool_calls ?? []).map((call) => call.function.name);
+  const message = completion.choices[0].message;
+  const calls = (message.tool_calls ?? []).map((call) => call.function.name);
+  return { content: message.content ?? "", calls };
 }
 
 async function responses(content, options) {
@@ -25,21 +27,24 @@ async function responses(content, options) {
     how === "streamed"
       ? await client.responses.stream(body).finalResponse()
       : await client.responses.create(body);
-  return response.output.filter((item) => item.type === "function_call").map((item) => item.name);
+  const calls = response.output.filter((item) => item.type === "function_call");
+  return { content: response.output_text, calls: calls.map((call) => call.name) };
 }
 
 const add =
   api === "chat" ? { type: "function", function: { name: "add" } } : { type: "function", name: "add" };
 const choices = {
   auto: { tool_choice: "auto" },
+  parallel: { tool_choice: "auto" },
+  alone: { tool_choice: "auto", parallel_tool_calls: false },
   required: { tool_choice: "required" },
   named: { tool_choice: add },
   none: { tool_choice: "none" },
   single: { tool_choice: "required", parallel_tool_calls: false },
 };
 const ask = { chat, responses }[api];
-const chosen = {};
+const read = {};
 for (const [word, options] of Object.entries(choices)) {
-  chosen[word] = await ask(`The choice is ${word}.`, options);
+  read[word] = await ask(`The choice is ${word}.`, options);
 }
-console.log(JSON.stringify(chosen));
+console.log(JSON.stringify(read));

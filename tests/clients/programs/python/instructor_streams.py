@@ -1,6 +1,6 @@
 """Objects that Instructor reads while they are generated, and several calls in one answer.
 
-python instructor_streams.py URL (TOOLS | RESPONSES_TOOLS)
+python instructor_streams.py URL (openai | messages) (TOOLS | RESPONSES_TOOLS)
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Literal
 
-import instructor
-from openai import OpenAI
+from instructor_client import create_client
 from pydantic import BaseModel
 
 
@@ -26,10 +25,9 @@ class Sum(BaseModel):
     b: int
 
 
-url, mode = sys.argv[1:]
-openai = OpenAI(base_url=f"{url}/v1", api_key="unused")
-client = instructor.from_openai(openai, mode=instructor.Mode[mode])
-parallel = instructor.from_openai(openai, mode=instructor.Mode.PARALLEL_TOOLS)
+url, api, mode = sys.argv[1:]
+client = create_client(url, api, mode)
+parallel = create_client(url, api, "PARALLEL_TOOLS")
 
 
 def says(text: str) -> list[dict[str, str]]:

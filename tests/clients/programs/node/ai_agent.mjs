@@ -1,21 +1,13 @@
 // An agent with the AI SDK, which runs the tools itself.
 //
-// node ai_agent.mjs URL (compatible | chat | responses) (whole | streamed)
+// node ai_agent.mjs URL (compatible | chat | responses | messages) (whole | streamed)
 
-import { createOpenAI } from "@ai-sdk/openai";
-import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
+import { createModel } from "./ai_models.mjs";
 import { QUESTION, SYSTEM, add, getWeather } from "./weather_tools.mjs";
 
 const [url, api, how] = process.argv.slice(2);
-const baseURL = `${url}/v1`;
-const openai = createOpenAI({ baseURL, apiKey: "unused" });
-const model = {
-  compatible: () => createOpenAICompatible({ name: "baton", baseURL })("m"),
-  chat: () => openai.chat("m"),
-  responses: () => openai.responses("m"),
-}[api]();
 
 const calls = [];
 const recorded = (name, run) => (args) => {
@@ -35,7 +27,13 @@ const tools = {
   }),
 };
 
-const options = { model, system: SYSTEM, prompt: QUESTION, tools, stopWhen: stepCountIs(10) };
+const options = {
+  model: createModel(url, api),
+  system: SYSTEM,
+  prompt: QUESTION,
+  tools,
+  stopWhen: stepCountIs(10),
+};
 const result = how === "streamed" ? streamText(options) : await generateText(options);
 const answer = await result.text;
 const steps = await result.steps;
