@@ -26,7 +26,7 @@ help:
 	@echo "make test-images    run the built images as pods run them: user 65532, a read-only root (as root)"
 	@echo "make clients        conversations with LiteLLM, LangChain, Instructor, and the npm packages openai and ai, in environments of their own (needs npm; 4 minutes after the installation)"
 	@echo "make control-plane  build a real kube-apiserver once per machine (Debian, about 6 minutes)"
-	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json (SUBJECT=engine ARGS=\"--peers --repeats 5\": beside vLLM, llama.cpp and OpenVINO, 75 minutes, and 6 GB once)"
+	@echo "make bench          benchmarks/<SUBJECT>: a table and benchmarks/results/<machine>/<SUBJECT>.json (SUBJECT=engine ARGS=\"--peers --repeats 5\": beside vLLM, llama.cpp, OpenVINO and sentence-transformers, 75 minutes, and 6 GB once)"
 	@echo "make gpu            tests and benchmarks on a machine with a GPU, with its python3, torch and triton (PARTS=\"tests engine tune bench\")"
 	@echo "make gpu-wheels     downloads what make gpu needs on a machine without a network"
 

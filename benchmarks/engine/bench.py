@@ -1,10 +1,10 @@
 """`make bench SUBJECT=engine`: throughput, batch-1 decode, overhead and KV memory, with peers.
 
 ARGS="--quick" shrinks everything (a minute instead of half an hour) and writes no result.
-`--part NAME` measures one part again. `--peers` measures the parts beside vLLM, llama.cpp and
-OpenVINO, which it installs into a folder of its own (15 minutes and 6 GB, once). A repeat of all
-parts beside peers takes a quarter of an hour. All other parts keep their results. method.md
-describes the parts.
+`--part NAME` measures one part again. `--peers` measures the parts beside vLLM, llama.cpp, OpenVINO
+and sentence-transformers, which it installs into a folder of its own (15 minutes and 6 GB, once). A
+repeat of all parts beside peers takes a quarter of an hour. All other parts keep their results.
+method.md describes the parts.
 """
 
 from __future__ import annotations

