@@ -186,15 +186,19 @@ async def test_an_engine_continues_the_request_of_another_engine(stack) -> None:
             assert rest == whole
 
 
+BUDGET = 6
+#: The grammar of a reply whose reasoning the prompt has begun.
+THINKING = ReplyGrammar(
+    REASONING_FORMATS["think"],
+    is_reasoning=True,
+    thinking_budget=BUDGET,
+    special_token_id=lambda _: None,
+).text(None)
+
+
 async def test_a_thinking_budget_holds_on_the_engine_that_continues(stack) -> None:
-    budget = 6
-    grammar = ReplyGrammar(
-        REASONING_FORMATS["think"],
-        is_reasoning=True,
-        thinking_budget=budget,
-        special_token_id=lambda _: None,
-    ).text(None)
-    structure = StructuredOutput(StructuredOutputKind.GRAMMAR, grammar)
+    """The prefill engine samples the first token of a hand-off, or an engine resumes a reply."""
+    structure = StructuredOutput(StructuredOutputKind.GRAMMAR, THINKING)
     params = SamplingParams(seed=5, max_tokens=40, ignore_eos=True, structured_output=structure)
     prompt = list(range(100, 141))
     async with (
@@ -209,13 +213,17 @@ async def test_a_thinking_budget_holds_on_the_engine_that_continues(stack) -> No
         text = tokenizer.decode(whole)
         thought = text.partition("</think>")[0]
         assert thought != text
-        assert thought == tokenizer.decode(whole[:budget])
-        for cut in (1, budget, budget + 1):
+        assert thought == tokenizer.decode(whole[:BUDGET])
+        for cut in (1, BUDGET, BUDGET + 1):
             rest = await generate(
                 two,
                 EngineCoreRequest(f"rest-{cut}", prompt, params, generated_token_ids=whole[:cut]),
             )
             assert rest == whole
+    before = stack.prefill.metric("baton:generation_tokens_total")
+    sampling = {"temperature": 1.0, "seed": 5, "grammar": THINKING}
+    assert await complete(stack.url, prompt, 40, **sampling) == whole
+    assert stack.prefill.metric("baton:generation_tokens_total") == before + 1
 
 
 async def test_requests_survive_a_killed_prefill_engine_and_use_it_after_its_restart(

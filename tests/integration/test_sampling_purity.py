@@ -16,10 +16,20 @@ from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_protocol.messages import EngineCoreRequest
+from baton_text.replies.reasoning import REASONING_FORMATS
+from baton_text.replies.reply_grammar import ReplyGrammar
+from baton_text.tokenizer import Tokenizer
 from support.parity import prompts
 
 NUM_TOKENS = 24
-PROMPTS = prompts(10, 512, longest=70)
+BUDGET = 6
+#: The grammar of a reply whose reasoning the prompt has begun.
+THINKING = ReplyGrammar(
+    REASONING_FORMATS["think"],
+    is_reasoning=True,
+    thinking_budget=BUDGET,
+    special_token_id=lambda _: None,
+).text(None)
 PARAMS = [
     SamplingParams(seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True, **options)
     for seed, options in enumerate(
@@ -34,9 +44,11 @@ PARAMS = [
             {"logit_bias": {7: 3.0, 9: -5.0}, "min_tokens": 8},
             {"logprobs": 2, "prompt_logprobs": 1},
             {"structured_outputs": StructuredOutputsParams(regex="[a-z ]{40}")},
+            {"structured_outputs": StructuredOutputsParams(grammar=THINKING)},
         )
     )
 ]
+PROMPTS = prompts(len(PARAMS), 512, longest=70)
 Tokens = list[list[list[int]]]  # per prompt and sample
 
 
@@ -94,6 +106,13 @@ def test_samples_of_a_prompt_differ_and_the_first_equals_a_single_sample(
             use_tqdm=False,
         )
     assert one[0].outputs[0].token_ids == three[0]
+
+
+def test_the_reasoning_ends_after_its_budget(checkpoint: Path, alone: Tokens) -> None:
+    [thinking] = alone[-1]
+    tokenizer = Tokenizer.from_folder(checkpoint)
+    thought, end, _ = tokenizer.decode(thinking).partition("</think>")
+    assert (thought, end) == (tokenizer.decode(thinking[:BUDGET]), "</think>")
 
 
 @pytest.mark.parametrize(

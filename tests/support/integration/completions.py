@@ -19,14 +19,21 @@ async def complete(
 
 
 async def complete_samples(
-    url: str, prompt: list[int] | str, n: int, max_tokens: int = 48, **extra: object
+    url: str,
+    prompt: list[int] | str,
+    n: int,
+    max_tokens: int = 48,
+    grammar: str | None = None,
+    **extra: object,
 ) -> list[list[int]]:
     """Return the token ids of `n` samples. Sampling is greedy unless `extra` changes it."""
     async with openai.AsyncOpenAI(
         base_url=url, api_key="unused", max_retries=0, timeout=120.0
     ) as client:
         body = {"temperature": 0, **extra}
-        extra_body = {"ignore_eos": True, "return_token_ids": True}
+        extra_body: dict[str, object] = {"ignore_eos": True, "return_token_ids": True}
+        if grammar is not None:
+            extra_body["structured_outputs"] = {"grammar": grammar}
         answer = await client.completions.create(
             model="m", prompt=prompt, n=n, max_tokens=max_tokens, extra_body=extra_body, **body
         )
