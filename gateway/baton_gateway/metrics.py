@@ -66,8 +66,8 @@ class GatewayMetrics:
         )
         self.body_bytes = gauge(
             "baton:gateway_body_bytes",
-            "Bytes of request bodies until their prompts are tokenized, 64 for each of their values, and "
-            "bytes of complete responses that clients have not read.",
+            "Bytes of request bodies until their prompts are tokenized, 64 for each of their "
+            "values, and bytes of complete responses that clients have not read.",
         )
         self.in_flight = gauge("baton:requests_in_flight", "Generation requests being served.")
         self.held = gauge(
