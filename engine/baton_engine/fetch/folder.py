@@ -192,9 +192,15 @@ class Partial:
         )
 
     def incomplete(self, file: RemoteFile) -> Path:
-        """Return the path of the file until the file is downloaded and verified."""
+        """Return the path of the file until the file is downloaded and verified.
+
+        Raises:
+            FetchError: the folder of the file is a link, which another process has made.
+        """
         path = self.path / f"{file.name}{INCOMPLETE}"
         path.parent.mkdir(exist_ok=True)
+        if path.parent.is_symlink():
+            raise _cache_invalid(path.parent, "is a link")
         return path
 
     def accept(self, file: RemoteFile) -> None:

@@ -129,6 +129,9 @@ class Routes:
                 response = _error_response(request, error)
             except web.HTTPException as error:
                 response = _error_response(request, _http_error(request, error), error)
+            except RecursionError:  # of a body that is nested as deep as its parser allows
+                too_deep = RequestError("The body is nested too deeply", code="invalid_json")
+                response = _error_response(request, bad_request(too_deep))
             except Exception:
                 logger.exception(
                     "%s %s%s failed", request.method, request.path, client_name(request)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from operator import attrgetter
+
 import msgspec
 
 from baton_gateway.endpoints.writers.response_writer import (
@@ -99,11 +102,11 @@ def _message(request: ChatCompletionRequest, output: TextOutput) -> ChatResponse
         return ChatResponseMessage(content=output.text)
     reply = output.reply
     calls: list[ChatToolCall] = []
-    for delta in reply.tool_calls:
-        if delta.name is not msgspec.UNSET:
-            function = CalledFunctionDelta(name=delta.name, arguments="")
-            calls.append(ChatToolCall(id=new_call_id(), type="function", function=function))
-        calls[delta.index].function.arguments += delta.arguments
+    for _, group in itertools.groupby(reply.tool_calls, attrgetter("index")):
+        first, *rest = group
+        arguments = "".join(delta.arguments for delta in (first, *rest))
+        function = CalledFunctionDelta(name=first.name, arguments=arguments)
+        calls.append(ChatToolCall(id=new_call_id(), type="function", function=function))
     message = ChatResponseMessage(content=reply.content or (None if calls else ""))
     if reply.reasoning and request.include_reasoning is not False:
         message.reasoning_content = reply.reasoning

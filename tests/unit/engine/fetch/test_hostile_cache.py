@@ -90,6 +90,14 @@ def test_a_link_in_the_folder_of_another_fetcher_is_not_followed(tmp_path: Path)
     assert (tmp_path / "secret").read_bytes() == SECRET
 
 
+def test_a_link_in_place_of_a_folder_of_the_model_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    mine = Partial(tmp_path / "model", URI, "r1")
+    (mine.path / "1_Pooling").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FetchError, match="1_Pooling is a link"):
+        mine.incomplete(RemoteFile("1_Pooling/config.json", 9))
+
+
 def test_a_listing_of_very_many_files_is_refused() -> None:
     names = [f"{i}.safetensors" for i in range(MAX_FILES)]
     with pytest.raises(FetchError, match=f"{MAX_FILES + 1} files") as caught:

@@ -401,3 +401,23 @@ async def test_an_error_quotes_only_the_beginning_of_a_long_value(
     ):
         assert response.status in (400, 404)
         assert len(await response.read()) < 20_000
+
+
+@pytest.mark.parametrize("depth", range(900, 1001, 10))
+async def test_a_body_is_served_or_refused_however_deep_it_is(rig: GatewayRig, depth: int) -> None:
+    """Between the depths that parsers of JSON allow and those that encoders allow, it was 500."""
+    await rig.start(rig.engine("d", "decode", "hello world"))
+    nested = '{"a":' * depth + "1" + "}" * depth
+    use = f'{{"type": "tool_use", "id": "x", "name": "f", "input": {nested}}}'
+    calls = [{"function": {"name": "f", "arguments": nested}}]
+    bodies = {
+        "/v1/messages": '{"max_tokens": 5, "messages": [{"role": "user", "content": "a"}, '
+        f'{{"role": "assistant", "content": [{use}]}}, {{"role": "user", "content": "b"}}]}}',
+        "/v1/chat/completions": json.dumps(
+            {"messages": [{"role": "assistant", "tool_calls": calls}]}
+        ),
+    }
+    for path, body in bodies.items():
+        headers = {"Content-Type": "application/json"}
+        status, _, _ = await rig.post(path, body.encode(), headers=headers)
+        assert status in (200, 400), path
