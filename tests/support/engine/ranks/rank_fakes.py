@@ -350,6 +350,18 @@ class Rank:
         status = self.status()
         return status.phase is RankPhase.SERVING and status.generation is generation
 
+    def wait_phase(self, phase: RankPhase) -> None:
+        self.until(lambda: self.status().phase is phase, phase.name)
+
+    def wait_prepared(self, target: Generation) -> None:
+        self.until(lambda: self.status().prepared == target.nonce, f"{target.nonce} prepared")
+
+    def wait_serving(self, target: Generation) -> None:
+        self.until(lambda: self.serves(target), f"{target.nonce} committed")
+
+    def wait_wave_end(self) -> None:
+        self.until(lambda: not self.topology().wave_running, "the end of the wave")
+
     def stop(self) -> None:
         self._stopped = True
         self.core.interrupt(Directive(dismissed=True))
@@ -374,6 +386,14 @@ def generation(
     )
 
 
+def prepare(target: Generation, ranks: Sequence[Rank]) -> None:
+    """Send `target` to `ranks`, and wait until they are prepared."""
+    for rank in ranks:
+        rank.receive_directive(target)
+    for rank in ranks:
+        rank.wait_prepared(target)
+
+
 def commit(target: Generation, directed: Sequence[Rank], *, serving: Sequence[Rank]) -> None:
     """Act as the coordinator: send `target` to the ranks `directed`, then commit `target`.
 
@@ -383,10 +403,8 @@ def commit(target: Generation, directed: Sequence[Rank], *, serving: Sequence[Ra
     for rank in directed:
         rank.receive_directive(target)
     for rank in serving:
-        rank.until(
-            lambda rank=rank: rank.status().prepared == target.nonce, f"{target.nonce} prepared"
-        )
+        rank.wait_prepared(target)
     for rank in directed:
         rank.receive_directive(target, commit=True)
     for rank in serving:
-        rank.until(lambda rank=rank: rank.serves(target), f"{target.nonce} committed")
+        rank.wait_serving(target)

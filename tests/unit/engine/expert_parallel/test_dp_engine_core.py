@@ -11,7 +11,14 @@ from baton_engine.executor.step import ModelRunnerOutput
 from baton_protocol.messages import ErrorCode
 from baton_protocol.topology import Activity, RankPhase, StartWave
 from support.engine.engine_fakes import continuation
-from support.engine.ranks.rank_fakes import DEADLINE_S, Network, Rank, commit, generation
+from support.engine.ranks.rank_fakes import (
+    DEADLINE_S,
+    Network,
+    Rank,
+    commit,
+    generation,
+    prepare,
+)
 from support.waiting import eventually
 
 Start = Callable[[int], list[Rank]]
@@ -36,6 +43,13 @@ def start(network: Network) -> Iterator[Start]:
 
 def form(ranks: list[Rank]) -> None:
     commit(generation(1, ranks), ranks, serving=ranks)
+
+
+def begin(ranks: list[Rank], prompt: list[int], num_tokens: int) -> None:
+    """Start the request "long" on each of `ranks`, and wait for its first tokens."""
+    for rank in ranks:
+        rank.add("long", prompt, num_tokens)
+        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
 
 
 def prompt_of(number: int) -> list[int]:
@@ -72,7 +86,7 @@ def test_a_wave_ends_without_requests_and_the_next_starts_with_a_request(start, 
         ranks[number].add("r", prompt_of(number), 8)
         assert ranks[number].text("r") == continuation(prompt_of(number), 8, ignore_eos=True)
         for rank in ranks:
-            rank.until(lambda rank=rank: not rank.topology().wave_running, "the end of the wave")
+            rank.wait_wave_end()
         waves = {rank.topology().wave for rank in ranks}
         assert len(waves) == 1, "ranks count waves differently"
     steps = [rank.executor.num_wave_steps for rank in ranks]
@@ -87,22 +101,20 @@ def test_a_wave_starts_despite_lost_start_messages_and_ignores_late_ones(start, 
     ranks[0].add("a", [1, 2, 3], 6)
     assert ranks[0].text("a") == continuation([1, 2, 3], 6, ignore_eos=True)
     for rank in ranks:
-        rank.until(lambda rank=rank: not rank.topology().wave_running, "the end of the wave")
+        rank.wait_wave_end()
     steps = ranks[1].executor.num_wave_steps
     for start_wave in (*network.starts, StartWave(7, "unknown", 0)):
         ranks[1].inputs.put(lambda start_wave=start_wave: ranks[1].core.on_start_wave(start_wave))
     ranks[0].add("b", [4], 6)
     assert ranks[0].text("b") == continuation([4], 6, ignore_eos=True)
-    ranks[1].until(lambda: not ranks[1].topology().wave_running, "the end of the wave")
+    ranks[1].wait_wave_end()
     assert ranks[1].executor.num_wave_steps - steps == 6
 
 
 def test_a_group_grows_during_requests_and_the_new_rank_serves(start) -> None:
     ranks = start(3)
     form(ranks[:2])
-    for rank in ranks[:2]:
-        rank.add("long", [1, 2, 3], 240)
-        rank.until(lambda rank=rank: len(rank.tokens("long")) > 5, "tokens")
+    begin(ranks[:2], [1, 2, 3], 240)
     commit(generation(2, ranks), ranks, serving=ranks)
     assert not any(rank.ended("long") for rank in ranks[:2]), "the requests ended before the commit"
     ranks[2].add("new", [9, 8], 30)
@@ -118,7 +130,7 @@ def test_an_idle_group_commits_a_generation_without_running_a_step(start) -> Non
     ranks = start(3)
     form(ranks)
     commit(generation(2, ranks[:2]), ranks, serving=ranks[:2])
-    ranks[2].until(lambda: ranks[2].status().phase is RankPhase.STANDBY, "standby")
+    ranks[2].wait_phase(RankPhase.STANDBY)
     assert all(rank.executor.num_wave_steps == 0 for rank in ranks)
     assert all(rank.status().commit_seen == "nonce-2" for rank in ranks)
 
@@ -126,9 +138,7 @@ def test_an_idle_group_commits_a_generation_without_running_a_step(start) -> Non
 def test_requests_of_a_removed_rank_end_with_draining_and_can_continue_elsewhere(start) -> None:
     ranks = start(3)
     form(ranks)
-    for rank in ranks:
-        rank.add("long", [5, 6], 240)
-        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    begin(ranks, [5, 6], 240)
     commit(generation(2, [ranks[2], ranks[0]]), ranks, serving=[ranks[0], ranks[2]])
     last = ranks[1].until(lambda: ranks[1].ended("long"), "the end")
     assert last.error_code is ErrorCode.DRAINING
@@ -159,7 +169,7 @@ def test_survivors_of_a_lost_rank_keep_their_requests_and_tokens(start, where) -
     else:
         ranks[2].inputs.put(lambda: ranks[2].core._group.abort())
     for rank in ranks[:2]:
-        rank.until(lambda rank=rank: rank.status().phase is RankPhase.BROKEN, "BROKEN")
+        rank.wait_phase(RankPhase.BROKEN)
         assert rank.status().failure
         assert rank.status().generation.number == 1
     ranks[0].add("during the break", [3, 3], 10)
@@ -180,9 +190,7 @@ def test_an_urgent_target_replaces_a_frozen_rank_which_is_dismissed_when_it_wake
 ) -> None:
     ranks = start(3)
     form(ranks)
-    for rank in ranks:
-        rank.add("long", [4, 2], 200)
-        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    begin(ranks, [4, 2], 200)
     ranks[1].frozen.set()
     votes = network.meeting(ranks[0].core.generation, "control")
     ranks[0].until(lambda: votes.num_waiting == 2, "a wait for the frozen rank")
@@ -225,10 +233,7 @@ def test_a_target_withdrawn_or_replaced_before_its_commit_is_dropped(start) -> N
     ranks = start(3)
     form(ranks[:2])
     first = generation(2, ranks)
-    for rank in ranks:
-        rank.receive_directive(first)
-    for rank in ranks:
-        rank.until(lambda rank=rank: rank.status().prepared == first.nonce, "prepared")
+    prepare(first, ranks)
     ranks[0].receive_directive(None)
     ranks[0].until(lambda: ranks[0].status().prepared == "", "dropped")
     second = generation(2, [ranks[1], ranks[0]], nonce="other")
@@ -243,10 +248,7 @@ def test_a_rank_that_has_seen_a_commit_completes_it(start) -> None:
     ranks = start(2)
     form(ranks)
     target = generation(2, [ranks[1], ranks[0]])
-    for rank in ranks:
-        rank.receive_directive(target)
-    for rank in ranks:
-        rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
+    prepare(target, ranks)
     ranks[0].receive_directive(target, commit=True)
     ranks[0].until(lambda: ranks[0].status().commit_seen == target.nonce, "the commit")
     assert ranks[0].status().committed is target, (
@@ -257,7 +259,7 @@ def test_a_rank_that_has_seen_a_commit_completes_it(start) -> None:
     ranks[0].receive_directive(generation(3, ranks))
     ranks[1].receive_directive(target, commit=True)
     for rank in ranks:
-        rank.until(lambda rank=rank: rank.serves(target), "committed")
+        rank.wait_serving(target)
         assert rank.status().committed is None
 
 
@@ -265,10 +267,7 @@ def test_a_rank_that_voted_commits_when_a_rank_that_has_not_voted_is_lost(start)
     ranks = start(3)
     form(ranks)
     target = generation(2, ranks[:2])
-    for rank in ranks[:2]:
-        rank.receive_directive(target)
-    ranks[0].until(lambda: ranks[0].status().prepared == target.nonce, "prepared")
-    ranks[1].until(lambda: ranks[1].status().prepared == target.nonce, "prepared")
+    prepare(target, ranks[:2])
     ranks[0].receive_directive(target, commit=True)
     ranks[0].until(lambda: ranks[0].topology().wave > 0, "an exchange with its vote")
     assert ranks[0].status().generation.number == 1, "not all have voted"
@@ -279,14 +278,12 @@ def test_a_rank_that_voted_commits_when_a_rank_that_has_not_voted_is_lost(start)
 def test_an_urgent_target_above_a_committed_one_follows_it(start) -> None:
     ranks = start(3)
     form(ranks)
-    for rank in ranks:
-        rank.add("long", [1, 7], 80)
-        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    begin(ranks, [1, 7], 80)
     target = generation(2, ranks[:2])
     for rank in ranks:
         rank.receive_directive(target)
     for rank in ranks[:2]:
-        rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
+        rank.wait_prepared(target)
     ranks[2].frozen.set()
     for rank in ranks:
         rank.receive_directive(target, commit=True)
@@ -307,7 +304,7 @@ def test_a_removed_rank_leaves_once_if_an_urgent_target_follows_the_commit(start
     ranks[2].receive_directive(target, commit=True)
     ranks[2].until(lambda: ranks[2].status().commit_seen == target.nonce, "the commit")
     commit(generation(3, ranks[:2], urgent=True), ranks, serving=ranks[:2])
-    ranks[2].until(lambda: ranks[2].status().phase is RankPhase.STANDBY, "standby")
+    ranks[2].wait_phase(RankPhase.STANDBY)
     commit(generation(4, ranks), ranks, serving=ranks)
 
 
@@ -316,12 +313,9 @@ def test_a_new_rank_commits_and_joins_when_a_wave_of_its_generation_starts(start
     network.repeats = False
     form(ranks[:1])
     target = generation(2, ranks)
-    for rank in ranks:
-        rank.receive_directive(target)
-    for rank in ranks:
-        rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
+    prepare(target, ranks)
     ranks[0].receive_directive(target, commit=True)
-    ranks[0].until(lambda: ranks[0].serves(target), "committed")
+    ranks[0].wait_serving(target)
     assert ranks[1].status().phase is RankPhase.STANDBY
     ranks[0].add("r", [1, 2], 10)
     assert ranks[0].text("r") == continuation([1, 2], 10, ignore_eos=True)
@@ -332,14 +326,9 @@ def test_a_new_rank_commits_and_joins_when_a_wave_of_its_generation_starts(start
 def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_committed(start) -> None:
     ranks = start(2)
     form(ranks)
-    for rank in ranks:
-        rank.add("long", [8, 1], 100)
-        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    begin(ranks, [8, 1], 100)
     target = generation(2, ranks)
-    for rank in ranks:
-        rank.receive_directive(target)
-    for rank in ranks:
-        rank.until(lambda rank=rank: rank.status().prepared == target.nonce, "prepared")
+    prepare(target, ranks)
     original = ranks[1].core._execute
 
     def break_in_the_last_step(step, schedule_s=0.0) -> None:
@@ -355,7 +344,7 @@ def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_commit
     ranks[1].receive_directive(target, commit=True)
     ranks[0].receive_directive(target, commit=True)
     for rank in ranks:
-        rank.until(lambda rank=rank: rank.serves(target), "committed")
+        rank.wait_serving(target)
         assert rank.text("long") == continuation([8, 1], 100, ignore_eos=True)
 
 
@@ -363,9 +352,7 @@ def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_commit
 def test_a_pause_of_one_rank_does_not_stop_the_others(start, mode) -> None:
     ranks = start(2)
     form(ranks)
-    for rank in ranks:
-        rank.add("long", [2, 2], 60)
-        rank.until(lambda rank=rank: len(rank.tokens("long")) > 3, "tokens")
+    begin(ranks, [2, 2], 60)
     ranks[0].inputs.put(lambda: ranks[0].core.pause(mode))
     ranks[0].until(lambda: ranks[0].core.is_paused(), "the pause")
     ranks[0].add("waits", [6], 10)
@@ -373,7 +360,7 @@ def test_a_pause_of_one_rank_does_not_stop_the_others(start, mode) -> None:
     ranks[1].add("more", [3], 20)
     assert ranks[1].text("more") == continuation([3], 20, ignore_eos=True)
     for rank in ranks:
-        rank.until(lambda rank=rank: not rank.topology().wave_running, "the end of the wave")
+        rank.wait_wave_end()
     assert not ranks[0].tokens("waits")
     ranks[0].inputs.put(lambda: ranks[0].core.resume())
     assert ranks[0].text("waits") == continuation([6], 10, ignore_eos=True)
@@ -415,7 +402,7 @@ def test_a_rank_in_standby_accepts_an_older_generation_number(start) -> None:
     commit(generation(5, ranks), ranks, serving=ranks)
     for rank in ranks:
         rank.receive_directive(dismissed=True)
-        rank.until(lambda rank=rank: rank.status().phase is RankPhase.STANDBY, "standby")
+        rank.wait_phase(RankPhase.STANDBY)
     commit(generation(2, ranks, nonce="of a restarted coordinator"), ranks, serving=ranks)
 
 
