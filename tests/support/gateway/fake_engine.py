@@ -58,6 +58,7 @@ class FakeEngine:
         port: int = 0,
         compatibility_hash: str = "h",
         kv_transport: str = "ucx",
+        hold_after: int | None = None,
     ) -> None:
         self.name = name
         self.role = role
@@ -74,7 +75,7 @@ class FakeEngine:
         self.refuse: tuple[ErrorCode, str] | None = None
         self.die_on_add = False
         #: After this many tokens it sends no more until `released` is set.
-        self.hold_after: int | None = None
+        self.hold_after = hold_after
         self.released = asyncio.Event()
         self.offset_error = 0
         #: NaN logits that every output reports.
@@ -132,6 +133,11 @@ class FakeEngine:
             task.cancel()
         if not self._socket.closed:
             self._socket.close(linger=0)
+
+    def release(self) -> None:
+        """Send the tokens that are held, and hold none from now on."""
+        self.hold_after = None
+        self.released.set()
 
     def freeze(self) -> None:
         """Simulate SIGSTOP: stay connected, but receive and send nothing until `thaw()`."""

@@ -79,9 +79,9 @@ class GatewayRig:
         self.engines.append(engine)
         return engine
 
-    def answering(self, text: str, name: str = "d") -> FakeEngine:
+    def answering(self, text: str, name: str = "d", **options: Any) -> FakeEngine:
         """Start a decode engine that answers with `text` and EOS."""
-        engine = self.engine(name, "decode", text)
+        engine = self.engine(name, "decode", text, **options)
         engine.answer.append(EOS_ID)
         return engine
 

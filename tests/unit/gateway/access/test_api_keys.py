@@ -495,8 +495,7 @@ async def test_clients_that_fill_their_port_leave_the_port_of_the_probes_free(
     make_rig: MakeRig,
 ) -> None:
     rig = make_rig(max_connections=1)
-    engine = rig.engine("d", "decode")
-    engine.hold_after = 1
+    engine = rig.engine("d", "decode", hold_after=1)
     await rig.start(engine)
     stream = asyncio.create_task(rig.complete())
     await until(lambda: engine.adds, "the request at the engine")

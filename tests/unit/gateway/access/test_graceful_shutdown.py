@@ -64,8 +64,7 @@ async def test_probes_and_scrapes_do_not_delay_the_shutdown(make_rig: MakeRig) -
 
 async def test_a_stream_may_last_longer_than_drain_quiet_s(make_rig: MakeRig) -> None:
     rig = make_rig(drain_quiet_s=0.05, drain_timeout_s=60.0)
-    engine = rig.engine("d", "decode", TEXT)
-    engine.hold_after = 2
+    engine = rig.engine("d", "decode", TEXT, hold_after=2)
     await rig.start(engine)
     stream = await rig.client().completions.create(stream=True, **QUESTION)
     first = await anext(aiter(stream))

@@ -205,8 +205,7 @@ async def test_a_stream_continues_on_another_engine(rig: GatewayRig) -> None:
 
 
 async def test_a_failure_within_a_stream_is_an_event(rig: GatewayRig) -> None:
-    engine = rig.answering("one two three")
-    engine.hold_after = 2
+    engine = rig.answering("one two three", hold_after=2)
     await rig.start(engine)
     async with client_of(rig) as client, client.messages.stream(**fields_of()) as stream:
         await anext(event async for event in stream if event.type == "text")

@@ -63,8 +63,8 @@ async def test_a_completion_has_the_first_token_of_prefill_and_the_rest_of_decod
 
 
 async def test_the_first_token_is_streamed_before_decode_starts(rig: GatewayRig) -> None:
-    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
-    decode.hold_after = 1
+    prefill = rig.engine("p", "prefill", TEXT)
+    decode = rig.engine("d", "decode", TEXT, hold_after=1)
     await rig.start(prefill, decode)
     stream = await rig.client().completions.create(
         model="m", prompt="go", max_tokens=50, stream=True
@@ -304,8 +304,8 @@ async def test_a_missing_seed_is_drawn(rig: GatewayRig) -> None:
 
 
 async def test_a_client_that_disconnects_aborts_its_request(rig: GatewayRig) -> None:
-    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
-    decode.hold_after = 1
+    prefill = rig.engine("p", "prefill", TEXT)
+    decode = rig.engine("d", "decode", TEXT, hold_after=1)
     await rig.start(prefill, decode)
     client = rig.client()
     stream = await client.completions.create(model="m", prompt="go", max_tokens=50, stream=True)

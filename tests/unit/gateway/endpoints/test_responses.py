@@ -204,8 +204,7 @@ async def test_clients_do_not_see_the_responses_of_others(make_rig: MakeRig, tmp
 
 
 async def test_a_failure_within_a_stream_is_an_event(rig: GatewayRig) -> None:
-    engine = rig.answering("one two three")
-    engine.hold_after = 2
+    engine = rig.answering("one two three", hold_after=2)
     await rig.start(engine)
     events = []
     async for event in await create(rig, stream=True):

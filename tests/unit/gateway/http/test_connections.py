@@ -136,8 +136,7 @@ async def test_a_stream_may_last_longer_than_all_deadlines(
 ) -> None:
     for name in ("HEAD_TIMEOUT_S", "KEEP_ALIVE_S"):
         monkeypatch.setattr(connections, name, 0.2)
-    engine = rig.engine("d", "decode", "hello world")
-    engine.hold_after = 1
+    engine = rig.engine("d", "decode", "hello world", hold_after=1)
     await rig.start(engine)
     stream = asyncio.create_task(rig.events("/v1/completions", STREAM))
     await until(lambda: engine.adds, "the request at the engine")
@@ -149,8 +148,7 @@ async def test_a_stream_may_last_longer_than_all_deadlines(
 
 async def test_a_full_gateway_closes_the_longest_idle_connection(make_rig: MakeRig) -> None:
     rig = make_rig(max_connections=4)
-    engine = rig.engine("d", "decode", "hello world")
-    engine.hold_after = 1
+    engine = rig.engine("d", "decode", "hello world", hold_after=1)
     await rig.start(engine)
     stream = asyncio.create_task(rig.events("/v1/completions", STREAM))
     await until(lambda: engine.adds, "the request at the engine")
@@ -169,8 +167,7 @@ async def test_a_full_gateway_closes_the_longest_idle_connection(make_rig: MakeR
 
 async def test_a_gateway_whose_connections_all_serve_refuses_a_new_one(make_rig: MakeRig) -> None:
     rig = make_rig(max_connections=2)
-    engine = rig.engine("d", "decode", "hello world")
-    engine.hold_after = 1
+    engine = rig.engine("d", "decode", "hello world", hold_after=1)
     await rig.start(engine)
     streams = [asyncio.create_task(rig.events("/v1/completions", STREAM)) for _ in range(2)]
     await until(lambda: len(engine.adds) == 2, "the requests at the engine")
@@ -288,8 +285,7 @@ async def test_long_keys_many_requests_and_large_bodies_are_no_large_heads(
 
 async def test_requests_behind_a_running_one_wait_outside_of_the_gateway(rig: GatewayRig) -> None:
     """A client could keep 32 heads and bodies per connection in memory."""
-    engine = rig.engine("d", "decode", "hello world")
-    engine.hold_after = 1
+    engine = rig.engine("d", "decode", "hello world", hold_after=1)
     await rig.start(engine)
     body = b" " * 100_000
     behind = b"POST /health HTTP/1.1\r\nHost: g\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)

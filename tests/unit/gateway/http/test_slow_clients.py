@@ -88,8 +88,7 @@ async def test_an_answer_that_is_not_read_is_ended_without_a_request_timeout(
 
 async def test_a_client_may_wait_longer_than_its_timeout_for_an_answer(make_rig: MakeRig) -> None:
     rig = make_rig(request_timeout_s=0.0, client_timeout_s=0.3)
-    decode = rig.engine("d", "decode", "hello world")
-    decode.hold_after = 2
+    decode = rig.engine("d", "decode", "hello world", hold_after=2)
     await rig.start(decode)
     answer = asyncio.create_task(rig.complete())
     await until(lambda: decode.adds, "the request at the engine")

@@ -84,8 +84,8 @@ async def test_a_beam_search_is_one_engine_request_with_beams_as_choices(
 async def test_prompt_logprobs_skip_the_prefill_stage_and_are_requested_once(
     rig: GatewayRig,
 ) -> None:
-    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
-    decode.hold_after = 3
+    prefill = rig.engine("p", "prefill", TEXT)
+    decode = rig.engine("d", "decode", TEXT, hold_after=3)
     await rig.start(prefill, decode)
     asking = asyncio.create_task(completion(rig, prompt=[5, 6, 7], prompt_logprobs=1))
     await until(lambda: decode.adds, "the request at the first engine")

@@ -46,9 +46,8 @@ async def test_decode_takes_over_from_a_prefill_engine_that_dies(rig: GatewayRig
 
 async def test_decode_takes_over_from_a_prefill_engine_without_progress(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, stall_timeout_s=30.0)
-    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
-    prefill.hold_after = 0
-    decode.hold_after = 3
+    prefill = rig.engine("p", "prefill", TEXT, hold_after=0)
+    decode = rig.engine("d", "decode", TEXT, hold_after=3)
     await rig.start(prefill, decode)
     answer = asyncio.create_task(rig.complete())
     await until(lambda: prefill.adds, "the request at the prefill engine")
@@ -66,8 +65,8 @@ async def test_prompts_wait_for_an_overloaded_prefill_engine_as_long_as_it_makes
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(heartbeat_interval_s=0.05)
-    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
-    prefill.hold_after = 0
+    prefill = rig.engine("p", "prefill", TEXT, hold_after=0)
+    decode = rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
     body = {"model": "m", "prompt": "go", "max_tokens": 50}
     answers = [
@@ -178,8 +177,7 @@ async def test_a_request_of_a_dead_decode_engine_is_resumed_on_another(
 
 
 async def test_prefill_is_repeated_when_decode_dies_before_the_first_token(rig: GatewayRig) -> None:
-    prefill = rig.engine("p", "prefill", TEXT)
-    prefill.hold_after = 0
+    prefill = rig.engine("p", "prefill", TEXT, hold_after=0)
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(2)]
     await rig.start(prefill, *engines)
     dead, reading = await die_after(rig, engines, 0)
@@ -261,8 +259,7 @@ async def test_engines_that_cannot_exchange_kv_blocks_are_not_paired(
 
 async def test_a_request_that_times_out_is_aborted(make_rig) -> None:
     rig = make_rig(request_timeout_s=1.0)  # long enough to reach the engine
-    engine = rig.engine("d", "decode", TEXT)
-    engine.hold_after = 2
+    engine = rig.engine("d", "decode", TEXT, hold_after=2)
     await rig.start(engine)
     status, body, _ = await rig.post("/v1/completions", {"model": "m", "prompt": "go"})
     assert (status, body["error"]["code"]) == (504, "timeout")
@@ -274,8 +271,7 @@ async def test_a_request_that_times_out_is_aborted(make_rig) -> None:
 
 async def test_too_many_concurrent_sequences_get_429(make_rig) -> None:
     rig = make_rig(max_concurrent_requests=2)
-    engine = rig.engine("d", "decode", TEXT)
-    engine.hold_after = 0
+    engine = rig.engine("d", "decode", TEXT, hold_after=0)
     await rig.start(engine)
     running = asyncio.create_task(rig.complete(n=2))
     await until(lambda: len(engine.adds) == 2, "two sequences at the engine")
@@ -305,8 +301,7 @@ async def test_without_a_first_decode_engine_requests_wait_no_longer_than_queue_
 async def test_a_stopping_gateway_finishes_streams_and_refuses_new_requests(
     rig: GatewayRig,
 ) -> None:
-    engine = rig.engine("d", "decode", TEXT)
-    engine.hold_after = 3
+    engine = rig.engine("d", "decode", TEXT, hold_after=3)
     await rig.start(engine)
     assert (await rig.get("/ready"))[0] == 200
     running = asyncio.create_task(rig.complete())
@@ -326,8 +321,7 @@ async def test_a_stopping_gateway_finishes_streams_and_refuses_new_requests(
 
 async def test_streams_that_outlast_the_drain_timeout_get_an_error(make_rig) -> None:
     rig = make_rig(drain_timeout_s=0.2)
-    engine = rig.engine("d", "decode", TEXT)
-    engine.hold_after = 3
+    engine = rig.engine("d", "decode", TEXT, hold_after=3)
     await rig.start(engine)
     stream = await rig.client().completions.create(model="m", prompt="go", stream=True)
     await anext(aiter(stream))

@@ -19,8 +19,7 @@ TEXT = "hello world, the quick brown fox"
 async def test_added_engines_are_used_and_removed_ones_finish_their_requests(
     rig: GatewayRig,
 ) -> None:
-    old, new = rig.engine("d0", "decode", TEXT), rig.engine("d1", "decode", TEXT)
-    old.hold_after = 2
+    old, new = rig.engine("d0", "decode", TEXT, hold_after=2), rig.engine("d1", "decode", TEXT)
     await rig.start(old)
     running = asyncio.create_task(rig.complete())
     await until(lambda: old.adds, "the request at the old engine")
@@ -71,9 +70,7 @@ async def test_the_pool_connects_to_an_engine_that_starts_later(rig: GatewayRig)
 
 
 async def test_requests_are_sent_to_the_least_loaded_engine(rig: GatewayRig) -> None:
-    engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(3)]
-    for engine in engines:
-        engine.hold_after = 0
+    engines = [rig.engine(f"d{i}", "decode", TEXT, hold_after=0) for i in range(3)]
     await rig.start(*engines)
     running = [asyncio.create_task(rig.complete()) for _ in range(9)]
     await until(

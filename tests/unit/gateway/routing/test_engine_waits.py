@@ -60,8 +60,7 @@ async def test_a_silent_engine_gets_no_new_requests_but_keeps_its_own(make_rig: 
     for _ in range(6):
         assert await rig.complete() == TEXT
     assert len(silent.adds) == 1
-    silent.hold_after = None
-    silent.released.set()
+    silent.release()
     silent.thaw()
     await rig.connected(silent, other)
     assert await request == TEXT, "its request was not kept"
@@ -70,8 +69,7 @@ async def test_a_silent_engine_gets_no_new_requests_but_keeps_its_own(make_rig: 
 
 async def test_a_stalled_gateway_does_not_count_engines_as_dead(make_rig: MakeRig) -> None:
     rig = make_rig(**HEARTBEATS)
-    engine = rig.engine("d", "decode", TEXT)
-    engine.hold_after = 2
+    engine = rig.engine("d", "decode", TEXT, hold_after=2)
     await rig.start(engine)
     request = asyncio.create_task(rig.complete())
     await until(lambda: engine.adds, "the request at the engine")
@@ -116,9 +114,7 @@ async def test_new_requests_wait_no_longer_than_queue_wait_s(make_rig: MakeRig) 
 
 async def test_a_stream_waits_while_its_group_forms(make_rig: MakeRig) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, queue_wait_s=0.0, resume_wait_s=10.0)
-    engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(2)]
-    for engine in engines:
-        engine.hold_after = 3
+    engines = [rig.engine(f"d{index}", "decode", TEXT, hold_after=3) for index in range(2)]
     await rig.start(*engines)
     request = asyncio.create_task(rig.complete())
     await until(lambda: rig.metric("baton:gateway_generation_tokens_total") == 3, "three tokens")
@@ -166,7 +162,6 @@ async def test_a_burst_is_balanced_by_heartbeats_and_requests_sent_since(make_ri
     idle.thaw()
     await until(lambda: len(busy.adds) + len(idle.adds) == 6, "six requests at the engines")
     for engine in (busy, idle):
-        engine.hold_after = None
-        engine.released.set()
+        engine.release()
     assert await asyncio.gather(*request) == [TEXT] * 6
     assert (len(busy.adds), len(idle.adds)) == (2, 4)

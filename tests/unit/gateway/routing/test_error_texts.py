@@ -72,8 +72,7 @@ async def test_a_gateway_that_shuts_down_after_a_failed_attempt(
     make_rig: MakeRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = make_rig(drain_timeout_s=0.1, resume_wait_s=60.0)
-    engine = rig.engine("d", "decode")
-    engine.hold_after = 1
+    engine = rig.engine("d", "decode", hold_after=1)
     await rig.start(engine)
     answer = asyncio.create_task(response(rig, stream=False))
     await until(lambda: engine.adds, "the request at the engine")

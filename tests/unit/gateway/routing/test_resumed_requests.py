@@ -24,8 +24,8 @@ CHAT: dict[str, Any] = {
 }
 
 
-def decode_engines(rig: GatewayRig, count: int) -> list[FakeEngine]:
-    return [rig.engine(f"d{index}", "decode", TEXT) for index in range(count)]
+def decode_engines(rig: GatewayRig, count: int, **options: Any) -> list[FakeEngine]:
+    return [rig.engine(f"d{index}", "decode", TEXT, **options) for index in range(count)]
 
 
 async def ask(rig: GatewayRig, path: str, **fields: Any) -> dict[str, Any]:
@@ -83,9 +83,7 @@ async def test_a_request_of_a_lost_engine_is_resumed(
     make_rig: MakeRig, how: str, path: str, stream: bool
 ) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
-    engines = decode_engines(rig, 2)
-    for engine in engines:
-        engine.hold_after = 4
+    engines = decode_engines(rig, 2, hold_after=4)
     await rig.start(*engines)
     fields = {
         "seed": 7,
@@ -171,9 +169,7 @@ async def test_an_engine_lost_after_the_last_token_is_not_replaced(rig: GatewayR
 
 async def test_a_stream_survives_ten_drained_engines(rig: GatewayRig) -> None:
     """These are twice MAX_FAILURES, without a token between some of them."""
-    engines = decode_engines(rig, 2)
-    for engine in engines:
-        engine.hold_after = 1
+    engines = decode_engines(rig, 2, hold_after=1)
     await rig.start(*engines)
     request = asyncio.create_task(streamed_text(rig, "/v1/completions"))
     await tokens_at_client(rig, 1)
@@ -188,8 +184,7 @@ async def test_a_stream_survives_ten_drained_engines(rig: GatewayRig) -> None:
         engine.admit(operation % 3, 3)
         await rig.connected(*engines)
     for engine in engines:
-        engine.hold_after = None
-        engine.released.set()
+        engine.release()
     assert (await request)[0] == TEXT
     assert rig.metric("baton:requests_resumed_total", reason="draining") == 2 * MAX_FAILURES
 
@@ -218,8 +213,7 @@ async def test_failures_without_progress_end_a_request(rig: GatewayRig) -> None:
 
 
 async def test_a_request_may_return_to_an_engine_that_is_ready_again(rig: GatewayRig) -> None:
-    [engine] = decode_engines(rig, 1)
-    engine.hold_after = 2
+    [engine] = decode_engines(rig, 1, hold_after=2)
     await rig.start(engine)
     request = asyncio.create_task(streamed_text(rig, "/v1/completions"))
     await tokens_at_client(rig, 2)
@@ -251,9 +245,7 @@ async def test_a_stream_waits_while_engines_are_full(rig: GatewayRig) -> None:
 
 async def test_a_stream_that_finds_no_room_ends_with_an_error(make_rig: MakeRig) -> None:
     rig = make_rig(resume_wait_s=0.2)
-    engines = decode_engines(rig, 2)
-    for engine in engines:
-        engine.hold_after = 3
+    engines = decode_engines(rig, 2, hold_after=3)
     await rig.start(*engines)
     request = asyncio.create_task(streamed_text(rig, "/v1/completions"))
     await tokens_at_client(rig, 3)
@@ -266,9 +258,7 @@ async def test_a_stream_that_finds_no_room_ends_with_an_error(make_rig: MakeRig)
 
 
 async def test_samples_are_resumed_together_with_their_own_tokens(rig: GatewayRig) -> None:
-    engines = decode_engines(rig, 3)
-    for engine in engines:
-        engine.hold_after = 3
+    engines = decode_engines(rig, 3, hold_after=3)
     await rig.start(*engines)
     request = asyncio.create_task(ask(rig, "/v1/completions", n=4))
     first = await busy(engines, 4)
@@ -278,8 +268,7 @@ async def test_samples_are_resumed_together_with_their_own_tokens(rig: GatewayRi
     await asyncio.wait([request], timeout=0.2)
     assert len(second.adds) == 1, "all samples were sent before the prompt was cached"
     for engine in engines:
-        engine.hold_after = None
-        engine.released.set()
+        engine.release()
     body = await request
     assert [choice["text"] for choice in body["choices"]] == [TEXT] * 4
     assert sorted(request.sample_index for request in second.adds) == [0, 1, 2, 3]
@@ -291,9 +280,7 @@ async def test_samples_are_resumed_together_with_their_own_tokens(rig: GatewayRi
 
 
 async def test_samples_without_tokens_are_resumed_as_a_group(rig: GatewayRig) -> None:
-    engines = decode_engines(rig, 3)
-    for engine in engines:
-        engine.hold_after = 0
+    engines = decode_engines(rig, 3, hold_after=0)
     await rig.start(*engines)
     request = asyncio.create_task(ask(rig, "/v1/completions", n=3))
     first = await busy(engines, 3)
@@ -307,9 +294,7 @@ async def test_samples_without_tokens_are_resumed_as_a_group(rig: GatewayRig) ->
 
 
 async def test_samples_are_resumed_together_several_times(rig: GatewayRig) -> None:
-    engines = decode_engines(rig, 4)
-    for engine in engines:
-        engine.hold_after = 2
+    engines = decode_engines(rig, 4, hold_after=2)
     await rig.start(*engines)
     request = asyncio.create_task(ask(rig, "/v1/completions", n=2))
     first = await busy(engines, 2)
@@ -339,8 +324,7 @@ async def test_a_sample_that_fails_alone_is_resumed_alone(rig: GatewayRig) -> No
     await until(lambda: sum(len(engine.adds) for engine in engines) == 4, "one of three sent again")
     await tokens_at_client(rig, 6)
     for engine in engines:
-        engine.hold_after = None
-        engine.released.set()
+        engine.release()
     assert [choice["text"] for choice in (await request)["choices"]] == [TEXT] * 3
     assert sorted(len(engine.adds) for engine in engines) == [1, 3]
     [alone] = next(engine for engine in engines if len(engine.adds) == 1).adds
@@ -350,9 +334,7 @@ async def test_a_sample_that_fails_alone_is_resumed_alone(rig: GatewayRig) -> No
 @pytest.mark.parametrize("how", ["dies", "freezes", "drains"])
 async def test_a_beam_search_is_restarted_on_another_engine(make_rig: MakeRig, how: str) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
-    engines = decode_engines(rig, 2)
-    for engine in engines:
-        engine.hold_after = 0
+    engines = decode_engines(rig, 2, hold_after=0)
     await rig.start(*engines)
     request = asyncio.create_task(ask(rig, "/v1/completions", n=2, use_beam_search=True))
     first = await busy(engines)
@@ -383,8 +365,7 @@ async def test_long_gaps_in_a_stream_are_counted(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("baton_gateway.metrics.GAP_S", 0.1)
-    [engine] = decode_engines(rig, 1)
-    engine.hold_after = 3
+    [engine] = decode_engines(rig, 1, hold_after=3)
     await rig.start(engine)
     request = asyncio.create_task(ask(rig, "/v1/completions"))
     await tokens_at_client(rig, 3)

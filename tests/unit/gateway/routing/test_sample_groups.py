@@ -108,9 +108,7 @@ async def test_a_failed_prefill_stage_of_a_group_is_one_fallback(rig: GatewayRig
 
 async def test_samples_without_tokens_move_together_with_one_prefill_stage(rig: GatewayRig) -> None:
     prefill = rig.engine("p", "prefill", TEXT)
-    engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(3)]
-    for engine in engines:
-        engine.hold_after = 0
+    engines = [rig.engine(f"d{index}", "decode", TEXT, hold_after=0) for index in range(3)]
     await rig.start(prefill, *engines)
     request = asyncio.create_task(ask(rig, n=3))
     first = await busy(engines, 3)
@@ -128,9 +126,7 @@ async def test_samples_with_tokens_are_resumed_without_another_prefill_stage(
     rig: GatewayRig,
 ) -> None:
     prefill = rig.engine("p", "prefill", TEXT)
-    engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(3)]
-    for engine in engines:
-        engine.hold_after = 2
+    engines = [rig.engine(f"d{index}", "decode", TEXT, hold_after=2) for index in range(3)]
     await rig.start(prefill, *engines)
     request = asyncio.create_task(ask(rig, n=3))
     first = await busy(engines, 3)

@@ -103,8 +103,7 @@ async def test_the_time_to_the_first_token_has_no_limit(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=60.0)
-    engine = rig.engine("d0", "decode", TEXT)
-    engine.hold_after = 0
+    engine = rig.engine("d0", "decode", TEXT, hold_after=0)
     await answer_after_an_hour(rig, engine, monkeypatch)
 
 
@@ -129,8 +128,8 @@ async def test_the_time_to_the_first_token_after_a_prefill_stage_has_no_limit(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(heartbeat_interval_s=0.05, inter_token_timeout_s=0.3)
-    prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
-    decode.hold_after = 1
+    prefill = rig.engine("p", "prefill", TEXT)
+    decode = rig.engine("d", "decode", TEXT, hold_after=1)
     await rig.start(prefill, decode)
     running = asyncio.create_task(complete_without_timeout(rig))
     await until(lambda: decode.prefill_results, "the first token at the decode engine")
@@ -144,8 +143,7 @@ async def test_the_time_between_tokens_has_no_limit_by_default(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = make_rig(heartbeat_interval_s=0.05)
-    engine = rig.engine("d0", "decode", TEXT)
-    engine.hold_after = 2
+    engine = rig.engine("d0", "decode", TEXT, hold_after=2)
     await answer_after_an_hour(rig, engine, monkeypatch)
 
 
