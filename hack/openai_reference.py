@@ -81,10 +81,14 @@ LIMITS = """
 """  # noqa: E501  # Markdown
 
 
+#: Bases of requests, which have tables of their own.
+_SHARED: tuple[Struct, ...] = (GenerationRequest, PoolingRequest)
+
+
 def tables() -> str:
     """Return the generated part of the page, from START on."""
     text = START + _errors() + fill_constants(LIMITS, CONSTANTS)
-    of_requests: dict[Struct, bool] = {GenerationRequest: True, PoolingRequest: True}
+    of_requests: dict[Struct, bool] = dict.fromkeys(_SHARED, True)
     of_responses: dict[Struct, bool] = {}
     for path, (request, *kinds) in BODIES.items():
         whole, *events = map(_link, kinds)
@@ -93,7 +97,7 @@ def tables() -> str:
         if hasattr(request, "UNSUPPORTED"):
             refused = ", ".join(f"`{name}`" for name in request.UNSUPPORTED)
             text += f"Refused with 400 unless null, false or empty: {refused}.\n"
-        for base in (GenerationRequest, PoolingRequest):
+        for base in _SHARED:
             if issubclass(request, base):
                 text += f"It takes the fields of {_link(base)}, and:\n"
         text += "\n" + _table(request, is_request=True)
@@ -117,7 +121,9 @@ def _errors() -> str:
 
 def _table(kind: Struct, *, is_request: bool) -> str:
     """Return the table of the fields of `kind`. A field without a comment raises KeyError."""
-    skipped = {*kind.__base__.__struct_fields__, *getattr(kind, "UNSUPPORTED", ())}
+    skipped = {*getattr(kind, "UNSUPPORTED", ())}
+    if kind.__base__ in _SHARED:
+        skipped |= {*kind.__base__.__struct_fields__}
     comments = field_comments(kind)
     rows = [("field", "type", "meaning", "default", "bounds"), ("---",) * 5]
     for field in msgspec.structs.fields(kind):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import re
+from typing import Any
 
 import msgspec
 
 
 def field_comments(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the `#:` comments of the struct's own fields, by field name.
+    """Return the `#:` comments of the fields of a struct and of its bases, by field name.
 
     A comment stands before the field, or on the same line after it.
     """
-    comments: dict[str, str] = {}
+    base: Any = struct.__base__
+    comments = {} if base in (object, msgspec.Struct) else field_comments(base)
     lines: list[str] = []
     for line in inspect.getsource(struct).splitlines():
         code, mark, comment = line.partition("#:")

@@ -68,7 +68,7 @@ class JSONSchemaFormat(msgspec.Struct, kw_only=True):
     name: str | None = None
     #: Ignored.
     description: str | None = None
-    #: The JSON schema. It is required.
+    #: The JSON schema. Type json_schema requires it.
     schema: dict[str, Any] | None = None
     #: Ignored: the text always follows the schema.
     strict: bool | None = None

@@ -69,18 +69,10 @@ class ResponseTool(msgspec.Struct, kw_only=True):
     strict: bool | None = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True):
+class TextFormat(JSONSchemaFormat, kw_only=True):
     #: text: any text. json_object: any JSON object. json_schema: see `schema`. Bounds: text,
     #: json_object, json_schema.
     type: str = "text"
-    #: Ignored.
-    name: str | None = None
-    #: Ignored.
-    description: str | None = None
-    #: The schema of type json_schema.
-    schema: dict[str, Any] | None = None
-    #: Ignored: the text always follows the schema.
-    strict: bool | None = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -278,9 +270,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
                 f"got {quote(form.type)}",
                 param="text.format.type",
             )
-        if form.type == "json_object":
-            return ResponseFormat(type="json_object")
-        return ResponseFormat(type=form.type, json_schema=JSONSchemaFormat(schema=form.schema))
+        return ResponseFormat(type=form.type, json_schema=form)
 
 
 def _add_item(messages: list[ChatMessage], item: InputItem, where: str) -> None:

@@ -28,13 +28,7 @@ class TopLogprob(msgspec.Struct, kw_only=True):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct, kw_only=True):
-    #: Text of the token.
-    token: str
-    #: Natural logarithm of the token's probability.
-    logprob: float
-    #: UTF-8 bytes of the token.
-    bytes: list[int]
+class TokenLogprob(TopLogprob, kw_only=True):
     #: The most likely tokens at the position of the token.
     top_logprobs: list[TopLogprob]
 
@@ -122,13 +116,18 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     num_nans_in_logits: int | UnsetType = UNSET
 
 
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    #: Id of the request.
+class ModelResponse(msgspec.Struct, kw_only=True):
+    """The fields with which every response and chunk of a model begins."""
+
+    #: Id of the request, the same in all chunks.
     id: str
     #: Unix time of the request, in seconds.
     created: int
     #: Name of the served model.
     model: str
+
+
+class ChatCompletion(ModelResponse, kw_only=True):
     #: The answers.
     choices: list[ChatChoice]
     #: Numbers of tokens.
@@ -167,13 +166,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     num_nans_in_logits: int | UnsetType = UNSET
 
 
-class ChatCompletionChunk(msgspec.Struct, kw_only=True):
-    #: Id of the request, the same in all chunks.
-    id: str
-    #: Unix time of the request, in seconds.
-    created: int
-    #: Name of the served model.
-    model: str
+class ChatCompletionChunk(ModelResponse, kw_only=True):
     #: One choice, or none in the chunk with `usage`.
     choices: list[ChatChunkChoice]
     #: Numbers of tokens. With `stream`, only in the last chunk, if `include_usage` is set.
@@ -201,15 +194,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[int, PromptTokenLogprob] | None] | UnsetType = UNSET
 
 
-class Completion(msgspec.Struct, kw_only=True):
+class Completion(ModelResponse, kw_only=True):
     """The response of a completion, or a chunk of a streamed response. Both have these fields."""
 
-    #: Id of the request, the same in all chunks.
-    id: str
-    #: Unix time of the request, in seconds.
-    created: int
-    #: Name of the served model.
-    model: str
     #: The answers. A chunk has one choice, or none if it has `usage`.
     choices: list[CompletionChoice]
     #: Numbers of tokens. With `stream`, only in the last chunk, if `include_usage` is set.

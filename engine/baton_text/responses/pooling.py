@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from baton_text.responses.openai import ModelResponse
+
 
 class PoolingUsage(msgspec.Struct, kw_only=True):
     #: Tokens of all prompts.
@@ -24,13 +26,7 @@ class Embedding(msgspec.Struct, kw_only=True):
     object: str = "embedding"
 
 
-class EmbeddingResponse(msgspec.Struct, kw_only=True):
-    #: Id of the response.
-    id: str
-    #: Unix time of the request in seconds.
-    created: int
-    #: Name of the served model.
-    model: str
+class EmbeddingResponse(ModelResponse, kw_only=True):
     #: One embedding for each text, in the order of the request.
     data: list[Embedding]
     #: Token counts of the request.
@@ -48,13 +44,7 @@ class Score(msgspec.Struct, kw_only=True):
     object: str = "score"
 
 
-class ScoreResponse(msgspec.Struct, kw_only=True):
-    #: Id of the response.
-    id: str
-    #: Unix time of the request in seconds.
-    created: int
-    #: Name of the served model.
-    model: str
+class ScoreResponse(ModelResponse, kw_only=True):
     #: One score for each pair, in the order of the request.
     data: list[Score]
     #: Token counts of the request.

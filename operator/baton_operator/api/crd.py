@@ -85,29 +85,26 @@ def _service_schema() -> dict[str, Any]:
     (root,), definitions = msgspec.json.schema_components(
         [llmservice.LLMService], ref_template=_REF + "{name}"
     )
-    _describe(ApiStruct, {}, definitions)
+    _describe(ApiStruct, definitions)
     return _structural(root, definitions)
 
 
-def _describe(
-    struct: type[ApiStruct], inherited: dict[str, str], definitions: dict[str, dict[str, Any]]
-) -> None:
+def _describe(struct: type[ApiStruct], definitions: dict[str, dict[str, Any]]) -> None:
     """Set the field descriptions in the definitions of `struct` and of its subclasses.
 
     A description is the `#:` comment of the field.
 
     Args:
-        inherited: comments of fields of base classes, by field name.
         definitions: JSON Schema of each struct, by struct name.
     """
-    comments = {**inherited, **field_comments(struct)}
     if struct.__name__ in definitions:
+        comments = field_comments(struct)
         properties = definitions[struct.__name__]["properties"]
         for field in msgspec.structs.fields(struct):
             if field.name in comments:
                 properties[field.encode_name]["description"] = comments[field.name]
     for derived in struct.__subclasses__():
-        _describe(derived, comments, definitions)
+        _describe(derived, definitions)
 
 
 def _structural(node: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

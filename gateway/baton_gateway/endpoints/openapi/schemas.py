@@ -83,10 +83,7 @@ def _structs(kinds: Iterable[Any]) -> dict[str, Struct]:
 
 def _describe(schema: dict[str, Any], kind: Struct) -> None:
     """Add the comments of the fields of `kind` to its schema, and the bounds in them."""
-    comments: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
-            comments |= field_comments(base)
+    comments = field_comments(kind)
     for name, field in schema["properties"].items():
         if name in getattr(kind, "UNSUPPORTED", ()):
             field.update(description="Not supported.", enum=list(_EMPTY_VALUES))
