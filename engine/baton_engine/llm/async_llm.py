@@ -12,11 +12,11 @@ from typing import Any, Literal, Unpack
 
 from baton_engine.llm.async_step_loop import AsyncStepLoop, OutputStream
 from baton_engine.llm.collectors import Prompt, check_output
-from baton_engine.llm.engine_args import EngineArgs
+from baton_engine.llm.engine_args import LLMArgs
 from baton_engine.llm.local_model import LocalModel, check_params
 from baton_engine.llm.outputs import Metric, RequestOutput
 from baton_engine.llm.params import SamplingParams
-from baton_engine.llm.prompts import Message, PromptType, as_conversations, tokenize
+from baton_engine.llm.prompts import Message, PromptType, tokenize
 from baton_text.tokenizer import Tokenizer
 
 
@@ -33,24 +33,8 @@ class AsyncLLM:
         ConfigurationError, OSError, TypeError, ValueError: as `LLM`.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        seed: int = 0,
-        generation_config: Literal["auto", "none"] = "auto",
-        revision: str | None = None,
-        download_dir: str | Path | None = None,
-        **args: Unpack[EngineArgs],
-    ) -> None:
-        self._model = LocalModel(
-            model,
-            seed=seed,
-            generation_config=generation_config,
-            revision=revision,
-            download_dir=download_dir,
-            args=args,
-        )
+    def __init__(self, model: str | Path, **args: Unpack[LLMArgs]) -> None:
+        self._model = LocalModel(model, **args)
         self.config = self._model.config
         self._loop = AsyncStepLoop(self._model.core, self._model.wakeup)
         # The thread ends before the core, even without close().
@@ -119,11 +103,14 @@ class AsyncLLM:
             TypeError, RuntimeError: as `generate`.
             ValueError: as `generate`; also if the template is missing or rejects the messages.
         """
-        variables = chat_template_kwargs or {}
-        template = self._model.chat_template(chat_template, variables)
-        [conversation] = as_conversations([messages])
-        variables = {**variables, "add_generation_prompt": add_generation_prompt, "tools": tools}
-        prompt = await asyncio.to_thread(self._model.render, template, conversation, variables)
+        [prompt] = await asyncio.to_thread(
+            self._model.chat_prompts,
+            [messages],
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
+        )
         async with aclosing(self._generate(prompt, sampling_params, priority)) as outputs:
             async for output in outputs:
                 yield output

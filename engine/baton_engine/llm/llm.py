@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Unpack
 
 from baton_engine.llm.collectors import BeamsCollector, Collector, Prompt
-from baton_engine.llm.engine_args import EngineArgs
+from baton_engine.llm.engine_args import LLMArgs
 from baton_engine.llm.local_model import LocalModel, check_params, params_list
 from baton_engine.llm.outputs import (
     BeamSearchOutput,
@@ -23,7 +23,6 @@ from baton_engine.llm.params import BeamSearchParams, SamplingParams
 from baton_engine.llm.prompts import (
     Message,
     PromptType,
-    as_conversations,
     pair_list,
     prompt_list,
     tokenize,
@@ -44,9 +43,9 @@ class LLM:
             as `s3://BUCKET/PREFIX`. A local folder ORG/NAME is used before the hub's model. A model
             that is not in the cache is downloaded.
         seed: seed of the random generator that draws a seed for each prompt without a seed. With
-            the same seed, the same calls return the same texts.
-        generation_config: "auto" takes default sampling parameters from the checkpoint's
-            generation_config.json. "none" does not.
+            the same seed, the same calls return the same texts. Default: 0.
+        generation_config: "auto", the default, takes default sampling parameters from the
+            checkpoint's generation_config.json. "none" does not.
         revision: branch, tag or commit of a hub's model. None: main.
         download_dir: the cache of downloaded models. None: $XDG_CACHE_HOME/baton/models, or
             ~/.cache/baton/models.
@@ -60,24 +59,8 @@ class LLM:
         ValueError: a value has the wrong type or is out of bounds.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        seed: int = 0,
-        generation_config: Literal["auto", "none"] = "auto",
-        revision: str | None = None,
-        download_dir: str | Path | None = None,
-        **args: Unpack[EngineArgs],
-    ) -> None:
-        self._model = LocalModel(
-            model,
-            seed=seed,
-            generation_config=generation_config,
-            revision=revision,
-            download_dir=download_dir,
-            args=args,
-        )
+    def __init__(self, model: str | Path, **args: Unpack[LLMArgs]) -> None:
+        self._model = LocalModel(model, **args)
         self.config = self._model.config
         self._loop = StepLoop(self._model.core, self._model.wakeup)
         self._lock = threading.Lock()
@@ -156,15 +139,14 @@ class LLM:
             TypeError, RuntimeError: as `generate`.
             ValueError: as `generate`; also if the template is missing or rejects the messages.
         """
-        variables = chat_template_kwargs or {}
-        template = self._model.chat_template(chat_template, variables)
-        conversations = as_conversations(messages)
-        variables = {**variables, "add_generation_prompt": add_generation_prompt, "tools": tools}
         with self._lock:
-            prompts = [
-                self._model.render(template, conversation, variables)
-                for conversation in conversations
-            ]
+            prompts = self._model.chat_prompts(
+                messages,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                chat_template_kwargs=chat_template_kwargs,
+                tools=tools,
+            )
             return self._generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(

@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 
 import msgspec
 
@@ -22,7 +22,7 @@ from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_engine.llm.model_fetch import fetch_model
 from baton_engine.llm.outputs import Metric
 from baton_engine.llm.params import SamplingParams
-from baton_engine.llm.prompts import Message, render_conversation
+from baton_engine.llm.prompts import Message, as_conversations, render_conversation
 from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.pooling import NO_SAMPLING, PairFormat, PoolingParams
@@ -38,9 +38,7 @@ class LocalModel:
     """What `LLM` and `AsyncLLM` share.
 
     Args:
-        model, generation_config, revision, download_dir: as in `LLM`.
-        seed: seed of the random generator that draws a seed for each prompt without a seed.
-        args: options of the engine.
+        model, seed, generation_config, revision, download_dir, args: as in `LLM`.
 
     Raises:
         ConfigurationError: the model or the configuration cannot be served.
@@ -53,11 +51,11 @@ class LocalModel:
         self,
         model: str | Path,
         *,
-        seed: int,
-        generation_config: Literal["auto", "none"],
-        revision: str | None,
-        download_dir: str | Path | None,
-        args: EngineArgs,
+        seed: int = 0,
+        generation_config: Literal["auto", "none"] = "auto",
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
+        **args: Unpack[EngineArgs],
     ) -> None:
         if not isinstance(model, str | Path) or not str(model):
             raise ValueError(
@@ -114,7 +112,31 @@ class LocalModel:
             params.max_tokens = self._defaults.max_tokens
         return params
 
-    def chat_template(self, source: str | None, variables: dict[str, Any]) -> ChatTemplate:
+    def chat_prompts(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        chat_template_kwargs: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None,
+    ) -> list[Prompt]:
+        """Return the prompt of each conversation. The arguments are those of `LLM.chat`.
+
+        Raises:
+            TypeError: the messages have another type.
+            ValueError: there is no template, or it rejects the messages, or a variable is an
+                argument of `LLM.chat`.
+        """
+        variables = chat_template_kwargs or {}
+        template = self._chat_template(chat_template, variables)
+        variables = {**variables, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        return [
+            render_conversation(self.tokenizer, template, conversation, variables)
+            for conversation in as_conversations(messages)
+        ]
+
+    def _chat_template(self, source: str | None, variables: dict[str, Any]) -> ChatTemplate:
         """Return the template of a chat.
 
         Args:
@@ -140,11 +162,6 @@ class LocalModel:
                 "this model has no chat template: pass chat_template=..., or use generate()"
             )
         return template
-
-    def render(
-        self, template: ChatTemplate, conversation: Sequence[Message], variables: dict[str, Any]
-    ) -> Prompt:
-        return render_conversation(self.tokenizer, template, conversation, variables)
 
     def collector(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
