@@ -214,19 +214,20 @@ def _validate_number(value: float, schema: Schema, path: str, errors: list[Field
         )
 
 
+def _validate_length(
+    value: list[Any] | Object, what: str, schema: Schema, path: str, errors: list[FieldError]
+) -> None:
+    """Check the number of the `items` of a list, or of the `properties` of an object."""
+    if (limit := schema.get(f"max{what.title()}")) is not None and len(value) > limit:
+        message = f"Too many: {len(value)}: must have at most {limit} items"
+        errors.append(FieldError(path, "FieldValueTooMany", message))
+    if (limit := schema.get(f"min{what.title()}")) is not None and len(value) < limit:
+        message = f"{path} in body should have at least {limit} {what}"
+        errors.append(invalid_value(path, len(value), message))
+
+
 def _validate_list(value: list[Any], schema: Schema, path: str, errors: list[FieldError]) -> None:
-    if (limit := schema.get("maxItems")) is not None and len(value) > limit:
-        errors.append(
-            FieldError(
-                path,
-                "FieldValueTooMany",
-                f"Too many: {len(value)}: must have at most {limit} items",
-            )
-        )
-    if (limit := schema.get("minItems")) is not None and len(value) < limit:
-        errors.append(
-            invalid_value(path, len(value), f"{path} in body should have at least {limit} items")
-        )
+    _validate_length(value, "items", schema, path, errors)
     items = schema.get("items") or {}
     for index, item in enumerate(value):
         _validate(item, items, f"{path}[{index}]", errors)
@@ -252,20 +253,7 @@ def _validate_object(value: Object, schema: Schema, path: str, errors: list[Fiel
     errors.extend(
         required(f"{path}.{name}") for name in schema.get("required") or () if name not in value
     )
-    if (limit := schema.get("maxProperties")) is not None and len(value) > limit:
-        errors.append(
-            FieldError(
-                path,
-                "FieldValueTooMany",
-                f"Too many: {len(value)}: must have at most {limit} items",
-            )
-        )
-    if (limit := schema.get("minProperties")) is not None and len(value) < limit:
-        errors.append(
-            invalid_value(
-                path, len(value), f"{path} in body should have at least {limit} properties"
-            )
-        )
+    _validate_length(value, "properties", schema, path, errors)
     for name, below in value.items():
         if name in properties:
             _validate(below, properties[name], f"{path}.{name}", errors)
