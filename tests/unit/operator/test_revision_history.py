@@ -29,17 +29,6 @@ def revisions(service: Service) -> set[str]:
     return {pod["metadata"]["labels"]["serving.baton.dev/revision"] for pod in service.pods()}
 
 
-def rounds(service: Service, number: int = 12) -> None:
-    for _ in range(number):
-        service.reconcile()
-        service.world(lambda: True, 6.0)
-
-
-def reason(service: Service, type_: str) -> str:
-    (found,) = [each for each in service.object()["status"]["conditions"] if each["type"] == type_]
-    return str(found["reason"])
-
-
 def test_a_pause_delays_edits_and_replaces_dead_pods_with_the_previous_revision(
     service: Service,
 ) -> None:
@@ -48,14 +37,14 @@ def test_a_pause_delays_edits_and_replaces_dead_pods_with_the_previous_revision(
     service.patch({"engine": {"maxNumSeqs": 3}, "gateway": {"maxConcurrentRequests": 3}})
     members = {pod["metadata"]["name"] for pod in service.pods()}
     deployment = service.server.get("deployments.apps", f"{NAME}-gateway")
-    rounds(service)
+    service.rounds(12)
     assert service.server.get("deployments.apps", f"{NAME}-gateway") == deployment
     assert {pod["metadata"]["name"] for pod in service.pods()} == members
-    assert reason(service, "Updating") == "Paused"
+    assert service.condition("Updating")["reason"] == "Paused"
 
     service.nodes.pod_vanishes(f"{NAME}-decode-1")
     service.patch({"decode": {"replicas": 3}})
-    rounds(service)
+    service.rounds(12)
     assert len(service.pods()) == 3, "the dead pod must be replaced and the group must grow"
     assert revisions(service) == before
 
@@ -66,10 +55,8 @@ def test_a_pause_delays_edits_and_replaces_dead_pods_with_the_previous_revision(
 
 def test_a_pause_names_the_waiting_edits(service: Service) -> None:
     def updating() -> str:
-        rounds(service, 2)
-        (found,) = [
-            each for each in service.object()["status"]["conditions"] if each["type"] == "Updating"
-        ]
+        service.rounds(2)
+        found = service.condition("Updating")
         assert found["reason"] == "Paused"
         return str(found["message"])
 
@@ -98,7 +85,7 @@ def test_a_group_that_an_edit_in_a_pause_removes_keeps_its_size(size: int) -> No
         service.settle()
         before = service.pods()
         service.patch({"paused": True, "prefill": None})
-        rounds(service, 3)
+        service.rounds(3)
         assert service.pods() == before
         service.patch({"paused": False})
         service.settle()
@@ -117,9 +104,9 @@ def test_a_service_that_is_paused_from_the_start_is_not_created() -> None:
     service = Service()
     try:
         service.create({**SPEC, "paused": True})
-        rounds(service, 3)
+        service.rounds(3)
         assert not service.pods()
-        assert reason(service, "Ready") == "Paused"
+        assert service.condition("Ready")["reason"] == "Paused"
         service.patch({"paused": False})
         service.settle()
     finally:
@@ -162,7 +149,7 @@ def test_a_record_of_a_deleted_service_of_the_same_name_is_ignored(
     }
     service.server.cluster.store.put("controllerrevisions.apps", {**first, "metadata": metadata})
     service.reconcile()
-    assert reason(service, "Ready") == "NameConflict"
+    assert service.condition("Ready")["reason"] == "NameConflict"
     service.settle()  # the garbage collector deletes it
     assert name in [each["metadata"]["name"] for each in records(service)]
 
@@ -185,9 +172,9 @@ def test_a_pause_whose_record_is_gone_does_nothing(service: Service) -> None:
         service.server.remove("controllerrevisions.apps", each["metadata"]["name"])
     service.patch({"engine": {"maxNumSeqs": 3}})
     before = service.pods()
-    rounds(service, 3)
+    service.rounds(3)
     assert service.pods() == before
-    assert reason(service, "Ready") == "Paused"
+    assert service.condition("Ready")["reason"] == "Paused"
 
 
 def test_a_rollback_during_a_rollout_keeps_the_pods_that_were_not_replaced(
@@ -199,13 +186,17 @@ def test_a_rollback_during_a_rollout_keeps_the_pods_that_were_not_replaced(
         "spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}
     }
     service.patch({"decode": {"template": broken}, "progressDeadlineSeconds": 30})
-    rounds(service, 20)
+    service.rounds(20)
     assert before < {pod["metadata"]["uid"] for pod in service.pods()}, (
         "the other pods must keep serving"
     )
     assert len(service.pods()) == 3, "the rollout must stop at the surge"
-    assert reason(service, "Updating") == reason(service, "Ready") == "RolloutStalled"
-    assert reason(service, "Available") == "MinimumPodsReady", "old pods must count"
+    assert (
+        service.condition("Updating")["reason"]
+        == service.condition("Ready")["reason"]
+        == "RolloutStalled"
+    )
+    assert service.condition("Available")["reason"] == "MinimumPodsReady", "old pods must count"
     service.patch({"decode": {"template": None}})
     service.settle()
     assert {pod["metadata"]["uid"] for pod in service.pods()} == before

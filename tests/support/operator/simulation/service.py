@@ -270,6 +270,17 @@ class Service:
         if moves():
             self.coordinator.step(found=moves())
 
+    def rounds(self, number: int) -> None:
+        """Reconcile and let the whole cluster progress, `number` times."""
+        for _ in range(number):
+            self.reconcile()
+            self.world(lambda: True, ROUND_S)
+
+    def condition(self, type_: str = "Ready") -> Object:
+        """Return the condition of this type in the status."""
+        (found,) = [each for each in self.object()["status"]["conditions"] if each["type"] == type_]
+        return dict(found)
+
     # The end
 
     def settle(self) -> None:

@@ -66,12 +66,6 @@ def simulated() -> Iterator[Service]:
     found.close()
 
 
-def rounds(simulated: Service, number: int, seconds: float = 6.0) -> None:
-    for _ in range(number):
-        simulated.reconcile()
-        simulated.world(lambda: True, seconds)
-
-
 def conditions_of(simulated: Service) -> dict[str, tuple[str, str]]:
     conditions = simulated.object()["status"]["conditions"]
     return {each["type"]: (each["status"], each["reason"]) for each in conditions}
@@ -80,7 +74,7 @@ def conditions_of(simulated: Service) -> dict[str, tuple[str, str]]:
 def test_a_quota_is_reported_for_its_group_and_the_others_become_ready(simulated: Service) -> None:
     Quota(simulated, "decode", limit=1)
     simulated.create(SPEC)
-    rounds(simulated, 10)
+    simulated.rounds(10)
     conditions = conditions_of(simulated)
     assert conditions["DecodeReady"] == conditions["Ready"] == ("False", "QuotaExceeded")
     assert conditions["PrefillReady"] == conditions["GatewayReady"] == ("True", "PodsReady")
@@ -100,7 +94,7 @@ def test_a_surge_beyond_the_quota_waits_while_the_old_pods_serve(
     simulated.create(SPEC)
     simulated.settle()
     simulated.patch({"decode": {"template": {"metadata": {"labels": {"another": "revision"}}}}})
-    rounds(simulated, 20)
+    simulated.rounds(20)
     conditions = conditions_of(simulated)
     assert conditions["DecodeReady"] == ("False", "QuotaExceeded")
     assert conditions["Updating"] == ("True", "WaitingForCapacity")

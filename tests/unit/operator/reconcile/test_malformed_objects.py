@@ -102,21 +102,8 @@ def simulated() -> Iterator[Service]:
     found.close()
 
 
-def condition(simulated: Service, type_: str = "Ready") -> Object:
-    (found,) = [
-        each for each in simulated.object()["status"]["conditions"] if each["type"] == type_
-    ]
-    return dict(found)
-
-
 def member_names(simulated: Service) -> set[str]:
     return {pod["metadata"]["name"] for pod in simulated.pods()}
-
-
-def rounds(simulated: Service, number: int) -> None:
-    for _ in range(number):
-        simulated.reconcile()
-        simulated.world(lambda: True, 6.0)
 
 
 # Templates and resources
@@ -130,8 +117,8 @@ def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
     simulated.settle()
     simulated.patch(edit)
     simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
-    rounds(simulated, 4)
-    ready, generation = condition(simulated), simulated.object()["metadata"]["generation"]
+    simulated.rounds(4)
+    ready, generation = simulated.condition(), simulated.object()["metadata"]["generation"]
     assert (ready["status"], ready["reason"], ready["observedGeneration"]) == (
         "False",
         "InvalidSpec",
@@ -140,14 +127,14 @@ def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
     assert ready["message"].startswith(f"spec: {says}")
     assert len(ready["message"]) < 1000
     assert member_names(simulated) == {f"{NAME}-prefill-0", f"{NAME}-decode-0", f"{NAME}-decode-1"}
-    assert condition(simulated, "DecodeReady")["status"] == "True"
+    assert simulated.condition("DecodeReady")["status"] == "True"
     (event,) = [
         event for event in simulated.server.list("events") if event["reason"] == "InvalidSpec"
     ]
     assert (event["type"], event["count"]) == ("Warning", 1)
     assert says in event["message"]
     simulated.patch({"decode": {"replicas": 3}})
-    rounds(simulated, 4)
+    simulated.rounds(4)
     assert f"{NAME}-decode-3" not in member_names(simulated)
     assert f"{NAME}-decode-2" in member_names(simulated), "new sizes must apply, as in a pause"
     simulated.patch(
@@ -163,8 +150,8 @@ def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
 def test_a_new_malformed_service_is_reported(simulated: Service, edit: Object, says: str) -> None:
     simulated.create({**SPEC, **{role: {**SPEC[role], **fields} for role, fields in edit.items()}})
     simulated.reconcile()
-    assert condition(simulated)["reason"] == "InvalidSpec"
-    assert says in condition(simulated)["message"]
+    assert simulated.condition()["reason"] == "InvalidSpec"
+    assert says in simulated.condition()["message"]
     assert not simulated.pods()
 
 
@@ -335,14 +322,14 @@ def test_a_copy_of_a_member_is_ignored(simulated: Service, name: str) -> None:
         {"metadata": {"name": name, **kept}, "spec": copied["spec"]}, "pods"
     )
     simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
-    rounds(simulated, 4)
-    assert condition(simulated)["reason"] == "AllGroupsReady"
+    simulated.rounds(4)
+    assert simulated.condition()["reason"] == "AllGroupsReady"
     assert simulated.object()["status"]["decode"]["replicas"] == 2
     assert simulated.server.get("pods", f"{NAME}-decode-1") is not None
     simulated.patch({"engine": {"maxNumSeqs": 4}})
-    rounds(simulated, 30)
+    simulated.rounds(30)
     assert simulated.server.get("pods", name) == copy
-    assert condition(simulated)["reason"] == "AllGroupsReady"
+    assert simulated.condition()["reason"] == "AllGroupsReady"
     (mounted,) = [
         volume["configMap"]["name"] for volume in copy["spec"]["volumes"] if "configMap" in volume
     ]
@@ -407,7 +394,7 @@ def test_a_defect_in_any_step_is_reported_and_retried(
         broken.setattr(reconcile, place, fails)
         for _ in range(2):
             fail_in_step(simulated)
-            ready, generation = condition(simulated), simulated.object()["metadata"]["generation"]
+            ready, generation = simulated.condition(), simulated.object()["metadata"]["generation"]
             assert (ready["status"], ready["reason"]) == ("False", "InternalError")
             assert "DefectError: of the test" in ready["message"]
             assert (
@@ -419,7 +406,7 @@ def test_a_defect_in_any_step_is_reported_and_retried(
         assert member_names(simulated) >= before
         assert "InternalError" in {event["reason"] for event in simulated.server.list("events")}
     simulated.settle()
-    assert condition(simulated)["reason"] == "AllGroupsReady"
+    assert simulated.condition()["reason"] == "AllGroupsReady"
 
 
 def test_a_spec_that_causes_a_defect_is_reported_and_the_previous_members_are_kept(
@@ -439,8 +426,8 @@ def test_a_spec_that_causes_a_defect_is_reported_and_the_previous_members_are_ke
         for _ in range(6):
             fail_in_step(simulated)
             simulated.world(lambda: True, 6.0)
-        assert condition(simulated)["reason"] == "InternalError"
-        assert condition(simulated, "DecodeReady")["status"] == "True"
+        assert simulated.condition()["reason"] == "InternalError"
+        assert simulated.condition("DecodeReady")["status"] == "True"
         assert f"{NAME}-decode-1" in member_names(simulated)
         simulated.operator_restarts()
         fail_in_step(simulated)
@@ -464,8 +451,8 @@ def test_a_defect_in_one_group_does_not_delay_the_other(
         fail_in_step(simulated)
         simulated.world(lambda: True, 6.0)
     assert f"{NAME}-decode-1" in member_names(simulated)
-    assert condition(simulated)["reason"] == "InternalError"
-    assert condition(simulated, "DecodeReady")["status"] == "True"
+    assert simulated.condition()["reason"] == "InternalError"
+    assert simulated.condition("DecodeReady")["status"] == "True"
 
 
 def test_a_defect_in_the_error_handling_is_logged_and_the_first_one_is_raised(

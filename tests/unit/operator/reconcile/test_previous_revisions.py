@@ -36,22 +36,11 @@ def revisions(service: Service) -> Counter[str]:
     )
 
 
-def rounds(service: Service, number: int) -> None:
-    for _ in range(number):
-        service.reconcile()
-        service.world(lambda: True, 6.0)
-
-
 def lose(service: Service, revision: str) -> None:
     """Remove all pods of this revision."""
     for pod in service.pods():
         if pod["metadata"]["labels"]["serving.baton.dev/revision"] == revision:
             service.nodes.pod_vanishes(pod["metadata"]["name"])
-
-
-def reason(service: Service, condition: str) -> str:
-    conditions = {each["type"]: each for each in service.object()["status"]["conditions"]}
-    return str(conditions[condition]["reason"])
 
 
 def ready(service: Service) -> int:
@@ -68,14 +57,12 @@ def configurations(service: Service) -> tuple[set[str], set[str]]:
 def test_pods_that_die_during_a_stalled_rollout_get_the_previous_revision(service: Service) -> None:
     (before,) = revisions(service)
     service.patch(EDIT)
-    rounds(service, 20)
+    service.rounds(20)
     assert (
         service.object()["status"]["specRevision"] != service.object()["status"]["servedRevision"]
     )
     lose(service, before)
-    service.reconcile()
-    service.world(lambda: True, 6.0)
-    rounds(service, 20)
+    service.rounds(21)
     assert revisions(service)[before] == 2
     assert len(service.pods()) == 3, "only the pod of the failing revision remains"
     assert ready(service) == 2
@@ -98,12 +85,14 @@ def test_a_new_pod_that_sleeps_does_not_stall_the_rollout(
     monkeypatch.setattr(StatusProbes, "readiness", readiness)
     (before,) = revisions(service)
     service.patch(EDIT)
-    rounds(service, 20)
-    assert reason(service, "Updating") == reason(service, "DecodeReady") == "EngineAsleep"
+    service.rounds(20)
+    assert (
+        service.condition("Updating")["reason"]
+        == service.condition("DecodeReady")["reason"]
+        == "EngineAsleep"
+    )
     lose(service, before)
-    service.reconcile()
-    service.world(lambda: True, 6.0)
-    rounds(service, 2)
+    service.rounds(3)
     assert before not in revisions(service), "lost pods are replaced by the new revision"
     assert len(service.pods()) >= 2
 
@@ -120,15 +109,15 @@ def test_a_new_pod_that_wakes_up_has_the_whole_deadline_to_be_ready(
     monkeypatch.setattr(StatusProbes, "readiness", readiness)
     (before,) = revisions(service)
     service.patch(EDIT)
-    rounds(service, 20)
+    service.rounds(20)
     asleep = False
-    rounds(service, 2)
-    assert reason(service, "Updating") != "RolloutStalled"
+    service.rounds(2)
+    assert service.condition("Updating")["reason"] != "RolloutStalled"
     lose(service, before)
     service.reconcile()
     assert before not in revisions(service), "lost pods are replaced by the new revision"
-    rounds(service, 20)
-    assert reason(service, "Updating") == "RolloutStalled"
+    service.rounds(20)
+    assert service.condition("Updating")["reason"] == "RolloutStalled"
 
 
 def test_pods_that_die_in_a_pause_during_a_rollout_get_the_previous_revision(
@@ -136,12 +125,12 @@ def test_pods_that_die_in_a_pause_during_a_rollout_get_the_previous_revision(
 ) -> None:
     (before,) = revisions(service)
     service.patch(EDIT)
-    rounds(service, 3)
+    service.rounds(3)
     assert revisions(service)[before] == 2
     service.patch({"paused": True})
     newer = revisions(service)
     lose(service, before)
-    rounds(service, 5)
+    service.rounds(5)
     assert revisions(service) - newer == Counter(), "the edit has no pod yet"
     assert revisions(service)[before] == 1, "the new pod and one other must exist"
     service.patch({"paused": False, "decode": {"template": None}})
@@ -153,10 +142,10 @@ def test_a_revision_that_never_served_is_not_restored() -> None:
     service = Service()
     try:
         service.create({**SPEC, "decode": {"replicas": 2, "template": BROKEN}})
-        rounds(service, 20)
+        service.rounds(20)
         (broken,) = revisions(service)
         service.patch({"decode": {"template": None}})
-        rounds(service, 3)
+        service.rounds(3)
         assert not revisions(service)[broken]
         assert "servedRevision" not in service.object()["status"]
         service.settle()

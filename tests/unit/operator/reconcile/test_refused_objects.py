@@ -8,7 +8,7 @@ import pytest
 
 from baton_kube.client import Object
 from support.operator.simulation.api_server import Fault
-from support.operator.simulation.service import ROUND_S, Service, settled
+from support.operator.simulation.service import Service, settled
 
 SPEC: Object = {"model": {"uri": "hf://o/m"}, "decode": {"replicas": 1}}
 #: The simulated cluster has no Gateway API.
@@ -20,21 +20,9 @@ def service() -> Iterator[Service]:
     """Return a service at rest whose HTTPRoute cannot be written."""
     with settled(SPEC) as service:
         service.patch(ROUTE)
-        rest(service)
-        assert ready(service) == "GatewayAPIMissing"
+        service.rounds(20)
+        assert service.condition()["reason"] == "GatewayAPIMissing"
         yield service
-
-
-def rest(service: Service) -> None:
-    for _ in range(20):
-        service.reconcile()
-        service.world(lambda: True, ROUND_S)
-
-
-def ready(service: Service) -> str:
-    conditions = service.object()["status"]["conditions"]
-    (reason,) = [each["reason"] for each in conditions if each["type"] == "Ready"]
-    return str(reason)
 
 
 def config_maps(service: Service) -> set[str]:
@@ -52,7 +40,7 @@ def test_a_missing_config_map_is_reported_before_other_refusals(service: Service
 
     service.server.edit("configmaps", name, give_away)
     service.reconcile()
-    assert ready(service) == "NameConflict"
+    assert service.condition()["reason"] == "NameConflict"
     assert service.pods() == [before]
 
 
@@ -61,14 +49,14 @@ def test_an_error_behind_a_refusal_is_retried(
 ) -> None:
     service.patch({"gateway": {"replicas": 2}})
     service.reconcile({0: Fault.BROKEN}, hit_writes=True)
-    assert ready(service) == "GatewayAPIMissing"
+    assert service.condition()["reason"] == "GatewayAPIMissing"
     assert "reconcile of default/demo failed, retrying" in caplog.text
 
 
 def test_a_service_without_its_route_rests(service: Service) -> None:
     before = config_maps(service)
     service.patch({"engine": {"maxNumSeqs": 3}})
-    rest(service)
+    service.rounds(20)
     after = config_maps(service)
     assert len(after) == 1, "the ConfigMap of the old revision was not deleted"
     assert after != before

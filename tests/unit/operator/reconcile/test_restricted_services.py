@@ -11,7 +11,7 @@ import pytest
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders.restrictions import Restrictions
-from support.operator.simulation.service import NAME, ROUND_S, Service
+from support.operator.simulation.service import NAME, Service
 
 SPEC: dict[str, Any] = {
     "model": {"uri": "hf://o/m"},
@@ -29,18 +29,6 @@ EXPERTS: Object = {"replicas": 2, "parallelism": {"expert": True}}
 def service() -> Iterator[Service]:
     with closing(Service(Restrictions())) as made:
         yield made
-
-
-def rounds(service: Service, number: int = 4) -> None:
-    for _ in range(number):
-        service.reconcile()
-        service.world(lambda: True, ROUND_S)
-
-
-def ready(service: Service) -> Object:
-    conditions = service.object()["status"]["conditions"]
-    (found,) = [each for each in conditions if each["type"] == "Ready"]
-    return dict(found)
 
 
 def member_names(service: Service) -> set[str]:
@@ -76,13 +64,13 @@ def restrict(service: Service, restrictions: Restrictions | None) -> None:
 )
 def test_a_new_service_that_is_refused_gets_no_pod(service: Service, spec: Object) -> None:
     service.create({**SPEC, **spec})
-    rounds(service)
-    condition = ready(service)
+    service.rounds(4)
+    condition = service.condition()
     assert (condition["status"], condition["reason"]) == ("False", "InvalidSpec")
     assert "the operator's setting" in condition["message"]
     assert not has_workload(service)
     restrict(service, None)
-    rounds(service)
+    service.rounds(4)
     assert has_workload(service), "an unrestricted operator must create what is missing"
 
 
@@ -91,11 +79,11 @@ def test_an_edit_that_is_refused_leaves_the_pods_in_service(service: Service) ->
     service.settle()
     before = service.pods()
     service.patch({"decode": {"template": PRIVILEGED}})
-    rounds(service)
-    assert ready(service)["reason"] == "InvalidSpec"
+    service.rounds(4)
+    assert service.condition()["reason"] == "InvalidSpec"
     assert service.pods() == before
     service.nodes.pod_vanishes(f"{NAME}-decode-1")
-    rounds(service)
+    service.rounds(4)
     (made,) = [pod for pod in service.pods() if pod["metadata"]["name"] == f"{NAME}-decode-1"]
     assert "privileged" not in str(made), "the pod must be of the spec before the edit"
     service.patch({"decode": {"template": None}})
@@ -107,12 +95,12 @@ def test_a_restriction_keeps_present_pods_and_creates_no_further_ones(service: S
     service.create({**SPEC, "decode": {"replicas": 2, "template": HOST_PATH}})
     service.settle()
     restrict(service, Restrictions())
-    rounds(service)
-    assert ready(service)["reason"] == "InvalidSpec"
+    service.rounds(4)
+    assert service.condition()["reason"] == "InvalidSpec"
     assert member_names(service) == {"decode-0", "decode-1"}
     service.nodes.pod_vanishes(f"{NAME}-decode-1")
     service.patch({"decode": {"replicas": 3}})
-    rounds(service)
+    service.rounds(4)
     assert member_names(service) == {"decode-0"}
     service.patch({"decode": {"template": None}})
     service.settle()
@@ -130,11 +118,11 @@ def test_a_previous_revision_that_is_refused_is_not_restored(
     env = [{"name": "BROKEN", "value": "1"}]  # pods of this revision do not get ready
     broken = {"spec": {"volumes": None, "containers": [{"name": "engine", "env": env}]}}
     service.patch({"decode": {"template": broken}})
-    rounds(service, 20)
+    service.rounds(20)
     for pod in service.pods():
         if revision(pod) == old:
             service.nodes.pod_vanishes(pod["metadata"]["name"])
-    rounds(service, 20)
+    service.rounds(20)
     is_restored = old in {revision(pod) for pod in service.pods()}
     assert is_restored == (restrictions is None)
 
@@ -145,9 +133,9 @@ def test_no_pod_runs_under_an_account_of_another_owner(service: Service, account
     theirs = {"metadata": {"name": f"{NAME}-{account}"}}
     service.server.put(theirs, "serviceaccounts")
     service.create(SPEC)
-    rounds(service)
-    assert ready(service)["reason"] == "NameConflict"
-    assert f"ServiceAccount {NAME}-{account} exists" in ready(service)["message"]
+    service.rounds(4)
+    assert service.condition()["reason"] == "NameConflict"
+    assert f"ServiceAccount {NAME}-{account} exists" in service.condition()["message"]
     if account == "engine":
         assert not service.pods()
     else:
@@ -166,8 +154,8 @@ def test_the_gateway_does_not_get_the_rights_of_another_owner(service: Service, 
     name = f"{NAME}-gateway"
     service.server.put({"metadata": {"name": name}}, plurals[kind])
     service.create(SPEC)
-    rounds(service)
-    assert f"{kind} {name} exists" in ready(service)["message"]
+    service.rounds(4)
+    assert f"{kind} {name} exists" in service.condition()["message"]
     bound = [each for each in service.server.list(plurals["RoleBinding"]) if "roleRef" in each]
     assert not bound, "the binding would give the rights of the Role to the image of the service"
     assert not service.server.list("deployments.apps")
