@@ -96,9 +96,7 @@ def identity_env(**more: str) -> list[Object]:
     return env + [{"name": name, "value": value} for name, value in more.items()]
 
 
-def http_probe(
-    path: str, *, period_s: int, failures: int, timeout_s: int = 5, port: str = "http"
-) -> Object:
+def http_probe(path: str, *, period_s: int, failures: int, port: str = "http") -> Object:
     """Return an HTTP probe of `path` on the port that is named `port`.
 
     Args:
@@ -108,7 +106,7 @@ def http_probe(
         "httpGet": {"path": path, "port": port, "scheme": "HTTP"},
         "periodSeconds": period_s,
         "failureThreshold": failures,
-        "timeoutSeconds": timeout_s,
+        "timeoutSeconds": 5,
     }
 
 

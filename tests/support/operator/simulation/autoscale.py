@@ -6,7 +6,7 @@ the least work.
 Decode: a step of n sequences takes `step_s + n * sequence_s`, and gives each sequence one token. A
 sequence uses `1 / max_sequences` of the engine's KV blocks. Sequences that do not fit wait.
 
-New engines need `load_s` to become ready. Engines that are removed drain.
+New engines need LOAD_S to become ready. Engines that are removed drain.
 
 Histograms have fine buckets, so that the formulas see exact latencies.
 """
@@ -28,6 +28,7 @@ from baton_operator.autoscale.windows import Sample, Snapshot, Window, window
 from baton_operator.names import MEMBER_ROLES, MemberRole
 
 TICK_S = 0.25
+LOAD_S = 45.0
 PERIOD_S = 15.0
 FINE_S = tuple(0.001 * 1.25**power for power in range(55))
 
@@ -92,13 +93,11 @@ class Simulation:
         prefill_bounds: Bounds = _BOUNDS,
         decode_bounds: Bounds = _BOUNDS,
         start: dict[MemberRole, int] | None = None,
-        behavior: Behavior | None = None,
-        load_s: float = 45.0,
         seed: int = 1,
     ) -> None:
         self.now = 0.0
-        self.rate, self.targets, self.load_s = rate, targets, load_s
-        self.behavior = behavior or Behavior()
+        self.rate, self.targets = rate, targets
+        self.behavior = Behavior()
         self.workload = workload or Workload()
         self.bounds: dict[MemberRole, Bounds] = {"prefill": prefill_bounds, "decode": decode_bounds}
         sizes = start or {role: max(1, bounds.min) for role, bounds in self.bounds.items()}
@@ -267,7 +266,7 @@ class Simulation:
 
     def _resize(self, role: MemberRole, size: int) -> None:
         staying = [engine for engine in self.engines[role].values() if not engine.leaves]
-        self._make(role, size - len(staying), ready_at=self.now + self.load_s)
+        self._make(role, size - len(staying), ready_at=self.now + LOAD_S)
         for engine in sorted(staying, key=_load)[: max(0, len(staying) - size)]:
             engine.leaves = True
         self._wanted[role] = size
