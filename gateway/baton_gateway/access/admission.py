@@ -44,17 +44,27 @@ class Admission:
                 "This gateway is shutting down; retry, another one will answer.", code="draining"
             )
 
-    def begin(self) -> None:
-        """Count a new request in flight. The caller must call `end` when the request ends."""
+    @contextmanager
+    def request(self, client: str | None) -> Iterator[Place]:
+        """Count a request in flight, in the place of one sequence, until the `with` block ends.
+
+        Args:
+            client: as in `place`.
+
+        Raises:
+            APIError: as `place`.
+        """
         self._num_requests += 1
         self._idle.clear()
         self._metrics.in_flight.set(self._num_requests)
-
-    def end(self) -> None:
-        self._num_requests -= 1
-        self._metrics.in_flight.set(self._num_requests)
-        if self._num_requests == 0:
-            self._idle.set()
+        try:
+            with self.place(client) as place:
+                yield place
+        finally:
+            self._num_requests -= 1
+            self._metrics.in_flight.set(self._num_requests)
+            if self._num_requests == 0:
+                self._idle.set()
 
     @contextmanager
     def place(self, client: str | None) -> Iterator[Place]:
@@ -67,8 +77,10 @@ class Admission:
                 gateway applies.
 
         Raises:
-            APIError: 429, because the sequences in flight leave no room.
+            APIError: 429, because the sequences in flight leave no room, or 503, because the
+                gateway accepts no more requests.
         """
+        self.check_open()
         place = Place(self, client)
         place.resize(1)
         try:

@@ -111,17 +111,9 @@ class GenerationEndpoint(Generic[_Body]):
             APIError, RequestError: the request failed before the first byte of the response.
         """
         started = time.monotonic()
-        self._admission.check_open()
-        self._admission.begin()
-        try:
-            return await self._serve(http, started)
-        finally:
-            self._admission.end()
-
-    async def _serve(self, http: web.Request, started: float) -> web.StreamResponse:
         deadline = RequestDeadline(self._timeout_s)
         stream: EventStream | None = None
-        with self._admission.place(http.get(CLIENT)) as place:
+        with self._admission.request(http.get(CLIENT)) as place:
             try:
                 async with self._bodies.charge() as charge:
                     body, request, body_size = await self._read(http, charge)

@@ -120,31 +120,26 @@ class PoolingEndpoints:
             APIError, RequestError: the request failed.
         """
         started = time.monotonic()
-        self._admission.check_open()
-        self._admission.begin()
-        try:
-            deadline, client = RequestDeadline(self._timeout_s), http.get(CLIENT)
-            with self._admission.place(client) as place:
-                async with self._bodies.charge() as charge:
-                    body, size = await self._reader.read(http, charge, kind)
-                    # Before the prompts are tokenized, so that a refusal takes little time.
-                    place.resize(body.num_sequences)
-                    async with deadline.paused():
-                        await self._queue.wait()
-                    async with deadline.enforced():
-                        job, respond = await build(body, size, client)
+        deadline, client = RequestDeadline(self._timeout_s), http.get(CLIENT)
+        with self._admission.request(client) as place:
+            async with self._bodies.charge() as charge:
+                body, size = await self._reader.read(http, charge, kind)
+                # Before the prompts are tokenized, so that a refusal takes little time.
+                place.resize(body.num_sequences)
+                async with deadline.paused():
+                    await self._queue.wait()
                 async with deadline.enforced():
-                    await self._runner.run(job, started)
-                encoded = await run_off_loop(
-                    lambda: msgspec.json.encode(respond()),
-                    sum(map(len, job.vectors)),
-                    INLINE_VECTOR_BYTES,
-                )
-                timeout_s = min(deadline.left_s, self._client_timeout_s)
-                async with self._bodies.charge() as charge:
-                    return await send_json(http, encoded, timeout_s, charge)
-        finally:
-            self._admission.end()
+                    job, respond = await build(body, size, client)
+            async with deadline.enforced():
+                await self._runner.run(job, started)
+            encoded = await run_off_loop(
+                lambda: msgspec.json.encode(respond()),
+                sum(map(len, job.vectors)),
+                INLINE_VECTOR_BYTES,
+            )
+            timeout_s = min(deadline.left_s, self._client_timeout_s)
+            async with self._bodies.charge() as charge:
+                return await send_json(http, encoded, timeout_s, charge)
 
     def _embeddings(self, body: EmbeddingRequest, job: PoolingJob) -> EmbeddingResponse:
         def encode(vector: bytes) -> list[float] | str:

@@ -37,7 +37,6 @@ class StoredResponses:
         self._client_timeout_s = client_timeout_s
 
     async def get(self, http: web.Request) -> web.StreamResponse:
-        self._admission.check_open()
         with self._admission.place(http.get(CLIENT)):
             response = self._store.get(http.match_info["response"], http.get(CLIENT))
             async with self._bodies.charge() as charge:

@@ -77,7 +77,6 @@ class TokenizeEndpoints:
         kind: type[_Request],
         answer: Callable[[_Request, str, TextBounds, int | None], msgspec.Struct],
     ) -> web.StreamResponse:
-        self._admission.check_open()
         with self._admission.place(http.get(CLIENT)):
             async with self._bodies.charge() as charge:
                 body = await charge.read(http, self._client_timeout_s)
