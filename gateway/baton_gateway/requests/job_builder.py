@@ -173,15 +173,10 @@ class JobBuilder:
         """
         prompts = request.prompts()
         add_special = request.add_special_tokens is not False
-        token_ids: list[list[int]] = []
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                token_ids.append(
-                    self._reader.encode(prompt, "prompt", bounds, add_special_tokens=add_special)
-                )
-            else:
-                self._reader.check_ids(prompt, "prompt")
-                token_ids.append(prompt)
+        token_ids = [
+            self._reader.token_ids(prompt, "prompt", bounds, add_special_tokens=add_special)
+            for prompt in prompts
+        ]
         echoes = [""] * len(prompts)
         if request.echo:
             echoes = [

@@ -228,13 +228,9 @@ class PoolingJobBuilder:
     def _token_ids(
         self, prompt: str | list[int], field: str, bounds: PromptBounds, add_special_tokens: bool
     ) -> list[int]:
-        if isinstance(prompt, str):
-            token_ids = self._reader.encode(
-                prompt, field, bounds, add_special_tokens=add_special_tokens
-            )
-        else:
-            self._reader.check_ids(prompt, field)
-            token_ids = prompt
+        token_ids = self._reader.token_ids(
+            prompt, field, bounds, add_special_tokens=add_special_tokens
+        )
         if not token_ids:
             raise RequestError(f"{field} must not be empty", param=field)
         bounds.check(len(token_ids), field)

@@ -177,6 +177,25 @@ class PromptReader:
                 "The chat templates of other requests take too long; retry later."
             ) from None
 
+    def token_ids(
+        self,
+        prompt: str | list[int],
+        field: str,
+        bounds: PromptBounds,
+        *,
+        add_special_tokens: bool,
+    ) -> list[int]:
+        """Return the token ids of a prompt, which may have them already.
+
+        Raises:
+            APIError, RequestError: as `encode`.
+            RequestError: an id is not in the vocabulary.
+        """
+        if isinstance(prompt, str):
+            return self.encode(prompt, field, bounds, add_special_tokens=add_special_tokens)
+        self.check_ids(prompt, field)
+        return prompt
+
     def encode(
         self, text: str, field: str, bounds: PromptBounds | TextBounds, *, add_special_tokens: bool
     ) -> list[int]:
@@ -186,10 +205,8 @@ class PromptReader:
             APIError, RequestError: a quick check shows that the text exceeds `bounds`.
             RequestError: the model's tokenizer fails for this text.
         """
-        bounds.check(self._tokenizer.fewest_tokens(text), field)
         try:
-            if len(text) > LONG_TEXT * bounds.max_tokens:
-                self._check_pieces(text, field, bounds)
+            self._check_text(text, field, bounds)
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except TokenizerError as error:
             raise RequestError(
@@ -211,11 +228,9 @@ class PromptReader:
         Raises:
             APIError, RequestError: as `encode`.
         """
-        for text, field in zip(pair, fields, strict=True):
-            bounds.check(self._tokenizer.fewest_tokens(text), field)
-            if len(text) > LONG_TEXT * bounds.max_tokens:
-                self._check_pieces(text, field, bounds)
         try:
+            for text, field in zip(pair, fields, strict=True):
+                self._check_text(text, field, bounds)
             return encode_pair(self._tokenizer, pair_format, *pair)
         except TokenizerError as error:
             raise RequestError(
@@ -231,11 +246,15 @@ class PromptReader:
                 f"{field}: token ids must be in [0, {vocab_size - 1}], got {wrong}", param=field
             )
 
-    def _check_pieces(self, text: str, field: str, bounds: PromptBounds | TextBounds) -> None:
-        """Raise an error if the pieces of `text` have more than twice as many tokens as allowed.
+    def _check_text(self, text: str, field: str, bounds: PromptBounds | TextBounds) -> None:
+        """Raise an error if a quick check shows that `text` exceeds `bounds`.
 
-        Cutting a text into pieces adds only a few tokens, so such a text cannot fit.
+        A long text exceeds them if its pieces have more than twice as many tokens as allowed,
+        because cutting a text into pieces adds only a few tokens.
         """
+        bounds.check(self._tokenizer.fewest_tokens(text), field)
+        if len(text) <= LONG_TEXT * bounds.max_tokens:
+            return
         num_tokens, piece = 0, max(_MIN_PIECE, LONG_TEXT * bounds.max_tokens)
         for start in range(0, len(text), piece):
             num_tokens += len(

@@ -10,6 +10,7 @@ import pytest
 from baton_gateway.requests import pooling
 from baton_protocol.pooling import PairFormat, Task
 from baton_text.score_prompts import encode_pair
+from baton_text.tokenizer import Tokenizer, TokenizerError
 from support.gateway.fake_engine import vector_of
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 
@@ -57,6 +58,18 @@ async def test_a_classifier_scores_pairs_in_order(reranker: GatewayRig) -> None:
     assert body["usage"]["prompt_tokens"] == sum(
         len(add.prompt_token_ids) for add in reranker.engines[0].adds
     )
+
+
+async def test_a_long_text_for_which_the_tokenizer_fails_is_refused(
+    reranker: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> list[int]:
+        raise TokenizerError("it panicked")
+
+    monkeypatch.setattr(Tokenizer, "fewest_tokens", lambda *_: 0)
+    monkeypatch.setattr(Tokenizer, "encode", fail)
+    status, body, _ = await reranker.post("/v1/score", {"text_1": "go", "text_2": "x" * 10_000})
+    assert (status, body["error"]["param"]) == (400, "text_2")
 
 
 async def test_a_pair_with_text_types_names_the_second_text(make_rig: MakeRig) -> None:
