@@ -35,6 +35,7 @@ from baton_protocol.messages import (
 )
 from baton_protocol.options.config import EngineEndpoint
 from baton_protocol.pooling import PairFormat, PoolingParams, Task
+from support.waiting import until
 
 DEADLINE_S = 60.0
 #: The test tokenizer's <|endoftext|>, its second special token.
@@ -44,6 +45,14 @@ EOS_ID = 1
 def vector_of(prompt: list[int]) -> list[float]:
     """Return the vector with which a pooling `FakeEngine` answers a prompt."""
     return [float(len(prompt)), float(prompt[0]), 0.5, -1.5]
+
+
+async def busy(engines: list[FakeEngine], count: int = 1) -> FakeEngine:
+    """Return the engine that runs `count` requests."""
+    return await until(
+        lambda: next((engine for engine in engines if engine.num_unfinished == count), None),
+        "the requests at an engine",
+    )
 
 
 class FakeEngine:

@@ -126,6 +126,13 @@ class GatewayRig:
         async with http_session() as session, session.post(self.url + path, **options) as response:
             return response.status, await response.json(), dict(response.headers)
 
+    async def completion(self, **fields: Any) -> dict[str, Any]:
+        """Return the JSON response to a completion of the prompt "go"."""
+        body = {"model": "m", "prompt": "go", "max_tokens": 50, **fields}
+        status, response, _ = await self.post("/v1/completions", body)
+        assert status == 200, response
+        return response
+
     async def complete(self, **options: Any) -> str:
         """Return the text of a completion of the prompt "go"."""
         fields = {"model": "m", "prompt": "go", "max_tokens": 50, **options}

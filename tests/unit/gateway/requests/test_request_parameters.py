@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -19,17 +18,10 @@ GO = {"model": "m", "prompt": "go", "max_tokens": 50}
 UNKNOWN_FIELDS = "baton:gateway_unknown_body_fields_total"
 
 
-async def completion(rig: GatewayRig, **fields) -> Any:
-    """Return the JSON response to a completion."""
-    status, body, _ = await rig.post("/v1/completions", GO | fields)
-    assert status == 200, body
-    return body
-
-
 async def test_samples_of_a_prompt_are_sent_to_one_engine_as_a_group(rig: GatewayRig) -> None:
     engines = [rig.engine(f"d{i}", "decode", TEXT) for i in range(3)]
     await rig.start(*engines)
-    await completion(rig, prompt=["go", "on"], n=3)
+    await rig.completion(prompt=["go", "on"], n=3)
     used = [engine for engine in engines if engine.adds]
     assert len(used) == 2, "each prompt must go to its own engine"
     for engine in used:
@@ -37,14 +29,14 @@ async def test_samples_of_a_prompt_are_sent_to_one_engine_as_a_group(rig: Gatewa
         assert len({add.group_id for add in engine.adds}) == 1
         assert sorted(add.sample_index for add in engine.adds) == [0, 1, 2]
     assert used[0].adds[0].group_id != used[1].adds[0].group_id
-    await completion(rig)
+    await rig.completion()
     assert next(add for engine in engines for add in engine.adds[-1:] if add.group_id == "")
 
 
 async def test_best_of_returns_the_most_likely_samples(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
-    body = await completion(rig, prompt=["go", "on"], n=2, best_of=4, return_token_ids=True)
+    body = await rig.completion(prompt=["go", "on"], n=2, best_of=4, return_token_ids=True)
     assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
     assert len(engine.adds) == 8
     assert {add.sampling_params.logprobs for add in engine.adds} == {0}, (
@@ -54,7 +46,7 @@ async def test_best_of_returns_the_most_likely_samples(rig: GatewayRig) -> None:
     assert body["usage"]["completion_tokens"] == 8 * len(engine.answer), (
         "tokens of dropped samples were not counted"
     )
-    shown = await completion(rig, n=1, best_of=3, logprobs=1)
+    shown = await rig.completion(n=1, best_of=3, logprobs=1)
     assert shown["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(-0.25 / 3)
 
 
@@ -87,7 +79,7 @@ async def test_prompt_logprobs_skip_the_prefill_stage_and_are_requested_once(
     prefill = rig.engine("p", "prefill", TEXT)
     decode = rig.engine("d", "decode", TEXT, hold_after=3)
     await rig.start(prefill, decode)
-    asking = asyncio.create_task(completion(rig, prompt=[5, 6, 7], prompt_logprobs=1))
+    asking = asyncio.create_task(rig.completion(prompt=[5, 6, 7], prompt_logprobs=1))
     await until(lambda: decode.adds, "the request at the first engine")
     other = rig.engine("d1", "decode", TEXT)
     rig.announce(prefill, decode, other)
@@ -113,7 +105,7 @@ async def test_prompt_logprobs_are_computed_once_for_all_samples(
 ) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
-    body = await completion(rig, prompt=[5, 6, 7], prompt_logprobs=1, **fields)
+    body = await rig.completion(prompt=[5, 6, 7], prompt_logprobs=1, **fields)
     assert len(body["choices"]) == fields["n"]
     for choice in body["choices"]:
         assert len(choice["prompt_logprobs"]) == 3
@@ -138,9 +130,9 @@ async def test_too_many_prompt_logprobs_are_refused(rig: GatewayRig) -> None:
 async def test_equal_prompts_without_a_seed_get_different_seeds(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
-    await completion(rig, prompt=["a", "a"])
+    await rig.completion(prompt=["a", "a"])
     assert len({add.sampling_params.seed for add in engine.adds}) == 2
-    await completion(rig, prompt=["a", "a"], seed=4)
+    await rig.completion(prompt=["a", "a"], seed=4)
     assert [add.sampling_params.seed for add in engine.adds[2:]] == [4, 4]
 
 
@@ -177,7 +169,7 @@ async def test_echo_with_logprobs_includes_those_of_the_prompt(
 async def test_echo_with_max_tokens_0_returns_the_prompt(rig: GatewayRig) -> None:
     engine = rig.engine("d", "decode", TEXT)
     await rig.start(engine)
-    body = await completion(rig, prompt=[5, 6, 7], echo=True, logprobs=0, max_tokens=0)
+    body = await rig.completion(prompt=[5, 6, 7], echo=True, logprobs=0, max_tokens=0)
     [choice] = body["choices"]
     assert (choice["text"], choice["finish_reason"]) == (
         rig.tokenizer.decode([5, 6, 7]),
@@ -227,7 +219,7 @@ async def test_structured_outputs_reach_the_engine_and_errors_name_the_field(
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     for fields, kind, spec in STRUCTURES:
-        await completion(rig, **fields)
+        await rig.completion(**fields)
         assert engine.adds[-1].sampling_params.structured_output == StructuredOutput(kind, spec)
     engine.refuse = ErrorCode.INVALID, "structured_output.spec is not valid: unbalanced"
     for fields, _, _ in STRUCTURES:
@@ -249,8 +241,8 @@ async def test_bad_words_and_allowed_tokens_reach_the_engine(rig: GatewayRig) ->
     engine = rig.engine("d", "decode")
     await rig.start(engine)
     detection = {"max_pattern_size": 4, "min_count": 3}
-    await completion(
-        rig, bad_words=["fox"], allowed_token_ids=[5, 6], repetition_detection=detection, top_k=-1
+    await rig.completion(
+        bad_words=["fox"], allowed_token_ids=[5, 6], repetition_detection=detection, top_k=-1
     )
     params = engine.adds[0].sampling_params
     encoded = [rig.tokenizer.encode(form, add_special_tokens=False) for form in ("fox", " fox")]
@@ -267,13 +259,13 @@ async def test_a_repetition_is_reported_as_the_finish_reason(rig: GatewayRig) ->
     engine = rig.engine("d", "decode", TEXT)
     engine.repeats = True
     await rig.start(engine)
-    body = await completion(rig)
+    body = await rig.completion()
     assert body["choices"][0]["finish_reason"] == "repetition"
 
 
 async def test_the_matched_stop_string_is_reported(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
-    body = await completion(rig, stop=["quick", "zzz"])
+    body = await rig.completion(stop=["quick", "zzz"])
     assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == (
         "stop",
         "quick",
@@ -313,10 +305,10 @@ async def test_unknown_fields_are_counted_logged_once_and_ignored(
     rig: GatewayRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
-    await completion(rig)
+    await rig.completion()
     assert rig.metric(UNKNOWN_FIELDS) == 0
     for _ in range(2):
-        await completion(rig, frobnicate=1)
+        await rig.completion(frobnicate=1)
     status, _, _ = await rig.post("/tokenize", {"prompt": "go", "frobnicate": {"top_k": 1}})
     assert status == 200
     assert rig.metric(UNKNOWN_FIELDS) == 3
@@ -328,7 +320,7 @@ async def test_the_log_of_unknown_fields_is_bounded(
     rig: GatewayRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     await rig.start(rig.engine("d", "decode", TEXT))
-    await completion(rig, **{f"{i}\n" + "x" * 9999: 1 for i in range(MAX_LOGGED_FIELDS + 5)})
+    await rig.completion(**{f"{i}\n" + "x" * 9999: 1 for i in range(MAX_LOGGED_FIELDS + 5)})
     assert rig.metric(UNKNOWN_FIELDS) == MAX_LOGGED_FIELDS + 5
     lines = [line for line in caplog.messages if "unknown field" in line]
     assert len(lines) == MAX_LOGGED_FIELDS

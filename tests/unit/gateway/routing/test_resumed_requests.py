@@ -11,7 +11,7 @@ import pytest
 from baton_gateway.routing.placer import MAX_FAILURES
 from baton_protocol.messages import ErrorCode
 from baton_protocol.sampling import StructuredOutputKind
-from support.gateway.fake_engine import FakeEngine
+from support.gateway.fake_engine import FakeEngine, busy
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
 
@@ -44,14 +44,6 @@ async def streamed_text(rig: GatewayRig, path: str, **fields: Any) -> tuple[str,
     ]
     pieces = [choice for chunk in chunks for choice in chunk.choices if choice.index == 0]
     return "".join((p.delta.content if "chat" in path else p.text) or "" for p in pieces), chunks
-
-
-async def busy(engines: list[FakeEngine], count: int = 1) -> FakeEngine:
-    """Return the engine that runs `count` requests."""
-    return await until(
-        lambda: next((engine for engine in engines if engine.num_unfinished == count), None),
-        "the requests at an engine",
-    )
 
 
 async def tokens_at_client(rig: GatewayRig, count: int) -> None:

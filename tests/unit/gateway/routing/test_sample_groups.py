@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 
 from baton_protocol.messages import EngineCoreRequest, ErrorCode, KVSide
-from support.gateway.fake_engine import FakeEngine
+from support.gateway.fake_engine import busy
 from support.gateway.gateway_rig import GatewayRig
 from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
-GO: dict[str, Any] = {"model": "m", "prompt": "go", "max_tokens": 50}
-
-
-async def ask(rig: GatewayRig, **fields: Any) -> dict[str, Any]:
-    status, body, _ = await rig.post("/v1/completions", GO | fields)
-    assert status == 200, body
-    return body
 
 
 def texts(body: dict[str, Any]) -> list[str]:
@@ -36,14 +29,6 @@ def check_group(adds: list[EngineCoreRequest], count: int) -> None:
     assert [add.kv_transfer for add in adds[1:]] == [None] * (count - 1)
 
 
-async def busy(engines: list[FakeEngine], count: int) -> FakeEngine:
-    """Return the engine that runs `count` requests."""
-    return await until(
-        lambda: next((engine for engine in engines if engine.num_unfinished == count), None),
-        f"{count} requests at an engine",
-    )
-
-
 @pytest.mark.parametrize(("fields", "count"), [({"n": 4}, 4), ({"n": 2, "best_of": 3}, 3)])
 async def test_the_samples_of_a_prompt_have_one_prefill_stage(
     rig: GatewayRig, fields: dict[str, int], count: int
@@ -52,7 +37,7 @@ async def test_the_samples_of_a_prompt_have_one_prefill_stage(
     engines = [rig.engine(f"d{index}", "decode", TEXT) for index in range(2)]
     prefill.cached_tokens = lambda _: 1
     await rig.start(prefill, *engines)
-    body = await ask(rig, seed=7, **fields)
+    body = await rig.completion(seed=7, **fields)
     assert texts(body) == [TEXT] * fields["n"]
     [produce] = prefill.adds
     assert produce.kv_transfer is not None
@@ -73,7 +58,7 @@ async def test_the_samples_of_a_prompt_have_one_prefill_stage(
 async def test_each_prompt_of_a_request_has_its_own_prefill_stage(rig: GatewayRig) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
-    assert texts(await ask(rig, prompt=["go", "on"], n=2)) == [TEXT] * 4
+    assert texts(await rig.completion(prompt=["go", "on"], n=2)) == [TEXT] * 4
     assert len({tuple(add.prompt_token_ids) for add in prefill.adds}) == len(prefill.adds) == 2
     for group_id in {add.group_id for add in decode.adds}:
         check_group([add for add in decode.adds if add.group_id == group_id], 2)
@@ -84,7 +69,7 @@ async def test_samples_with_prompt_logprobs_are_a_group_without_a_prefill_stage(
 ) -> None:
     prefill, decode = rig.engine("p", "prefill", TEXT), rig.engine("d", "decode", TEXT)
     await rig.start(prefill, decode)
-    body = await ask(rig, prompt=[5, 6, 7], n=3, prompt_logprobs=1)
+    body = await rig.completion(prompt=[5, 6, 7], n=3, prompt_logprobs=1)
     assert [len(choice["prompt_logprobs"]) for choice in body["choices"]] == [3] * 3
     assert not prefill.adds
     assert [add.kv_transfer for add in decode.adds] == [None] * 3
@@ -98,7 +83,7 @@ async def test_a_failed_prefill_stage_of_a_group_is_one_fallback(rig: GatewayRig
         prefill.refuse = (ErrorCode.OVERLOADED, "not now")
     prefill.die_on_add = how == "dies"
     await rig.start(prefill, decode)
-    assert texts(await ask(rig, n=3)) == [TEXT] * 3
+    assert texts(await rig.completion(n=3)) == [TEXT] * 3
     check_group(decode.adds, 3)
     [result] = decode.prefill_results.values()
     assert result.error
@@ -110,7 +95,7 @@ async def test_samples_without_tokens_move_together_with_one_prefill_stage(rig: 
     prefill = rig.engine("p", "prefill", TEXT)
     engines = [rig.engine(f"d{index}", "decode", TEXT, hold_after=0) for index in range(3)]
     await rig.start(prefill, *engines)
-    request = asyncio.create_task(ask(rig, n=3))
+    request = asyncio.create_task(rig.completion(n=3))
     first = await busy(engines, 3)
     await until(lambda: first.prefill_results, "the end of the prefill stage")
     for engine in engines:
@@ -128,7 +113,7 @@ async def test_samples_with_tokens_are_resumed_without_another_prefill_stage(
     prefill = rig.engine("p", "prefill", TEXT)
     engines = [rig.engine(f"d{index}", "decode", TEXT, hold_after=2) for index in range(3)]
     await rig.start(prefill, *engines)
-    request = asyncio.create_task(ask(rig, n=3))
+    request = asyncio.create_task(rig.completion(n=3))
     first = await busy(engines, 3)
     await until(lambda: rig.metric("baton:gateway_generation_tokens_total") == 6, "two tokens each")
     for engine in engines:
@@ -148,7 +133,7 @@ async def test_a_failed_load_moves_all_samples_to_one_other_engine(rig: GatewayR
         engine.planned_errors = engines[0].planned_errors
     engines[0].planned_errors += [(0, ErrorCode.KV_LOAD)] * 3
     await rig.start(prefill, *engines)
-    assert texts(await ask(rig, n=3)) == [TEXT] * 3
+    assert texts(await rig.completion(n=3)) == [TEXT] * 3
     used = [engine for engine in engines if engine.adds]
     assert len(used) == len(prefill.adds) == 2
     for engine in used:
@@ -162,7 +147,7 @@ async def test_a_sample_that_fails_alone_has_a_prefill_stage_of_its_own(rig: Gat
         engine.planned_errors = engines[0].planned_errors
     engines[0].planned_errors.append((0, ErrorCode.INTERNAL))
     await rig.start(prefill, *engines)
-    assert texts(await ask(rig, n=3)) == [TEXT] * 3
+    assert texts(await rig.completion(n=3)) == [TEXT] * 3
     [alone] = next(engine for engine in engines if len(engine.adds) == 1).adds
     assert (alone.sample_index, alone.group_id) == (0, "")
     assert alone.kv_transfer is not None
