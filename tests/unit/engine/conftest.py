@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton_engine.checkpoint import create_checkpoint
 from baton_engine.worker import model_runner
 from support.engine.engine_process import EngineProcess
+from support.engine.step_driver import VOCAB_SIZE
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model, for tests that need no other architecture. They only read it."""
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": VOCAB_SIZE}
+    return create_checkpoint(path, "qwen3", seed=3, **sizes)
 
 
 @pytest.fixture

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_protocol.messages import EngineCoreRequest
@@ -17,20 +14,6 @@ PROMPTS = [
     [(7 * i + 3 * j) % 500 for j in range(length)]
     for i, length in enumerate([1, 15, 16, 17, 40, 90])
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("checkpoint")
-    return create_checkpoint(
-        path / "qwen3",
-        "qwen3",
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        vocab_size=512,
-        seed=3,
-    )
 
 
 def make_core(checkpoint: Path, *, num_blocks: int = 64, budget: int = 512) -> EngineCore:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_protocol.messages import EngineCoreRequest, FinishReason
@@ -41,12 +40,6 @@ KINDS: list[dict[str, Any]] = [
     {"top_k": 30, "stop_token_ids": ENDS, "bad_words_token_ids": [[7, 8], [9]]},
     {"logprobs": 1},
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 2, "vocab_size": VOCAB_SIZE}
-    return create_checkpoint(tmp_path_factory.mktemp("core") / "qwen3", "qwen3", seed=3, **sizes)
 
 
 @contextmanager

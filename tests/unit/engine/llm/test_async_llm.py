@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from baton_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
-from baton_engine.checkpoint import create_checkpoint
 from support.waiting import until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -27,14 +26,6 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
 }
 PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("async_llm") / "tiny"
-    return create_checkpoint(
-        path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512, seed=3
-    )
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
 from baton_engine import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.collectors import SamplesCollector
 from baton_protocol.messages import EngineCoreOutput
@@ -31,14 +30,6 @@ from support.hostile.weights import INDEX_ATTACKS
 from support.parity import assert_greedy, prompts, reference_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llm") / "tiny"
-    return create_checkpoint(
-        path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512, seed=3
-    )
 
 
 def make_llm(checkpoint: Path, **args) -> LLM:

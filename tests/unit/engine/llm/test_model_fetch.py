@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from baton_engine import LLM, AsyncLLM, SamplingParams
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.llm import model_fetch
 from baton_protocol.process.fatal import ConfigurationError
 from support.fetch.fake_hub import FakeHub, fake_hub, folder_files
@@ -25,14 +24,6 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 128,
 }
 NOBODY = "http://127.0.0.1:9"
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model_fetch") / "tiny"
-    return create_checkpoint(
-        path, "qwen3", hidden_size=64, intermediate_size=96, num_layers=2, vocab_size=512, seed=3
-    )
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,12 @@ def consume(transfer_id: str) -> KVTransferParams:
     return KVTransferParams(KVSide.CONSUME, transfer_id, "prefill-1", "127.0.0.1", 5558)
 
 
+def hand_off(engine: Engine, transfer_id: str, request_id: str, prompt: list[int]) -> None:
+    """End the load of a transfer, and send the result of its prefill stage."""
+    engine.load(transfer_id, prompt)
+    engine.scheduler.add_prefill_result(PrefillResult(request_id, [next_token(prompt)]))
+
+
 def test_a_producer_publishes_blocks_per_chunk_and_keeps_them_until_fetched() -> None:
     engine = Engine(budget=6)
     prompt = list(range(1, 11))
@@ -186,8 +192,7 @@ def test_a_prefill_token_that_reaches_max_tokens_ends_the_request() -> None:
     prompt = list(range(1, 11))
     engine.add("r", prompt, 1, kv_transfer=consume("t"))
     engine.step()
-    engine.load("t", prompt)
-    engine.scheduler.add_prefill_result(PrefillResult("r", [next_token(prompt)]))
+    hand_off(engine, "t", "r", prompt)
     engine.run()
     assert engine.text("r") == []
     assert (engine.last("r").finish_reason, engine.last("r").token_offset) == (
@@ -208,8 +213,7 @@ def test_loaded_requests_do_not_take_the_slot_of_an_earlier_waiting_one() -> Non
             transfer_id, prompt, 3, kv_transfer=consume(transfer_id), arrival_time=2.0 + number
         )
         engine.step()
-        engine.load(transfer_id, prompt)
-        engine.scheduler.add_prefill_result(PrefillResult(transfer_id, [next_token(prompt)]))
+        hand_off(engine, transfer_id, transfer_id, prompt)
     engine.run()
     assert list(engine.outputs) == ["running", "plain", "t0", "t1", "t2"]
     assert engine.text("plain") == continuation([1, 2, 3], 2, ignore_eos=True)
@@ -253,10 +257,7 @@ def test_loads_leave_one_block_to_each_decoding_or_loaded_request() -> None:
     assert list(step.connector.waits) == ["t3", "t4"], "their producers are notified once"
     assert not engine.step().connector
     for transfer_id in list(prompts)[:3]:
-        engine.load(transfer_id, prompts[transfer_id])
-        engine.scheduler.add_prefill_result(
-            PrefillResult(transfer_id, [next_token(prompts[transfer_id])])
-        )
+        hand_off(engine, transfer_id, transfer_id, prompts[transfer_id])
     engine.run()
     assert engine.scheduler.stats().num_preemptions == 0
     assert list(engine.connector.loads) == ["t3", "t4"], (
@@ -294,8 +295,7 @@ def test_a_loaded_request_that_waits_is_preempted_for_an_earlier_running_one(
     prompt = [2] * 6
     engine.add("r", prompt, 3, kv_transfer=consume("t"), arrival_time=1.0)
     engine.step()
-    engine.load("t", prompt)
-    engine.scheduler.add_prefill_result(PrefillResult("r", [next_token(prompt)]))
+    hand_off(engine, "t", "r", prompt)
     engine.run()
     assert list(engine.outputs) == ["running", "r"]
     assert engine.last("running").finish_reason is FinishReason.LENGTH

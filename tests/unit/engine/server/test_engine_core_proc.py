@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import signal
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
 import zmq
 
-from baton_engine.server.engine_io import MAX_MESSAGE_BYTES
+from baton_engine.server import engine_io
 from baton_protocol.engine_client.client import EngineDeadError, HandshakeFailedError, UtilityError
 from baton_protocol.messages import (
     PROTOCOL_VERSION,
@@ -50,6 +52,9 @@ from support.engine.engine_process import (
     wait_for,
 )
 from support.waiting import eventually, until
+
+if TYPE_CHECKING:
+    from baton_engine.server.engine_core_proc import EngineCoreProc
 
 
 @pytest.mark.parametrize(
@@ -369,7 +374,7 @@ def test_a_client_that_sends_a_message_above_the_limit_is_disconnected(start) ->
     greedy, other = RawClient(engine), RawClient(engine)
     try:
         monitor = greedy.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        greedy.send(RequestType.HELLO, b"", bytes(MAX_MESSAGE_BYTES + 1))
+        greedy.send(RequestType.HELLO, b"", bytes(engine_io.MAX_MESSAGE_BYTES + 1))
         assert monitor.poll(2000), "still connected"
         other.hello()
     finally:
@@ -468,22 +473,13 @@ class TakingCore:
         return []
 
 
-@pytest.mark.parametrize("limit", ["MAX_QUEUED_MESSAGES", "MAX_QUEUED_BYTES"])
-def test_requests_that_the_loop_does_not_take_are_refused_beyond_a_limit(
-    monkeypatch: pytest.MonkeyPatch, limit: str
-) -> None:
-    """A step may take minutes, in which a client can send any number of requests."""
-    from baton_engine.server import engine_io
+@contextlib.contextmanager
+def idle_engine() -> Iterator[tuple[EngineCoreProc, Callable[[bytes, bytes], None], zmq.Socket]]:
+    """Yield an engine that takes no step, a function that sends to it, and the client's socket."""
     from baton_engine.server.engine_core_proc import EngineCoreProc
     from baton_protocol.options.config import EngineConfig, ModelConfig
 
-    def add(number: int) -> bytes:
-        return msgspec.msgpack.encode(request(f"r{number}", [1] * 1000))
-
-    monkeypatch.setattr(engine_io, limit, 3 if limit == "MAX_QUEUED_MESSAGES" else 3 * len(add(0)))
     proc = EngineCoreProc(EngineConfig(model=ModelConfig("/nowhere"), engine_port=0), HOST)
-    decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
-    instance_id = proc.instance_id.encode()
     dealer = zmq.Context.instance().socket(zmq.DEALER)
     dealer.rcvtimeo = int(DEADLINE_S * 1000)
     proc.io.start()
@@ -494,9 +490,31 @@ def test_requests_that_the_loop_does_not_take_are_refused_beyond_a_limit(
         dealer.send_multipart([RequestType.HELLO, b"", hello])
         while dealer.recv_multipart()[0] != EngineCoreResponseType.READY:
             pass
+        yield (
+            proc,
+            lambda kind, body: dealer.send_multipart([kind, proc.instance_id.encode(), body]),
+            dealer,
+        )
+    finally:
+        proc.io.close()
+        dealer.close(linger=0)
+
+
+@pytest.mark.parametrize("limit", ["MAX_QUEUED_MESSAGES", "MAX_QUEUED_BYTES"])
+def test_requests_that_the_loop_does_not_take_are_refused_beyond_a_limit(
+    monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """A step may take minutes, in which a client can send any number of requests."""
+
+    def add(number: int) -> bytes:
+        return msgspec.msgpack.encode(request(f"r{number}", [1] * 1000))
+
+    monkeypatch.setattr(engine_io, limit, 3 if limit == "MAX_QUEUED_MESSAGES" else 3 * len(add(0)))
+    decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
+    with idle_engine() as (proc, send, dealer):
         for round_ in range(2):
             for number in range(5):
-                dealer.send_multipart([RequestType.ADD, instance_id, add(number)])
+                send(RequestType.ADD, add(number))
             for number in (3, 4):
                 (refusal,) = decoder.decode(dealer.recv_multipart()[2]).outputs
                 assert (refusal.request_id, refusal.error_code) == (
@@ -506,33 +524,14 @@ def test_requests_that_the_loop_does_not_take_are_refused_beyond_a_limit(
             assert proc.io.input_queue.qsize() == 3
             proc._take_inputs(TakingCore(), wait=False)  # the loop ends a step
             assert proc.io.input_queue.empty()
-    finally:
-        proc.io.close()
-        dealer.close(linger=0)
 
 
 def test_aborts_that_reach_an_idle_engine_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle engine takes no step, so nothing reads the queue of early aborts."""
-    from baton_engine.server import engine_io
-    from baton_engine.server.engine_core_proc import EngineCoreProc
-    from baton_protocol.options.config import EngineConfig, ModelConfig
-
     monkeypatch.setattr(engine_io, "MAX_QUEUED_MESSAGES", 5)
-    proc = EngineCoreProc(EngineConfig(model=ModelConfig("/nowhere"), engine_port=0), HOST)
-    instance_id = proc.instance_id.encode()
-    dealer = zmq.Context.instance().socket(zmq.DEALER)
-    dealer.rcvtimeo = int(DEADLINE_S * 1000)
-    proc.io.start()
-    try:
-        proc.io.send_ready(Ready(max_model_len=4096))
-        dealer.connect(f"tcp://{HOST}:{proc.io.port}")
-        hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "flood"))
-        dealer.send_multipart([RequestType.HELLO, b"", hello])
-        while dealer.recv_multipart()[0] != EngineCoreResponseType.READY:
-            pass
+    with idle_engine() as (proc, send, dealer):
         for _ in range(12):
-            abort = msgspec.msgpack.encode(["r"])
-            dealer.send_multipart([RequestType.ABORT, instance_id, abort])
+            send(RequestType.ABORT, msgspec.msgpack.encode(["r"]))
         for _ in range(2):
             assert dealer.recv_multipart()[0] == EngineCoreResponseType.REFUSED
         assert proc.io.input_queue.qsize() == engine_io.ABORT_FACTOR * 5
@@ -540,9 +539,6 @@ def test_aborts_that_reach_an_idle_engine_take_no_memory(monkeypatch: pytest.Mon
         proc._take_inputs(core, wait=False)
         assert core.aborted == ["r"] * 10
         assert proc.io.aborts.empty()
-    finally:
-        proc.io.close()
-        dealer.close(linger=0)
 
 
 def test_a_silent_client_loses_its_requests() -> None:
