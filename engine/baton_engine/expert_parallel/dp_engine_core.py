@@ -500,8 +500,6 @@ class DPEngineCore(EngineCore):
         with self._group_lock:
             self._retired.add(self._group)
             self._group = self._waves = None
-        standby, self._standby = self._standby, None
-        if standby is not None:
-            standby.drop()
+        self._drop_standby()
         self._retired.close_all()
         super().shutdown()

@@ -48,9 +48,7 @@ class KVMemory:
         self.num_offload_blocks = num_offload_blocks
         self.cache = _empty_pages(self._shape(layout.num_blocks), DTYPES[layout.dtype], device)
         self._storage_nbytes = int(self.cache.untyped_storage().nbytes())
-        _ask_for_huge_pages(self.cache)
-        self.cache.zero_()
-        self._allocate_host_blocks()
+        self._initialize()
 
     @property
     def is_dropped(self) -> bool:
@@ -99,11 +97,12 @@ class KVMemory:
         """
         if self.is_dropped:
             self.cache.untyped_storage().resize_(self._storage_nbytes)
-            _ask_for_huge_pages(self.cache)
-            self.cache.zero_()
-            self._allocate_host_blocks()
+            self._initialize()
 
-    def _allocate_host_blocks(self) -> None:
+    def _initialize(self) -> None:
+        """Zero the cache, and allocate the host blocks."""
+        _ask_for_huge_pages(self.cache)
+        self.cache.zero_()
         self._swapped, self._offloaded = (
             torch.empty(self._shape(count), dtype=self.cache.dtype, pin_memory=self.cache.is_cuda)
             for count in (self.num_swap_blocks, self.num_offload_blocks)
