@@ -55,6 +55,14 @@ def hand_over(producer: Engine, consumer: Engine, transfer_id: str) -> None:
     producer.wait_sent(transfer_id)
 
 
+def load_first_block(producer: Engine, consumer: Engine) -> None:
+    """Start a transfer of three blocks, and wait until the first one has arrived."""
+    producer.offer("t", "D")
+    consumer.load("t", producer, [1, 2, 3])
+    producer.save("t", 0, [5], last=False)
+    eventually(lambda: consumer.call("stats").blocks_received == 1, "first block")
+
+
 def test_blocks_arrive_chunk_by_chunk_during_prefill(push_or_pull: tuple[Engine, Engine]) -> None:
     producer, consumer = push_or_pull
     producer.offer("t", "D")
@@ -171,10 +179,7 @@ def test_fewer_blocks_than_requested_are_an_error(pair: tuple[Engine, Engine]) -
 
 def test_a_killed_producer_fails_the_load_at_once(engine: Callable[..., Engine], mode: str) -> None:
     producer, consumer = engine("P", KVRole.PRODUCER), engine("D", KVRole.CONSUMER, mode=mode)
-    producer.offer("t", "D")
-    consumer.load("t", producer, [1, 2, 3])
-    producer.save("t", 0, [5], last=False)
-    eventually(lambda: consumer.call("stats").blocks_received == 1, "first block")
+    load_first_block(producer, consumer)
     producer.kill()
     result = consumer.result("t", timeout_s=5)
     assert result.num_valid_blocks == 1
@@ -196,10 +201,7 @@ def test_a_killed_consumer_keeps_blocks_for_one_lease(
         engine("P", KVRole.PRODUCER, lease_s=2.0),
         engine("D", KVRole.CONSUMER, mode=mode),
     )
-    producer.offer("t", "D")
-    consumer.load("t", producer, [1, 2, 3])
-    producer.save("t", 0, [5], last=False)
-    eventually(lambda: consumer.call("stats").blocks_received == 1, "first block")
+    load_first_block(producer, consumer)
     consumer.kill()
     producer.wait_sent("t")
     assert producer.call("stats").leases_expired == 1
@@ -261,10 +263,7 @@ def test_incompatible_engines_refuse_each_other_with_both_hashes(
 
 def test_a_consumer_may_cancel(push_or_pull: tuple[Engine, Engine]) -> None:
     producer, consumer = push_or_pull
-    producer.offer("t", "D")
-    consumer.load("t", producer, [1, 2])
-    producer.save("t", 0, [5], last=False)
-    eventually(lambda: consumer.call("stats").blocks_received == 1, "first block")
+    load_first_block(producer, consumer)
     consumer.cancel("t")
     assert consumer.result("t").error == "cancelled"
     producer.wait_sent("t")
@@ -274,10 +273,7 @@ def test_a_consumer_may_cancel(push_or_pull: tuple[Engine, Engine]) -> None:
 
 def test_a_producer_may_cancel(push_or_pull: tuple[Engine, Engine]) -> None:
     producer, consumer = push_or_pull
-    producer.offer("t", "D")
-    consumer.load("t", producer, [1, 2])
-    producer.save("t", 0, [5], last=False)
-    eventually(lambda: consumer.call("stats").blocks_received == 1, "first block")
+    load_first_block(producer, consumer)
     producer.cancel("t")
     assert "cancelled by the producer" in consumer.result("t").error
     producer.wait_sent("t")
