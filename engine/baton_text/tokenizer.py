@@ -141,9 +141,16 @@ class Tokenizer:
         return self._backend.token_to_id(text)
 
     def special_token_id(self, text: str) -> int | None:
-        """Return the id of the special token with this text. None: no special token has it."""
+        """Return the id of the special token with this text. None: no special token has it.
+
+        An added token in angle brackets counts as special, even if tokenizer.json does not mark it
+        so, such as <tool_call> of Qwen3. llguidance allows such tokens only by their ids.
+        """
         token_id = self._backend.token_to_id(text)
-        return token_id if token_id in self.special_token_ids else None
+        is_special = token_id in self.special_token_ids or (
+            token_id in self._added_ids and text.startswith("<") and text.endswith(">")
+        )
+        return token_id if is_special else None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.

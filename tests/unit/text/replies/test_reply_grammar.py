@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer, grammar_from
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
 
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 from baton_text.replies.reasoning import REASONING_FORMATS
 from baton_text.replies.reply_grammar import ANY_ARGUMENTS, ReplyGrammar
 from baton_text.replies.reply_parser import ReplyParser
 from baton_text.replies.tool_formats import TOOL_FORMATS
+from baton_text.tokenizer import Tokenizer
 
 CITY = {
     "type": "object",
@@ -267,3 +270,33 @@ def test_gptoss_writes_one_call_or_a_final_message() -> None:
     assert not allows(f"{start}Hm.{end}{start}Hm.{end}{call}", lark)
     assert not allows(f"{start}Hm.{end}It is warm.", lark)
     assert grammar("gptoss", grammars("gptoss")) is None
+
+
+@pytest.mark.parametrize("is_marked", [True, False])
+@pytest.mark.parametrize("is_required", [True, False])
+def test_a_call_may_begin_with_an_added_token_that_is_not_marked_as_special(
+    is_marked, is_required
+) -> None:
+    """Qwen3 has added tokens for <tool_call> and </tool_call>, with `special: false`."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>"])
+    texts = ("<tool_call>", "</tool_call>")
+    backend.add_tokens([AddedToken(text, special=is_marked, normalized=False) for text in texts])
+    tokenizer = Tokenizer(backend, {})
+    writer = ReplyGrammar(
+        None,
+        is_reasoning=False,
+        thinking_budget=None,
+        special_token_id=tokenizer.special_token_id,
+    )
+    lark = grammar("hermes", writer, is_required=is_required)
+    assert lark is not None
+    end = tokenizer.token_id("<|im_end|>")
+    matcher = LLMatcher(LLTokenizer(backend.to_str(), eos_token=end), grammar_from("grammar", lark))
+    tokens = tokenizer.encode(written("hermes", *TWO))
+    assert tokens[0] == tokenizer.token_id("<tool_call>")
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    assert matcher.is_accepting()
