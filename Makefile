@@ -12,7 +12,7 @@ CLIENTS := .clients
 .PHONY: help install up test e2e chaos elastic soak fuzz check format manifests diagrams locks images test-images clients control-plane gpu gpu-wheels bench clean
 
 help:
-	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=\"--once\" to exit after it)"
+	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=--once to exit after it, ARGS=--agent for a tool loop as well)"
 	@echo "make test           unit and integration tests (13 minutes on 2 cores)"
 	@echo "make e2e            the whole product on an embedded and, if it was built, a real control plane (about 11 minutes)"
 	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted; the operator under random faults (about 50 minutes)"

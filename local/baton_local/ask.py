@@ -1,4 +1,4 @@
-"""Request a streamed chat answer, and check whether gateways are connected to all engines."""
+"""Send requests to a chat endpoint, and check whether gateways are connected to all engines."""
 
 from __future__ import annotations
 
@@ -82,6 +82,26 @@ async def ask(
     first = first or ended
     rate = (tokens - 1) / (ended - first) if tokens > 1 and ended > first else 0.0
     return Answer("".join(pieces), first - started, tokens, rate)
+
+
+async def ask_message(endpoint: str, body: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
+    """Send the body of a chat completion, and return the assistant's message.
+
+    Raises:
+        AskError: the endpoint refused the request or did not respond.
+    """
+    timeout = aiohttp.ClientTimeout(total=timeout_s)
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout) as session,
+            session.post(f"{endpoint}/v1/chat/completions", json=body) as response,
+        ):
+            if response.status != 200:
+                raise AskError(f"HTTP {response.status}: {(await response.text()).strip()}")
+            message: dict[str, Any] = (await response.json())["choices"][0]["message"]
+            return message
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise AskError(f"{endpoint}: {str(error) or type(error).__name__}") from None
 
 
 async def _chunks(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:

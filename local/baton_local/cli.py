@@ -1,7 +1,7 @@
 """The `baton` command.
 
 baton serve MODEL [FLAGS]                       one engine and its OpenAI endpoint
-baton up -f FILE [--model DIR] [--once|--detach]  a local cluster around one LLMService
+baton up -f FILE [--model DIR] [--agent] [--once|--detach]  a local cluster around one LLMService
 baton plan [OLD] NEW [-o json]                  the steps of a rollout or resize
 baton status [-o json] · baton logs [NAME] [-f] · baton down
 baton checkpoint create --arch ARCH --out DIR   a checkpoint with random weights
@@ -103,6 +103,11 @@ def _add_up(commands: _Commands) -> None:
     up.add_argument(
         "--model", type=Path, help="folder of the model, served instead of spec.model.uri"
     )
+    up.add_argument(
+        "--agent",
+        action="store_true",
+        help="also answer a question with a tool that reads the cluster, and print each step",
+    )
     mode = up.add_mutually_exclusive_group()
     mode.add_argument(
         "--once", action="store_true", help="exit after one answer: 0, or 1 if anything failed"
@@ -129,7 +134,7 @@ def _add_up(commands: _Commands) -> None:
         metavar="SECONDS",
         help="longest wait for Ready, and then for the answer (default 180)",
     )
-    up.add_argument("--max-tokens", type=int, default=48, help="length of the answer (default 48)")
+    up.add_argument("--max-tokens", type=int, default=96, help="length of an answer (default 96)")
     up.set_defaults(run=_run_up)
 
 
@@ -145,6 +150,7 @@ def _run_up(args: argparse.Namespace) -> int:
         ingress_port=args.ingress_port,
         timeout_s=args.timeout,
         max_tokens=args.max_tokens,
+        agent=args.agent,
     )
     if args.detach:
         flags = [arg for arg in sys.argv[1:] if arg != "--detach"]

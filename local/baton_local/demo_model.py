@@ -1,4 +1,4 @@
-"""Provide the model of `baton up`: the folder of --model, or a demo checkpoint.
+"""Provide the model of `baton up`: the folder of --model, or the demo model.
 
 The folder of a `file://` model is looked up in the state folder's `host/` first. So a link there
 replaces the folder.
@@ -6,33 +6,27 @@ replaces the folder.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import sys
 from pathlib import Path
-
-from rich.console import Console
-from rich.markup import escape
 
 from baton_kube.client import Object
 from baton_local.state import StateDir
 
-#: URI of the demo model, for which `baton up` creates a checkpoint unless --model names one.
+#: URI of the demo model, which `baton up` provides unless --model names another one.
 DEMO_MODEL_URI = "file:///models/demo"
-_CHECKPOINT = ["--arch", "qwen3", "--seed", "7"]
+#: Checkpoint of the demo model, which hack/train_demo_model.py trained.
+DEMO_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 
 
 class ModelError(Exception):
     """Raised when the model cannot be provided. The message names the correction."""
 
 
-async def provide_model(
-    model: Path | None, service: Object, state: StateDir, console: Console
-) -> None:
+def provide_model(model: Path | None, service: Object, state: StateDir) -> None:
     """Create a link to the model's folder, so that pods find the model at spec.model.uri.
 
-    The folder is --model, or the demo checkpoint if the URI is DEMO_MODEL_URI. In other cases
-    no link is created.
+    The folder is --model, or DEMO_CHECKPOINT if the URI is DEMO_MODEL_URI. In other cases no link
+    is created.
 
     Raises:
         ModelError: --model is not a checkpoint, or spec.model.uri is not a folder.
@@ -42,7 +36,7 @@ async def provide_model(
     if model is None:
         if uri != DEMO_MODEL_URI:
             return
-        model = await _demo_checkpoint(state.models / "demo", console)
+        model = DEMO_CHECKPOINT
     elif not (model / "config.json").is_file():
         raise ModelError(
             f"--model {model}: no config.json there; name a Hugging Face checkpoint folder"
@@ -56,27 +50,3 @@ async def provide_model(
         )
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(model.resolve())
-
-
-async def _demo_checkpoint(demo: Path, console: Console) -> Path:
-    """Return the folder of the demo checkpoint. Create the checkpoint if it does not exist."""
-    if not (demo / "config.json").is_file():
-        console.print(f"creating a demo checkpoint in {escape(str(demo))}", style="dim")
-        partial = demo.with_name("demo.partial")
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "baton_local.cli", "checkpoint", "create"),
-            *(*_CHECKPOINT, "--out", str(partial)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            output, _ = await process.communicate()
-        finally:
-            if process.returncode is None:  # cancelled
-                process.kill()
-                await process.wait()
-        if process.returncode != 0:
-            text = output.decode(errors="replace")
-            raise ModelError(f"`baton checkpoint create` failed:\n{text}")
-        partial.rename(demo)
-    return demo

@@ -56,7 +56,6 @@ class StateDir:
     def __init__(self, root: Path | None = None) -> None:
         self.root = (root or _default_root()).absolute()
         self.logs = self.root / "logs"
-        self.models = self.root / "models"
         #: Folder in which the path of a hostPath volume is looked up first, before `/`.
         self.host_root = self.root / "host"
         self._lock_file: int | None = None

@@ -2,11 +2,11 @@
 
 The steps are:
 
-1. Create the demo checkpoint, if the user names no model.
+1. Link the demo model, or the model that the user names, into the state folder.
 2. Start the control plane, create the CRD, and start the operator.
 3. Start the kubelet and the proxy.
 4. Apply the user's file, and wait until the service is Ready.
-5. Request one answer.
+5. Request one answer, and with --agent an answer that needs a tool.
 
 The process then supervises the cluster until Ctrl-C, SIGTERM or `baton down`.
 """
@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from baton_kube.client import KubeError, Object
+from baton_local.agent import MAX_TURNS, ready_pods_tool, run_agent
 from baton_local.ask import AskError, ask, gateways_see_all_engines
 from baton_local.cluster_api import ClusterApi, UnknownKindError
 from baton_local.demo_model import ModelError, provide_model
@@ -44,6 +45,7 @@ from pocketkube.kubeconfig import write_account_kubeconfig
 from pocketkube.networks import NetworksInUseError
 
 PROMPT = "Tell me about the relay race: who hands the baton to whom?"
+AGENT_QUESTION = "How many decode pods are ready?"
 CONTROL_PLANE_TIMEOUT_S = 60.0
 OPERATOR_NAMESPACE = "baton-system"
 NODE_NAME = "baton-local"
@@ -66,16 +68,19 @@ class UpOptions:
     ingress_port: int
     timeout_s: float
     max_tokens: int
+    agent: bool = False
 
     @property
     def answer_timeout_s(self) -> float:
-        """Longest time from the start of `baton up` to its first answer: the sum of all timeouts.
+        """Longest time from the start of `baton up` to its last answer: the sum of all timeouts.
 
         CONTROL_PLANE_TIMEOUT_S applies to two steps: the start of the control plane and the
         creation of the CRD. `timeout_s` applies to three steps: the wait for Ready, the wait for
-        the gateways' connections, and the answer.
+        the gateways' connections, and the answer. With --agent it applies to each request of the
+        agent as well.
         """
-        return 2 * CONTROL_PLANE_TIMEOUT_S + 3 * self.timeout_s
+        num_steps = 3 + (MAX_TURNS if self.agent else 0)
+        return 2 * CONTROL_PLANE_TIMEOUT_S + num_steps * self.timeout_s
 
 
 def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
@@ -156,26 +161,19 @@ class _Up:
 
     async def _bring_up(self) -> None:
         options, cluster, console = self.options, self.cluster, self.console
-        checkpoint = asyncio.create_task(
-            provide_model(options.model, self.service, self.state, console)
-        )
-        try:
-            await cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
-            async with ClusterApi.connect(cluster.kubeconfig) as api:
-                await self._start_operator(api)
-                cluster.start_node()
-                await checkpoint
-                await self._apply_file(api)
-                status = await self._wait_ready(api)
-                self._print_next_steps(status)
-                await self._answer(api, status)
-                self._record(status.endpoint)
-                if not options.once:
-                    console.print("\nRunning until Ctrl-C.", style="dim")
-                    await self._watch(api)
-        finally:
-            checkpoint.cancel()
-            await asyncio.gather(checkpoint, return_exceptions=True)
+        provide_model(options.model, self.service, self.state)
+        await cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
+        async with ClusterApi.connect(cluster.kubeconfig) as api:
+            await self._start_operator(api)
+            cluster.start_node()
+            await self._apply_file(api)
+            status = await self._wait_ready(api)
+            self._print_next_steps(status)
+            await self._answer(api, status)
+            self._record(status.endpoint)
+            if not options.once:
+                console.print("\nRunning until Ctrl-C.", style="dim")
+                await self._watch(api)
 
     async def _start_operator(self, api: ClusterApi) -> None:
         # The operator has the same rights as in a cluster. A real control plane enforces them.
@@ -309,7 +307,10 @@ class _Up:
             self.console.out("  " + line, highlight=False)
 
     async def _answer(self, api: ClusterApi, status: ServiceStatus) -> None:
-        """Send one prompt, stream the answer, and print its timing and the KV transfer."""
+        """Send one prompt, stream the answer, and print its timing and the KV transfer.
+
+        With --agent, an agent answers a second question before the KV transfer is printed.
+        """
         options, console = self.options, self.console
 
         async def all_seen() -> bool:
@@ -331,10 +332,12 @@ class _Up:
             timeout_s=options.timeout_s,
         )
         console.print(
-            f"\n\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, "
+            f"\nTTFT {answer.ttft_s * 1e3:.0f} ms, {answer.tokens} tokens, "
             f"{answer.tokens_per_s:.1f} tokens/s",
             highlight=False,
         )
+        if options.agent:
+            await self._run_agent(api, status)
         now = await ask_kv_bytes(await api.service(status.namespace, status.service))
         if any(pod.role == "prefill" for pod in now.pods):
             moved = kv_bytes_received(now.pods) - before
@@ -346,6 +349,23 @@ class _Up:
             console.out(
                 f"KV moved from prefill to decode: {format_kv_bytes(moved)}", highlight=False
             )
+
+    async def _run_agent(self, api: ClusterApi, status: ServiceStatus) -> None:
+        """Let the model answer a question about this cluster with a tool, and print each step."""
+
+        def print_line(line: str) -> None:
+            self.console.out(line, highlight=False)
+
+        self.console.print(f"\n[bold]> {AGENT_QUESTION}[/]")
+        await run_agent(
+            status.endpoint,
+            status.model,
+            AGENT_QUESTION,
+            [ready_pods_tool(api, status)],
+            max_tokens=self.options.max_tokens,
+            timeout_s=self.options.timeout_s,
+            print_line=print_line,
+        )
 
 
 def _read_service(path: Path) -> tuple[list[Object], Object]:

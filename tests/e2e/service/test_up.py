@@ -14,6 +14,7 @@ import psutil
 import pytest
 import yaml
 
+from baton_local.up import AGENT_QUESTION, PROMPT
 from support.service.local_cluster import (
     BATON,
     LocalClusterUnderTest,
@@ -22,6 +23,8 @@ from support.service.local_cluster import (
     require_control_plane,
 )
 from support.waiting import eventually
+
+DEMO = Path(__file__).parents[3] / "manifests/samples/demo.yaml"
 
 
 @pytest.fixture
@@ -147,4 +150,23 @@ def test_ctrl_c_and_kill_9_leave_no_process(home, checkpoints, signum) -> None:
     finally:
         supervisor.kill()
         supervisor.wait()
+    assert_nothing_left(home)
+
+
+def test_the_demo_answers_and_an_agent_reads_the_cluster(home) -> None:
+    require_control_plane("embedded")
+    done = home.baton("up", "-f", str(DEMO), "--agent", "--once")
+    assert done.returncode == 0, done.stdout + done.stderr + home.component_logs()
+    lines = done.stdout.splitlines()
+    asked = lines.index(f"> {PROMPT}")
+    assert lines[asked + 1] == (
+        "A prefill pod hands the baton, the KV cache of a prompt, to a decode pod, "
+        "which runs the rest of the race and generates the tokens."
+    )
+    assert lines[lines.index(f"> {AGENT_QUESTION}") + 1 : -1] == [
+        'call    ready_pods({"role": "decode"})',
+        "result  2",
+        "answer  2 decode pods are ready.",
+    ]
+    assert lines[-1].startswith("KV moved from prefill to decode: ")
     assert_nothing_left(home)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from baton_local.demo_model import ModelError, provide_model
+from baton_local.demo_model import DEMO_CHECKPOINT, ModelError, provide_model
 from baton_local.state import StateDir
 
 
@@ -17,19 +16,19 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-async def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_links(
+def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_links(
     tmp_path,
 ) -> None:
     state = StateDir(tmp_path / "home")
-    demo, other = model_folder(state.models / "demo"), model_folder(tmp_path / "other")
+    other = model_folder(tmp_path / "other")
     links = {
-        "file:///models/demo": (None, demo),
+        "file:///models/demo": (None, DEMO_CHECKPOINT),
         "file:///models/a/b/": (other, other),
         "hf://owner/model": (None, None),
     }
     for uri, (model, linked) in links.items():
         service = {"spec": {"model": {"uri": uri}}}
-        await provide_model(model, service, state, Console())
+        provide_model(model, service, state)
         assert service == {"spec": {"model": {"uri": uri}}}
         found = [path for path in state.host_root.rglob("*") if path.is_symlink()]
         assert found == ([state.host_root / uri.removeprefix("file:///")] if linked else [])
@@ -37,9 +36,9 @@ async def test_up_links_the_model_at_the_path_of_the_uri_and_removes_earlier_lin
 
 
 @pytest.mark.parametrize("uri", ["hf://owner/model", "file:///../../etc", "file:///", None])
-async def test_up_refuses_a_model_if_the_uri_names_no_folder(tmp_path, uri) -> None:
+def test_up_refuses_a_model_if_the_uri_names_no_folder(tmp_path, uri) -> None:
     state = StateDir(tmp_path / "home")
     model = model_folder(tmp_path / "other")
     with pytest.raises(ModelError, match=f"spec.model.uri is {uri}; set it to file:///models/demo"):
-        await provide_model(model, {"spec": {"model": {"uri": uri}}}, state, Console())
+        provide_model(model, {"spec": {"model": {"uri": uri}}}, state)
     assert not state.host_root.exists()

@@ -1,0 +1,131 @@
+"""A small agent: it asks a chat endpoint a question and runs the tools that the model calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton_local.ask import ask_message
+from baton_local.cluster_api import ClusterApi
+from baton_local.service_status import ServiceStatus
+
+#: Requests of one question. After the last one the agent gives up.
+MAX_TURNS = 4
+ROLES = ("prefill", "decode", "gateway")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model can call.
+
+    Args:
+        name: name of the function.
+        description: what the function does.
+        parameters: JSON schema of each argument. All arguments are required.
+        run: returns the result as text. It raises ValueError for arguments without a result.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, dict[str, Any]]
+    run: Callable[..., Awaitable[str]]
+
+    def schema(self) -> dict[str, Any]:
+        """Return the tool as an entry of `tools` in a request."""
+        parameters = {
+            "type": "object",
+            "properties": self.parameters,
+            "required": list(self.parameters),
+        }
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": parameters,
+        }
+        return {"type": "function", "function": function}
+
+
+def ready_pods_tool(api: ClusterApi, status: ServiceStatus) -> Tool:
+    """Return a tool that reads the number of ready pods of a role from the cluster's API server."""
+
+    async def run(role: str) -> str:
+        if role not in ROLES:
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {role}")
+        pods = (await api.service(status.namespace, status.service)).pods
+        return str(sum(pod.ready for pod in pods if pod.role == role))
+
+    return Tool(
+        "ready_pods",
+        "Return the number of ready pods of a role.",
+        {"role": {"type": "string", "enum": list(ROLES)}},
+        run,
+    )
+
+
+async def run_agent(
+    endpoint: str,
+    model: str,
+    question: str,
+    tools: Sequence[Tool],
+    *,
+    max_tokens: int,
+    timeout_s: float,
+    print_line: Callable[[str], None],
+) -> str | None:
+    """Send a question and run the tools that the model calls, until it answers.
+
+    Each call, each result and the answer are passed to `print_line`.
+
+    Args:
+        endpoint: URL of the endpoint, without `/v1`.
+        model: name of the served model.
+        question: text of the user.
+        tools: what the model can call.
+        max_tokens: limit on the tokens of one reply.
+        timeout_s: longest time of one request.
+        print_line: prints one line.
+
+    Returns:
+        The answer. None: the model still called tools after MAX_TURNS requests.
+
+    Raises:
+        AskError: the endpoint refused a request or did not respond.
+    """
+    by_name = {tool.name: tool for tool in tools}
+    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    for _ in range(MAX_TURNS):
+        message = await ask_message(
+            endpoint,
+            {
+                "model": model,
+                "messages": messages,
+                "tools": [tool.schema() for tool in tools],
+                "max_tokens": max_tokens,
+                "temperature": 0,
+            },
+            timeout_s=timeout_s,
+        )
+        calls = message.get("tool_calls") or []
+        if not calls:
+            answer: str = message.get("content") or ""
+            print_line(f"answer  {answer}")
+            return answer
+        messages.append(message)
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            print_line(f"call    {name}({arguments})")
+            result = await _run_tool(by_name[name], arguments)
+            print_line(f"result  {result}")
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+    print_line(f"no answer after {MAX_TURNS} requests: the model calls tools again and again")
+    return None
+
+
+async def _run_tool(tool: Tool, arguments: str) -> str:
+    """Return the result of a call, or the error as a text for the model."""
+    try:
+        return await tool.run(**json.loads(arguments))
+    except (TypeError, ValueError) as error:  # wrong names of arguments, or wrong values
+        return f"error: {error}"
