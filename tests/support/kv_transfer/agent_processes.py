@@ -191,10 +191,10 @@ class Side:
     ) -> XferHandle:
         return self.agent.make_prepped_xfer(op, self.local, ours, self.remote, theirs, notif)
 
-    def make_everything(self, op: str, notif: bytes = b"", times: int = 1) -> XferHandle:
+    def make_everything(self, op: str, times: int = 1) -> XferHandle:
         """Make a transfer of all blocks. The order of the blocks prevents merging them."""
         order = list(range(NUM_BLOCKS)) * times
-        return self.make(op, order[::-1], order, notif)
+        return self.make(op, order[::-1], order)
 
     def end(self, handle: XferHandle) -> str:
         eventually(lambda: self.agent.check_xfer_state(handle) != "PROC", "end of the transfer")
@@ -221,3 +221,11 @@ class Side:
 
 def new_owner(kind: str) -> Owner:
     return OwnerHere() if kind == "inproc" else OwnerProcess(kind)
+
+
+def own_side(kind: str) -> Iterator[Side]:
+    """Yield a side with its own owner, which may be killed."""
+    side = Side(kind, new_owner(kind))
+    yield side
+    side.agent.close()
+    side.owner.stop()

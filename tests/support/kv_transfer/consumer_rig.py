@@ -358,14 +358,13 @@ class Rig:
         worker: Worker,
         block_ids: Sequence[int],
         first: int = 0,
-        port: int = 0,
         host: str = HOST,
     ) -> None:
         hashes = [chain_hash(transfer_id, first + position) for position in range(len(block_ids))]
         request = LoadRequest(
             transfer_id,
             host,
-            port or worker.port,
+            worker.port,
             worker.instance_id,
             first,
             list(block_ids),

@@ -234,11 +234,11 @@ class Engine(_Process):
         )
         return self.call("poll")[1][transfer_id]
 
-    def wait_sent(self, transfer_id: str, timeout_s: float = DEADLINE_S) -> None:
+    def wait_sent(self, transfer_id: str) -> None:
         eventually(
             lambda: transfer_id in self.call("poll")[0],
             f"finished_sending of {transfer_id}",
-            timeout_s,
+            DEADLINE_S,
         )
 
     def sent(self, transfer_id: str) -> bool:

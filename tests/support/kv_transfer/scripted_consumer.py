@@ -20,7 +20,7 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
 from baton_kv_transfer.memory.slot_memory import HostMemory
 from baton_kv_transfer.producer.producer_side import ProducerSide, open_router
-from baton_kv_transfer.side_channel import MemoryDescription
+from baton_kv_transfer.side_channel import MemoryDescription, Publish
 from baton_protocol.options.config import KVRole, KVTransferConfig
 from baton_protocol.service_key import ServiceKey
 
@@ -46,6 +46,16 @@ def layout(
 
 def chain_hash(index: int) -> bytes:
     return b"%016d" % index
+
+
+def indices(messages: list[Any]) -> list[int]:
+    """Return the indices of the published blocks."""
+    return [
+        block.index
+        for message in messages
+        if isinstance(message, Publish)
+        for block in message.blocks
+    ]
 
 
 class HeldAgent(TransportAgent):

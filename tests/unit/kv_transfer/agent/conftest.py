@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from support.kv_transfer import agent_processes
 from support.kv_transfer.agent_processes import (
     KINDS,
     Owner,
@@ -49,8 +50,4 @@ def side(kind: str, owners: Callable[[str], Owner]) -> Iterator[Side]:
 
 @pytest.fixture
 def own_side(kind: str) -> Iterator[Side]:
-    """A side with its own owner, which may be killed."""
-    side = Side(kind, new_owner(kind))
-    yield side
-    side.agent.close()
-    side.owner.stop()
+    yield from agent_processes.own_side(kind)

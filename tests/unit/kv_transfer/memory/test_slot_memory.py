@@ -29,9 +29,9 @@ LAYOUT = KVCacheLayout(
 ALL_HEADS = LAYOUT.heads
 
 
-def random_blocks(num_blocks: int = LAYOUT.num_blocks) -> np.ndarray:
+def random_blocks() -> np.ndarray:
     """Return random blocks: uint8 [num_blocks, heads, head_nbytes]."""
-    shape = (num_blocks, LAYOUT.num_kv_heads, LAYOUT.head_nbytes)
+    shape = (LAYOUT.num_blocks, LAYOUT.num_kv_heads, LAYOUT.head_nbytes)
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 

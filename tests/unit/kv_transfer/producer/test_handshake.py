@@ -11,24 +11,15 @@ import pytest
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.transport_agent import MAX_REGIONS
 from baton_kv_transfer.producer import sessions
-from baton_kv_transfer.side_channel import Publish, Refused, Welcome
+from baton_kv_transfer.side_channel import Refused, Welcome
 from baton_protocol.service_key import ServiceKey
-from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, layout
+from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, indices, layout
 from support.waiting import eventually
 
 
 def num_sessions(producer: Producer) -> int:
     sessions = producer.side._sessions
     return len(sessions._pending) + len(sessions._open)
-
-
-def indices(messages: list[Any]) -> list[int]:
-    return [
-        block.index
-        for message in messages
-        if isinstance(message, Publish)
-        for block in message.blocks
-    ]
 
 
 @pytest.mark.parametrize(

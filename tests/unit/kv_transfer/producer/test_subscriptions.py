@@ -10,17 +10,15 @@ import pytest
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.memory.layout import HeadRange
 from baton_kv_transfer.producer import early_messages, publisher
-from baton_kv_transfer.side_channel import Cancelled, Publish
-from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, chain_hash, layout
-
-
-def indices(messages: list[Any]) -> list[int]:
-    return [
-        block.index
-        for message in messages
-        if isinstance(message, Publish)
-        for block in message.blocks
-    ]
+from baton_kv_transfer.side_channel import Cancelled
+from support.kv_transfer.scripted_consumer import (
+    LEASE_S,
+    Consumer,
+    Producer,
+    chain_hash,
+    indices,
+    layout,
+)
 
 
 def test_blocks_are_published_with_checksums_bound_to_the_load(

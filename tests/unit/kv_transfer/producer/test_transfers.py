@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from baton_kv_transfer.side_channel import Cancelled, Publish
-from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer
-
-
-def indices(messages: list[Any]) -> list[int]:
-    return [
-        block.index
-        for message in messages
-        if isinstance(message, Publish)
-        for block in message.blocks
-    ]
+from baton_kv_transfer.side_channel import Cancelled
+from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, indices
 
 
 def test_a_cancelled_transfer_ends_with_the_consumers_acknowledgement(

@@ -26,7 +26,13 @@ from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
 from baton_kv_transfer.transports.transfer import CopyError, Region, XferState
 from baton_kv_transfer.transports.transport import TransportContext
 from baton_kv_transfer.transports.transport_thread import TransportThread
-from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
+from support.kv_transfer.agent_processes import (
+    NUM_BLOCKS,
+    OwnerProcess,
+    Side,
+    counting,
+    own_side,
+)
 from support.kv_transfer.transport_rig import TransportHere, end, fail_to_accept, rows
 from support.waiting import eventually
 
@@ -66,10 +72,7 @@ def transports() -> Iterator[Callable[[str], SHMTransportHere]]:
 
 @pytest.fixture
 def side() -> Iterator[Side]:
-    side = Side("shm", OwnerProcess("shm"))
-    yield side
-    side.agent.close()
-    side.owner.stop()
+    yield from own_side("shm")
 
 
 def test_long_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from baton_kv_transfer.transports.sockets.framed_socket import DATA
 from baton_kv_transfer.transports.sockets.peer_link import HELLO, READ, WRITE
 from baton_kv_transfer.transports.tcp.tcp_server import Address
 from baton_kv_transfer.transports.transfer import XferState
-from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side
+from support.kv_transfer.agent_processes import NUM_BLOCKS, Side, own_side
 from support.kv_transfer.tcp_rig import LENGTH, Raw, TCPTransportHere
 from support.kv_transfer.transport_rig import (
     WORDS,
@@ -30,10 +30,7 @@ from support.waiting import eventually
 
 @pytest.fixture
 def side() -> Iterator[Side]:
-    side = Side("tcp", OwnerProcess("tcp"))
-    yield side
-    side.agent.close()
-    side.owner.stop()
+    yield from own_side("tcp")
 
 
 # Bytes

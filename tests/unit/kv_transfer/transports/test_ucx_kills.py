@@ -17,7 +17,13 @@ import pytest
 
 from baton_kv_transfer.transports.ucx.streams import PIECE_BYTES
 from baton_kv_transfer.transports.ucx.ucx_transport import UCXTransport
-from support.kv_transfer.agent_processes import NUM_BLOCKS, OwnerProcess, Side, counting
+from support.kv_transfer.agent_processes import (
+    NUM_BLOCKS,
+    OwnerProcess,
+    Side,
+    counting,
+    own_side,
+)
 from support.waiting import eventually
 
 NUM_KILLS = int(os.environ.get("BATON_CHAOS_ROUNDS", "4"))
@@ -28,10 +34,7 @@ MEDIAN_S, MOST_S = 0.1, 1.0
 
 @pytest.fixture
 def side() -> Iterator[Side]:
-    side = Side("ucx", OwnerProcess("ucx"))
-    yield side
-    side.agent.close()
-    side.owner.stop()
+    yield from own_side("ucx")
 
 
 def transport_of(side: Side) -> UCXTransport:

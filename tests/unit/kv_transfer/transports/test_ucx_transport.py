@@ -27,7 +27,7 @@ from baton_kv_transfer.transports.ucx import ucx_transport as lane_module
 from baton_kv_transfer.transports.ucx.connection import Connection
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_kv_transfer.transports.ucx.streams import PIECE_BYTES, Pieces
-from support.kv_transfer.agent_processes import OwnerProcess, Side, counting
+from support.kv_transfer.agent_processes import Side, counting, own_side
 from support.kv_transfer.transport_rig import (
     HOST,
     WORDS,
@@ -92,10 +92,7 @@ def ignore_a_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def side() -> Iterator[Side]:
-    side = Side("ucx", OwnerProcess("ucx"))
-    yield side
-    side.agent.close()
-    side.owner.stop()
+    yield from own_side("ucx")
 
 
 # Bytes

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from support.kv_transfer.agent_processes import OwnerProcess, Side, counting
+from support.kv_transfer.agent_processes import OwnerProcess, Side, counting, own_side
 from support.waiting import eventually
 
 NUM_STRANGERS = 600
@@ -29,10 +29,7 @@ RESET = struct.pack("ii", 1, 0)
 
 @pytest.fixture
 def side() -> Iterator[Side]:
-    side = Side("ucx", OwnerProcess("ucx"))
-    yield side
-    side.agent.close()
-    side.owner.stop()
+    yield from own_side("ucx")
 
 
 class UntrustedClients:
