@@ -37,14 +37,12 @@ def reference_model(checkpoint: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
 
-def prompts(
-    count: int, vocab_size: int, *, longest: int, seed: int = 0, first_id: int = 3
-) -> list[list[int]]:
+def prompts(count: int, vocab_size: int, *, longest: int, seed: int = 0) -> list[list[int]]:
     """Return prompts of 1 to `longest` tokens. Some lengths are close to block boundaries."""
     rng = random.Random(seed)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 48, longest][:count]
     lengths += [rng.randint(1, longest) for _ in range(count - len(lengths))]
-    return [[rng.randrange(first_id, vocab_size) for _ in range(length)] for length in lengths]
+    return [[rng.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
 @torch.inference_mode()

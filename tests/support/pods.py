@@ -114,7 +114,7 @@ class Pod:
 
         eventually(ready, timeout_s=timeout_s, what=f"{self.name} ready")
 
-    def wait_open(self, port: int, timeout_s: float = 180.0) -> None:
+    def wait_open(self, port: int) -> None:
         """Wait until the process accepts connections at the port."""
 
         def is_open() -> bool:
@@ -124,7 +124,7 @@ class Pod:
                 return True
             return False
 
-        eventually(is_open, timeout_s=timeout_s, what=f"{self.name} at port {port}")
+        eventually(is_open, timeout_s=180.0, what=f"{self.name} at port {port}")
 
     def kill(self, signum: int = signal.SIGKILL) -> int:
         self.process.send_signal(signum)
@@ -231,7 +231,6 @@ class Pods:
         name: str,
         checkpoint: Path,
         engines: dict[Pod, str],
-        served_name: str = "m",
         service_key_file: str = "",
         stall_timeout_s: float = 30.0,
         access: AccessConfig | None = None,
@@ -240,7 +239,7 @@ class Pods:
         """Start a gateway for `engines`, a map from pod to role. `discover()` changes the map."""
         discovery = self.discover(name, engines)
         config = GatewayConfig(
-            model=ModelConfig(path=str(checkpoint), served_name=served_name),
+            model=ModelConfig(path=str(checkpoint), served_name="m"),
             discovery=DiscoveryConfig(file=str(discovery)),
             access=access or AccessConfig(),
             drain_timeout_s=20.0,

@@ -57,9 +57,7 @@ def sum_runs(addresses: NDArray[np.int64], nbytes: int, num_threads: int = 1) ->
     return sums
 
 
-def block_sums(
-    kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int, num_threads: int = 1
-) -> Tensor:
+def block_sums(kv_cache: Tensor, block_ids: Tensor, first_head: int, num_heads: int) -> Tensor:
     """Compute the word sum of a range of heads in each given block, on the cache's device.
 
     On a GPU the call does not wait for the device.
@@ -69,7 +67,6 @@ def block_sums(
         block_ids: ids of the blocks, int64 [n], in host memory.
         first_head: first head of the range, an index into the heads of this cache.
         num_heads: number of heads in the range, at least 1.
-        num_threads: number of threads on a CPU. A GPU ignores it.
 
     Returns:
         The bits of the sums as int64 [n], on the cache's device.
@@ -106,6 +103,4 @@ def block_sums(
 
         return block_sums_triton(kv_cache, block_ids, first_head, num_heads)
     addresses = kv_cache.data_ptr() + (block_ids * cache_heads + first_head) * head_nbytes
-    return torch.from_numpy(
-        sum_runs(addresses.numpy(), num_heads * head_nbytes, num_threads).view(np.int64)
-    )
+    return torch.from_numpy(sum_runs(addresses.numpy(), num_heads * head_nbytes).view(np.int64))

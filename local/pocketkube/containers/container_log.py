@@ -70,9 +70,9 @@ class ContainerLog:
         """Wait up to `timeout_s` for the next write."""
         await wait_up_to(timeout_s, self._changed)
 
-    def tail(self, max_bytes: int = 2048, max_lines: int = 80) -> str:
-        """Return the end of the log as text, for a termination message."""
-        lines = deque([*_read(rotated(self.path)), *_read(self.path)], maxlen=max_lines)
+    def tail(self, max_bytes: int = 2048) -> str:
+        """Return the end of the log as text, at most 80 lines, for a termination message."""
+        lines = deque([*_read(rotated(self.path)), *_read(self.path)], maxlen=80)
         return b"".join(content for _, content in lines)[-max_bytes:].decode("utf-8", "replace")
 
     def _write(self, data: bytes) -> None:

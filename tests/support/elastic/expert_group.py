@@ -86,7 +86,7 @@ class ExpertGroup:
             "gateway", self._checkpoint, self._roles(), service_key_file=self._key_file
         )
         self.put(names)
-        self.wait_for(names, timeout_s=timeout_s)
+        self.wait_for(names, timeout_s=90.0)
         self.gateway.wait_ready(8080, timeout_s=timeout_s)
 
     def add_rank(self, service_key_file: str | None = None) -> str:
@@ -113,10 +113,10 @@ class ExpertGroup:
         self._discover()
         return name
 
-    def scale(self, names: list[str], *, timeout_s: float = 90.0) -> TopologyStatus:
+    def scale(self, names: list[str]) -> TopologyStatus:
         """Request a topology of the ranks `names`, wait until they serve, and kill all others."""
         self.put(names)
-        status = self.wait_for(names, timeout_s=timeout_s)
+        status = self.wait_for(names, timeout_s=90.0)
         for name in self.ranks.keys() - set(names):
             self.remove(name)
         return status

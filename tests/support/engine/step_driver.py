@@ -160,12 +160,12 @@ class StepDriver:
                 running.remove(sequence)
                 self.release(sequence)
 
-    def run_ahead(self, sequences: Sequence[Request], max_chunk: int = 24) -> None:
+    def run_ahead(self, sequences: Sequence[Request]) -> None:
         """Run all sequences to their end. Read each step's tokens after the next step has run."""
         behind: _Step | None = None
         while behind is not None or not all(s.done for s in sequences):
             running = [s for s in sequences if not s.done]
-            step = self._schedule(running, max_chunk) if running else None
+            step = self._schedule(running, max_chunk=24) if running else None
             if step is not None:
                 self.runner.execute_model(step.output)
             if behind is not None:

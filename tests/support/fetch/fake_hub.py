@@ -145,9 +145,9 @@ class _Handler(Handler):
 
 
 @contextlib.contextmanager
-def fake_hub(files: dict[str, bytes], repo: str = "org/model") -> Iterator[FakeHub]:
-    """Serve a repository with these files during the block. Yield the hub."""
-    hub = FakeHub(repo, files)
+def fake_hub(files: dict[str, bytes]) -> Iterator[FakeHub]:
+    """Serve the repository org/model with these files during the block. Yield the hub."""
+    hub = FakeHub("org/model", files)
     with serving(_Handler, hub=hub) as hub.url:
         try:
             yield hub

@@ -67,13 +67,13 @@ class LocalClusterUnderTest:
         self.control_plane = control_plane
         self.env = {**os.environ, "BATON_HOME": str(home), "OMP_NUM_THREADS": "1"}
 
-    def baton(self, *args: str, timeout_s: float = 240.0) -> subprocess.CompletedProcess[str]:
+    def baton(self, *args: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*BATON, *args],
             env=self.env,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=240.0,
             check=False,
         )
 
@@ -92,9 +92,7 @@ class LocalClusterUnderTest:
             for log in sorted(self.home.glob("logs/*.log"))
         )
 
-    def kubectl(
-        self, *args: str, check: bool = True, stdin: str | None = None, timeout_s: float = 120.0
-    ) -> str:
+    def kubectl(self, *args: str, check: bool = True, stdin: str | None = None) -> str:
         """Run kubectl, and return its stdout.
 
         Args:
@@ -104,7 +102,7 @@ class LocalClusterUnderTest:
             ["kubectl", "--kubeconfig", str(self.home / "control-plane" / "kubeconfig"), *args],
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=120.0,
             check=False,
             input=stdin,
         )

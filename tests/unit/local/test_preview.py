@@ -50,16 +50,16 @@ def done(result: Preview, action: str, role: str = "decode") -> list[str]:
     return [name for each in found for name in each.members]
 
 
-def states(step: Step, role: str = "decode") -> list[str]:
-    return [row.state for row in step.members if row.role == role]
+def states(step: Step) -> list[str]:
+    return [row.state for row in step.members if row.role == "decode"]
 
 
-def number(result: Preview, action: str, role: str = "decode") -> int:
-    """Return the number of the first step with this action."""
+def number(result: Preview, action: str) -> int:
+    """Return the number of the first step with this action on the decode group."""
     return next(
         s.number
         for s in result.steps
-        if any((a.action, a.role) == (action, role) for a in s.actions)
+        if any((a.action, a.role) == (action, "decode") for a in s.actions)
     )
 
 

@@ -60,8 +60,8 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return request.param
 
 
-def make_weights(seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def make_weights() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator) / 4
     return gate_up, torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE, generator=generator) / 4
 

@@ -39,11 +39,11 @@ DEADLINE_S = 60.0
 class Router:
     """The engine's side of the connection, one message at a time."""
 
-    def __init__(self, instance_id: str = "i1", version: int = PROTOCOL_VERSION) -> None:
+    def __init__(self, version: int = PROTOCOL_VERSION) -> None:
         self.socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.port = self.socket.bind_to_random_port("tcp://127.0.0.1")
-        self.instance_id = instance_id
+        self.instance_id = "i1"
         self.version = version
         self.peer = b""
 
