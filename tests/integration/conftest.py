@@ -28,9 +28,14 @@ KV_MODES = {"llama": "push", "qwen3": "pull", "qwen3_moe": "push"}
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Create one small checkpoint per architecture."""
     root = tmp_path_factory.mktemp("checkpoints")
-    for arch in ARCHITECTURES:
-        create_checkpoint(root / arch, arch, seed=5)
-    return {arch: root / arch for arch in ARCHITECTURES}
+    return {arch: create_checkpoint(root / arch, arch, seed=5) for arch in ARCHITECTURES}
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model, for tests of engines in this process."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "llama"
+    return create_checkpoint(folder, "llama", num_layers=2, hidden_size=64, seed=3)
 
 
 @dataclass

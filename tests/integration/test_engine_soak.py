@@ -10,21 +10,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from support.integration.engine_soak import ReferenceEngine, Soak
 
 NUM_REQUESTS = 40
 SOAK_SECONDS = float(os.environ.get("BATON_SOAK_SECONDS", "0"))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints") / "llama"
-    return create_checkpoint(folder, "llama", num_layers=2, hidden_size=64, seed=3)
 
 
 @pytest.fixture(scope="module")

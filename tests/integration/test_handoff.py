@@ -10,11 +10,9 @@ import signal
 import openai
 import pytest
 
-from baton_protocol.engine_client.client import EngineClient
 from baton_protocol.messages import EngineCoreRequest
 from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
-    ENGINE_PORT,
     GATEWAY_METRICS_PORT,
     GATEWAY_PORT,
     CacheConfig,
@@ -25,7 +23,14 @@ from baton_protocol.sampling import SamplingParams, StructuredOutput, Structured
 from baton_text.replies.reasoning import REASONING_FORMATS
 from baton_text.replies.reply_grammar import ReplyGrammar
 from baton_text.tokenizer import Tokenizer
-from support.integration.completions import VOCAB, complete, complete_samples, generate
+from support.integration.completions import (
+    VOCAB,
+    check_continuations,
+    complete,
+    complete_samples,
+    engine_client,
+    generate,
+)
 from support.parity import assert_greedy, prompts
 from support.pods import pods
 from support.waiting import until
@@ -34,9 +39,7 @@ from support.waiting import until
 async def test_an_engine_alone_generates_the_greedy_tokens_of_transformers(stack) -> None:
     asked = prompts(32, VOCAB, longest=150, seed=1)
     params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-    async with EngineClient(stack.prefill.address, ENGINE_PORT, client_id="test") as client:
-        await client.connect(60)
-        await client.wait_ready(60)
+    async with engine_client(stack.prefill) as client:
         outputs = await asyncio.gather(
             *(
                 generate(client, EngineCoreRequest(f"alone-{i}", prompt, params))
@@ -110,9 +113,7 @@ async def test_samples_of_a_prompt_cost_one_prefill_and_one_transfer(stack, max_
     assert of_four[4] == 101
     assert of_four[5] == 4, "each sample runs the last prompt token only"
     params = SamplingParams(temperature=1.0, seed=7, max_tokens=max_tokens, ignore_eos=True)
-    async with EngineClient(stack.prefill.address, ENGINE_PORT, client_id="test") as client:
-        await client.connect(60)
-        await client.wait_ready(60)
+    async with engine_client(stack.prefill) as client:
         alone = await asyncio.gather(
             *(
                 generate(
@@ -170,20 +171,9 @@ async def test_an_engine_continues_the_request_of_another_engine(stack) -> None:
         temperature=0.9, top_p=0.95, frequency_penalty=0.3, seed=99, max_tokens=40, ignore_eos=True
     )
     prompt = list(range(100, 141))
-    async with (
-        EngineClient(stack.prefill.address, ENGINE_PORT, client_id="a") as one,
-        EngineClient(stack.decode.address, ENGINE_PORT, client_id="b") as two,
-    ):
-        for client in (one, two):
-            await client.connect(60)
-            await client.wait_ready(60)
+    async with engine_client(stack.prefill) as one, engine_client(stack.decode) as two:
         whole = await generate(one, EngineCoreRequest("whole", prompt, params))
-        for cut in (1, 7, 39):
-            rest = await generate(
-                two,
-                EngineCoreRequest(f"rest-{cut}", prompt, params, generated_token_ids=whole[:cut]),
-            )
-            assert rest == whole
+        await check_continuations(two, prompt, params, whole, (1, 7, 39))
 
 
 BUDGET = 6
@@ -201,25 +191,14 @@ async def test_a_thinking_budget_holds_on_the_engine_that_continues(stack) -> No
     structure = StructuredOutput(StructuredOutputKind.GRAMMAR, THINKING)
     params = SamplingParams(seed=5, max_tokens=40, ignore_eos=True, structured_output=structure)
     prompt = list(range(100, 141))
-    async with (
-        EngineClient(stack.prefill.address, ENGINE_PORT, client_id="a") as one,
-        EngineClient(stack.decode.address, ENGINE_PORT, client_id="b") as two,
-    ):
-        for client in (one, two):
-            await client.connect(60)
-            await client.wait_ready(60)
+    async with engine_client(stack.prefill) as one, engine_client(stack.decode) as two:
         whole = await generate(one, EngineCoreRequest("whole", prompt, params))
         tokenizer = Tokenizer.from_folder(stack.checkpoint)
         text = tokenizer.decode(whole)
         thought = text.partition("</think>")[0]
         assert thought != text
         assert thought == tokenizer.decode(whole[:BUDGET])
-        for cut in (1, BUDGET, BUDGET + 1):
-            rest = await generate(
-                two,
-                EngineCoreRequest(f"rest-{cut}", prompt, params, generated_token_ids=whole[:cut]),
-            )
-            assert rest == whole
+        await check_continuations(two, prompt, params, whole, (1, BUDGET, BUDGET + 1))
     before = stack.prefill.metric("baton:generation_tokens_total")
     sampling = {"temperature": 1.0, "seed": 5, "grammar": THINKING}
     assert await complete(stack.url, prompt, 40, **sampling) == whole
@@ -339,9 +318,7 @@ async def test_a_tiny_block_pool_preempts_and_gives_the_references_tokens(
         engine.wait_ready(ENGINE_HTTP_PORT)
         asked = prompts(12, VOCAB, longest=100, seed=4)
         params = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
-        async with EngineClient(engine.address, ENGINE_PORT, client_id="test") as client:
-            await client.connect(60)
-            await client.wait_ready(60)
+        async with engine_client(engine) as client:
             outputs = await asyncio.gather(
                 *(
                     generate(client, EngineCoreRequest(f"r{i}", prompt, params))

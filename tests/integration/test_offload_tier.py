@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton_engine import LLM, SamplingParams
-from baton_engine.checkpoint import create_checkpoint
 
 VOCAB_SIZE = 1024
 NUM_PREFIXES, PREFIX_TOKENS = 6, 70
@@ -18,12 +16,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "async": {"async_scheduling": True},
     "swap": {"preemption_mode": "swap", "max_tokens": MAX_TOKENS},
 }
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoints") / "llama"
-    return create_checkpoint(folder, "llama", num_layers=2, hidden_size=64, seed=3)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ from baton_protocol.options.config import (
 )
 from baton_protocol.sampling import SamplingParams
 from baton_protocol.service_key import ServiceKey
-from support.integration.completions import VOCAB, complete, generate
+from support.integration.completions import VOCAB, complete, engine_client, generate
 from support.parity import prompts
 from support.pods import Pod, Pods, pods
 from support.waiting import eventually, until
@@ -214,11 +214,7 @@ async def test_an_engine_ignores_requests_of_an_attacker(service: Service, attac
     """The attacker has the instance id, and sends without waiting for a handshake."""
     request_id = f"stolen-{uuid.uuid4().hex}"
     for pod in service.engines:
-        async with EngineClient(
-            pod.address, ENGINE_PORT, client_id="trusted", service_key=KEY
-        ) as client:
-            await client.connect(DEADLINE_S)
-            await client.wait_ready(DEADLINE_S)
+        async with engine_client(pod, KEY) as client:
             before = pod.metric("baton:generation_tokens_total")
             with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
                 dealer.linger = 0
@@ -358,13 +354,7 @@ async def test_an_engine_of_another_service_receives_no_kv(
 async def hand_off(prefill: Pod, decode: Pod, decode_key: ServiceKey | None) -> list[int]:
     """Hand a prompt over from `prefill` to `decode`, through a client that both accept."""
     prompt, transfer_id = list(range(100)), uuid.uuid4().hex
-    async with (
-        EngineClient(prefill.address, ENGINE_PORT, client_id="a", service_key=KEY) as one,
-        EngineClient(decode.address, ENGINE_PORT, client_id="b", service_key=decode_key) as two,
-    ):
-        for client in (one, two):
-            await client.connect(DEADLINE_S)
-            await client.wait_ready(DEADLINE_S)
+    async with engine_client(prefill, KEY) as one, engine_client(decode, decode_key) as two:
         consume = KVTransferParams(
             KVSide.CONSUME, transfer_id, one.instance_id, prefill.address, KV_PORT
         )

@@ -18,9 +18,7 @@ PLANES = ("embedded", "real")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One small checkpoint per architecture."""
     root = tmp_path_factory.mktemp("checkpoints")
-    for arch in ARCHITECTURES:
-        create_checkpoint(root / arch, arch, seed=3)
-    return {arch: root / arch for arch in ARCHITECTURES}
+    return {arch: create_checkpoint(root / arch, arch, seed=3) for arch in ARCHITECTURES}
 
 
 @pytest.fixture(scope="session", params=PLANES)

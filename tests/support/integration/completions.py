@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 import openai
 
 from baton_protocol.engine_client.client import EngineClient
 from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.options.config import ENGINE_PORT
+from baton_protocol.sampling import SamplingParams
+from baton_protocol.service_key import ServiceKey
+from support.pods import Pod
 
 VOCAB = 500  # every test checkpoint has the ids below it
 
@@ -39,6 +46,32 @@ async def complete_samples(
         )
         assert [choice.index for choice in answer.choices] == list(range(n))
         return [choice.model_extra["token_ids"] for choice in answer.choices]
+
+
+@contextlib.asynccontextmanager
+async def engine_client(
+    pod: Pod, service_key: ServiceKey | None = None
+) -> AsyncIterator[EngineClient]:
+    """Yield a client of the pod's engine, which is ready."""
+    async with EngineClient(
+        pod.address, ENGINE_PORT, client_id="test", service_key=service_key
+    ) as client:
+        await client.connect(60)
+        await client.wait_ready(60)
+        yield client
+
+
+async def check_continuations(
+    client: EngineClient,
+    prompt: list[int],
+    params: SamplingParams,
+    whole: list[int],
+    cuts: tuple[int, ...],
+) -> None:
+    """Check that an engine that continues after each of `cuts` tokens generates `whole`."""
+    for cut in cuts:
+        rest = EngineCoreRequest(f"rest-{cut}", prompt, params, generated_token_ids=whole[:cut])
+        assert await generate(client, rest) == whole
 
 
 async def generate(client: EngineClient, request: EngineCoreRequest) -> list[int]:

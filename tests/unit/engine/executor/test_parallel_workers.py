@@ -22,9 +22,7 @@ ARCHITECTURES = ("llama", "qwen3_moe")
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
-    for arch in ARCHITECTURES:
-        create_checkpoint(root / arch, arch, seed=5)
-    return {arch: root / arch for arch in ARCHITECTURES}
+    return {arch: create_checkpoint(root / arch, arch, seed=5) for arch in ARCHITECTURES}
 
 
 @pytest.fixture(scope="module")
