@@ -21,7 +21,7 @@ from demo_model.tool_tasks import READY_PODS, TOOLS, draw_task
 from baton_local.agent import ready_pods_tool
 from baton_local.cli import _parser
 from baton_local.up import AGENT_QUESTION, PROMPT
-from baton_protocol import config
+from baton_protocol.options import config
 from baton_protocol.topology import COORDINATOR_PORT
 
 ROOT = Path(__file__).parents[3]
