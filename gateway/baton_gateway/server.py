@@ -404,7 +404,9 @@ class Gateway:
             if self._keys is not None:
                 await asyncio.to_thread(self._keys.refresh)
             if self._certificate is not None:
-                await asyncio.to_thread(self._certificate.refresh)
+                # On this thread, because OpenSSL changes the certificate and the key one after the
+                # other. A handshake between them would fail.
+                self._certificate.refresh()
 
 
 def served_name(config: GatewayConfig) -> str:

@@ -534,6 +534,30 @@ async def test_a_renewed_certificate_is_used_for_new_connections(
     assert not await answers_plain_http(port)
 
 
+async def test_no_handshake_fails_while_certificates_are_renewed(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A certificate that was loaded in another thread reset one of 80 connections."""
+    monkeypatch.setattr(server, "SECRETS_POLL_S", 0.001)
+    folder = tmp_path / "tls"
+    write_certificate(folder, "0")
+    rig = make_rig(access=AccessConfig(tls_dir=str(folder)))
+    await rig.start(rig.engine("d", "decode"))
+    port = int(rig.url.rsplit(":", 1)[1])
+    last = 30
+
+    async def connect() -> None:
+        while await served_certificate(port) != f"CN={last}":
+            pass
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(4):
+            clients.create_task(connect())
+        for number in range(1, last + 1):
+            await asyncio.to_thread(write_certificate, folder, str(number))
+            await asyncio.sleep(0.01)
+
+
 async def answers_plain_http(port: int) -> bool:
     try:
         async with http_session() as session, session.get(f"http://127.0.0.1:{port}/health"):
