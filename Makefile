@@ -13,7 +13,7 @@ CLIENTS := .clients
 
 help:
 	@echo "make up             a whole cluster on this machine, one answer streamed (ARGS=--once to exit after it, ARGS=--agent for a tool loop as well)"
-	@echo "make test           unit and integration tests (13 minutes on 2 cores)"
+	@echo "make test           unit and integration tests (a quarter of an hour on 2 cores)"
 	@echo "make e2e            the whole product on an embedded and, if it was built, a real control plane (about 11 minutes)"
 	@echo "make chaos          kill -9, SIGSTOP, network cuts and damaged bytes, for workers, engines, hand-off, expert groups and servers; pods deleted and evicted; the operator under random faults (about 50 minutes)"
 	@echo "make elastic        expert-parallel groups: every size, 10 cycles of scaling and 100 deaths under load, the operator on a real control plane (about 27 minutes)"
@@ -49,7 +49,7 @@ $(STAMP): $(SERVING)
 install: $(STAMP)
 
 up: $(SERVING)
-	$(BIN)/baton up $(if $(MODEL),--model $(MODEL)) -f manifests/samples/demo.yaml $(ARGS)
+	$(BIN)/baton up$(if $(MODEL), --model $(MODEL)) -f manifests/samples/demo.yaml $(ARGS)
 
 test: $(STAMP)
 	BATON_REQUIRE_CPU_KERNELS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests --ignore tests/e2e --ignore tests/images --ignore tests/clients -n 3 --dist loadfile $(ARGS)

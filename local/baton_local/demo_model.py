@@ -22,11 +22,12 @@ class ModelError(Exception):
     """Raised when the model cannot be provided. The message names the correction."""
 
 
-def provide_model(model: Path | None, service: Object, state: StateDir) -> None:
+def provide_model(model: Path | None, service: Object, state: StateDir) -> Path | None:
     """Create a link to the model's folder, so that pods find the model at spec.model.uri.
 
-    The folder is --model, or DEMO_CHECKPOINT if the URI is DEMO_MODEL_URI. In other cases no link
-    is created.
+    Returns:
+        The folder: --model, or DEMO_CHECKPOINT if the URI is DEMO_MODEL_URI. None: no link is
+        created, because spec.model.uri names the model.
 
     Raises:
         ModelError: --model is not a checkpoint, or spec.model.uri is not a folder.
@@ -35,7 +36,7 @@ def provide_model(model: Path | None, service: Object, state: StateDir) -> None:
     uri = str(service.get("spec", {}).get("model", {}).get("uri"))
     if model is None:
         if uri != DEMO_MODEL_URI:
-            return
+            return None
         model = DEMO_CHECKPOINT
     elif not (model / "config.json").is_file():
         raise ModelError(
@@ -50,3 +51,4 @@ def provide_model(model: Path | None, service: Object, state: StateDir) -> None:
         )
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(model.resolve())
+    return model

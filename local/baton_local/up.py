@@ -31,7 +31,7 @@ from baton_kube.client import KubeError, Object
 from baton_local.agent import MAX_TURNS, ready_pods_tool, run_agent
 from baton_local.ask import AskError, ask, gateways_see_all_engines
 from baton_local.cluster_api import ClusterApi, UnknownKindError
-from baton_local.demo_model import ModelError, provide_model
+from baton_local.demo_model import DEMO_CHECKPOINT, ModelError, provide_model
 from baton_local.display import Progress, service_tables
 from baton_local.kv_bytes import ask_kv_bytes, format_kv_bytes, kv_bytes_received
 from baton_local.manifest_file import as_kubectl_applies, load_documents, load_service
@@ -161,7 +161,7 @@ class _Up:
 
     async def _bring_up(self) -> None:
         options, cluster, console = self.options, self.cluster, self.console
-        provide_model(options.model, self.service, self.state)
+        model = provide_model(options.model, self.service, self.state)
         await cluster.start_control_plane(CONTROL_PLANE_TIMEOUT_S)
         async with ClusterApi.connect(cluster.kubeconfig) as api:
             await self._start_operator(api)
@@ -169,6 +169,10 @@ class _Up:
             await self._apply_file(api)
             status = await self._wait_ready(api)
             self._print_next_steps(status)
+            if model == DEMO_CHECKPOINT:
+                console.print(
+                    "\nThe demo model is a toy that knows a hundred sentences.", style="dim"
+                )
             await self._answer(api, status)
             self._record(status.endpoint)
             if not options.once:

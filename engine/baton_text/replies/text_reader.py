@@ -247,7 +247,7 @@ def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
 def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
     """Return a pattern of the markers. Of those that begin at one position, it finds the longest.
 
-    It finds all markers of a text in one pass. Searching for each marker anew after each of them
+    It finds all markers of a text in one pass. A search for each marker after each of them
     would take time in proportion to the square of their number.
     """
     return re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)")

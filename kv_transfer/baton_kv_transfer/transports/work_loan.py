@@ -5,15 +5,15 @@ the work has these states:
 
     holder    meaning                                                alarm
     THREAD    the thread works, or wakes up to do so                 expired
-    NOBODY    no work is left; the thread waits for events           expired
-    NOBODY    a user has just left and may soon wait again           expires within AWAY_NS
+    NONE      no work is left; the thread waits for events           expired
+    NONE      a user has just left and may soon wait again           expires within AWAY_NS
     USER      a waiting user works                                   off
 
-    THREAD -> NOBODY    no work is left
-    NOBODY -> USER      a user begins to wait
-    USER   -> NOBODY    the user leaves, and no work is left
+    THREAD -> NONE      no work is left
+    NONE   -> USER      a user begins to wait
+    USER   -> NONE      the user leaves, and no work is left
     USER   -> THREAD    the user leaves while work is left; the alarm expires at once
-    NOBODY -> THREAD    the alarm expires, or an event or a timer comes after it has expired
+    NONE   -> THREAD    the alarm expires, or an event or a timer comes after it has expired
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Holder(enum.Enum):
     """The holder of the transports' work: the transports' thread, a waiting user, or none."""
 
     THREAD = enum.auto()
-    NOBODY = enum.auto()
+    NONE = enum.auto()
     USER = enum.auto()
 
 
@@ -56,7 +56,7 @@ class WorkLoan:
         """Count the caller as a waiting user. Return whether the caller must do the work now."""
         with self._lock:
             self.num_users += 1
-            if self.holder is not Holder.NOBODY or self._closed:
+            if self.holder is not Holder.NONE or self._closed:
                 return False
             self.holder = Holder.USER
             self.alarm.set(0)
@@ -71,7 +71,7 @@ class WorkLoan:
             more: whether work is left that can be done without waiting for an event.
         """
         with self._lock:
-            self.holder = Holder.THREAD if more else Holder.NOBODY
+            self.holder = Holder.THREAD if more else Holder.NONE
             self.alarm.set(1 if more else AWAY_NS)
 
     def leave(self) -> None:
@@ -85,7 +85,7 @@ class WorkLoan:
     def rest(self) -> None:
         """Let users take the work. The transports' thread calls this before it waits for events."""
         with self._lock:
-            self.holder = Holder.NOBODY
+            self.holder = Holder.NONE
             self._thread_polls = True
 
     def resume(self) -> bool:

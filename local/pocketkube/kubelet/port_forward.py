@@ -242,7 +242,9 @@ class _SpdyForward:
         end: spdy.Frame = spdy.Data(stream, b"", fin=True)
         if connection.has_stalled:
             # A message would end kubectl with all its connections.
-            logger.warning("port-forward resets a connection: %s", message)
+            logger.warning(
+                "port-forward resets a connection whose client does not read: %s", message
+            )
             message, end = "", spdy.RstStream(stream, spdy.CANCEL)
         with contextlib.suppress(ConnectionError):  # the client has disconnected
             await self._send(spdy.Data(errors, message.encode(), fin=True))

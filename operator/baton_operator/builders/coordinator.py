@@ -49,7 +49,7 @@ def deployment(resolved: ResolvedService) -> Object:
         "readinessProbe": pod.http_probe("/ready", period_s=1, failures=2),
         "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": pod.restricted(),
+        "securityContext": pod.container_security(),
         "volumeMounts": [service_key.mount(), {"name": "tmp", "mountPath": "/tmp"}],
     }
     return {

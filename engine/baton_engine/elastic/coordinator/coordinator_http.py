@@ -73,7 +73,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.ignore_body()
-        if not self._is_there("GET"):
+        if not self._has_route("GET"):
             return
         admin = self.server.admin
         if self.path == "/topology":
@@ -123,9 +123,9 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         if not self.server.admin.admits(self.headers.get("Authorization"), request):
             self._unauthorized()
             return False
-        return self._is_there(method)
+        return self._has_route(method)
 
-    def _is_there(self, method: str) -> bool:
+    def _has_route(self, method: str) -> bool:
         """Return whether the request's path and method exist. If not, send the refusal."""
         methods = METHODS.get(self.path)
         if methods is None:

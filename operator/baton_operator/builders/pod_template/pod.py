@@ -73,7 +73,7 @@ def pod_security() -> Object:
     }
 
 
-def restricted() -> Object:
+def container_security() -> Object:
     """Return the security context of a container, for the restricted Pod Security Standard."""
     return {
         "allowPrivilegeEscalation": False,
@@ -140,7 +140,7 @@ def _own_template(
         "image": resolved.spec.image,
         "volumeMounts": [mount for _, mount in mounted],
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "securityContext": restricted(),
+        "securityContext": container_security(),
         **container,
     }
     if resources:
@@ -159,7 +159,7 @@ def _own_template(
         resolved.namespace,
         image=resolved.spec.image,
         env=identity_env(),
-        security=restricted(),
+        security=container_security(),
         resources=resources,
     ):
         spec["initContainers"] = [fetcher]

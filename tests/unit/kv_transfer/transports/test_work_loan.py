@@ -59,7 +59,7 @@ class WorkLoanMachine(RuleBasedStateMachine):
     @rule()
     def the_thread_has_nothing_left_to_do(self) -> None:
         self.loan.rest()
-        self.thread, self.holder = Thread.POLLS, Holder.NOBODY
+        self.thread, self.holder = Thread.POLLS, Holder.NONE
 
     @precondition(lambda self: self.thread is not Thread.WORKS)
     @rule()
@@ -77,7 +77,7 @@ class WorkLoanMachine(RuleBasedStateMachine):
 
     @rule()
     def a_user_waits(self) -> None:
-        is_free = self.holder is Holder.NOBODY and not self.is_closed
+        is_free = self.holder is Holder.NONE and not self.is_closed
         assert self.loan.borrow() == is_free
         if is_free:
             self.holder = Holder.USER
@@ -90,7 +90,7 @@ class WorkLoanMachine(RuleBasedStateMachine):
     def the_user_with_the_work_leaves(self, more: bool) -> None:
         self.loan.give_back(more)
         self.loan.leave()
-        self.holder = Holder.THREAD if more else Holder.NOBODY
+        self.holder = Holder.THREAD if more else Holder.NONE
         self.workers -= 1
 
     @precondition(lambda self: self.bystanders)
