@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from baton_local.agent import tool_entry
 from demo_model.questions import expand, normalize, split
 
 Values = dict[str, Any]
@@ -53,17 +54,7 @@ class Tool:
 
     def schema(self) -> dict[str, Any]:
         """Return the tool as an entry of `tools` in a request."""
-        parameters = {
-            "type": "object",
-            "properties": self.parameters,
-            "required": list(self.parameters),
-        }
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": parameters,
-        }
-        return {"type": "function", "function": function}
+        return tool_entry(self.name, self.description, self.parameters)
 
     def templates(self) -> tuple[list[str], list[str]]:
         """Return the training questions and the held-out ones, with the names of arguments."""

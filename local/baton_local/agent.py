@@ -34,17 +34,16 @@ class Tool:
 
     def schema(self) -> dict[str, Any]:
         """Return the tool as an entry of `tools` in a request."""
-        parameters = {
-            "type": "object",
-            "properties": self.parameters,
-            "required": list(self.parameters),
-        }
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": parameters,
-        }
-        return {"type": "function", "function": function}
+        return tool_entry(self.name, self.description, self.parameters)
+
+
+def tool_entry(
+    name: str, description: str, parameters: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Return a function as an entry of `tools` in a request. Its arguments are as in `Tool`."""
+    schema = {"type": "object", "properties": parameters, "required": list(parameters)}
+    function = {"name": name, "description": description, "parameters": schema}
+    return {"type": "function", "function": function}
 
 
 def ready_pods_tool(api: ClusterApi, status: ServiceStatus) -> Tool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,25 +58,16 @@ async def ask(
     tokens = 0
     started = time.perf_counter()
     first = 0.0
-    timeout = aiohttp.ClientTimeout(total=timeout_s)
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as session,
-            session.post(f"{endpoint}/v1/chat/completions", json=body) as response,
-        ):
-            if response.status != 200:
-                raise AskError(f"HTTP {response.status}: {(await response.text()).strip()}")
-            async for chunk in _chunks(response):
-                if chunk.get("usage"):
-                    tokens = chunk["usage"]["completion_tokens"]
-                for choice in chunk.get("choices", []):
-                    text = choice["delta"].get("content") or ""
-                    if text:
-                        first = first or time.perf_counter()
-                        pieces.append(text)
-                        on_text(text)
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise AskError(f"{endpoint}: {str(error) or type(error).__name__}") from None
+    async with _chat(endpoint, body, timeout_s) as response:
+        async for chunk in _chunks(response):
+            if chunk.get("usage"):
+                tokens = chunk["usage"]["completion_tokens"]
+            for choice in chunk.get("choices", []):
+                text = choice["delta"].get("content") or ""
+                if text:
+                    first = first or time.perf_counter()
+                    pieces.append(text)
+                    on_text(text)
     if not tokens:
         raise AskError("the stream ended without usage: the answer is incomplete")
     ended = time.perf_counter()
@@ -90,6 +82,20 @@ async def ask_message(endpoint: str, body: dict[str, Any], *, timeout_s: float) 
     Raises:
         AskError: the endpoint refused the request or did not respond.
     """
+    async with _chat(endpoint, body, timeout_s) as response:
+        message: dict[str, Any] = (await response.json())["choices"][0]["message"]
+        return message
+
+
+@asynccontextmanager
+async def _chat(
+    endpoint: str, body: dict[str, Any], timeout_s: float
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Send the body of a chat completion, and yield the response.
+
+    Raises:
+        AskError: the endpoint refused the request, or did not respond in time.
+    """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with (
@@ -98,8 +104,7 @@ async def ask_message(endpoint: str, body: dict[str, Any], *, timeout_s: float) 
         ):
             if response.status != 200:
                 raise AskError(f"HTTP {response.status}: {(await response.text()).strip()}")
-            message: dict[str, Any] = (await response.json())["choices"][0]["message"]
-            return message
+            yield response
     except (aiohttp.ClientError, TimeoutError) as error:
         raise AskError(f"{endpoint}: {str(error) or type(error).__name__}") from None
 

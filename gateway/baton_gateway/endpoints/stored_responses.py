@@ -40,7 +40,8 @@ class StoredResponses:
         with self._admission.place(http.get(CLIENT)):
             response = self._store.get(http.match_info["response"], http.get(CLIENT))
             async with self._bodies.charge() as charge:
-                return await send_json(http, response, self._client_timeout_s, charge)
+                charge.add(len(response))
+                return await send_json(http, response, self._client_timeout_s)
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
         self._admission.check_open()

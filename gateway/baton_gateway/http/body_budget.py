@@ -71,8 +71,13 @@ class BodyBudget:
         finally:
             self._remove(charge)
 
-    def add(self, charge: BodyCharge, num_bytes: int) -> None:
+    def add(self, charge: BodyCharge, num_bytes: int, *, is_response: bool = False) -> None:
         """Add `num_bytes` to `charge`. Refuse the requests with the largest bodies if necessary.
+
+        Args:
+            charge: the charge of one request.
+            num_bytes: bytes to add.
+            is_response: the bytes are a finished response, which is not dropped for other requests.
 
         Raises:
             APIError: 503, because `charge` has the largest body.
@@ -82,7 +87,10 @@ class BodyBudget:
         charge.num_bytes += num_bytes
         self._num_bytes += num_bytes
         while self._num_bytes > MAX_TOTAL_BODY_BYTES:
-            largest = max(self._charges, key=lambda each: each.num_bytes)
+            candidates = self._charges - {charge} if is_response else self._charges
+            if not candidates:
+                return
+            largest = max(candidates, key=lambda each: each.num_bytes)
             self._remove(largest)
             if largest is charge:
                 raise _exhausted()
@@ -133,6 +141,14 @@ class BodyCharge:
             APIError: 503, because this request has the largest body.
         """
         self._budget.add(self, num_bytes)
+
+    def add_response(self, num_bytes: int) -> None:
+        """Charge a finished response until its client has read it.
+
+        If the budget is exhausted, the largest of the other requests ends: its body is refused, or
+        its unread response is cut off.
+        """
+        self._budget.add(self, num_bytes, is_response=True)
 
     async def read(self, http: web.Request, timeout_s: float) -> bytes:
         """Return the body of the request, and charge its bytes as they arrive.

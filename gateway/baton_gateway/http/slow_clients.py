@@ -87,31 +87,26 @@ async def send_json(
     disconnected.
 
     Args:
-        charge: is charged with the bytes of a large response. None: all requests share `body`.
-
-    Raises:
-        APIError: 503, because the budget is exhausted and this request is the largest.
+        charge: is charged with the bytes of a large response. None: `body` is charged already, or
+            all requests share it.
     """
     if len(body) <= BUFFERED_BYTES:
         return web.Response(body=body, content_type="application/json")
     if charge is not None:
-        charge.add(len(body))
+        charge.add_response(len(body))
     response = web.StreamResponse()
     response.content_type, response.content_length = "application/json", len(body)
-    is_sent = False
     try:
         async with asyncio.timeout(timeout_s):
             await response.prepare(http)
             for start in range(0, len(body), BUFFERED_BYTES):  # the transport copies what waits
                 await response.write(memoryview(body)[start : start + BUFFERED_BYTES])
             await response.write_eof()
-        is_sent = True
-    except TimeoutError:
-        pass
     except ConnectionError:
         logger.info("%s%s: the client disconnected", http.path, client_name(http))
-        is_sent = True
-    finally:
-        if not is_sent:  # also if the budget is exhausted: a part of the response may be sent
-            abort_connection(http, http.path)
+    except TimeoutError:
+        abort_connection(http, http.path)
+    except asyncio.CancelledError:  # for example, other requests need the budget
+        abort_connection(http, http.path)
+        raise
     return response

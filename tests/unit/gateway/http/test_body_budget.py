@@ -213,3 +213,17 @@ async def test_a_response_that_exceeds_the_budget_while_it_is_sent_is_cut_off(
         monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 2**16)
         await rig.post("/tokenize", {"prompt": "hi"})
         await until(lambda: rig.metric(CHARGED) == 0, "the unread response dropped")
+
+
+async def test_a_finished_response_is_not_refused_for_bodies_that_arrive(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rig.engine("d", "decode")
+    engine.answer, engine.max_model_len, engine.tokens_per_output = [5] * 5000, 200_000, 500
+    await rig.start(engine)
+    async with unfinished(rig, 2**19) as (reader, _):
+        await until(lambda: rig.metric(CHARGED) == 2**19, "the body at the gateway")
+        monkeypatch.setattr(body_budget, "MAX_TOTAL_BODY_BYTES", 2**20)
+        status, answer, _ = await rig.post("/v1/completions", LONG)
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 5000)
+        assert (await response(reader))[::2] == (503, "too_many_bytes")
