@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import signal
 import ssl
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import ApiKeys
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
-from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.endpoints.generation_endpoint import GenerationEndpoint
 from baton_gateway.endpoints.openapi.document import OpenAPIEndpoint
 from baton_gateway.endpoints.pooling_endpoints import PoolingEndpoints
-from baton_gateway.endpoints.request_reader import RequestReader
+from baton_gateway.endpoints.request_services import RequestServices, served_name
 from baton_gateway.endpoints.routes import Routes
 from baton_gateway.endpoints.status_endpoints import StatusEndpoints
 from baton_gateway.endpoints.stored_responses import StoredResponses
 from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
-from baton_gateway.endpoints.writers.chat_writer import ChatWriter
-from baton_gateway.endpoints.writers.completion_writer import CompletionWriter
-from baton_gateway.endpoints.writers.messages_writer import MessagesWriter
-from baton_gateway.endpoints.writers.response_writer import ResponseWriter
-from baton_gateway.endpoints.writers.responses_writer import ResponsesWriter
-from baton_gateway.errors import MESSAGES_PATH, RESPONSES_PATH
-from baton_gateway.http.body_budget import BodyBudget
+from baton_gateway.endpoints.writers.chat_writer import ChatAPI
+from baton_gateway.endpoints.writers.completion_writer import CompletionAPI
+from baton_gateway.endpoints.writers.messages_writer import MessagesAPI
+from baton_gateway.endpoints.writers.response_writer import GenerationAPI
+from baton_gateway.endpoints.writers.responses_writer import ResponsesAPI
 from baton_gateway.http.connections import (
     Connections,
     bounded_by_resources,
@@ -39,12 +32,10 @@ from baton_gateway.http.connections import (
 )
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.listener import listen, stop_listening
-from baton_gateway.http.request_body import UnknownFields
 from baton_gateway.http.tls import ServerCertificate
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.requests.cache_salts import CacheSalts
 from baton_gateway.requests.generation import Generator
-from baton_gateway.requests.job import Job
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.requests.pooling import PoolingJobBuilder, PoolingRunner
 from baton_gateway.requests.prompts import PromptReader
@@ -57,10 +48,6 @@ from baton_protocol.options.config import GatewayConfig, container_path
 from baton_protocol.service_key import ServiceKey
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.replies.reply_format import ReplyFormat
-from baton_text.requests.chat_request import ChatCompletionRequest
-from baton_text.requests.completion_request import CompletionRequest
-from baton_text.requests.messages_request import MessagesRequest
-from baton_text.requests.responses_request import ResponsesRequest
 from baton_text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -93,7 +80,6 @@ class Gateway:
         defaults: GenerationDefaults,
     ) -> None:
         self.config = config
-        self.served_name = served_name(config)
         self.metrics = GatewayMetrics()
         service_key = ServiceKey.load(config.service_key_file)
         self.pool = EnginePool(
@@ -104,28 +90,17 @@ class Gateway:
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             stall_timeout_s=config.stall_timeout_s,
         )
+        services = RequestServices.create(config, self.metrics, self.pool)
+        self.admission = services.admission
         access = config.access
         self._keys = ApiKeys(container_path(access.api_keys_dir)) if access.api_keys_dir else None
         self._certificate = (
             ServerCertificate(container_path(access.tls_dir)) if access.tls_dir else None
         )
         self._cors = CORS(access.allowed_origins)
-        self.admission = Admission(
-            config.max_concurrent_requests,
-            self.metrics,
-            client_limit=access.max_concurrent_per_client,
-        )
         limit = connection_limit(config.max_connections, config.max_concurrent_requests)
         self._connections = Connections(limit, self.metrics)
         self.metrics.connections.set_function(lambda: self._connections.num_open)
-        self._shutdown = GracefulShutdown(self.admission, config.drain_quiet_s)
-        self._queue = ScaleFromZeroQueue(
-            self.pool,
-            self.metrics,
-            hold_s=config.hold_s,
-            queue_wait_s=config.queue_wait_s,
-            limit=config.max_held_requests,
-        )
         placer = Placer(
             self.pool,
             self.metrics,
@@ -136,124 +111,52 @@ class Gateway:
         dispatcher = Dispatcher(
             placer, self.metrics, inter_token_timeout_s=config.inter_token_timeout_s
         )
-        salts = CacheSalts(access, service_key)
-        template = tokenizer.chat_template
-        reply_format = ReplyFormat.choose(
-            config.tool_parser,
-            config.reasoning_parser,
-            None if template is None else template.source,
+        generator = Generator(dispatcher, self.metrics)
+        pooling_runner = PoolingRunner(dispatcher, self.metrics)
+        self._shutdown = GracefulShutdown(
+            self.admission, (generator, pooling_runner, services.queue), config.drain_quiet_s
         )
+        salts = CacheSalts(access, service_key)
         reader = PromptReader(tokenizer)
         builder = JobBuilder(
-            tokenizer, reader, self.pool, self.metrics, access, salts, defaults, reply_format
+            tokenizer,
+            reader,
+            self.pool,
+            self.metrics,
+            access,
+            salts,
+            defaults,
+            _reply_format(config, tokenizer),
         )
         pooling_builder = PoolingJobBuilder(reader, self.pool, self.metrics, access, salts)
-        self._generator = Generator(dispatcher, self.metrics)
-        self._pooling_runner = PoolingRunner(dispatcher, self.metrics)
-        routes = self._routes(tokenizer, builder, pooling_builder)
-        self.app, self.metrics_app = routes.app, routes.metrics_app
-        #: Port of the metrics, from `start` on.
-        self.metrics_port = 0
-        self._end_drain = asyncio.Event()
-        self._servers: list[tuple[web.AppRunner, asyncio.Server]] = []
-        self._pool_task: asyncio.Task[None] | None = None
-        self._secrets_task: asyncio.Task[None] | None = None
-
-    def _routes(
-        self, tokenizer: Tokenizer, builder: JobBuilder, pooling_builder: PoolingJobBuilder
-    ) -> Routes:
-        unknown_fields = UnknownFields(self.metrics)
-        # Rounded up: one key can send a body in all cases.
-        client_limit = -(-self.config.max_concurrent_requests // 4)
-        bodies = BodyBudget(self.metrics, client_limit=client_limit)
-        client_timeout_s = self.config.client_timeout_s
-        request_timeout_s = self.config.request_timeout_s
-        reader = RequestReader(
-            self.pool,
-            unknown_fields,
-            served_name=self.served_name,
-            timeout_s=min(request_timeout_s or math.inf, client_timeout_s),
-        )
-
         store = ResponseStore()
-        endpoint = partial(
-            GenerationEndpoint,
-            builder=builder,
-            generator=self._generator,
-            admission=self.admission,
-            queue=self._queue,
-            bodies=bodies,
-            reader=reader,
-            request_timeout_s=request_timeout_s,
-            client_timeout_s=client_timeout_s,
-        )
-
-        def written_by(kind: type[ResponseWriter[Any]]) -> Callable[..., ResponseWriter[Any]]:
-            return lambda body, job, _client: kind(body, job, self.served_name, tokenizer)
-
-        def respond(body: ResponsesRequest, job: Job, client: str | None) -> ResponsesWriter:
-            return ResponsesWriter(
-                body, job, self.served_name, tokenizer, store=store, client=client
-            )
-
-        return Routes(
-            {
-                "/v1/chat/completions": endpoint(
-                    ChatCompletionRequest, lambda body, _earlier: body, written_by(ChatWriter)
-                ),
-                "/v1/completions": endpoint(
-                    CompletionRequest, lambda body, _earlier: body, written_by(CompletionWriter)
-                ),
-                RESPONSES_PATH: endpoint(
-                    ResponsesRequest,
-                    ResponsesRequest.chat_request,
-                    respond,
-                    conversation=lambda body, client: store.earlier(
-                        body.previous_response_id, body.referenced_ids(), client
-                    ),
-                ),
-                MESSAGES_PATH: endpoint(
-                    MessagesRequest,
-                    lambda body, _earlier: body.chat_request(),
-                    written_by(MessagesWriter),
-                ),
-            },
-            StoredResponses(store, self.admission, bodies, client_timeout_s=client_timeout_s),
-            PoolingEndpoints(
-                reader,
-                pooling_builder,
-                self._pooling_runner,
-                self.admission,
-                self._queue,
-                bodies,
-                served_name=self.served_name,
-                request_timeout_s=request_timeout_s,
-                client_timeout_s=client_timeout_s,
+        name = services.served_name
+        apis: list[GenerationAPI[Any]] = [
+            ChatAPI(name, tokenizer),
+            CompletionAPI(name, tokenizer),
+            ResponsesAPI(name, tokenizer, store),
+            MessagesAPI(name, tokenizer),
+        ]
+        routes = Routes(
+            [GenerationEndpoint(api, services, builder, generator) for api in apis],
+            StoredResponses(services, store),
+            PoolingEndpoints(services, pooling_builder, pooling_runner),
+            TokenizeEndpoints(services, tokenizer),
+            StatusEndpoints(services, self._shutdown),
+            OpenAPIEndpoint(
+                needs_key=self._keys is not None, client_timeout_s=config.client_timeout_s
             ),
-            TokenizeEndpoints(
-                tokenizer,
-                self.pool,
-                self.admission,
-                self.config.access,
-                bodies,
-                unknown_fields,
-                served_name=self.served_name,
-                client_timeout_s=client_timeout_s,
-            ),
-            StatusEndpoints(
-                self.pool,
-                self.metrics,
-                self.admission,
-                self._queue,
-                self._shutdown,
-                served_name=self.served_name,
-            ),
-            OpenAPIEndpoint(needs_key=self._keys is not None, client_timeout_s=client_timeout_s),
             metrics=self.metrics,
             shutdown=self._shutdown,
             keys=self._keys,
             cors=self._cors,
         )
+        self.app, self.metrics_app = routes.app, routes.metrics_app
+        #: Port of the metrics, from `start` on.
+        self.metrics_port = 0
+        self._servers: list[tuple[web.AppRunner, asyncio.Server]] = []
+        self._pool_task: asyncio.Task[None] | None = None
+        self._secrets_task: asyncio.Task[None] | None = None
 
     async def start(self, host: str) -> int:
         """Start the HTTP servers, and begin to connect to engines.
@@ -282,7 +185,7 @@ class Gateway:
             self._secrets_task = asyncio.create_task(self._refresh_secrets(), name="secrets")
         logger.info(
             "serving %s on %s://%s:%d, and metrics on port %d",
-            self.served_name,
+            served_name(self.config),
             "https" if context else "http",
             host,
             port,
@@ -321,8 +224,7 @@ class Gateway:
         """
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + self.config.drain_timeout_s
-        quiet = asyncio.create_task(self._shutdown.wait_quiet(self.config.drain_timeout_s / 2))
-        await self._wait_drained(quiet)
+        await self._shutdown.wait_quiet(self.config.drain_timeout_s / 2)
         await self.stop(max(0.0, ends_at - loop.time()))
 
     async def stop(self, timeout_s: float | None = None) -> None:
@@ -333,19 +235,7 @@ class Gateway:
         Args:
             timeout_s: longest wait for the running requests; None: drain_timeout_s.
         """
-        self.admission.is_closed = True
-        timeout_s = self.config.drain_timeout_s if timeout_s is None else timeout_s
-        idle = asyncio.create_task(self.admission.wait_idle(timeout_s))
-        await self._wait_drained(idle)
-        if idle.cancelled() or not idle.result():
-            logger.warning(
-                "the graceful shutdown has ended, by drain_timeout_s or a second signal: requests "
-                "that still run fail"
-            )
-            self._generator.fail_all()
-            self._pooling_runner.fail_all()
-            self._queue.fail_all()
-            await self.admission.wait_idle(timeout_s=2.0)
+        await self._shutdown.drain(self.config.drain_timeout_s if timeout_s is None else timeout_s)
         for task in (self._pool_task, self._secrets_task):
             if task is not None:
                 task.cancel()
@@ -356,15 +246,7 @@ class Gateway:
 
     def end_drain(self) -> None:
         """End the graceful shutdown now. Requests that still run fail."""
-        self._end_drain.set()
-
-    async def _wait_drained(self, work: asyncio.Task[Any]) -> None:
-        """Wait until `work` is done. If `end_drain` is called first, cancel `work`."""
-        end = asyncio.create_task(self._end_drain.wait())
-        await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
-        for task in (work, end):
-            task.cancel()
-        await asyncio.gather(work, end, return_exceptions=True)
+        self._shutdown.end()
 
     async def serve_until_signal(self, host: str) -> None:
         """Serve until SIGTERM or SIGINT, then shut down.
@@ -409,6 +291,7 @@ class Gateway:
                 self._certificate.refresh()
 
 
-def served_name(config: GatewayConfig) -> str:
-    """Return the model name that clients use: the configured one, or the name of the folder."""
-    return config.model.served_name or config.model.path.rstrip("/").rsplit("/", 1)[-1]
+def _reply_format(config: GatewayConfig, tokenizer: Tokenizer) -> ReplyFormat:
+    template = tokenizer.chat_template
+    source = None if template is None else template.source
+    return ReplyFormat.choose(config.tool_parser, config.reasoning_parser, source)

@@ -7,28 +7,47 @@ Requests that arrive in this time must not fail.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol
 
 from aiohttp import hdrs, web
 
 from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import OPEN_PATHS
 
+logger = logging.getLogger(__name__)
+
+#: Time in seconds for requests to return an error, after the shutdown has ended them.
+FAIL_S = 2.0
+
+
+class Requests(Protocol):
+    """Requests that wait or run."""
+
+    def fail_all(self) -> None:
+        """End all of them with an error."""
+
 
 class GracefulShutdown:
-    """The first phase of a shutdown, in which the gateway still serves requests.
+    """The two phases of a shutdown: wait until clients have left, then drain.
 
-    In this phase /ready returns 503. Every response closes its connection, so that the client's
-    next request goes to another gateway.
+    In the first phase the gateway still serves requests. Then /ready returns 503, and every
+    response closes its connection, so that the client's next request goes to another gateway.
+    In the second phase, the gateway refuses requests, and waits for those that run.
 
     Args:
         admission: counts the requests in flight.
-        quiet_s: the phase ends after this many seconds without a new request.
+        requests: the requests that fail at the end.
+        quiet_s: the first phase ends after this many seconds without a new request.
     """
 
-    def __init__(self, admission: Admission, quiet_s: float) -> None:
+    def __init__(self, admission: Admission, requests: Iterable[Requests], quiet_s: float) -> None:
         self._admission = admission
+        self._requests = tuple(requests)
         self._quiet_s = quiet_s
         self._last_arrival = 0.0
+        self._end = asyncio.Event()
         self.has_begun = False
 
     def on_request(self, path: str) -> None:
@@ -44,13 +63,37 @@ class GracefulShutdown:
             response.headers[hdrs.CONNECTION] = "close"
             response.force_close()
 
+    def end(self) -> None:
+        """End the current phase now, and those that follow. Requests that still run fail."""
+        self._end.set()
+
     async def wait_quiet(self, timeout_s: float) -> None:
-        """Begin the shutdown's first phase. Return when the phase ends or `timeout_s` has passed.
+        """Run the first phase, for at most `timeout_s`.
 
         The phase ends when no request is in flight and no request has arrived for `quiet_s`.
         """
+        self.has_begun, self._last_arrival = True, asyncio.get_running_loop().time()
+        await self._unless_ended(self._quiet(timeout_s))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Run the second phase: refuse new requests, and wait for the running requests.
+
+        Requests that still run after `timeout_s` fail.
+        """
+        self._admission.is_closed = True
+        if await self._unless_ended(self._admission.wait_idle(timeout_s)):
+            return
+        logger.warning(
+            "the graceful shutdown has ended, by drain_timeout_s or a second signal: requests "
+            "that still run fail"
+        )
+        for requests in self._requests:
+            requests.fail_all()
+        await self._admission.wait_idle(FAIL_S)
+
+    async def _quiet(self, timeout_s: float) -> bool:
+        """Wait until the gateway is quiet. Return False if `timeout_s` passes first."""
         loop = asyncio.get_running_loop()
-        self.has_begun, self._last_arrival = True, loop.time()
         try:
             async with asyncio.timeout(timeout_s):
                 while (
@@ -59,4 +102,14 @@ class GracefulShutdown:
                     await asyncio.sleep(max(wait_s, 0.0))
                     await self._admission.wait_idle()
         except TimeoutError:
-            pass
+            return False
+        return True
+
+    async def _unless_ended(self, wait: Coroutine[Any, Any, bool]) -> bool:
+        """Return the result of `wait`. Return False as soon as `end` is called."""
+        task, end = asyncio.create_task(wait), asyncio.create_task(self._end.wait())
+        await asyncio.wait([task, end], return_when=asyncio.FIRST_COMPLETED)
+        task.cancel()
+        end.cancel()
+        await asyncio.gather(task, end, return_exceptions=True)
+        return not task.cancelled() and task.result()

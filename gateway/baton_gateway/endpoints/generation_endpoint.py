@@ -1,6 +1,6 @@
 """The endpoints that generate text: admission, complete responses, streams.
 
-They differ in their bodies, and in the `ResponseWriter` that converts outputs to JSON.
+They differ in their `GenerationAPI`.
 """
 
 from __future__ import annotations
@@ -8,36 +8,36 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import msgspec
 from aiohttp import web
 
-from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT, client_name
-from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.endpoints.request_deadline import RequestDeadline
-from baton_gateway.endpoints.request_reader import RequestReader
-from baton_gateway.endpoints.writers.response_writer import ResponseWriter
+from baton_gateway.endpoints.request_services import RequestServices
+from baton_gateway.endpoints.writers.response_writer import (
+    Body,
+    GenerationAPI,
+    GenerationBody,
+    ResponseWriter,
+)
 from baton_gateway.errors import APIError, bad_request, error_event
-from baton_gateway.http.body_budget import BodyBudget, BodyCharge
+from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.request_body import INLINE_BODY_BYTES
 from baton_gateway.http.slow_clients import abort_if_unread, send_json
 from baton_gateway.requests.generation import Generator
-from baton_gateway.requests.job import Choice, Job
+from baton_gateway.requests.job import Choice
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.requests.output_queue import CollectedOutput
 from baton_gateway.thread_pool import run_off_loop
 from baton_text.errors import RequestError
 from baton_text.output import TextOutput
-from baton_text.requests.chat_request import ChatCompletionRequest
-from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import MAX_RESPONSE_LOGPROBS
-from baton_text.requests.parsing import LongRunning
 
 logger = logging.getLogger(__name__)
 
@@ -55,54 +55,31 @@ FINAL_STATUS = web.RequestKey("final_status", int)
 #: loop. A larger one is encoded in a thread.
 INLINE_ENTRIES = 1024
 
-_Body = TypeVar("_Body", bound=LongRunning)
-#: The requests that jobs run.
-GenerationBody = ChatCompletionRequest | CompletionRequest
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
 
 
-class GenerationEndpoint(Generic[_Body]):
+class GenerationEndpoint(Generic[Body]):
     """An endpoint that generates text.
 
     Args:
-        body: type of the JSON body.
-        convert: returns the request of a body and of `conversation`.
-        writer: returns what converts the outputs of a job to a response.
-        queue: holds requests while the service has no engine.
-        request_timeout_s: longest time from a request's arrival to the end of its response. The
-            time in `queue` does not count. 0: no limit.
-        client_timeout_s: longest time for a client to read a response or one event of a stream.
-        conversation: returns the stored messages that a body of a client continues, as JSON.
+        api: the API of the endpoint.
+        services: what the endpoints share.
+        builder: builds the jobs of requests.
+        generator: runs jobs.
     """
 
     def __init__(
         self,
-        body: type[_Body],
-        convert: Callable[[_Body, bytes], GenerationBody],
-        writer: Callable[[_Body, Job, str | None], ResponseWriter[Any]],
+        api: GenerationAPI[Body],
+        services: RequestServices,
         builder: JobBuilder,
         generator: Generator,
-        admission: Admission,
-        queue: ScaleFromZeroQueue,
-        bodies: BodyBudget,
-        reader: RequestReader,
-        *,
-        request_timeout_s: float,
-        client_timeout_s: float,
-        conversation: Callable[[_Body, str | None], bytes] = lambda _body, _client: b"",
     ) -> None:
-        self._body = body
-        self._convert = convert
-        self._writer = writer
+        self.path = api.path
+        self._api = api
+        self._services = services
         self._builder = builder
         self._generator = generator
-        self._admission = admission
-        self._queue = queue
-        self._bodies = bodies
-        self._reader = reader
-        self._timeout_s = request_timeout_s
-        self._client_timeout_s = client_timeout_s
-        self._conversation = conversation
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """Serve one request and return the response.
@@ -110,27 +87,27 @@ class GenerationEndpoint(Generic[_Body]):
         Raises:
             APIError, RequestError: the request failed before the first byte of the response.
         """
-        started = time.monotonic()
-        deadline = RequestDeadline(self._timeout_s)
+        services, started = self._services, time.monotonic()
+        deadline = RequestDeadline(services.config.request_timeout_s)
         stream: EventStream | None = None
-        with self._admission.request(http.get(CLIENT)) as place:
+        with services.admission.request(http.get(CLIENT)) as place:
             try:
-                async with self._bodies.charge() as charge:
+                async with services.bodies.charge() as charge:
                     body, request, body_size = await self._read(http, charge)
                     # Before the prompts are tokenized, so that a refusal takes little time.
                     place.resize(request.num_sequences)
                     stream = EventStream(
                         http,
                         is_wanted=bool(request.stream),
-                        client_timeout_s=self._client_timeout_s,
+                        client_timeout_s=services.config.client_timeout_s,
                     )
                     async with deadline.paused():
-                        await self._queue.wait(stream.keep_alive)
+                        await services.queue.wait(stream.keep_alive)
                     async with deadline.enforced():
                         job = await self._builder.build(
                             request, started, body_size, http.get(CLIENT)
                         )
-                writer = self._writer(body, job, http.get(CLIENT))
+                writer = self._api.writer(body, job, http.get(CLIENT))
                 body.release_prompt()
                 request.release_prompt()
                 on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
@@ -149,19 +126,19 @@ class GenerationEndpoint(Generic[_Body]):
 
     async def _read(
         self, http: web.Request, charge: BodyCharge
-    ) -> tuple[_Body, GenerationBody, int]:
+    ) -> tuple[Body, GenerationBody, int]:
         """Return the parsed body, its request, and the bytes of the body and the conversation.
 
         Raises:
             APIError, RequestError: the headers or the body are invalid, the body does not arrive in
                 time, or the request names another model.
         """
-        body, size = await self._reader.read(http, charge, self._body)
-        conversation = partial(self._conversation, body, http.get(CLIENT))
-        earlier = await run_off_loop(conversation, size, INLINE_BODY_BYTES)
+        body, size = await self._services.reader.read(http, charge, self._api.body)
+        find_earlier = partial(self._api.earlier, body, http.get(CLIENT))
+        earlier = await run_off_loop(find_earlier, size, INLINE_BODY_BYTES)
         charge.add(len(earlier))
         size += len(earlier)
-        convert = partial(self._convert, body, earlier)
+        convert = partial(self._api.request, body, earlier)
         request = await run_off_loop(convert, size, INLINE_BODY_BYTES)
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
         return body, request, size
@@ -174,8 +151,8 @@ class GenerationEndpoint(Generic[_Body]):
         deadline: RequestDeadline,
     ) -> web.StreamResponse:
         encoded = await self._encoded_answer(writer, events, deadline)
-        timeout_s = min(deadline.left_s, self._client_timeout_s)
-        async with self._bodies.charge() as charge:
+        timeout_s = min(deadline.left_s, self._services.config.client_timeout_s)
+        async with self._services.bodies.charge() as charge:
             return await send_json(http, encoded, timeout_s, charge)
 
     async def _encoded_answer(

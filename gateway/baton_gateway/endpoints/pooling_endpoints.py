@@ -11,12 +11,9 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET
 
-from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT
-from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.endpoints.request_deadline import RequestDeadline
-from baton_gateway.endpoints.request_reader import RequestReader
-from baton_gateway.http.body_budget import BodyBudget
+from baton_gateway.endpoints.request_services import RequestServices
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.pooling import (
     PairJob,
@@ -51,36 +48,14 @@ Work = tuple[PoolingJob, Callable[[], msgspec.Struct]]
 
 
 class PoolingEndpoints:
-    """The endpoints that pool prompts.
-
-    Args:
-        request_timeout_s: longest time from a request's arrival to the end of its response. The
-            time in `queue` does not count. 0: no limit.
-        client_timeout_s: longest time for a client to read the response.
-    """
+    """The endpoints that pool prompts."""
 
     def __init__(
-        self,
-        reader: RequestReader,
-        builder: PoolingJobBuilder,
-        runner: PoolingRunner,
-        admission: Admission,
-        queue: ScaleFromZeroQueue,
-        bodies: BodyBudget,
-        *,
-        served_name: str,
-        request_timeout_s: float,
-        client_timeout_s: float,
+        self, services: RequestServices, builder: PoolingJobBuilder, runner: PoolingRunner
     ) -> None:
-        self._reader = reader
+        self._services = services
         self._builder = builder
         self._runner = runner
-        self._admission = admission
-        self._queue = queue
-        self._bodies = bodies
-        self._served_name = served_name
-        self._timeout_s = request_timeout_s
-        self._client_timeout_s = client_timeout_s
 
     async def embed(self, http: web.Request) -> web.StreamResponse:
         async def build(body: EmbeddingRequest, size: int, client: str | None) -> Work:
@@ -119,15 +94,15 @@ class PoolingEndpoints:
         Raises:
             APIError, RequestError: the request failed.
         """
-        started = time.monotonic()
-        deadline, client = RequestDeadline(self._timeout_s), http.get(CLIENT)
-        with self._admission.request(client) as place:
-            async with self._bodies.charge() as charge:
-                body, size = await self._reader.read(http, charge, kind)
+        services, client, started = self._services, http.get(CLIENT), time.monotonic()
+        deadline = RequestDeadline(services.config.request_timeout_s)
+        with services.admission.request(client) as place:
+            async with services.bodies.charge() as charge:
+                body, size = await services.reader.read(http, charge, kind)
                 # Before the prompts are tokenized, so that a refusal takes little time.
                 place.resize(body.num_sequences)
                 async with deadline.paused():
-                    await self._queue.wait()
+                    await services.queue.wait()
                 async with deadline.enforced():
                     job, respond = await build(body, size, client)
             async with deadline.enforced():
@@ -137,8 +112,8 @@ class PoolingEndpoints:
                 sum(map(len, job.vectors)),
                 INLINE_VECTOR_BYTES,
             )
-            timeout_s = min(deadline.left_s, self._client_timeout_s)
-            async with self._bodies.charge() as charge:
+            timeout_s = min(deadline.left_s, services.config.client_timeout_s)
+            async with services.bodies.charge() as charge:
                 return await send_json(http, encoded, timeout_s, charge)
 
     def _embeddings(self, body: EmbeddingRequest, job: PoolingJob) -> EmbeddingResponse:
@@ -150,7 +125,7 @@ class PoolingEndpoints:
         return EmbeddingResponse(
             id=job.id,
             created=job.created,
-            model=self._served_name,
+            model=self._services.served_name,
             data=[
                 Embedding(index=index, embedding=encode(vector))
                 for index, vector in enumerate(job.vectors)
@@ -162,7 +137,7 @@ class PoolingEndpoints:
         return ScoreResponse(
             id=pairs.job.id,
             created=pairs.job.created,
-            model=self._served_name,
+            model=self._services.served_name,
             data=[Score(index=index, score=score) for index, score in enumerate(pairs.scores())],
             usage=pairs.job.usage,
         )
@@ -180,7 +155,7 @@ class PoolingEndpoints:
         results.sort(key=lambda result: result.relevance_score, reverse=True)
         return RerankResponse(
             id=pairs.job.id,
-            model=self._served_name,
+            model=self._services.served_name,
             results=results[: body.top_n],
             usage=pairs.job.usage,
         )

@@ -1,4 +1,4 @@
-"""Reads the JSON bodies of the requests that engines run."""
+"""Reads the JSON bodies of requests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from aiohttp import web
 from baton_gateway.errors import APIError, check_model
 from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.http.request_body import UnknownFields, parse_body
+from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.pool import EnginePool
 from baton_text.requests.parsing import Checked
 
@@ -26,13 +27,13 @@ class RequestReader:
     def __init__(
         self,
         pool: EnginePool,
-        unknown_fields: UnknownFields,
+        metrics: GatewayMetrics,
         *,
         served_name: str,
         timeout_s: float,
     ) -> None:
         self._pool = pool
-        self._unknown_fields = unknown_fields
+        self._unknown_fields = UnknownFields(metrics)
         self._served_name = served_name
         self._timeout_s = timeout_s
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -46,13 +46,13 @@ class Routes:
     """The HTTP applications of one gateway: one for clients, and one for the cluster.
 
     Args:
-        generation: the endpoints that generate text, by path.
+        generation: the endpoints that generate text.
         keys: authenticates clients; None: clients need no API key.
     """
 
     def __init__(
         self,
-        generation: dict[str, GenerationEndpoint[Any]],
+        generation: Iterable[GenerationEndpoint[Any]],
         stored: StoredResponses,
         pooling: PoolingEndpoints,
         tokenization: TokenizeEndpoints,
@@ -75,8 +75,8 @@ class Routes:
         self.app.on_response_prepare.extend(
             [_set_headers, cors.set_headers, shutdown.close_connection]
         )
-        for path, endpoint in generation.items():
-            self.app.router.add_post(path, endpoint.handle)
+        for endpoint in generation:
+            self.app.router.add_post(endpoint.path, endpoint.handle)
         self.app.router.add_post("/v1/embeddings", pooling.embed)
         self.app.router.add_post("/v1/score", pooling.score)
         self.app.router.add_post("/v1/rerank", pooling.rerank)

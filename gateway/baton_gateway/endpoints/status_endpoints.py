@@ -9,34 +9,18 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from baton_gateway.access.admission import Admission
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
-from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
+from baton_gateway.endpoints.request_services import RequestServices
 from baton_gateway.errors import check_model, unavailable
-from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.pool import EnginePool
 from baton_text.responses.openai import Model, ModelList, Version
 
 
 class StatusEndpoints:
     """The endpoints `/`, `/v1/models`, `/health`, `/ready`, `/metrics` and `/version`."""
 
-    def __init__(
-        self,
-        pool: EnginePool,
-        metrics: GatewayMetrics,
-        admission: Admission,
-        queue: ScaleFromZeroQueue,
-        shutdown: GracefulShutdown,
-        *,
-        served_name: str,
-    ) -> None:
-        self._pool = pool
-        self._metrics = metrics
-        self._admission = admission
-        self._queue = queue
+    def __init__(self, services: RequestServices, shutdown: GracefulShutdown) -> None:
+        self._services = services
         self._shutdown = shutdown
-        self._served_name = served_name
         self._created = int(time.time())
         self._has_been_ready = False
 
@@ -44,12 +28,14 @@ class StatusEndpoints:
         return _json(ModelList(data=[self._model()]))
 
     async def get_model(self, http: web.Request) -> web.Response:
-        check_model(http.match_info["model"], self._served_name)
+        check_model(http.match_info["model"], self._services.served_name)
         return _json(self._model())
 
     def _model(self) -> Model:
         return Model(
-            id=self._served_name, created=self._created, max_model_len=self._pool.max_model_len
+            id=self._services.served_name,
+            created=self._created,
+            max_model_len=self._services.pool.max_model_len,
         )
 
     async def get_root(self, _: web.Request) -> web.Response:
@@ -70,20 +56,21 @@ class StatusEndpoints:
         an endpoint. Clients then wait in the queue or get 503 with Retry-After. Without an
         endpoint, their connections would be refused.
         """
-        self._admission.check_open()
+        pool, queue = self._services.pool, self._services.queue
+        self._services.admission.check_open()
         if self._shutdown.has_begun:
             raise unavailable(
                 "This gateway is shutting down; another one will answer.", code="draining"
             )
-        may_lack_engines = self._queue.is_enabled or self._pool.is_scaled_to_zero
-        self._has_been_ready |= self._pool.has_seen_decode or may_lack_engines
+        may_lack_engines = queue.is_enabled or pool.is_scaled_to_zero
+        self._has_been_ready |= pool.has_seen_decode or may_lack_engines
         if not self._has_been_ready:
             raise unavailable("No decode engine is ready yet.", code="no_ready_engine")
         return web.Response()
 
     async def get_metrics(self, _: web.Request) -> web.Response:
         return web.Response(
-            body=self._metrics.text.get(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=self._services.metrics.text.get(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
     async def get_version(self, _: web.Request) -> web.Response:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import msgspec
 from aiohttp import web
 
-from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT
-from baton_gateway.http.body_budget import BodyBudget
+from baton_gateway.endpoints.request_services import RequestServices
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.response_store import ResponseStore
 from baton_text.responses.responses_api import DeletedResponse
@@ -16,36 +15,24 @@ from baton_text.responses.responses_api import DeletedResponse
 class StoredResponses:
     """The endpoints of stored responses. A client sees only its own ones.
 
-    The limits of `admission` count a request as one sequence. A response counts in `bodies` until
-    it is sent.
-
-    Args:
-        client_timeout_s: longest time for a client to read the response.
+    The limits of admission count a request as one sequence. A response counts in the budget of
+    bodies until it is sent.
     """
 
-    def __init__(
-        self,
-        store: ResponseStore,
-        admission: Admission,
-        bodies: BodyBudget,
-        *,
-        client_timeout_s: float,
-    ) -> None:
+    def __init__(self, services: RequestServices, store: ResponseStore) -> None:
+        self._services = services
         self._store = store
-        self._admission = admission
-        self._bodies = bodies
-        self._client_timeout_s = client_timeout_s
 
     async def get(self, http: web.Request) -> web.StreamResponse:
-        with self._admission.place(http.get(CLIENT)):
+        with self._services.admission.place(http.get(CLIENT)):
             response = self._store.get(http.match_info["response"], http.get(CLIENT))
-            async with self._bodies.charge() as charge:
+            async with self._services.bodies.charge() as charge:
                 charge.add(len(response))
-                return await send_json(http, response, self._client_timeout_s)
+                return await send_json(http, response, self._services.config.client_timeout_s)
 
     async def delete(self, http: web.Request) -> web.StreamResponse:
-        self._admission.check_open()
+        self._services.admission.check_open()
         response_id = http.match_info["response"]
         self._store.delete(response_id, http.get(CLIENT))
         deleted = msgspec.json.encode(DeletedResponse(id=response_id))
-        return await send_json(http, deleted, self._client_timeout_s)
+        return await send_json(http, deleted, self._services.config.client_timeout_s)

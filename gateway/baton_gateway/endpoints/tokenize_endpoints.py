@@ -1,6 +1,6 @@
 """The endpoints `/tokenize` and `/detokenize` of vLLM, and Anthropic's `count_tokens`.
 
-The limits of `admission` count a request as one sequence.
+The limits of admission count a request as one sequence.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from baton_gateway.access.admission import Admission
 from baton_gateway.access.api_keys import CLIENT
-from baton_gateway.errors import check_model
-from baton_gateway.http.body_budget import BodyBudget
-from baton_gateway.http.request_body import INLINE_BODY_BYTES, UnknownFields, parse_body
+from baton_gateway.endpoints.request_services import RequestServices
+from baton_gateway.http.request_body import INLINE_BODY_BYTES
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
-from baton_gateway.routing.pool import EnginePool
 from baton_gateway.thread_pool import run_off_loop
-from baton_protocol.options.config import AccessConfig
 from baton_text.requests.messages_request import CountTokensRequest
 from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_text.responses.anthropic import InputTokens
@@ -34,33 +30,12 @@ _Request = TypeVar("_Request", TokenizeRequest, DetokenizeRequest, CountTokensRe
 
 
 class TokenizeEndpoints:
-    """The endpoints that convert text and tokens.
+    """The endpoints that convert text and tokens."""
 
-    Args:
-        client_timeout_s: longest time for a client to send a body or to read the response.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        pool: EnginePool,
-        admission: Admission,
-        access: AccessConfig,
-        bodies: BodyBudget,
-        unknown_fields: UnknownFields,
-        *,
-        served_name: str,
-        client_timeout_s: float,
-    ) -> None:
+    def __init__(self, services: RequestServices, tokenizer: Tokenizer) -> None:
+        self._services = services
         self._tokenizer = tokenizer
         self._reader = PromptReader(tokenizer)
-        self._pool = pool
-        self._admission = admission
-        self._access = access
-        self._bodies = bodies
-        self._unknown_fields = unknown_fields
-        self._served_name = served_name
-        self._client_timeout_s = client_timeout_s
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         return await self._serve(http, TokenizeRequest, self._tokenize)
@@ -77,21 +52,21 @@ class TokenizeEndpoints:
         kind: type[_Request],
         answer: Callable[[_Request, str, TextBounds, int | None], msgspec.Struct],
     ) -> web.StreamResponse:
-        with self._admission.place(http.get(CLIENT)):
-            async with self._bodies.charge() as charge:
-                body = await charge.read(http, self._client_timeout_s)
-                max_model_len = self._pool.max_model_len
-                request = await parse_body(body, kind, max_model_len, self._unknown_fields, charge)
-                check_model(request.model, self._served_name)
+        services = self._services
+        with services.admission.place(http.get(CLIENT)):
+            async with services.bodies.charge() as charge:
+                request, size = await services.reader.read(http, charge, kind)
+                max_model_len = services.pool.max_model_len
+                max_prompt_tokens = services.config.access.max_prompt_tokens
                 bounds = TextBounds(
-                    PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, self._access.max_prompt_tokens)
+                    PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, max_prompt_tokens)
                 )
-                text = await self._text(request, bounds, len(body))
+                text = await self._text(request, bounds, size)
                 encoded = await run_off_loop(
                     lambda: msgspec.json.encode(answer(request, text, bounds, max_model_len)),
-                    max(len(body), len(text)),
+                    max(size, len(text)),
                 )
-                return await send_json(http, encoded, self._client_timeout_s, charge)
+                return await send_json(http, encoded, services.config.client_timeout_s, charge)
 
     async def _text(
         self,

@@ -19,8 +19,8 @@ from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeReq
 from baton_text.responses import anthropic, openai, pooling, responses_api
 
 Struct = type[msgspec.Struct]
-_BODY_ERRORS = (404, 408, 413, 429, 503)
-_GENERATION_ERRORS = (*_BODY_ERRORS, 415, 504)
+_BODY_ERRORS = (404, 408, 413, 415, 429, 503)
+_GENERATION_ERRORS = (*_BODY_ERRORS, 504)
 _CONVERSATION = [{"role": "user", "content": "Hello"}]
 
 

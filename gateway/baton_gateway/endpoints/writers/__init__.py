@@ -1,9 +1,9 @@
-"""Writers of responses: they turn the outputs of a job into the JSON of one API.
+"""The APIs that generate text: their requests, and the writers of their responses.
 
 Modules:
-    response_writer: the base class of the writers.
-    chat_writer: the JSON of `/v1/chat/completions`.
-    completion_writer: the JSON of `/v1/completions`.
-    responses_writer: the JSON of `/v1/responses`.
-    messages_writer: the JSON of Anthropic's `/v1/messages`.
+    response_writer: the base classes of the APIs and of the writers.
+    chat_writer: OpenAI's `/v1/chat/completions`.
+    completion_writer: OpenAI's `/v1/completions`.
+    responses_writer: OpenAI's `/v1/responses`.
+    messages_writer: Anthropic's `/v1/messages`.
 """

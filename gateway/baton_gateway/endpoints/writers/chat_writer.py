@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: the JSON of its responses and chunks."""
+"""OpenAI's `/v1/chat/completions`: the JSON of its responses and chunks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from operator import attrgetter
 import msgspec
 
 from baton_gateway.endpoints.writers.response_writer import (
+    GenerationAPI,
     ResponseWriter,
     chunk_usage,
     new_call_id,
     returned_token_ids,
 )
-from baton_gateway.requests.job import Choice
+from baton_gateway.requests.job import Choice, Job
 from baton_text.output import TextOutput, chat_logprobs, prompt_token_logprobs
 from baton_text.replies.tool_formats import ToolCallDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
@@ -28,6 +29,17 @@ from baton_text.responses.openai import (
     ChatResponseMessage,
     ChatToolCall,
 )
+
+
+class ChatAPI(GenerationAPI[ChatCompletionRequest]):
+    path = "/v1/chat/completions"
+    body = ChatCompletionRequest
+
+    def request(self, body: ChatCompletionRequest, earlier: bytes) -> ChatCompletionRequest:
+        return body
+
+    def writer(self, body: ChatCompletionRequest, job: Job, client: str | None) -> ChatWriter:
+        return ChatWriter(body, job, self._served_name, self._tokenizer)
 
 
 class ChatWriter(ResponseWriter[ChatCompletionRequest]):

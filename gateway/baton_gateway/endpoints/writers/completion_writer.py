@@ -1,18 +1,30 @@
-"""`/v1/completions`: the JSON of its responses and chunks."""
+"""OpenAI's `/v1/completions`: the JSON of its responses and chunks."""
 
 from __future__ import annotations
 
 import msgspec
 
 from baton_gateway.endpoints.writers.response_writer import (
+    GenerationAPI,
     ResponseWriter,
     chunk_usage,
     returned_token_ids,
 )
-from baton_gateway.requests.job import Choice
+from baton_gateway.requests.job import Choice, Job
 from baton_text.output import TextOutput, completion_logprobs, prompt_token_logprobs
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.responses.openai import Completion, CompletionChoice, CompletionLogprobs, Usage
+
+
+class CompletionAPI(GenerationAPI[CompletionRequest]):
+    path = "/v1/completions"
+    body = CompletionRequest
+
+    def request(self, body: CompletionRequest, earlier: bytes) -> CompletionRequest:
+        return body
+
+    def writer(self, body: CompletionRequest, job: Job, client: str | None) -> CompletionWriter:
+        return CompletionWriter(body, job, self._served_name, self._tokenizer)
 
 
 class CompletionWriter(ResponseWriter[CompletionRequest]):

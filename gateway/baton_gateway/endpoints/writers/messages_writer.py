@@ -7,10 +7,16 @@ from typing import Any
 
 import msgspec
 
-from baton_gateway.endpoints.writers.response_writer import ResponseWriter, new_call_id
-from baton_gateway.requests.job import Choice
+from baton_gateway.endpoints.writers.response_writer import (
+    GenerationAPI,
+    ResponseWriter,
+    new_call_id,
+)
+from baton_gateway.errors import MESSAGES_PATH
+from baton_gateway.requests.job import Choice, Job
 from baton_text.output import TextOutput
 from baton_text.replies.reply_parser import ReplyDelta
+from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.messages_request import MessagesRequest
 from baton_text.responses.anthropic import (
     BlockDelta,
@@ -27,6 +33,17 @@ from baton_text.responses.anthropic import (
 )
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesAPI(GenerationAPI[MessagesRequest]):
+    path = MESSAGES_PATH
+    body = MessagesRequest
+
+    def request(self, body: MessagesRequest, earlier: bytes) -> ChatCompletionRequest:
+        return body.chat_request()
+
+    def writer(self, body: MessagesRequest, job: Job, client: str | None) -> MessagesWriter:
+        return MessagesWriter(body, job, self._served_name, self._tokenizer)
 
 
 class MessagesWriter(ResponseWriter[MessagesRequest]):

@@ -1,4 +1,4 @@
-"""The base class of what converts the outputs of a request to the JSON of an API."""
+"""The base classes of the APIs that generate text, and of the writers of their responses."""
 
 from __future__ import annotations
 
@@ -10,11 +10,53 @@ import msgspec
 
 from baton_gateway.requests.job import Choice, Job
 from baton_text.output import TextOutput
+from baton_text.requests.chat_request import ChatCompletionRequest
+from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import GenerationRequest
+from baton_text.requests.parsing import LongRunning
 from baton_text.responses.openai import Usage
 from baton_text.tokenizer import Tokenizer
 
-Body = TypeVar("Body")
+Body = TypeVar("Body", bound=LongRunning)
+#: The requests that jobs run.
+GenerationBody = ChatCompletionRequest | CompletionRequest
+
+
+class GenerationAPI(abc.ABC, Generic[Body]):
+    """One API that generates text: its path, the requests of its bodies, and its responses.
+
+    Args:
+        served_name: name of the served model.
+        tokenizer: the model's tokenizer.
+    """
+
+    path: ClassVar[str]
+    #: Type of the JSON body.
+    body: type[Body]
+
+    def __init__(self, served_name: str, tokenizer: Tokenizer) -> None:
+        self._served_name = served_name
+        self._tokenizer = tokenizer
+
+    def earlier(self, body: Body, client: str | None) -> bytes:
+        """Return the stored messages that `body` of `client` continues, as JSON.
+
+        Raises:
+            APIError, RequestError: a message is not stored, or is of another client.
+        """
+        return b""
+
+    @abc.abstractmethod
+    def request(self, body: Body, earlier: bytes) -> GenerationBody:
+        """Return the request of `body` and of the `earlier` messages.
+
+        Raises:
+            RequestError: a field cannot be converted.
+        """
+
+    @abc.abstractmethod
+    def writer(self, body: Body, job: Job, client: str | None) -> ResponseWriter[Body]:
+        """Return what converts the outputs of `job` of `client` to a response."""
 
 
 class ResponseWriter(abc.ABC, Generic[Body]):

@@ -7,7 +7,12 @@ from typing import Any
 
 import msgspec
 
-from baton_gateway.endpoints.writers.response_writer import ResponseWriter, new_call_id
+from baton_gateway.endpoints.writers.response_writer import (
+    GenerationAPI,
+    ResponseWriter,
+    new_call_id,
+)
+from baton_gateway.errors import RESPONSES_PATH
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.response_store import (
     MAX_CONVERSATION_BYTES,
@@ -32,6 +37,32 @@ from baton_text.tokenizer import Tokenizer
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 #: Start of the ids of items.
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class ResponsesAPI(GenerationAPI[ResponsesRequest]):
+    """The API that keeps its responses.
+
+    Args:
+        store: the responses of this gateway.
+    """
+
+    path = RESPONSES_PATH
+    body = ResponsesRequest
+
+    def __init__(self, served_name: str, tokenizer: Tokenizer, store: ResponseStore) -> None:
+        super().__init__(served_name, tokenizer)
+        self._store = store
+
+    def earlier(self, body: ResponsesRequest, client: str | None) -> bytes:
+        return self._store.earlier(body.previous_response_id, body.referenced_ids(), client)
+
+    def request(self, body: ResponsesRequest, earlier: bytes) -> ChatCompletionRequest:
+        return body.chat_request(earlier)
+
+    def writer(self, body: ResponsesRequest, job: Job, client: str | None) -> ResponsesWriter:
+        return ResponsesWriter(
+            body, job, self._served_name, self._tokenizer, store=self._store, client=client
+        )
 
 
 class ResponsesWriter(ResponseWriter[ResponsesRequest]):

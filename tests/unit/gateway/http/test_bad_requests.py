@@ -303,10 +303,11 @@ async def test_an_unknown_model_is_refused(ready: GatewayRig) -> None:
 
 
 async def test_an_invalid_content_type_route_or_method_is_refused(ready: GatewayRig) -> None:
-    status, answer, _ = await ready.post(
-        "/v1/completions", json.dumps(TEXT).encode(), headers={"Content-Type": "text/plain"}
-    )
-    assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
+    for path in ("/v1/completions", "/v1/embeddings", "/tokenize"):
+        status, answer, _ = await ready.post(
+            path, json.dumps(TEXT).encode(), headers={"Content-Type": "text/plain"}
+        )
+        assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
     status, answer, _ = await ready.post("/v1/nothing", TEXT)
     assert (status, answer["error"]["code"]) == (404, "unknown_url")
     status, answer, headers = await ready.post("/v1/models", TEXT)
