@@ -12,6 +12,7 @@ Subpackages:
 Modules:
     cli: flags and configuration, the process's entry point.
     server: one gateway from start to shutdown.
+    components: builds the components that lead from a URL to the engines.
     errors: failures as HTTP responses.
     metrics: the Prometheus metrics.
     thread_pool: a thread pool that keeps long work off the event loop.

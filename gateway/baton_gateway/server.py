@@ -6,25 +6,12 @@ import asyncio
 import logging
 import signal
 import ssl
-from typing import Any
 
 from aiohttp import web
 
 from baton_gateway.access.api_keys import ApiKeys
-from baton_gateway.access.graceful_shutdown import GracefulShutdown
-from baton_gateway.endpoints.generation_endpoint import GenerationEndpoint
-from baton_gateway.endpoints.openapi.document import OpenAPIEndpoint
-from baton_gateway.endpoints.pooling_endpoints import PoolingEndpoints
+from baton_gateway.components import build_routes
 from baton_gateway.endpoints.request_services import RequestServices, served_name
-from baton_gateway.endpoints.routes import Routes
-from baton_gateway.endpoints.status_endpoints import StatusEndpoints
-from baton_gateway.endpoints.stored_responses import StoredResponses
-from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
-from baton_gateway.endpoints.writers.chat_writer import ChatAPI
-from baton_gateway.endpoints.writers.completion_writer import CompletionAPI
-from baton_gateway.endpoints.writers.messages_writer import MessagesAPI
-from baton_gateway.endpoints.writers.response_writer import GenerationAPI
-from baton_gateway.endpoints.writers.responses_writer import ResponsesAPI
 from baton_gateway.http.connections import (
     Connections,
     bounded_by_resources,
@@ -34,20 +21,11 @@ from baton_gateway.http.cors import CORS
 from baton_gateway.http.listener import listen, stop_listening
 from baton_gateway.http.tls import ServerCertificate
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.requests.cache_salts import CacheSalts
-from baton_gateway.requests.generation import Generator
-from baton_gateway.requests.job_builder import JobBuilder
-from baton_gateway.requests.pooling import PoolingJobBuilder, PoolingRunner
-from baton_gateway.requests.prompts import PromptReader
-from baton_gateway.requests.response_store import ResponseStore
 from baton_gateway.routing.discovery import Discovery
-from baton_gateway.routing.dispatch import Dispatcher
-from baton_gateway.routing.placer import Placer
 from baton_gateway.routing.pool import EnginePool
 from baton_protocol.options.config import GatewayConfig, container_path
 from baton_protocol.service_key import ServiceKey
 from baton_text.generation_defaults import GenerationDefaults
-from baton_text.replies.reply_format import ReplyFormat
 from baton_text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -101,55 +79,8 @@ class Gateway:
         limit = connection_limit(config.max_connections, config.max_concurrent_requests)
         self._connections = Connections(limit, self.metrics)
         self.metrics.connections.set_function(lambda: self._connections.num_open)
-        placer = Placer(
-            self.pool,
-            self.metrics,
-            prefill_threshold_tokens=config.prefill_threshold_tokens,
-            queue_wait_s=config.queue_wait_s,
-            resume_wait_s=config.resume_wait_s,
-        )
-        dispatcher = Dispatcher(
-            placer, self.metrics, inter_token_timeout_s=config.inter_token_timeout_s
-        )
-        generator = Generator(dispatcher, self.metrics)
-        pooling_runner = PoolingRunner(dispatcher, self.metrics)
-        self._shutdown = GracefulShutdown(
-            self.admission, (generator, pooling_runner, services.queue), config.drain_quiet_s
-        )
-        salts = CacheSalts(access, service_key)
-        reader = PromptReader(tokenizer)
-        builder = JobBuilder(
-            tokenizer,
-            reader,
-            self.pool,
-            self.metrics,
-            access,
-            salts,
-            defaults,
-            _reply_format(config, tokenizer),
-        )
-        pooling_builder = PoolingJobBuilder(reader, self.pool, self.metrics, access, salts)
-        store = ResponseStore()
-        name = services.served_name
-        apis: list[GenerationAPI[Any]] = [
-            ChatAPI(name, tokenizer),
-            CompletionAPI(name, tokenizer),
-            ResponsesAPI(name, tokenizer, store),
-            MessagesAPI(name, tokenizer),
-        ]
-        routes = Routes(
-            [GenerationEndpoint(api, services, builder, generator) for api in apis],
-            StoredResponses(services, store),
-            PoolingEndpoints(services, pooling_builder, pooling_runner),
-            TokenizeEndpoints(services, tokenizer),
-            StatusEndpoints(services, self._shutdown),
-            OpenAPIEndpoint(
-                needs_key=self._keys is not None, client_timeout_s=config.client_timeout_s
-            ),
-            metrics=self.metrics,
-            shutdown=self._shutdown,
-            keys=self._keys,
-            cors=self._cors,
+        routes, self._shutdown = build_routes(
+            services, service_key, tokenizer, defaults, self._keys, self._cors
         )
         self.app, self.metrics_app = routes.app, routes.metrics_app
         #: Port of the metrics, from `start` on.
@@ -289,9 +220,3 @@ class Gateway:
                 # On this thread, because OpenSSL changes the certificate and the key one after the
                 # other. A handshake between them would fail.
                 self._certificate.refresh()
-
-
-def _reply_format(config: GatewayConfig, tokenizer: Tokenizer) -> ReplyFormat:
-    template = tokenizer.chat_template
-    source = None if template is None else template.source
-    return ReplyFormat.choose(config.tool_parser, config.reasoning_parser, source)

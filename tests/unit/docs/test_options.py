@@ -73,7 +73,7 @@ def test_rows_have_default_bounds_role_field_and_readers() -> None:
         "`10.0`",
         "number, not negative",
         "`gateway.queueTimeoutSeconds`",
-        "`baton_gateway.endpoints`, `baton_gateway.server`",
+        "`baton_gateway.components`, `baton_gateway.endpoints`",
     ]
     assert rows("baton-coordinator")["--rebalance-window-s"][:4] == [
         "`300.0`",

@@ -1,0 +1,103 @@
+"""Builds the components of one gateway that lead from a URL to the engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from baton_gateway.access.api_keys import ApiKeys
+from baton_gateway.access.graceful_shutdown import GracefulShutdown
+from baton_gateway.endpoints.generation_endpoint import GenerationEndpoint
+from baton_gateway.endpoints.openapi.document import OpenAPIEndpoint
+from baton_gateway.endpoints.pooling_endpoints import PoolingEndpoints
+from baton_gateway.endpoints.request_services import RequestServices
+from baton_gateway.endpoints.routes import Routes
+from baton_gateway.endpoints.status_endpoints import StatusEndpoints
+from baton_gateway.endpoints.stored_responses import StoredResponses
+from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
+from baton_gateway.endpoints.writers.chat_writer import ChatAPI
+from baton_gateway.endpoints.writers.completion_writer import CompletionAPI
+from baton_gateway.endpoints.writers.messages_writer import MessagesAPI
+from baton_gateway.endpoints.writers.response_writer import GenerationAPI
+from baton_gateway.endpoints.writers.responses_writer import ResponsesAPI
+from baton_gateway.http.cors import CORS
+from baton_gateway.requests.cache_salts import CacheSalts
+from baton_gateway.requests.generation import Generator
+from baton_gateway.requests.job_builder import JobBuilder
+from baton_gateway.requests.pooling import PoolingJobBuilder, PoolingRunner
+from baton_gateway.requests.prompts import PromptReader
+from baton_gateway.requests.response_store import ResponseStore
+from baton_gateway.routing.dispatch import Dispatcher
+from baton_gateway.routing.placer import Placer
+from baton_protocol.options.config import GatewayConfig
+from baton_protocol.service_key import ServiceKey
+from baton_text.generation_defaults import GenerationDefaults
+from baton_text.replies.reply_format import ReplyFormat
+from baton_text.tokenizer import Tokenizer
+
+
+def build_routes(
+    services: RequestServices,
+    service_key: ServiceKey | None,
+    tokenizer: Tokenizer,
+    defaults: GenerationDefaults,
+    keys: ApiKeys | None,
+    cors: CORS,
+) -> tuple[Routes, GracefulShutdown]:
+    """Return the HTTP applications of a gateway, and what ends their requests.
+
+    Args:
+        services: what the endpoints share.
+        service_key: the key of the LLMService; None: the gateway has none.
+        tokenizer: the tokenizer of the served checkpoint.
+        defaults: the model's sampling parameters for fields that requests leave out.
+        keys: authenticates clients; None: clients need no API key.
+        cors: the origins of browsers.
+    """
+    config, metrics, pool = services.config, services.metrics, services.pool
+    placer = Placer(
+        pool,
+        metrics,
+        prefill_threshold_tokens=config.prefill_threshold_tokens,
+        queue_wait_s=config.queue_wait_s,
+        resume_wait_s=config.resume_wait_s,
+    )
+    dispatcher = Dispatcher(placer, metrics, inter_token_timeout_s=config.inter_token_timeout_s)
+    generator = Generator(dispatcher, metrics)
+    pooling_runner = PoolingRunner(dispatcher, metrics)
+    requests = (generator, pooling_runner, services.queue)
+    shutdown = GracefulShutdown(services.admission, requests, config.drain_quiet_s)
+
+    salts = CacheSalts(config.access, service_key)
+    reader = PromptReader(tokenizer)
+    reply_format = _reply_format(config, tokenizer)
+    builder = JobBuilder(
+        tokenizer, reader, pool, metrics, config.access, salts, defaults, reply_format
+    )
+    pooling_builder = PoolingJobBuilder(reader, pool, metrics, config.access, salts)
+
+    store, name = ResponseStore(), services.served_name
+    apis: list[GenerationAPI[Any]] = [
+        ChatAPI(name, tokenizer),
+        CompletionAPI(name, tokenizer),
+        ResponsesAPI(name, tokenizer, store),
+        MessagesAPI(name, tokenizer),
+    ]
+    routes = Routes(
+        [GenerationEndpoint(api, services, builder, generator) for api in apis],
+        StoredResponses(services, store),
+        PoolingEndpoints(services, pooling_builder, pooling_runner),
+        TokenizeEndpoints(services, tokenizer),
+        StatusEndpoints(services, shutdown),
+        OpenAPIEndpoint(needs_key=keys is not None, client_timeout_s=config.client_timeout_s),
+        metrics=metrics,
+        shutdown=shutdown,
+        keys=keys,
+        cors=cors,
+    )
+    return routes, shutdown
+
+
+def _reply_format(config: GatewayConfig, tokenizer: Tokenizer) -> ReplyFormat:
+    template = tokenizer.chat_template
+    source = None if template is None else template.source
+    return ReplyFormat.choose(config.tool_parser, config.reasoning_parser, source)
