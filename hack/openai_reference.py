@@ -66,9 +66,9 @@ LIMITS = """
 | generated tokens | rest of the context | `gateway.limits.maxCompletionTokens` |
 | characters of all pairs of `/v1/score` and `/v1/rerank`; a query counts for each document | MAX_PAIR_CHARACTERS | - |
 | tokens of a text for `/tokenize` and `/detokenize` | TEXT_FACTOR x the context length, or x `maxPromptTokens` | - |
-| `stop` | MAX_STOPS of MAX_STOP_LENGTH characters | - |
+| `stop` | MAX_STOPS, of MAX_STOP_CHARACTERS characters together | - |
 | `stop_token_ids` | MAX_STOP_TOKEN_IDS | - |
-| `logit_bias`, `allowed_token_ids` | MAX_TOKEN_IDS entries, MAX_OPTION_ENTRIES over all sequences | - |
+| `logit_bias`, `allowed_token_ids` | MAX_TOKEN_IDS entries; above FREE_OPTION_ENTRIES, MAX_OPTION_ENTRIES over all sequences of all running requests | - |
 | `bad_words` | MAX_WORDS of MAX_WORD_LENGTH characters | - |
 | schema, regular expression, list of choices or grammar | MAX_SPEC_LENGTH characters | - |
 | `cache_salt` | MAX_CACHE_SALT_LENGTH characters | - |

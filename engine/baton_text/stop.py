@@ -15,9 +15,6 @@ class StopScanner:
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._by_end: dict[str, list[str]] = {}
-        for stop in self._stops:
-            self._by_end.setdefault(stop[-1], []).append(stop)
         self._include_stop = include_stop
         self._held = ""
         #: The stop string that ended the text; None until one matches.
@@ -47,22 +44,21 @@ class StopScanner:
         return held
 
     def _first_match(self, buffer: str) -> tuple[int, int] | None:
-        """Return (start, end) of the match that ends the text, as characters of `buffer`.
-
-        A match can only end in the new characters. Searching all of `buffer` for each stop string
-        would take milliseconds for a token.
-        """
-        for end in range(len(self._held) + 1, len(buffer) + 1):
-            stops = self._by_end.get(buffer[end - 1], ())
-            if found := [stop for stop in stops if buffer.endswith(stop, 0, end)]:
-                return end - max(map(len, found)), end
-        return None
+        """Return (start, end) of the match that ends the text, as characters of `buffer`."""
+        matches = [
+            (start + len(stop), start) for stop in self._stops if (start := buffer.find(stop)) >= 0
+        ]
+        if not matches:
+            return None
+        end, start = min(matches)
+        return start, end
 
     def _possible_prefix(self, buffer: str) -> int:
         """Return the length of the longest suffix of `buffer` that begins a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(buffer)), 0, -1):
-            tail = buffer[-length:]
-            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+        longest = 0
+        for stop in self._stops:
+            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
+                if stop.startswith(buffer[-length:]):
+                    longest = length
+                    break
+        return longest

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -49,6 +50,8 @@ AGENT_QUESTION = "How many decode pods are ready?"
 CONTROL_PLANE_TIMEOUT_S = 60.0
 OPERATOR_NAMESPACE = "baton-system"
 NODE_NAME = "baton-local"
+#: Control characters, except tab and newline.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 #: A link to manifests/rbac.
 RBAC = Path(__file__).parent / "rbac"
 
@@ -332,7 +335,7 @@ class _Up:
             status.model,
             PROMPT,
             max_tokens=options.max_tokens,
-            on_text=lambda text: console.out(text, end="", highlight=False),
+            on_text=lambda text: console.out(_printable(text), end="", highlight=False),
             timeout_s=options.timeout_s,
         )
         console.print(
@@ -358,7 +361,7 @@ class _Up:
         """Let the model answer a question about this cluster with a tool, and print each step."""
 
         def print_line(line: str) -> None:
-            self.console.out(line, highlight=False)
+            self.console.out(_printable(line), highlight=False)
 
         self.console.print(f"\n[bold]> {AGENT_QUESTION}[/]")
         await run_agent(
@@ -382,6 +385,11 @@ def _read_service(path: Path) -> tuple[list[Object], Object]:
         if not isinstance(value, dict):
             raise UpError(f"{path}: {field} must be an object, got {value!r}")
     return documents, service
+
+
+def _printable(text: str) -> str:
+    """Return `text` of a model without what a terminal would run as a command."""
+    return _CONTROL.sub("", text)
 
 
 async def _until(condition: Callable[[], Awaitable[bool]], timeout_s: float, message: str) -> None:

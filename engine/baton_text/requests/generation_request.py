@@ -14,6 +14,7 @@ import msgspec
 
 from baton_protocol.sampling import (
     MAX_BEAM_WIDTH,
+    MAX_TOKEN_IDS,
     RepetitionDetection,
     SamplingParams,
     StructuredOutput,
@@ -23,16 +24,24 @@ from baton_text.requests.structured_outputs import StructuredOutputsParams, chec
 
 MAX_N = 128
 MAX_STOPS = 32
-#: In characters. This limit bounds the cost of comparing each piece of text with the stop strings.
-MAX_STOP_LENGTH = 4096
+#: Limit on the characters of all stop strings. It bounds the cost of comparing each piece of text
+#: with them.
+MAX_STOP_CHARACTERS = 1024
 MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_LENGTH = 1024
 #: Limit on the logprobs of prompt tokens in one response: about 50 MB of JSON.
 MAX_LOGPROB_ENTRIES = 2**19
 #: Limit on all logprobs of a response that is not streamed: about 100 MB of JSON.
-MAX_RESPONSE_LOGPROBS = 2**20
+MAX_RESPONSE_LOGPROBS = 2**18
+#: Limit on the entries of logit_bias and of allowed_token_ids, over all sequences of a request, and
+#: of all requests that run at a gateway. Each sequence has its own copy on its engine.
+MAX_OPTION_ENTRIES = 2**22
+#: Options with up to this many entries do not count.
+FREE_OPTION_ENTRIES = 2**10
 
-_TOKEN_ID = re.compile("[0-9]{1,10}")
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+#: Fields that may have an entry for each token of the vocabulary.
+_LONG_OPTIONS = ("logit_bias", "allowed_token_ids")
 #: Matches the name of the field at the start of an engine's error with ErrorCode.INVALID.
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
 #: Fields that requests and engines name differently: the engine's name, and the request's name.
@@ -207,6 +216,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         return self.num_candidates
 
     @property
+    def num_options(self) -> int:
+        """Number of entries of long options, over all sequences."""
+        num_entries = sum(len(getattr(self, name) or ()) for name in _LONG_OPTIONS)
+        return num_entries * self.num_sequences if num_entries > FREE_OPTION_ENTRIES else 0
+
+    @property
     def stops(self) -> list[str]:
         if self.stop is None:
             return []
@@ -251,6 +266,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             self.structured_outputs.json = True
         if self.guided_json is not None:
             self.guided_json = True
+        self.logit_bias = self.allowed_token_ids = self.stop_token_ids = self.bad_words = None
 
     def validate(self) -> None:
         """Check all fields.
@@ -272,6 +288,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 "stream_options is only allowed with stream=true", param="stream_options"
             )
         self._validate_search()
+        self._validate_long_options()
         self.structured_output()
         check_32_bits("priority", self.priority)
         check_32_bits("top_k", self.top_k)
@@ -307,12 +324,29 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
             )
         if any(not stop for stop in self.stops):
             raise RequestError("stop must not hold an empty string", param="stop")
-        longest = max(map(len, self.stops), default=0)
-        if longest > MAX_STOP_LENGTH:
+        num_characters = sum(map(len, self.stops))
+        if num_characters > MAX_STOP_CHARACTERS:
             raise RequestError(
-                f"stop must be strings of at most {MAX_STOP_LENGTH} characters, "
-                f"got one of {longest}",
+                f"stop takes strings of at most {MAX_STOP_CHARACTERS} characters together, "
+                f"got {num_characters}",
                 param="stop",
+            )
+
+    def _validate_long_options(self) -> None:
+        """Raise RequestError if logit_bias or allowed_token_ids has too many entries."""
+        for name in _LONG_OPTIONS:
+            num_entries = len(getattr(self, name) or ())
+            if num_entries > MAX_TOKEN_IDS:
+                raise RequestError(
+                    f"{name} takes at most {MAX_TOKEN_IDS} entries, got {num_entries}", param=name
+                )
+        if self.num_options > MAX_OPTION_ENTRIES:
+            longest = max(_LONG_OPTIONS, key=lambda name: len(getattr(self, name) or ()))
+            raise RequestError(
+                f"{' and '.join(_LONG_OPTIONS)} have {self.num_options} entries over "
+                f"{self.num_sequences} sequences, and at most {MAX_OPTION_ENTRIES} are allowed; "
+                "send fewer sequences at once",
+                param=longest,
             )
 
     def _validate_search(self) -> None:

@@ -1,6 +1,7 @@
 """Admission control: limits the sequences in flight, and waits until no request is left.
 
-A sequence is one sample of one prompt. A request has one sequence or more.
+A sequence is one sample of one prompt. A request has one sequence or more. The entries of long
+options, such as `logit_bias`, are limited too, because they take memory while a request runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 
 from baton_gateway.errors import APIError, overloaded, unavailable
 from baton_gateway.metrics import GatewayMetrics
+from baton_text.requests.generation_request import MAX_OPTION_ENTRIES
 
 
 class Admission:
@@ -31,6 +33,7 @@ class Admission:
         self._by_client: Counter[str] = Counter()
         self._metrics = metrics
         self._num_sequences = 0
+        self._num_options = 0
         self._num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -86,13 +89,14 @@ class Admission:
         try:
             yield place
         finally:
-            self._release(place.num_sequences, client)
+            place.release()
 
-    def _acquire(self, num_sequences: int, client: str | None) -> None:
+    def _acquire(self, num_sequences: int, num_options: int, client: str | None) -> None:
         """Count `num_sequences` more sequences in flight.
 
         Args:
             num_sequences: sequences of the request.
+            num_options: entries of the request's long options.
             client: name of the client, whose own limit applies too; None: only the limit of the
                 gateway applies.
 
@@ -113,6 +117,11 @@ class Admission:
                 f"{self._num_sequences} of at most {self._limit} sequences are running already; "
                 "retry later."
             )
+        if self._num_options + num_options > MAX_OPTION_ENTRIES:
+            raise overloaded(
+                f"The running requests have {self._num_options} entries of long options, of at "
+                f"most {MAX_OPTION_ENTRIES}; retry later, or send shorter options."
+            )
         if client is not None:
             running = self._by_client[client]
             if client_limit is not None and running + num_sequences > client_limit:
@@ -122,10 +131,12 @@ class Admission:
                 )
             self._by_client[client] += num_sequences
         self._num_sequences += num_sequences
+        self._num_options += num_options
 
-    def _release(self, num_sequences: int, client: str | None) -> None:
-        """Subtract `num_sequences` sequences, which `_acquire` counted for the same `client`."""
+    def _release(self, num_sequences: int, num_options: int, client: str | None) -> None:
+        """Subtract what `_acquire` counted for the same `client`."""
         self._num_sequences -= num_sequences
+        self._num_options -= num_options
         if client is not None and num_sequences:
             self._by_client[client] -= num_sequences
             if not self._by_client[client]:
@@ -152,16 +163,25 @@ class Place:
     def __init__(self, admission: Admission, client: str | None) -> None:
         self._admission = admission
         self._client = client
-        self.num_sequences = 0
+        self._num_sequences = 0
+        self._num_options = 0
 
-    def resize(self, num_sequences: int) -> None:
+    def resize(self, num_sequences: int, num_options: int = 0) -> None:
         """Count the request as `num_sequences` sequences.
+
+        Args:
+            num_sequences: sequences of the request.
+            num_options: entries of its long options, over all sequences.
 
         Raises:
             APIError: 400 if the request has more sequences than a limit, 429 if the sequences in
                 flight leave too little room. The place is then given up.
         """
-        self._admission._release(self.num_sequences, self._client)
-        self.num_sequences = 0
-        self._admission._acquire(num_sequences, self._client)
-        self.num_sequences = num_sequences
+        self.release()
+        self._admission._acquire(num_sequences, num_options, self._client)
+        self._num_sequences, self._num_options = num_sequences, num_options
+
+    def release(self) -> None:
+        """Give the place up."""
+        self._admission._release(self._num_sequences, self._num_options, self._client)
+        self._num_sequences = self._num_options = 0

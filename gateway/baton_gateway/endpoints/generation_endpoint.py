@@ -31,7 +31,7 @@ from baton_gateway.http.event_stream import EventStream
 from baton_gateway.http.request_body import INLINE_BODY_BYTES
 from baton_gateway.http.slow_clients import abort_if_unread, send_json
 from baton_gateway.requests.generation import Generator
-from baton_gateway.requests.job import Choice
+from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.requests.output_queue import CollectedOutput
 from baton_gateway.thread_pool import run_off_loop
@@ -87,15 +87,15 @@ class GenerationEndpoint(Generic[Body]):
         Raises:
             APIError, RequestError: the request failed before the first byte of the response.
         """
-        services, started = self._services, time.monotonic()
+        services, client, started = self._services, http.get(CLIENT), time.monotonic()
         deadline = RequestDeadline(services.config.request_timeout_s)
         stream: EventStream | None = None
-        with services.admission.request(http.get(CLIENT)) as place:
+        with services.admission.request(client) as place:
             try:
-                async with services.bodies.charge() as charge:
+                async with services.bodies.charge(client) as charge:
                     body, request, body_size = await self._read(http, charge)
                     # Before the prompts are tokenized, so that a refusal takes little time.
-                    place.resize(request.num_sequences)
+                    place.resize(request.num_sequences, request.num_options)
                     stream = EventStream(
                         http,
                         is_wanted=bool(request.stream),
@@ -104,12 +104,9 @@ class GenerationEndpoint(Generic[Body]):
                     async with deadline.paused():
                         await services.queue.wait(stream.keep_alive)
                     async with deadline.enforced():
-                        job = await self._builder.build(
-                            request, started, body_size, http.get(CLIENT)
-                        )
-                writer = self._api.writer(body, job, http.get(CLIENT))
-                body.release_prompt()
-                request.release_prompt()
+                        job = await self._builder.build(request, started, body_size, client)
+                        start = partial(self._start, body, job, client)
+                        writer = await run_off_loop(start, body_size, INLINE_BODY_BYTES)
                 on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
                 async with aclosing(self._generator.run(job, on_output)) as events:
                     if request.stream:
@@ -143,6 +140,13 @@ class GenerationEndpoint(Generic[Body]):
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
         return body, request, size
 
+    def _start(self, body: Body, job: Job, client: str | None) -> ResponseWriter[Body]:
+        """Return the writer of the response, and release what a running job does not need."""
+        writer = self._api.writer(body, job, client)
+        body.release_prompt()
+        job.request.release_prompt()
+        return writer
+
     async def _answer(
         self,
         http: web.Request,
@@ -152,7 +156,7 @@ class GenerationEndpoint(Generic[Body]):
     ) -> web.StreamResponse:
         encoded = await self._encoded_answer(writer, events, deadline)
         timeout_s = min(deadline.left_s, self._services.config.client_timeout_s)
-        async with self._services.bodies.charge() as charge:
+        async with self._services.bodies.charge(http.get(CLIENT)) as charge:
             return await send_json(http, encoded, timeout_s, charge)
 
     async def _encoded_answer(

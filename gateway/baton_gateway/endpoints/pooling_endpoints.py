@@ -97,7 +97,7 @@ class PoolingEndpoints:
         services, client, started = self._services, http.get(CLIENT), time.monotonic()
         deadline = RequestDeadline(services.config.request_timeout_s)
         with services.admission.request(client) as place:
-            async with services.bodies.charge() as charge:
+            async with services.bodies.charge(client) as charge:
                 body, size = await services.reader.read(http, charge, kind)
                 # Before the prompts are tokenized, so that a refusal takes little time.
                 place.resize(body.num_sequences)
@@ -113,7 +113,7 @@ class PoolingEndpoints:
                 INLINE_VECTOR_BYTES,
             )
             timeout_s = min(deadline.left_s, services.config.client_timeout_s)
-            async with services.bodies.charge() as charge:
+            async with services.bodies.charge(client) as charge:
                 return await send_json(http, encoded, timeout_s, charge)
 
     def _embeddings(self, body: EmbeddingRequest, job: PoolingJob) -> EmbeddingResponse:

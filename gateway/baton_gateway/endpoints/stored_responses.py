@@ -26,7 +26,7 @@ class StoredResponses:
     async def get(self, http: web.Request) -> web.StreamResponse:
         with self._services.admission.place(http.get(CLIENT)):
             response = self._store.get(http.match_info["response"], http.get(CLIENT))
-            async with self._services.bodies.charge() as charge:
+            async with self._services.bodies.charge(http.get(CLIENT)) as charge:
                 charge.add(len(response))
                 return await send_json(http, response, self._services.config.client_timeout_s)
 

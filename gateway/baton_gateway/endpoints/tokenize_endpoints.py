@@ -13,6 +13,7 @@ from aiohttp import web
 
 from baton_gateway.access.api_keys import CLIENT
 from baton_gateway.endpoints.request_services import RequestServices
+from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.http.request_body import INLINE_BODY_BYTES
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
@@ -52,21 +53,29 @@ class TokenizeEndpoints:
         kind: type[_Request],
         answer: Callable[[_Request, str, TextBounds, int | None], msgspec.Struct],
     ) -> web.StreamResponse:
-        services = self._services
-        with services.admission.place(http.get(CLIENT)):
-            async with services.bodies.charge() as charge:
-                request, size = await services.reader.read(http, charge, kind)
-                max_model_len = services.pool.max_model_len
-                max_prompt_tokens = services.config.access.max_prompt_tokens
-                bounds = TextBounds(
-                    PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, max_prompt_tokens)
-                )
-                text = await self._text(request, bounds, size)
-                encoded = await run_off_loop(
-                    lambda: msgspec.json.encode(answer(request, text, bounds, max_model_len)),
-                    max(size, len(text)),
-                )
+        services, client = self._services, http.get(CLIENT)
+        with services.admission.place(client):
+            async with services.bodies.charge(client) as charge:
+                encoded = await self._encoded_answer(http, kind, answer, charge)
+            async with services.bodies.charge(client) as charge:
                 return await send_json(http, encoded, services.config.client_timeout_s, charge)
+
+    async def _encoded_answer(
+        self,
+        http: web.Request,
+        kind: type[_Request],
+        answer: Callable[[_Request, str, TextBounds, int | None], msgspec.Struct],
+        charge: BodyCharge,
+    ) -> bytes:
+        request, size = await self._services.reader.read(http, charge, kind)
+        max_model_len = self._services.pool.max_model_len
+        max_prompt_tokens = self._services.config.access.max_prompt_tokens
+        bounds = TextBounds(PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, max_prompt_tokens))
+        text = await self._text(request, bounds, size)
+        return await run_off_loop(
+            lambda: msgspec.json.encode(answer(request, text, bounds, max_model_len)),
+            max(size, len(text)),
+        )
 
     async def _text(
         self,

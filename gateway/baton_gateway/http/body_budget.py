@@ -37,8 +37,9 @@ PIECE_BYTES = 2**16
 class BodyBudget:
     """The budget of bytes of all bodies whose prompts are not yet tokenized.
 
-    When MAX_TOTAL_BODY_BYTES is reached, the request with the largest body is refused with 503.
-    Small requests are then served beside many large ones.
+    When MAX_TOTAL_BODY_BYTES is reached, the client with the most bytes loses its largest request,
+    which is refused with 503. Without API keys, each request counts as a client of its own. Small
+    requests are then served beside many large ones.
 
     Args:
         client_limit: maximum number of bodies for each client that are being read. Clients are told
@@ -50,16 +51,20 @@ class BodyBudget:
         self._num_read: Counter[str] = Counter()
         self._num_bytes = 0
         self._charges: set[BodyCharge] = set()
+        self._num_bytes_of: Counter[str] = Counter()
         metrics.body_bytes.set_function(lambda: self._num_bytes)
 
     @asynccontextmanager
-    async def charge(self) -> AsyncGenerator[BodyCharge, None]:
+    async def charge(self, client: str | None) -> AsyncGenerator[BodyCharge, None]:
         """Charge the budget with the bytes of one body until the `with` block ends.
 
+        Args:
+            client: name of the client; None: clients need no API key.
+
         Raises:
-            APIError: 503, because the budget is exhausted and this body is the largest.
+            APIError: 503, because the budget is exhausted and this body has to go.
         """
-        charge = BodyCharge(self)
+        charge = BodyCharge(self, client)
         self._charges.add(charge)
         try:
             async with charge.timeout:
@@ -72,25 +77,24 @@ class BodyBudget:
             self._remove(charge)
 
     def add(self, charge: BodyCharge, num_bytes: int, *, is_response: bool = False) -> None:
-        """Add `num_bytes` to `charge`. Refuse the requests with the largest bodies if necessary.
+        """Add `num_bytes` to `charge`. Refuse requests with large bodies if necessary.
 
         Args:
             charge: the charge of one request.
             num_bytes: bytes to add.
-            is_response: the bytes are a finished response, which is not dropped for other requests.
+            is_response: the bytes are a finished response. It is not dropped for other requests,
+                and they keep the whole budget.
 
         Raises:
-            APIError: 503, because `charge` has the largest body.
+            APIError: 503, because the body of `charge` has to go.
         """
         if charge not in self._charges:  # it was refused, and its request does not know yet
             raise _exhausted()
-        charge.num_bytes += num_bytes
-        self._num_bytes += num_bytes
-        while self._num_bytes > MAX_TOTAL_BODY_BYTES:
-            candidates = self._charges - {charge} if is_response else self._charges
-            if not candidates:
-                return
-            largest = max(candidates, key=lambda each: each.num_bytes)
+        self._count(charge, num_bytes)
+        candidates = self._charges - {charge} if is_response else self._charges
+        exempt = charge.num_bytes if is_response else 0
+        while self._num_bytes - exempt > MAX_TOTAL_BODY_BYTES:
+            largest = max(candidates & self._charges, key=self._size)
             self._remove(largest)
             if largest is charge:
                 raise _exhausted()
@@ -122,14 +126,29 @@ class BodyBudget:
     def _remove(self, charge: BodyCharge) -> None:
         if charge in self._charges:
             self._charges.remove(charge)
-            self._num_bytes -= charge.num_bytes
+            self._count(charge, -charge.num_bytes)
+
+    def _count(self, charge: BodyCharge, num_bytes: int) -> None:
+        charge.num_bytes += num_bytes
+        self._num_bytes += num_bytes
+        if charge.client is not None:
+            self._num_bytes_of[charge.client] += num_bytes
+            if not self._num_bytes_of[charge.client]:
+                del self._num_bytes_of[charge.client]
+
+    def _size(self, charge: BodyCharge) -> tuple[int, int]:
+        """Return the bytes of the charge's client, and of the charge."""
+        if charge.client is None:
+            return charge.num_bytes, charge.num_bytes
+        return self._num_bytes_of[charge.client], charge.num_bytes
 
 
 class BodyCharge:
     """The part of a budget that the body of one request uses."""
 
-    def __init__(self, budget: BodyBudget) -> None:
+    def __init__(self, budget: BodyBudget, client: str | None) -> None:
         self._budget = budget
+        self.client = client
         self.num_bytes = 0
         #: Ends the request of this body. It has a deadline only if the request is refused.
         self.timeout = asyncio.timeout(None)
@@ -138,14 +157,14 @@ class BodyCharge:
         """Charge bytes that the request takes besides its body.
 
         Raises:
-            APIError: 503, because this request has the largest body.
+            APIError: 503, because this body has to go.
         """
         self._budget.add(self, num_bytes)
 
     def add_response(self, num_bytes: int) -> None:
         """Charge a finished response until its client has read it.
 
-        If the budget is exhausted, the largest of the other requests ends: its body is refused, or
+        If the other requests exhaust the budget, the largest of them ends: its body is refused, or
         its unread response is cut off.
         """
         self._budget.add(self, num_bytes, is_response=True)

@@ -21,6 +21,7 @@ from baton_gateway.metrics import GatewayMetrics, TokenTimer
 from baton_gateway.requests.job import Choice, Job, PromptJob, Run
 from baton_gateway.requests.output_queue import OutputQueue
 from baton_gateway.routing.dispatch import Dispatcher
+from baton_gateway.routing.sequence import Sequence
 from baton_gateway.thread_pool import run_off_loop
 from baton_protocol.messages import EngineCoreOutput, FinishReason
 from baton_text.output import TextOutput
@@ -77,12 +78,12 @@ class Generator:
         queue = OutputQueue()
         runs = [(prompt, run) for prompt in job.prompts for run in prompt.runs]
         tasks: list[asyncio.Task[None]] = []
-        num_unfinished, num_tokens, num_options = len(runs), 0, _num_options(job.request)
+        num_unfinished, num_tokens = len(runs), 0
         self._running[queue] = job
         try:
             for prompt, run in runs:
                 tasks.append(asyncio.create_task(self._run(job, prompt, run, queue, on_output)))
-                num_tokens += len(prompt.token_ids) + num_options + SEQUENCE_TOKENS
+                num_tokens += len(prompt.token_ids) + _num_options(run.sequence) + SEQUENCE_TOKENS
                 if num_tokens > STAGGERED_TOKENS:
                     num_tokens = 0
                     await asyncio.sleep(0)
@@ -146,9 +147,10 @@ class Generator:
                     return
 
 
-def _num_options(request: GenerationRequest) -> int:
+def _num_options(sequence: Sequence) -> int:
     """Return the number of entries of logit_bias and allowed_token_ids together."""
-    return len(request.logit_bias or ()) + len(request.allowed_token_ids or ())
+    params = sequence.sampling_params
+    return len(params.logit_bias or ()) + len(params.allowed_token_ids or ())
 
 
 async def _texts(

@@ -33,9 +33,6 @@ from baton_text.requests.generation_request import GenerationRequest
 from baton_text.requests.structured_outputs import bad_words_token_ids
 from baton_text.tokenizer import Tokenizer
 
-#: Limit on the entries of logit_bias, and of allowed_token_ids, over all sequences of a request.
-#: Each sequence sends its own copy to its engine.
-MAX_OPTION_ENTRIES = 2**22
 #: Number of tokens at the end of a completion's prompt that may begin the reasoning.
 PROMPT_END = 32
 
@@ -129,7 +126,6 @@ class JobBuilder:
         job_id = f"{prefix}-{uuid.uuid4().hex}"
         arrival = time.time()
         self._defaults.fill(request)
-        _check_options(request)
         self._reader.check_ids(request.allowed_token_ids or [], "allowed_token_ids")
         request.check_prompt_logprobs(sum(map(len, prompts)))
         lengths = [
@@ -301,18 +297,3 @@ def _sequence(
         group=group,
         data_parallel_rank=request.data_parallel_rank,
     )
-
-
-def _check_options(request: GenerationRequest) -> None:
-    """Raise RequestError if logit_bias or allowed_token_ids has more than MAX_OPTION_ENTRIES.
-
-    Every sequence sends its own copy, so the entries of all sequences count.
-    """
-    for name in ("logit_bias", "allowed_token_ids"):
-        entries = len(getattr(request, name) or ())
-        if entries * request.num_sequences > MAX_OPTION_ENTRIES:
-            raise RequestError(
-                f"{name} has {entries} entries for each of {request.num_sequences} sequences, more "
-                f"than {MAX_OPTION_ENTRIES} in total; send fewer sequences at once",
-                param=name,
-            )

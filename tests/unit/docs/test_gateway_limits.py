@@ -22,7 +22,8 @@ PAGE = Path(__file__).parents[3] / "docs" / "internals" / "gateway.md"
         ),
         (
             "stop strings",
-            f"{generation_request.MAX_STOPS}, of {generation_request.MAX_STOP_LENGTH} characters",
+            f"{generation_request.MAX_STOPS}, of {generation_request.MAX_STOP_CHARACTERS} "
+            "characters together",
         ),
         ("unread outputs", f"{slow_clients.MAX_UNREAD_OUTPUTS} per choice"),
         (

@@ -14,7 +14,7 @@ from rich.console import Console
 from baton_kube.client import KubeError
 from baton_local.service_status import Condition, PodStatus, ServiceStatus
 from baton_local.state import StateDir
-from baton_local.up import UpError, UpOptions, _Up, run_up
+from baton_local.up import UpError, UpOptions, _printable, _Up, run_up
 
 SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"
 
@@ -108,3 +108,7 @@ async def test_up_reports_a_deleted_service_once_per_deletion(
     monkeypatch.setattr("baton_local.up.asyncio.sleep", sleep)
     await up._watch(api)
     assert capsys.readouterr().out.count("default/demo was deleted; `kubectl apply -f ") == 2
+
+
+def test_the_text_of_a_model_cannot_command_the_terminal() -> None:
+    assert _printable("a\x1b]52;c;aGk=\x07b\x9b2J\tc\n") == "a]52;c;aGk=b2J\tc\n"

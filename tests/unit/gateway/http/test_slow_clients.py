@@ -65,7 +65,7 @@ async def run_unread_request(rig: GatewayRig, *, streamed: bool) -> None:
     decode = rig.engine("d", "decode")
     decode.answer, decode.max_model_len, decode.tokens_per_output = [5] * 20_000, 30_000, 50
     await rig.start(decode)
-    body = {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": streamed, "logprobs": 20}
+    body = {"model": "m", "prompt": "go", "max_tokens": 20_000, "stream": streamed, "logprobs": 10}
     async with rig.slow_connection("/v1/completions", body):
         await until(lambda: rig.metric("baton:requests_in_flight"), "the request at the gateway")
         await until(lambda: not rig.metric("baton:requests_in_flight"), "the end of the request")

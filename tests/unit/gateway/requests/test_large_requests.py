@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_gateway import thread_pool
+from baton_gateway.access import admission
 from baton_gateway.endpoints.writers import completion_writer
 from baton_gateway.http import request_body
 from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
 from baton_gateway.requests import prompts
 from baton_gateway.requests.generation import STAGGERED_TOKENS
-from baton_gateway.requests.job_builder import MAX_OPTION_ENTRIES
 from baton_gateway.requests.prompts import TEXT_FACTOR
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.thread_pool import (
@@ -28,11 +28,16 @@ from baton_gateway.thread_pool import (
     run_template,
 )
 from baton_protocol.options.config import AccessConfig
+from baton_protocol.sampling import MAX_TOKEN_IDS
 from baton_text.errors import RequestError
 from baton_text.output import OutputProcessor
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
-from baton_text.requests.generation_request import MAX_STOP_LENGTH
+from baton_text.requests.generation_request import (
+    FREE_OPTION_ENTRIES,
+    MAX_OPTION_ENTRIES,
+    MAX_STOP_CHARACTERS,
+)
 from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig
@@ -403,6 +408,47 @@ async def test_long_options_of_many_sequences_are_refused(make_rig: MakeRig) -> 
     assert (status, len(engine.adds[0].sampling_params.allowed_token_ids)) == (200, len(ids))
 
 
+async def test_the_long_options_of_all_running_requests_are_limited(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rig.engine("d", "decode", "hello world")
+    engine.hold_after = 1
+    await rig.start(engine)
+    ids = [5] * (FREE_OPTION_ENTRIES + 1)
+    monkeypatch.setattr(admission, "MAX_OPTION_ENTRIES", 3 * len(ids) - 1)
+    body = TEXT | {"allowed_token_ids": ids, "n": 2}
+    async with rig.slow_connection("/v1/completions", body):
+        await until(lambda: len(engine.adds) == 2, "the request at the engine")
+        status, answer, headers = await rig.post("/v1/completions", body)
+        assert (status, headers["Retry-After"]) == (429, "1")
+        assert "long options" in answer["error"]["message"]
+        engine.released.set()
+        few = body | {"allowed_token_ids": ids[:FREE_OPTION_ENTRIES]}
+        assert (await rig.post("/v1/completions", few))[0] == 200
+
+    async def is_served() -> bool:
+        return (await rig.post("/v1/completions", body))[0] == 200
+
+    await until(is_served, "the options of the ended request released")
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        ({"007": 1.0}, "token ids"),
+        ({str(number): 1.0 for number in range(MAX_TOKEN_IDS + 1)}, "at most"),
+    ],
+    ids=["another spelling of 7", "too many"],
+)
+async def test_a_logit_bias_has_each_token_once(
+    rig: GatewayRig, bias: dict[str, float], message: str
+) -> None:
+    await rig.start(rig.engine("d", "decode"))
+    status, answer, _ = await rig.post("/v1/completions", TEXT | {"logit_bias": bias})
+    assert (status, answer["error"]["param"]) == (400, "logit_bias")
+    assert message in answer["error"]["message"]
+
+
 async def test_options_are_checked_once_for_all_prompts(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,7 +505,7 @@ async def test_large_sequences_are_sent_in_several_event_loop_iterations(
 async def test_long_stop_strings_are_refused(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode"))
     _, param = await refusal(
-        rig, "/v1/completions", {"prompt": "hi", "stop": ["a", "b" * (MAX_STOP_LENGTH + 1)]}
+        rig, "/v1/completions", {"prompt": "hi", "stop": ["a", "b" * MAX_STOP_CHARACTERS]}
     )
     assert param == "stop"
 

@@ -1,4 +1,4 @@
-"""A running request keeps no messages, tools or schemas: their objects take megabytes."""
+"""A running request keeps no messages, tools, schemas or long options."""
 
 from __future__ import annotations
 
@@ -30,6 +30,15 @@ BODIES: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
         },
     ),
     (CompletionRequest, {"prompt": NAMES, "guided_json": SCHEMA}),
+    (
+        CompletionRequest,
+        {
+            "prompt": "hi",
+            "logit_bias": {str(number): 1.0 for number in range(1000)},
+            "allowed_token_ids": list(range(1000)),
+            "bad_words": NAMES,
+        },
+    ),
     (CompletionRequest, {"prompt": [[1] * 1000], "structured_outputs": {"json": SCHEMA}}),
     (
         ResponsesRequest,
@@ -64,7 +73,7 @@ def test_the_values_of_the_prompt_are_dropped(
 
 
 def test_the_refusal_of_a_schema_still_names_its_field() -> None:
-    for body, field in (({"guided_json": SCHEMA}, "guided_json"), (BODIES[2][1], None)):
+    for body, field in (({"guided_json": SCHEMA}, "guided_json"), (BODIES[3][1], None)):
         request = msgspec.convert({"prompt": "hi"} | body, CompletionRequest)
         expected = field or "structured_outputs"
         request.release_prompt()
