@@ -150,7 +150,7 @@ class TransferConnector(KVConnectorWorker):
             self._stats,
         )
         if self._config.role is not KVRole.PRODUCER:
-            self._consumer = ConsumerSide(context, self._load_finished)
+            self._consumer = ConsumerSide(context)
         if self._router is not None:
             self._producer = ProducerSide(context, self._router, self._finished_sending)
         self._num_blocks = layout.num_blocks
@@ -298,8 +298,9 @@ class TransferConnector(KVConnectorWorker):
             if self._consumer is None:
                 self._agent.get_new_notifs()  # discards them: none are expected
                 continue
-            has_fenced = self._consumer.advance(time.monotonic())
-            if has_fenced and self._producer is not None:
+            for transfer_id, result in self._consumer.advance(time.monotonic()):
+                self._load_finished(transfer_id, result)
+            if self._consumer.has_fenced and self._producer is not None:
                 self._producer.memory_fenced()
 
     def _sleep(self) -> None:
@@ -348,7 +349,8 @@ class TransferConnector(KVConnectorWorker):
         """Close the agent, then fail all current and later loads and transfers until shutdown."""
         self._agent.close()  # nothing writes to the engine's memory any more
         if self._consumer is not None:
-            self._consumer.fail_all(reason)
+            for transfer_id, result in self._consumer.fail_all(reason):
+                self._load_finished(transfer_id, result)
         if self._producer is not None:
             self._producer.transfers.end_all(reason)
         poller = zmq.Poller()

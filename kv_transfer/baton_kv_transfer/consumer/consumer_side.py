@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import zmq
@@ -37,14 +37,11 @@ logger = logging.getLogger(__name__)
 class ConsumerSide:
     """The loads of this worker, and the connections to producers."""
 
-    def __init__(
-        self, context: ConnectorContext, on_finished: Callable[[str, LoadResult], None]
-    ) -> None:
+    def __init__(self, context: ConnectorContext) -> None:
         """Create a consumer side without loads, and describe the memory for handshakes.
 
         Args:
             context: state shared with the producer side.
-            on_finished: called once for each load, with its transfer id and result.
 
         Raises:
             ValueError: the engine has more workers than KV heads, or this worker's heads are not in
@@ -52,12 +49,14 @@ class ConsumerSide:
         """
         self._context = context
         self._agent, self._clock = context.agent, context.clock
-        self._on_finished = on_finished
+        #: Whether the last `advance` has called `Agent.fence`. The agent then has new metadata and
+        #: no peers, which also concerns the producer side.
+        self.has_fenced = False
         #: Loads that wait for memory: transfer id to the first worker of the producer.
         self._expected: dict[str, Peer] = {}
         self._peers = PeerRegistry(context)
         self._blocks = BlockVerifier(context)
-        self._loads = LoadManager(context, self._peers, self._blocks, on_finished)
+        self._loads = LoadManager(context, self._peers, self._blocks)
         self._peers.describe_memory()
 
     # From the scheduler
@@ -91,7 +90,7 @@ class ConsumerSide:
         except zmq.ZMQError as error:  # not an address, or no socket is left
             self._context.stats.count_failure(FailureReason.PEER_LOST)
             reason = f"cannot connect to {request.remote_host}:{request.remote_port}: {error}"
-            self._on_finished(request.transfer_id, LoadResult(0, reason))
+            self._loads.finished.append((request.transfer_id, LoadResult(0, reason)))
             return
         self._loads.begin(request, first, now)
 
@@ -102,13 +101,17 @@ class ConsumerSide:
             self._loads.fail(load, FailureReason.CANCELLED, "cancelled", now)
             self._loads.advance(load, now)
 
-    def fail_all(self, reason: str) -> None:
-        """Fail every load and report its LoadResult now. Call this only after closing the agent."""
+    def fail_all(self, reason: str) -> Iterator[tuple[str, LoadResult]]:
+        """Fail every load. Return the results that `advance` has not yielded.
+
+        Call this only after closing the agent.
+        """
         now = self._clock()
         self._blocks.discard_all()
         for load in self._loads:
             self._loads.fail(load, FailureReason.DEFECT, reason, now)
             self._loads.end(load, now)
+        return self._loads.take_finished()
 
     def close(self) -> None:
         for peer in self._peers:
@@ -119,32 +122,33 @@ class ConsumerSide:
     def peers(self) -> list[Peer]:
         return list(self._peers)
 
-    def advance(self, now: float) -> bool:
+    def advance(self, now: float) -> Iterator[tuple[str, LoadResult]]:
         """Receive messages, read and verify blocks, advance all loads, and send heartbeats.
 
-        Returns:
-            Whether a fence (`Agent.fence`) was necessary. The agent then has new metadata and no
-            peers, which also concerns the producer side.
+        Yields:
+            The transfer id and the result of each load that has ended. The engine waits for the
+            results, so they come before RELEASE messages are sent and new messages are received.
         """
+        self.has_fenced = False
+        yield from self._loads.take_finished()  # ended by `begin` or `cancel`
         if notifications := list(self._notifications()):
             for peer, notification in notifications:
                 self._loads.handle_message(peer, notification, now)
             self._verify_blocks()
-            self._loads.advance_all(now)  # a load that ends here is reported before new messages
+            yield from self._loads.advance_all(now)
         for peer in self._peers:
             for message in peer.receive(now):
                 self._loads.handle_message(peer, message, now)
         self._verify_blocks()
-        self._loads.advance_all(now)
+        yield from self._loads.advance_all(now)
         self._loads.check_deadlines(now)
         for peer in self._peers:
             if peer.error:
                 self._lose(peer, now)
         if why_fenced := self._fence_needed(now):
             self._fence(why_fenced, now)
-        self._loads.advance_all(now)
+        yield from self._loads.advance_all(now)
         self._send_heartbeats(now)
-        return bool(why_fenced)
 
     def _verify_blocks(self) -> None:
         for rank_transfer, wrong in self._blocks.advance():
@@ -155,7 +159,11 @@ class ConsumerSide:
 
         None means that only an event makes `advance` necessary.
         """
-        if self._blocks.has_unverified or any(peer.error for peer in self._peers):
+        if (
+            self._loads.finished
+            or self._blocks.has_unverified
+            or any(peer.error for peer in self._peers)
+        ):
             return 0.0
         deadlines = [peer.handshake_deadline for peer in self._peers if not peer.is_ready]
         if len(self._loads) or self._expected:
@@ -211,6 +219,7 @@ class ConsumerSide:
             "connect again: %s",
             why,
         )
+        self.has_fenced = True
         self._context.stats.memory_fences += 1
         self._agent.fence()
         if self._blocks.is_reading:

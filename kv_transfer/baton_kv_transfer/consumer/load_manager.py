@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import zmq
@@ -35,11 +36,7 @@ class LoadManager:
     """The running loads of this worker."""
 
     def __init__(
-        self,
-        context: ConnectorContext,
-        peers: PeerRegistry,
-        blocks: BlockVerifier,
-        on_finished: Callable[[str, LoadResult], None],
+        self, context: ConnectorContext, peers: PeerRegistry, blocks: BlockVerifier
     ) -> None:
         """Create a manager without loads, and check the KV heads of this engine's workers.
 
@@ -62,8 +59,9 @@ class LoadManager:
             )
         self._peers = peers
         self._blocks = blocks
-        self._on_finished = on_finished
         self._loads: dict[str, Load] = {}
+        #: Transfer ids and results of ended loads, until `take_finished` removes them.
+        self.finished: deque[tuple[str, LoadResult]] = deque()
         #: Loads with push that wait for slots, the oldest first.
         self._want_slots: dict[str, Load] = {}
         #: RELEASE messages to send. They are sent after the LoadResults, because the engine waits
@@ -79,6 +77,11 @@ class LoadManager:
 
     def get(self, transfer_id: str) -> Load | None:
         return self._loads.get(transfer_id)
+
+    def take_finished(self) -> Iterator[tuple[str, LoadResult]]:
+        """Remove and yield the transfer ids and results of ended loads."""
+        while self.finished:
+            yield self.finished.popleft()
 
     def begin(self, request: LoadRequest, first_worker: Peer, now: float) -> None:
         num_blocks = len(request.block_ids)
@@ -138,8 +141,8 @@ class LoadManager:
 
     # A load's states
 
-    def advance_all(self, now: float) -> None:
-        """Advance all loads, send RELEASE messages and post reads.
+    def advance_all(self, now: float) -> Iterator[tuple[str, LoadResult]]:
+        """Advance all loads, yield the ended ones, send RELEASE messages and post reads.
 
         If a load ends, all loads are advanced again, because the ended load may have freed slots.
         """
@@ -148,6 +151,7 @@ class LoadManager:
             count = len(self._loads)
             for load in self:
                 self._take_steps(load, now)
+        yield from self.take_finished()
         self._send_releases()
         self._blocks.post()
 
@@ -309,7 +313,7 @@ class LoadManager:
         else:
             stats.transfers_completed += 1
         stats.receive_seconds += now - load.started
-        self._on_finished(load.transfer_id, load.result())
+        self.finished.append((load.transfer_id, load.result()))
 
     def check_deadlines(self, now: float) -> None:
         for load in self:

@@ -346,7 +346,7 @@ class Rig:
             self.stats,
             self.clock,
         )
-        self.consumer = ConsumerSide(self.context, self._finished)
+        self.consumer = ConsumerSide(self.context)
 
     def close(self) -> None:
         self.consumer.close()
@@ -375,7 +375,9 @@ class Rig:
 
     def advance(self, seconds: float = 0.0) -> None:
         self.clock.now += seconds
-        if self.consumer.advance(self.clock.now):
+        for transfer_id, result in self.consumer.advance(self.clock.now):
+            self._finish(transfer_id, result)
+        if self.consumer.has_fenced:
             self.fenced.append(self.agent.num_fences)
 
     def receive(self) -> None:
@@ -423,7 +425,7 @@ class Rig:
                 return False
         return True
 
-    def _finished(self, transfer_id: str, result: LoadResult) -> None:
+    def _finish(self, transfer_id: str, result: LoadResult) -> None:
         assert transfer_id not in self.results, f"two results of {transfer_id}"
         assert self.holds(transfer_id, result.num_valid_blocks)
         self.results[transfer_id] = result

@@ -91,6 +91,7 @@ def test_a_load_that_waits_for_slots_is_kept_alive_and_cancelled_at_the_producer
     rig.consumer.cancel("waits")
     release = worker.receive(Release)
     assert (release.transfer_id, release.completed) == ("waits", False)
+    rig.advance()
     assert rig.results["waits"].error == "cancelled"
 
 

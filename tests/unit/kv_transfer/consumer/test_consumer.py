@@ -280,8 +280,10 @@ def test_after_a_defect_every_load_ends_and_no_slot_is_kept(
     rig.deliver(worker, worker.published(subscribe, [0]))
     rig.begin("u", worker, [3])
     rig.agent.close()
-    rig.consumer.fail_all("a defect")
-    assert rig.results == {"t": LoadResult(0, "a defect"), "u": LoadResult(0, "a defect")}
+    assert dict(rig.consumer.fail_all("a defect")) == {
+        "t": LoadResult(0, "a defect"),
+        "u": LoadResult(0, "a defect"),
+    }
     assert failures(rig) == {FailureReason.DEFECT: 2}
     assert staging.memory.num_free_slots == 8
     assert (rig.stats.inflight_bytes, rig.stats.queued_bytes) == (0, 0)

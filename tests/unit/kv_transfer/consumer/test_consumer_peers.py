@@ -148,6 +148,7 @@ def lose_at_connect(rig: Rig, worker: Worker) -> None:
 
 def lose_without_an_address(rig: Rig, worker: Worker) -> None:
     rig.begin("t", worker, [1], host=NO_ADDRESS)
+    rig.advance()
 
 
 def lose_a_worker_without_an_address(rig: Rig, worker: Worker) -> None:
