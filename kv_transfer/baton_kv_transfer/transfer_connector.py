@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 import zmq
@@ -152,7 +152,7 @@ class TransferConnector(KVConnectorWorker):
         if self._config.role is not KVRole.PRODUCER:
             self._consumer = ConsumerSide(context)
         if self._router is not None:
-            self._producer = ProducerSide(context, self._router, self._finished_sending)
+            self._producer = ProducerSide(context, self._router)
         self._num_blocks = layout.num_blocks
         self._running = True
         self._thread.start()
@@ -253,11 +253,12 @@ class TransferConnector(KVConnectorWorker):
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
 
-    def _finished_sending(self, transfer_id: str) -> None:
-        self._log_new_lanes()
-        with self._lock:
-            self._output.finished_sending.add(transfer_id)
-        self._user_wakeup()
+    def _finished_sending(self, transfer_ids: Collection[str]) -> None:
+        if transfer_ids:
+            self._log_new_lanes()
+            with self._lock:
+                self._output.finished_sending.update(transfer_ids)
+            self._user_wakeup()
 
     def _load_finished(self, transfer_id: str, result: LoadResult) -> None:
         self._log_new_lanes()
@@ -294,7 +295,7 @@ class TransferConnector(KVConnectorWorker):
                 # failed.
                 self._commands.popleft()
             if self._producer is not None:
-                self._producer.advance(time.monotonic())
+                self._finished_sending(self._producer.advance(time.monotonic()))
             if self._consumer is None:
                 self._agent.get_new_notifs()  # discards them: none are expected
                 continue
@@ -352,7 +353,7 @@ class TransferConnector(KVConnectorWorker):
             for transfer_id, result in self._consumer.fail_all(reason):
                 self._load_finished(transfer_id, result)
         if self._producer is not None:
-            self._producer.transfers.end_all(reason)
+            self._finished_sending(self._producer.transfers.end_all(reason))
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping:
@@ -362,8 +363,7 @@ class TransferConnector(KVConnectorWorker):
                 _, metadata = self._commands.popleft()
                 for load in metadata.loads:
                     self._load_finished(load.transfer_id, LoadResult(0, reason))
-                for transfer_id in metadata.offers:
-                    self._finished_sending(transfer_id)
+                self._finished_sending(metadata.offers)
 
     def _close(self) -> None:
         for lane, nbytes in self._count_bytes().items():

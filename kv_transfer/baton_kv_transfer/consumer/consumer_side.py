@@ -159,11 +159,8 @@ class ConsumerSide:
 
         None means that only an event makes `advance` necessary.
         """
-        if (
-            self._loads.finished
-            or self._blocks.has_unverified
-            or any(peer.error for peer in self._peers)
-        ):
+        is_due = self._loads.finished or self._blocks.has_unverified
+        if is_due or any(peer.error for peer in self._peers):
             return 0.0
         deadlines = [peer.handshake_deadline for peer in self._peers if not peer.is_ready]
         if len(self._loads) or self._expected:

@@ -112,13 +112,13 @@ class EarlyMessages:
                 if one.session is session:
                     one.deadline = self._clock() + self._lease_s
 
-    def drop(self, session: Session, reason: str) -> None:
+    def drop(self, session: Session) -> None:
         """Remove the messages of a lost session, and refuse its subscriptions."""
         for transfer_id, key, one in self._all():
             if one.session is session:
                 self._remove(transfer_id, key)
                 if isinstance(one.message, side_channel.Subscribe):
-                    why = f"transfer {transfer_id} was not offered yet, and {reason}"
+                    why = f"transfer {transfer_id} was not offered yet, and {session.error}"
                     refuse_subscription(self._send, session, one.message, why)
 
     def expire(self, now: float) -> None:

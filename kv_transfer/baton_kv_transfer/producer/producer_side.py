@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -73,29 +72,20 @@ def open_router(address: str, service_key: ServiceKey | None) -> zmq.Socket[byte
 class ProducerSide:
     """The transfers that this worker offers, and the consumers that fetch them."""
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        router: zmq.Socket[bytes],
-        on_finished: Callable[[str], None],
-    ) -> None:
+    def __init__(self, context: ConnectorContext, router: zmq.Socket[bytes]) -> None:
         """Create a producer side without transfers and sessions.
 
         Args:
             context: state shared with the consumer side.
             router: socket from `open_router`, which `close` closes.
-            on_finished: called once for each offered transfer, with its id, when no consumer reads
-                its blocks any more.
         """
         self._router = router
         self._stats = context.stats
         self._handshakes = watch_handshakes(router) if context.service_key is not None else None
         self._unreachable: set[bytes] = set()
         self._writes = BlockWriter(context)
-        self.transfers = TransferManager(
-            context, self._writes, send=self._send, on_finished=on_finished
-        )
-        self._sessions = SessionRegistry(context, send=self._send, lost=self.transfers.session_lost)
+        self.transfers = TransferManager(context, self._writes, self._send)
+        self._sessions = SessionRegistry(context)
         self._last_round = context.clock()
         self._last_empty = self._last_round
         self._no_expiry_before = 0.0
@@ -111,12 +101,17 @@ class ProducerSide:
 
         The fence has removed the consumers' agents, so these consumers must connect again.
         """
-        self._sessions.fail_all("the producer cut all its peers off")
+        lost = self._sessions.fail_all("the producer cut all its peers off")
+        self.transfers.sessions_lost(lost)
 
     # From the thread's loop
 
-    def advance(self, now: float) -> None:
-        """Carry out consumers' messages, report ended writes, post writes, end expired leases."""
+    def advance(self, now: float) -> list[str]:
+        """Carry out consumers' messages, record ended writes, post writes, end expired leases.
+
+        Returns:
+            The ids of transfers that have ended: no consumer reads their blocks any more.
+        """
         if now - self._last_round > STALL_S:
             self._no_expiry_before = self._last_empty = now + STALL_GRACE_S
         self._last_round = now
@@ -131,12 +126,16 @@ class ProducerSide:
         if (drained or now - self._last_empty > MAX_UNREAD_S) and now >= self._no_expiry_before:
             for session in self.transfers.expire(now):
                 self._cut_off(session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s")
-            self._sessions.probe(now)
-        self._sessions.refuse_failed(self._writes.any_to)
+            for identity in self._sessions.take_silent(now):
+                self._send(identity, side_channel.Pending([]))  # finds connections that are lost
+        for session in [one for one in self._sessions.failed if not self._writes.any_to(one)]:
+            self._forget(session.identity, session.error)
+            self._send(session.identity, side_channel.Refused(session.error))
         while self._unreachable:
-            self._sessions.forget(self._unreachable.pop(), "the connection is lost")
+            self._forget(self._unreachable.pop(), "the connection is lost")
         if self._handshakes is not None:
             self._stats.handshakes_refused += count_refused(self._handshakes)
+        return self.transfers.take_finished()
 
     def next_deadline(self) -> float | None:
         """Return the time at which `advance` must run even without an event.
@@ -157,21 +156,19 @@ class ProducerSide:
             except zmq.Again:
                 return True
             if len(frames) != 1:
-                self._sessions.refuse(identity, f"a message has 1 frame, got {len(frames)}")
+                self._refuse(identity, f"a message has 1 frame, got {len(frames)}")
                 continue
             (frame,) = frames
             if (
                 len(frame) > side_channel.MAX_HANDSHAKE_BYTES
                 and self._sessions.find(identity, now) is None
             ):
-                self._sessions.refuse(
-                    identity, f"a message of {len(frame)} bytes before HELLO and DESCRIBE"
-                )
+                self._refuse(identity, f"a message of {len(frame)} bytes before HELLO and DESCRIBE")
                 continue
             try:
                 message = side_channel.decode_to_producer(frame)
             except msgspec.DecodeError as error:
-                self._sessions.refuse(identity, f"malformed message: {error}")
+                self._refuse(identity, f"malformed message: {error}")
                 continue
             self._handle(identity, message, now)
         return False
@@ -179,14 +176,17 @@ class ProducerSide:
     def _handle(self, identity: bytes, message: side_channel.ToProducer, now: float) -> None:
         match message:
             case side_channel.Hello():
-                self._sessions.handle_hello(identity, message, now)
+                self._forget(identity, "the consumer sent HELLO again")
+                self._answer(identity, self._sessions.handle_hello(identity, message, now))
                 return
             case side_channel.Describe():
-                self._sessions.handle_describe(identity, message, now)
+                answer, lost = self._sessions.handle_describe(identity, message, now)
+                self.transfers.sessions_lost(lost)
+                self._answer(identity, answer)
                 return
         session = self._sessions.find(identity, now)
         if session is None:
-            self._sessions.refuse(identity, "HELLO and DESCRIBE must come first")
+            self._refuse(identity, "HELLO and DESCRIBE must come first")
             return
         match message:
             case side_channel.Subscribe():
@@ -204,7 +204,21 @@ class ProducerSide:
 
     def _cut_off(self, session: Session, reason: str) -> None:
         logger.warning("disconnecting the consumer %s: %s", session.instance_id, reason)
-        self._sessions.fail(session, reason)
+        self.transfers.sessions_lost(self._sessions.fail(session, reason))
+
+    def _forget(self, identity: bytes, reason: str) -> None:
+        """Remove the session of a connection, and stop publishing and writing to it."""
+        self.transfers.sessions_lost(self._sessions.forget(identity, reason))
+
+    def _refuse(self, identity: bytes, reason: str) -> None:
+        """Refuse an invalid message. The consumer has to connect again."""
+        self._answer(identity, side_channel.Refused(reason))
+
+    def _answer(self, identity: bytes, answer: side_channel.ToConsumer) -> None:
+        if isinstance(answer, side_channel.Refused):
+            self._stats.handshakes_refused += 1
+            self._forget(identity, answer.reason)
+        self._send(identity, answer)
 
     def _send(self, identity: bytes, message: side_channel.ToConsumer) -> None:
         try:

@@ -68,20 +68,7 @@ class Session:
 class SessionRegistry:
     """The sessions with all consumers, by connection."""
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        *,
-        send: Send,
-        lost: Callable[[Session, str], None],
-    ) -> None:
-        """Create a registry without sessions.
-
-        Args:
-            context: state that both sides of the connector share.
-            send: sends a message to a connection.
-            lost: called with a session and the reason when the session has failed or was removed.
-        """
+    def __init__(self, context: ConnectorContext) -> None:
         self._context = context
         self._agent, self._layout, self._lease_s = (
             context.agent,
@@ -89,11 +76,10 @@ class SessionRegistry:
             context.config.lease_s,
         )
         self._token = auth.derive_token(context.service_key)
-        self._send = send
-        self._lost = lost
         self._pending: OrderedDict[bytes, Session] = OrderedDict()
         self._open: OrderedDict[bytes, Session] = OrderedDict()  # longest silent first
-        self._failed: list[Session] = []
+        #: FAILED sessions that were not removed yet.
+        self.failed: list[Session] = []
         self._next_probe = 0.0
 
     def find(self, identity: bytes, now: float) -> Session | None:
@@ -104,20 +90,10 @@ class SessionRegistry:
             self._open.move_to_end(identity)
         return session
 
-    def refuse(self, identity: bytes, reason: str, *, succeeded: bool = False) -> None:
-        """Refuse a handshake or an invalid message. The consumer has to connect again.
-
-        Args:
-            identity: the connection.
-            reason: why, for the consumer.
-            succeeded: whether the consumer expects another engine, which had this address before.
-        """
-        self._context.stats.handshakes_refused += 1
-        self.forget(identity, reason)
-        self._send(identity, side_channel.Refused(reason, succeeded))
-
-    def handle_hello(self, identity: bytes, hello: side_channel.Hello, now: float) -> None:
-        self.forget(identity, "the consumer sent HELLO again")
+    def handle_hello(
+        self, identity: bytes, hello: side_channel.Hello, now: float
+    ) -> side_channel.Welcome | side_channel.Refused:
+        """Begin the handshake of a connection without a session. Return the answer."""
         ours = (side_channel.VERSION, self._context.compatibility_hash, self._context.instance_id)
         theirs = (hello.version, hello.compatibility_hash, hello.peer_instance_id)
         names = (
@@ -128,99 +104,89 @@ class SessionRegistry:
         for name, mine, other in zip(names, ours, theirs, strict=True):
             if mine != other:
                 why = f"{name} differs: {mine} at the producer, {other} at the consumer"
-                self.refuse(identity, why, succeeded=name == "instance id")
-                return
+                # An engine with another instance id had this address before.
+                return side_channel.Refused(why, succeeded=name == "instance id")
         if len(hello.nonce) != auth.NONCE_BYTES or not 0 < len(hello.instance_id) <= MAX_ID_LENGTH:
-            self.refuse(
-                identity,
+            return side_channel.Refused(
                 f"HELLO needs a nonce of {auth.NONCE_BYTES} bytes and an instance id of 1 to "
-                f"{MAX_ID_LENGTH} characters, got {len(hello.nonce)} and {len(hello.instance_id)}",
+                f"{MAX_ID_LENGTH} characters, got {len(hello.nonce)} and {len(hello.instance_id)}"
             )
-            return
         session = Session(identity, hello.instance_id, hello.nonce, auth.new_nonce(), now)
         self._pending[identity] = session
         if len(self._pending) > MAX_HANDSHAKES:
             self._pending.popitem(last=False)
-        self._send(
-            identity,
-            side_channel.Welcome(
-                *ours, nonce=session.producer_nonce, proof=self._proof(session, auth.PRODUCER)
-            ),
+        return side_channel.Welcome(
+            *ours, nonce=session.producer_nonce, proof=self._proof(session, auth.PRODUCER)
         )
 
-    def handle_describe(self, identity: bytes, message: side_channel.Describe, now: float) -> None:
+    def handle_describe(
+        self, identity: bytes, message: side_channel.Describe, now: float
+    ) -> tuple[side_channel.Description | side_channel.Refused, list[Session]]:
+        """Complete the handshake of a connection.
+
+        Returns:
+            The answer, and the sessions of other connections that were removed.
+        """
         session = self._pending.pop(identity, None)
         if session is None:
-            self.refuse(identity, "HELLO must come first, and DESCRIBE once")
-        elif not auth.verify_proof(self._proof(session, auth.CONSUMER), message.proof):
-            self.refuse(
-                identity,
-                "the consumer's token is not the producer's: service_key_file differs",
-            )
-        elif mismatch := explain_layout_mismatch(
+            return side_channel.Refused("HELLO must come first, and DESCRIBE once"), []
+        if not auth.verify_proof(self._proof(session, auth.CONSUMER), message.proof):
+            why = "the consumer's token is not the producer's: service_key_file differs"
+            return side_channel.Refused(why), []
+        if mismatch := explain_layout_mismatch(
             self._layout, message.layout
         ) or _explain_invalid_layout(message.layout):
-            self.refuse(identity, mismatch)
-        elif wrong := self._register_memory(session, message.layout, message.memory):
-            self.refuse(
-                identity, f"the consumer sent an invalid description of its memory: {wrong}"
-            )
-        else:
-            session.layout, session.memory, session.last_seen = message.layout, message.memory, now
-            self._open[identity] = session
-            if len(self._open) > MAX_OPEN:
-                self.forget(next(iter(self._open)), "too many consumers connected after it")
-            ours = self._context.describe_memory()
-            self._send(
-                identity,
-                side_channel.Description(self._layout, ours, self._lease_s, self._context.ranks),
-            )
+            return side_channel.Refused(mismatch), []
+        if wrong := self._register_memory(session, message.layout, message.memory):
+            why = f"the consumer sent an invalid description of its memory: {wrong}"
+            return side_channel.Refused(why), []
+        lost = self._forget_older_memory(session.agent_name, message.memory)
+        session.layout, session.memory, session.last_seen = message.layout, message.memory, now
+        self._open[identity] = session
+        if len(self._open) > MAX_OPEN:
+            lost += self.forget(next(iter(self._open)), "too many consumers connected after it")
+        ours = self._context.describe_memory()
+        ranks = self._context.ranks
+        return side_channel.Description(self._layout, ours, self._lease_s, ranks), lost
 
-    def forget(self, identity: bytes, reason: str) -> None:
-        """Remove the session of a connection, and stop publishing and writing to it."""
+    def forget(self, identity: bytes, reason: str) -> list[Session]:
+        """Remove the session of a connection. Return the session if it was OPEN or FAILED."""
         self._pending.pop(identity, None)
         session = self._open.pop(identity, None)
         if session is None:
-            return
+            return []
+        if session.error:
+            self.failed.remove(session)
         session.error = session.error or reason
         if session.slots is not None:
             self._agent.release_dlist_handle(session.slots)
         if session.agent_name and not self._users(session.agent_name):
             self._agent.remove_remote_agent(session.agent_name)  # ends writes in flight in ERR
-        self._lost(session, session.error)
+        return [session]
 
-    def fail(self, session: Session, reason: str) -> None:
+    def fail(self, session: Session, reason: str) -> list[Session]:
         """Fail a session after a failed write, and remove the consumer's agent.
 
-        Sessions that share this agent fail as well.
+        Sessions that share this agent fail as well. Return the sessions that have failed now.
         """
         if session.agent_name:
             self._agent.remove_remote_agent(session.agent_name)
-        self._fail(self._users(session.agent_name), reason)
+        return self._fail(self._users(session.agent_name), reason)
 
-    def fail_all(self, reason: str) -> None:
-        """Fail all sessions that use push, after a fence (`Agent.fence`) has removed the agents."""
-        self._fail([session for session in self._open.values() if session.agent_name], reason)
+    def fail_all(self, reason: str) -> list[Session]:
+        """Fail all sessions that use push, after a fence (`Agent.fence`) has removed the agents.
 
-    def refuse_failed(self, busy: Callable[[Session], bool]) -> None:
-        """Remove failed sessions without writes in flight, and send REFUSED to their consumers.
-
-        Args:
-            busy: returns whether a session has writes in flight.
+        Return the sessions that have failed now.
         """
-        for session in [session for session in self._failed if not busy(session)]:
-            self._failed.remove(session)
-            if self._open.get(session.identity) is session:
-                self.forget(session.identity, session.error)
-                self._send(session.identity, side_channel.Refused(session.error))
+        return self._fail([one for one in self._open.values() if one.agent_name], reason)
 
-    def probe(self, now: float) -> None:
-        """Send an empty PENDING to silent consumers, and drop handshakes that have timed out.
+    def take_silent(self, now: float) -> list[bytes]:
+        """Drop handshakes that have timed out. Return the connections to probe, once per lease.
 
-        If a connection is lost, the message cannot be sent. The session then ends.
+        The consumers of these connections have sent no message for the time of a lease.
         """
         if now < self._next_probe:
-            return
+            return []
         self._next_probe = now + self._lease_s
         for session in [
             session
@@ -228,10 +194,8 @@ class SessionRegistry:
             if now - session.last_seen >= 2 * side_channel.HANDSHAKE_TIMEOUT_S
         ]:
             del self._pending[session.identity]
-        for session in list(self._open.values()):
-            if now - session.last_seen < self._lease_s:
-                break
-            self._send(session.identity, side_channel.Pending([]))
+        sessions = self._open.values()
+        return [one.identity for one in sessions if now - one.last_seen >= self._lease_s]
 
     def _proof(self, session: Session, role: str) -> bytes:
         return auth.compute_proof(
@@ -243,12 +207,12 @@ class SessionRegistry:
             producer_id=self._context.instance_id,
         )
 
-    def _fail(self, sessions: list[Session], reason: str) -> None:
-        for session in sessions:
-            if not session.error:
-                session.error = reason
-                self._failed.append(session)
-                self._lost(session, reason)
+    def _fail(self, sessions: list[Session], reason: str) -> list[Session]:
+        failed = [session for session in sessions if not session.error]
+        for session in failed:
+            session.error = reason
+        self.failed += failed
+        return failed
 
     def _users(self, agent_name: str) -> list[Session]:
         return [
@@ -292,18 +256,25 @@ class SessionRegistry:
             msgspec.MsgspecError,
         ) as error:
             wrong = str(error)
-        others = self._users(name)
-        if wrong:
-            if name and not others:
-                self._agent.remove_remote_agent(name)
-            return wrong
-        for other in others:
-            # The name now stands for new memory. Sessions of the older memory must not write to it.
-            if other.memory is not None and other.memory.agent_metadata != memory.agent_metadata:
+        if not wrong:
+            session.agent_name = name
+        elif name and not self._users(name):
+            self._agent.remove_remote_agent(name)
+        return wrong
+
+    def _forget_older_memory(
+        self, agent_name: str, memory: MemoryDescription | None
+    ) -> list[Session]:
+        """Remove and return the sessions of older memory of an agent.
+
+        The agent's name now stands for `memory`. Sessions of older memory must not write to it.
+        """
+        lost = []
+        for other in self._users(agent_name):
+            if memory and other.memory and other.memory.agent_metadata != memory.agent_metadata:
                 other.agent_name = ""
-                self.forget(other.identity, "the consumer registered new memory")
-        session.agent_name = name
-        return ""
+                lost += self.forget(other.identity, "the consumer registered new memory")
+        return lost
 
 
 def _explain_invalid_layout(layout: KVCacheLayout) -> str:

@@ -1,6 +1,6 @@
 """The transfers that the scheduler has offered. The connector's thread calls all methods.
 
-A transfer begins with the scheduler's offer and ends exactly once, with the call of `on_finished`.
+A transfer begins with the scheduler's offer and ends exactly once. `take_finished` then returns it.
 The blocks of a transfer stay allocated until its end. `transfer_state` describes its states.
 
 A transfer ends when all subscribers have left and no write to a subscriber is in flight. A
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -54,29 +54,22 @@ SLOT_RETRY_S = 0.02
 class TransferManager:
     """The transfers that this worker offers, and their subscribers."""
 
-    def __init__(
-        self,
-        context: ConnectorContext,
-        writes: BlockWriter,
-        *,
-        send: Send,
-        on_finished: Callable[[str], None],
-    ) -> None:
+    def __init__(self, context: ConnectorContext, writes: BlockWriter, send: Send) -> None:
         """Create a manager without transfers.
 
         Args:
             context: state that both sides of the connector share.
             writes: writes blocks to consumers.
             send: sends a message to a connection.
-            on_finished: called once for each offered transfer, with its id, at its end.
         """
         self._writes = writes
         self._publisher = Publisher(context, writes, send)
         self._lease_s = context.config.lease_s
         self._memory, self._stats, self._clock = context.memory, context.stats, context.clock
         self._send = send
-        self._on_finished = on_finished
         self._transfers: dict[str, Transfer] = {}
+        #: Ids of ended transfers, until `take_finished` removes them.
+        self._finished: list[str] = []
         self._early = EarlyMessages(self._lease_s, send, self._clock)
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why
         #: Transfers that wait for slots, in the order in which they began to wait.
@@ -128,12 +121,16 @@ class TransferManager:
         if transfer is not None and transfer.state is not TransferState.CLOSED:
             self._close(transfer, "cancelled by the producer")
 
-    def end_all(self, reason: str) -> None:
-        """End every transfer without waiting for consumers. Call only after closing the agent."""
+    def end_all(self, reason: str) -> list[str]:
+        """End every transfer without waiting for consumers. Call only after closing the agent.
+
+        Return the ids that `take_finished` has not returned.
+        """
         for transfer_id in list(self._transfers):
             del self._transfers[transfer_id]
             self._remember(transfer_id, reason)
-            self._on_finished(transfer_id)
+            self._finished.append(transfer_id)
+        return self.take_finished()
 
     # From consumers
 
@@ -218,16 +215,17 @@ class TransferManager:
         if pending:
             self._send(session.identity, side_channel.Pending(pending))
 
-    def session_lost(self, session: Session, reason: str) -> None:
-        """Stop publishing and writing to a session.
+    def sessions_lost(self, sessions: Iterable[Session]) -> None:
+        """Stop publishing and writing to sessions that have failed or were removed.
 
         Blocks that the consumer may still read stay allocated until its lease ends.
         """
-        self._early.drop(session, reason)
-        for subscriber in self._subscribers():
-            if subscriber.session is session:
-                self._publisher.stop(subscriber, reason)
-                self._confirm_and_end(subscriber.transfer)
+        for session in sessions:
+            self._early.drop(session)
+            for subscriber in self._subscribers():
+                if subscriber.session is session:
+                    self._publisher.stop(subscriber, session.error)
+                    self._confirm_and_end(subscriber.transfer)
 
     # From the writes
 
@@ -246,6 +244,11 @@ class TransferManager:
         self._confirm_and_end(subscriber.transfer)
 
     # From the thread's loop
+
+    def take_finished(self) -> list[str]:
+        """Remove and return the ids of ended transfers. No consumer reads their blocks any more."""
+        finished, self._finished = self._finished, []
+        return finished
 
     def expose_waiting(self) -> None:
         """Publish blocks that waited for slots.
@@ -441,7 +444,7 @@ class TransferManager:
         self._remember(transfer.transfer_id, transfer.closed or "released")
         if transfer.blocks:
             self._memory.release([block.slot for block in transfer.blocks])
-        self._on_finished(transfer.transfer_id)
+        self._finished.append(transfer.transfer_id)
 
     def _remember(self, transfer_id: str, reason: str) -> None:
         self._ended[transfer_id] = reason

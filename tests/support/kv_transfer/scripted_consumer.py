@@ -176,18 +176,23 @@ class Producer:
             self.stats,
             lambda: self.now,
         )
-        self.side = ProducerSide(context, self.router, self.finished.append)
+        self.side = ProducerSide(context, self.router)
 
     def advance(self, seconds: float = 0.0) -> None:
         """Advance the clock and the producer in steps of at most 1 s."""
         while seconds > 0:
             step = min(1.0, seconds)
             self.now, seconds = self.now + step, seconds - step
-            self.side.advance(self.now)
-        self.side.advance(self.now)
+            self.finished += self.side.advance(self.now)
+        self.finished += self.side.advance(self.now)
 
     def offer(self, transfer_id: str = "t", peer: str = "D") -> None:
         self.side.transfers.offer(transfer_id, peer)
+        self.finished += self.side.transfers.take_finished()
+
+    def cancel(self, transfer_id: str = "t") -> None:
+        self.side.transfers.cancel(transfer_id)
+        self.finished += self.side.transfers.take_finished()
 
     def save(
         self, block_ids: list[int], first: int = 0, *, last: bool = False, transfer_id: str = "t"

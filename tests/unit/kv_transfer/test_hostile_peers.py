@@ -201,7 +201,7 @@ def test_no_lease_ends_while_messages_of_its_consumer_are_unread(
         consumer.socket.send(side_channel.encode(Heartbeat([transfer_id])))
     for _ in range(4):
         producer.now += 0.4
-        producer.side.advance(producer.now)
+        producer.finished += producer.side.advance(producer.now)
     assert producer.finished == []
 
 
@@ -371,7 +371,7 @@ def test_every_transfer_ends_for_any_messages_of_a_consumer(
         evil.send(frame)
     for transfer_id in ("t", "u"):
         producer.offer(transfer_id)
-        producer.side.transfers.cancel(transfer_id)
+        producer.cancel(transfer_id)
     producer.advance(2 * LEASE_S)
     producer.let_writes_end()
     assert len(producer.finished) >= 2

@@ -109,7 +109,8 @@ def test_messages_sent_during_a_stall_are_read_before_a_lease_ends(
     consumer.subscribe()
     producer.save([3])
     producer.now += 3 * LEASE_S
-    producer.side.advance(producer.now)  # time for messages in the network to arrive
+    # Time for messages in the network to arrive.
+    producer.finished += producer.side.advance(producer.now)
     assert producer.finished == []
     consumer.heartbeat()
     producer.advance(LEASE_S - 1)

@@ -219,7 +219,7 @@ def test_a_cancellation_stops_writes_and_is_confirmed(
     producer.offer()
     consumer.subscribe(slots=[0, 1])
     producer.save([3])
-    producer.side.transfers.cancel("t")
+    producer.cancel()
     producer.save([4], first=1, last=True)
     assert consumer.received() == [Cancelled("t", 7, "cancelled by the producer")]
     producer.let_writes_end()

@@ -106,7 +106,7 @@ class ProducerMachine(RuleBasedStateMachine):
     @rule(transfer_id=TRANSFERS, really=RARELY)
     def cancel(self, transfer_id: str, really: bool) -> None:
         if really:
-            self.producer.side.transfers.cancel(transfer_id)
+            self.producer.cancel(transfer_id)
         self.look()
 
     # The consumers
@@ -137,7 +137,7 @@ class ProducerMachine(RuleBasedStateMachine):
         consumer = self.consumers[worker]
         failed = any(
             session.agent_name == consumer.agent.name
-            for session in self.producer.side._sessions._failed
+            for session in self.producer.side._sessions.failed
         )
         said = consumer.subscribe(
             transfer_id, generation, first=first, slots=slots, worker=number, of=of
@@ -291,7 +291,7 @@ class ProducerMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for transfer_id in list(self.blocks):
-            self.producer.side.transfers.cancel(transfer_id)
+            self.producer.cancel(transfer_id)
         self.producer.agent.frozen = False
         for _ in range(5):
             self.producer.let_writes_end()

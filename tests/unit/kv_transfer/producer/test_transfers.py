@@ -15,7 +15,7 @@ def test_a_cancelled_transfer_ends_with_the_consumers_acknowledgement(
     producer.offer()
     consumer.subscribe()
     producer.save([3])
-    producer.side.transfers.cancel("t")
+    producer.cancel()
     producer.advance()
     assert Cancelled("t", 7, "cancelled by the producer") in consumer.received()
     producer.save([4], first=1, last=True)
@@ -30,7 +30,7 @@ def test_an_unacknowledged_cancellation_ends_with_the_lease(
 ) -> None:
     producer.offer()
     consumer.subscribe()
-    producer.side.transfers.cancel("t")
+    producer.cancel()
     for _ in range(3):
         producer.advance(LEASE_S / 2)
         consumer.heartbeat()
@@ -113,5 +113,4 @@ def test_after_a_defect_every_transfer_ends(producer: Producer, consumer: Consum
     producer.offer("a")
     producer.offer("b")
     consumer.subscribe("a")
-    producer.side.transfers.end_all("a defect")
-    assert sorted(producer.finished) == ["a", "b"]
+    assert sorted(producer.side.transfers.end_all("a defect")) == ["a", "b"]
