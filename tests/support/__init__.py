@@ -8,4 +8,5 @@ service tests. These modules serve several of them:
 - `http_server`: an HTTP server from a few routes.
 - `load`: streams and short requests to a gateway, and checks of their responses.
 - `parity`: the reference model, and the comparison of tokens with it.
+- `structure`: checks of source files, such as constructors that take callables.
 """

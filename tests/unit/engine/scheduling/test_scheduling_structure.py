@@ -8,70 +8,42 @@ from pathlib import Path
 
 import baton_engine.scheduling
 from baton_engine.scheduling.request import Report, WorkerState
+from support.structure import constructor_callables, read_folder, unannotated_parameters
 
 FOLDER = Path(baton_engine.scheduling.__file__).parent
 
 
-def callables(source: str) -> list[str]:
-    """Return the constructor parameters and fields in `source` that are annotated as callables."""
-    found = []
-    for owner in ast.walk(ast.parse(source)):
-        if not isinstance(owner, ast.ClassDef):
-            continue
-        constructors = [
-            node
-            for node in owner.body
-            if isinstance(node, ast.FunctionDef) and node.name == "__init__"
-        ]
-        given: list[tuple[str, ast.expr | None]] = [
-            (argument.arg, argument.annotation)
-            for constructor in constructors
-            for argument in [
-                *constructor.args.posonlyargs,
-                *constructor.args.args,
-                *constructor.args.kwonlyargs,
-            ]
-        ]
-        given += [
-            (ast.unparse(field.target), field.annotation)
-            for field in owner.body
-            if isinstance(field, ast.AnnAssign)
-        ]
-        found += [
-            f"{owner.name}.{name}"
-            for name, annotation in given
-            if annotation is not None and "Callable" in ast.unparse(annotation)
-        ]
-    return found
-
-
 def test_no_constructor_in_scheduling_takes_a_callable() -> None:
-    files = sorted(FOLDER.rglob("*.py"))
-    assert FOLDER / "scheduler.py" in files
-    assert {file.name: found for file in files if (found := callables(file.read_text()))} == {}
+    assert FOLDER / "scheduler.py" in FOLDER.rglob("*.py")
+    assert list(constructor_callables(read_folder(FOLDER))) == []
 
 
 def test_the_check_finds_callables_in_constructors_and_in_fields() -> None:
     source = """
 class Planner:
-    def __init__(self, kv: KV, *, finish: Callable[[Request], None], queue: list) -> None: ...
+    def __init__(
+        self, kv: KV, *, finish: Callable[[Request], None], queue: list, clock: Clock
+    ) -> None: ...
     def sort(self, key: Callable[[Request], int]) -> None: ...
 
 class Rules(NamedTuple):
     stop: collections.abc.Callable[[Request], bool] | None
     length: int
 """
-    assert callables(source) == ["Planner.finish", "Rules.stop"]
+    aliases = "Clock = Callable[[], float]"
+    assert list(constructor_callables([source, aliases])) == [
+        ("Planner", "finish"),
+        ("Planner", "clock"),
+        ("Rules", "stop"),
+    ]
+    assert list(constructor_callables([source], allowed=["finish"])) == [("Rules", "stop")]
 
 
 def test_every_parameter_of_a_constructor_in_scheduling_has_an_annotation() -> None:
-    for file in FOLDER.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                arguments = [*node.args.args[1:], *node.args.kwonlyargs]
-                assert all(argument.annotation is not None for argument in arguments), (
-                    f"{file.name}: {node.lineno}"
-                )
+    assert unannotated_parameters(read_folder(FOLDER)) == []
+    assert unannotated_parameters(["class Queue:\n    def __init__(self, size): ..."]) == [
+        ("Queue", "size")
+    ]
 
 
 WRITERS = {
