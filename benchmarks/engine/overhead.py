@@ -10,7 +10,7 @@ from typing import Any
 from instant import InstantExecutor
 
 from baton_engine.core.engine_core import EngineCore
-from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.sampling import SamplingParams
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreResponseType,

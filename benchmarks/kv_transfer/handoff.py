@@ -52,8 +52,13 @@ import msgspec
 
 import report
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.engine_client.client import EngineClient
-from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.engine_client.engine_client import EngineClient
+from baton_protocol.engine_messages import (
+    EngineCoreRequest,
+    KVSide,
+    KVTransferParams,
+    PrefillResult,
+)
 from baton_protocol.options.config import (
     ENGINE_PORT,
     KV_PORT,

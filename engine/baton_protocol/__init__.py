@@ -5,7 +5,7 @@ Every component may import this package. The package imports no other component,
 options/          configuration, and the flags and bounds of its fields
 process/          limits, health, metrics and labels of a process
 engine_client/    the gateway's client of one engine
-messages          messages between an engine and its clients
+engine_messages   messages between an engine and its clients
 topology          messages between ranks and their coordinator
 sampling          sampling parameters of one sequence
 pooling           parameters of a prompt for a pooling model

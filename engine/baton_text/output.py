@@ -7,7 +7,7 @@ from typing import cast
 
 import msgspec
 
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     BeamOutput,
     EngineCoreOutput,
     PromptLogprobs,

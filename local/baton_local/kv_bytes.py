@@ -11,7 +11,7 @@ import msgspec
 
 from baton_local.service_status import PodStatus, ServiceStatus
 from baton_protocol.options.config import ENGINE_HTTP_PORT
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 
 
 async def ask_kv_bytes(status: ServiceStatus) -> ServiceStatus:

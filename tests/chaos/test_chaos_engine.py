@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton_protocol.engine_client.client import EngineClient, EngineDeadError
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError
+from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest
 from baton_protocol.sampling import SamplingParams
 from support.chaos.chaos_processes import (
     HOST,

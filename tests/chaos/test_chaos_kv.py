@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton_kv_transfer import side_channel
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from support.chaos.kv_pair import (
     LEASE_S,
     At,

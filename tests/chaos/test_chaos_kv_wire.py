@@ -26,7 +26,7 @@ from baton_kv_transfer.side_channel import (
     Publish,
     Subscribe,
 )
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.options.config import KV_PORT
 from support import chaos
 from support.chaos.kv_pair import (

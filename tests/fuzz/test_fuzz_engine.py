@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import zmq
 
-from baton_protocol.engine_client.client import EngineClient
-from baton_protocol.messages import (
+from baton_protocol.engine_client.engine_client import EngineClient
+from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
     EngineCoreRequest,
     EngineCoreRequestType,

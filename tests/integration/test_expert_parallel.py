@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.engine_client.client import EngineClient
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
+from baton_protocol.engine_client.engine_client import EngineClient
+from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
 from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT
 from baton_protocol.sampling import SamplingParams
 from support.elastic.expert_group import ExpertGroup

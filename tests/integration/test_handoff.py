@@ -10,7 +10,7 @@ import signal
 import openai
 import pytest
 
-from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
     GATEWAY_METRICS_PORT,

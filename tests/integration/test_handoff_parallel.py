@@ -18,7 +18,7 @@ from baton_engine.executor.step import SchedulerOutput
 from baton_engine.worker.memory.peer_memory import PeerMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.memory.layout import KVCacheLayout
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     EngineCoreRequest,
     FinishReason,
     KVSide,

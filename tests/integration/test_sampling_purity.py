@@ -15,7 +15,7 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.llm.engine_args import EngineArgs, engine_config
-from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreRequest
 from baton_text.replies.reasoning import REASONING_FORMATS
 from baton_text.replies.reply_grammar import ReplyGrammar
 from baton_text.tokenizer import Tokenizer

@@ -24,8 +24,8 @@ import pytest
 import zmq
 
 from baton_kv_transfer import auth, side_channel
-from baton_protocol.engine_client.client import EngineClient, EngineDeadError
-from baton_protocol.messages import (
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError
+from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
     EngineCoreRequest,
     EngineCoreRequestType,

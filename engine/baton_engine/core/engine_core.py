@@ -31,7 +31,7 @@ from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
 from baton_engine.scheduling.state import PauseState
 from baton_kv_transfer.connector import ConnectorStats
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,

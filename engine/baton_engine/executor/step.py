@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton_kv_transfer.connector import ConnectorMetadata, ConnectorOutput
-from baton_protocol.messages import PromptLogprobs, RoutedExperts, TokenLogprobs
+from baton_protocol.engine_messages import PromptLogprobs, RoutedExperts, TokenLogprobs
 from baton_protocol.pooling import PoolingParams
 from baton_protocol.sampling import SamplingParams
 

@@ -33,8 +33,8 @@ from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.admin_server import ProbeResult
 from baton_engine.server.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, Shutdown, State
 from baton_engine.server.engine_io import Input
-from baton_protocol.messages import EngineCoreRequestType as RequestType
-from baton_protocol.messages import Pong
+from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
+from baton_protocol.engine_messages import Pong
 from baton_protocol.options.config import EngineConfig
 from baton_protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
 

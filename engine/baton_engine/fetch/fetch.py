@@ -16,7 +16,7 @@ from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.selection import Only, select
 from baton_engine.fetch.sources.create_source import create_source
 from baton_engine.fetch.sources.source import Listing, RemoteFile, Source
-from baton_protocol.process.progress import LoadProgress
+from baton_protocol.process.health import LoadProgress
 
 #: Interval at which a fetcher tries to take the lock that another fetcher holds.
 POLL_S = 0.5

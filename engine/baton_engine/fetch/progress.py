@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler
 import msgspec
 
 from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
-from baton_protocol.process.progress import Health, LoadProgress
+from baton_protocol.process.health import Health, LoadProgress
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from baton_engine.grammar.compiler import NUM_THREADS, GrammarCompiler, reason_of
 from baton_engine.grammar.fair_pool import FairPool
 from baton_engine.grammar.trial import GrammarTrial
-from baton_protocol.messages import CLIENT_CHARS
+from baton_protocol.engine_messages import CLIENT_CHARS
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from baton_engine.kv_cache.offload import OffloadTier
 from baton_protocol.block_hash import BlockHash
-from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, KVEvent
+from baton_protocol.engine_messages import AllBlocksCleared, BlocksRemoved, KVEvent
 
 
 class Block:

@@ -22,7 +22,7 @@ from baton_engine.kv_cache.block_pool import Block, BlockPool
 from baton_engine.kv_cache.offload import OffloadedBlock, OffloadTier
 from baton_engine.kv_cache.sequence import KVSequence
 from baton_protocol.block_hash import BlockHash, hash_block, root_hash
-from baton_protocol.messages import BlocksStored, KVEvent
+from baton_protocol.engine_messages import BlocksStored, KVEvent
 
 #: A block of a cached prefix, on the device or in the offload tier.
 CachedBlock = Block | OffloadedBlock

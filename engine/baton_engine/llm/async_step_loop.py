@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.step_loop import IDLE_S
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest
 
 _Result = TypeVar("_Result")
 _Item = EngineCoreOutput | Exception

@@ -16,7 +16,7 @@ from baton_engine.llm.outputs import (
     ScoringRequestOutput,
 )
 from baton_engine.llm.params import SamplingParams
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,

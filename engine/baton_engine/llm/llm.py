@@ -28,7 +28,7 @@ from baton_engine.llm.prompts import (
     tokenize,
 )
 from baton_engine.llm.step_loop import ProgressBar, StepLoop
-from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.pooling import PoolingParams
 from baton_text.tokenizer import Tokenizer
 

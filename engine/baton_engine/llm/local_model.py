@@ -24,7 +24,7 @@ from baton_engine.llm.outputs import Metric
 from baton_engine.llm.params import SamplingParams
 from baton_engine.llm.prompts import Message, as_conversations, render_conversation
 from baton_engine.metrics.prometheus import engine_registry
-from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.pooling import NO_SAMPLING, PairFormat, PoolingParams
 from baton_text.chat_template import ChatTemplate
 from baton_text.generation_defaults import GenerationDefaults

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from baton_protocol.messages import RoutedExperts
+from baton_protocol.engine_messages import RoutedExperts
 from baton_text.responses.openai import PromptTokenLogprob as Logprob
 
 __all__ = [

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.collectors import Collector, check_output
-from baton_protocol.messages import EngineCoreOutput
+from baton_protocol.engine_messages import EngineCoreOutput
 
 #: Maximum wait after a step that had nothing to do. A wakeup ends the wait earlier.
 IDLE_S = 0.05

@@ -6,7 +6,7 @@ are not read.
 
 from __future__ import annotations
 
-from baton_protocol.process.progress import LoadProgress
+from baton_protocol.process.health import LoadProgress
 
 
 class LoadCounter:

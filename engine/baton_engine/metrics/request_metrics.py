@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil, log
 
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,

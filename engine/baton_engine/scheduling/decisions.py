@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from baton_engine.kv_cache.manager import CachedBlock
 from baton_engine.scheduling.request import Request
-from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason
+from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishReason
 
 
 class Admitted(NamedTuple):

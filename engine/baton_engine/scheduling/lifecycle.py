@@ -11,7 +11,7 @@ from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step.builder import StepBuilder
-from baton_protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
+from baton_protocol.engine_messages import EngineCoreEventType, ErrorCode, FinishReason
 
 
 @dataclass(slots=True)

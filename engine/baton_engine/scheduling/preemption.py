@@ -18,7 +18,7 @@ from baton_engine.scheduling.decisions import Finished, Preempted, SwappedIn, Sw
 from baton_engine.scheduling.queues import by_order
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.state import SchedulerState
-from baton_protocol.messages import ErrorCode, FinishReason
+from baton_protocol.engine_messages import ErrorCode, FinishReason
 
 
 @dataclass(slots=True)

@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request, root_id
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
+from baton_protocol.engine_messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+)
 from baton_protocol.options.config import SchedulerConfig
 
 

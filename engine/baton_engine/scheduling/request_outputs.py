@@ -7,7 +7,7 @@ from collections import Counter
 
 from baton_engine.executor.step import ModelRunnerOutput
 from baton_engine.scheduling.request import Request
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,

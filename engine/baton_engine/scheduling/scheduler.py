@@ -45,7 +45,7 @@ from baton_engine.scheduling.state import PauseState, SchedulerState
 from baton_engine.scheduling.step.builder import StepBuilder
 from baton_engine.scheduling.step.in_flight import ScheduledRange
 from baton_engine.scheduling.step.results import StepResults
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,

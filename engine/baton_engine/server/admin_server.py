@@ -21,8 +21,8 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
 from baton_engine.server.access import Access
 from baton_protocol.kv_compatibility import KVCompatibility
+from baton_protocol.process.health import Health, LoadProgress
 from baton_protocol.process.metrics_text import MetricsText
-from baton_protocol.process.progress import Health, LoadProgress
 from baton_protocol.service_key import AdminRequest
 
 logger = logging.getLogger(__name__)

@@ -38,8 +38,7 @@ from baton_engine.server.access import Access
 from baton_engine.server.admin_server import DrainStatus, Pending, ProbeResult
 from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
 from baton_engine.server.request_owners import RequestOwners
-from baton_protocol.kv_compatibility import KVCompatibility
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -51,7 +50,8 @@ from baton_protocol.messages import (
     UtilityOutput,
     UtilityRequest,
 )
-from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
+from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.options.config import EngineConfig
 
 logger = logging.getLogger(__name__)

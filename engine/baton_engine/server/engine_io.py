@@ -25,7 +25,7 @@ from baton_engine.server.access import Access
 from baton_engine.server.output_buffers import OutputBuffers
 from baton_engine.untrusted import SparseLog, one_line
 from baton_engine.wake_pipe import WakePipe
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
     Dead,
     EngineCoreOutputs,
@@ -43,8 +43,8 @@ from baton_protocol.messages import (
     Refused,
     UtilityRequest,
 )
-from baton_protocol.messages import EngineCoreRequestType as RequestType
-from baton_protocol.messages import EngineCoreResponseType as ResponseType
+from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
+from baton_protocol.engine_messages import EngineCoreResponseType as ResponseType
 from baton_protocol.service_key import count_refused, watch_handshakes
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import queue
 from collections.abc import Iterator
 
 from baton_engine.server.engine_io import Abort
-from baton_protocol.messages import EngineCoreOutput
+from baton_protocol.engine_messages import EngineCoreOutput
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton_engine.worker.input_batch import InputBatch, ScheduledRows
 from baton_engine.worker.sampling.logprobs import prompt_logprobs
-from baton_protocol.messages import PromptLogprobs, RoutedExperts
+from baton_protocol.engine_messages import PromptLogprobs, RoutedExperts
 
 #: Limit on the prompt logits in memory at one time. Logits are many times larger than hidden
 #: states.

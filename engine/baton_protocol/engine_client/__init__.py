@@ -1,6 +1,6 @@
 """The client of one engine.
 
-client          sends requests and control messages, and receives outputs
+engine_client   sends requests and control messages, and receives outputs
 request_stream  async iterator over the outputs of one request
 heartbeat       liveness and reported load of the engine
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_protocol.messages import Ping, Pong
+from baton_protocol.engine_messages import Ping, Pong
 
 HEARTBEAT_INTERVAL_S = 0.5
 #: Time without a message after which an engine counts as dead. A killed process loses its

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from baton_protocol.messages import EngineCoreOutput
+from baton_protocol.engine_messages import EngineCoreOutput
 
 
 class EngineDeadError(Exception):

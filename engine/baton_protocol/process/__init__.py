@@ -2,7 +2,7 @@
 
 control_groups  the limits of this process's control groups
 fatal           error and exit code for a configuration that cannot work
-progress        body of a pod's GET /health response
+health          body of a pod's GET /health response
 metrics_text    a process's metrics as text
 pod_labels      labels and annotations of pods
 """

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from baton_protocol.messages import CLIENT_CHARS
+from baton_protocol.engine_messages import CLIENT_CHARS
 from baton_protocol.options.config import AccessConfig
 from baton_protocol.service_key import ServiceKey
 

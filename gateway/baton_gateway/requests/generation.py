@@ -23,7 +23,7 @@ from baton_gateway.requests.output_queue import OutputQueue
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.routing.sequence import Sequence
 from baton_gateway.thread_pool import run_off_loop
-from baton_protocol.messages import EngineCoreOutput, FinishReason
+from baton_protocol.engine_messages import EngineCoreOutput, FinishReason
 from baton_text.output import TextOutput
 from baton_text.requests.generation_request import GenerationRequest
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from baton_gateway.routing.sequence import Sequence
-from baton_protocol.messages import EngineCoreOutput, PromptLogprobs
+from baton_protocol.engine_messages import EngineCoreOutput, PromptLogprobs
 from baton_text.output import OutputProcessor
 from baton_text.requests.generation_request import GenerationRequest
 from baton_text.responses.openai import Usage

@@ -10,7 +10,7 @@ from collections import deque
 import msgspec
 
 from baton_gateway.requests.job import Choice
-from baton_protocol.messages import PromptLogprobs, TokenLogprobs
+from baton_protocol.engine_messages import PromptLogprobs, TokenLogprobs
 from baton_text.output import TextOutput
 from baton_text.replies.reply_parser import ReplyDelta
 from baton_text.replies.tool_formats import ToolCallDelta

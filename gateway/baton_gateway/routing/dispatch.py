@@ -22,8 +22,8 @@ from baton_gateway.routing.placer import Placer
 from baton_gateway.routing.prefill_stage import PrefillStage
 from baton_gateway.routing.retry_state import AttemptError, RetryState
 from baton_gateway.routing.sequence import Placement, Sequence
-from baton_protocol.engine_client.client import EngineClient, EngineDeadError, RequestStream
-from baton_protocol.messages import (
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError, RequestStream
+from baton_protocol.engine_messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from baton_protocol.engine_client.client import EngineClient
-from baton_protocol.messages import Ready
+from baton_protocol.engine_client.engine_client import EngineClient
+from baton_protocol.engine_messages import Ready
 from baton_protocol.options.config import EngineEndpoint
 
 #: An engine whose requests have made no progress for this long is slow: new requests go to other

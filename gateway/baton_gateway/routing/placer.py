@@ -14,7 +14,7 @@ from baton_gateway.routing.member import PoolMember
 from baton_gateway.routing.pool import EnginePool
 from baton_gateway.routing.retry_state import RetryState
 from baton_gateway.routing.sequence import Placement, Sequence
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,12 @@ from typing import TypeVar
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.discovery import ROLES, Discovery
 from baton_gateway.routing.member import PoolMember
-from baton_protocol.engine_client.client import EngineClient, EngineDeadError, HandshakeFailedError
-from baton_protocol.messages import Init
+from baton_protocol.engine_client.engine_client import (
+    EngineClient,
+    EngineDeadError,
+    HandshakeFailedError,
+)
+from baton_protocol.engine_messages import Init
 from baton_protocol.options.config import EngineEndpoint
 from baton_protocol.pooling import PairFormat, Task
 from baton_protocol.service_key import ServiceKey

@@ -7,8 +7,8 @@ import logging
 
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.member import PoolMember
-from baton_protocol.engine_client.client import EngineClient, EngineDeadError, RequestStream
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError, RequestStream
+from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from baton_gateway.routing.sequence import Placement, Sequence
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 
 
 class AttemptError(Exception):

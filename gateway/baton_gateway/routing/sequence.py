@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton_gateway.routing.member import PoolMember
-from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams
+from baton_protocol.engine_messages import EngineCoreRequest, KVSide, KVTransferParams
 from baton_protocol.pooling import PoolingParams
 from baton_protocol.sampling import SamplingParams
 

@@ -22,7 +22,7 @@ from baton_operator.observe.pod_clients import CoordinatorClient
 from baton_operator.plan.plan_group import Member
 from baton_operator.revisions import held_back, recorded_spec
 from baton_protocol.kv_compatibility import KVCompatibility
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 from baton_protocol.service_key import ServiceKey
 from baton_protocol.topology import TopologyStatus
 

@@ -18,7 +18,7 @@ from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe.observation import Reference, condition, is_ready, parse_time
 from baton_operator.status.reasons import Failure, Progress
 from baton_protocol.options.config import ENGINE_HTTP_PORT
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 
 #: The last line that a component prints if its configuration is wrong (docs/internals/pods.md).
 FATAL = re.compile(r"^FATAL ([A-Z][A-Za-z0-9]{0,99}): (.*)$", re.MULTILINE)

@@ -29,7 +29,7 @@ from baton_operator.status.reasons import Failure, Progress, Settled, is_progres
 from baton_operator.status.report_route import diagnose_route
 from baton_operator.status.report_topology import GroupTopology, scaling_verdict
 from baton_protocol.kv_compatibility import KVCompatibility, differences
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 
 
 class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):

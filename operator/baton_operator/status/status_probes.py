@@ -36,7 +36,7 @@ from baton_operator.status.diagnose import (
 from baton_operator.status.reasons import Progress
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.options.config import ENGINE_HTTP_PORT
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 
 #: Timeout of one request to a pod. It is short, because the reconcile waits for the reply.
 TIMEOUT_S = 1.0

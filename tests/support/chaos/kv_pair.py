@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from baton_kv_transfer import side_channel
-from baton_protocol.engine_client.client import EngineClient, EngineDeadError
-from baton_protocol.messages import (
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError
+from baton_protocol.engine_messages import (
     EngineCoreOutput,
     EngineCoreRequest,
     ErrorCode,

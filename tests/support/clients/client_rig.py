@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from baton_engine.grammar.compiler import GrammarCompiler
-from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreRequest
 from baton_text.tokenizer import Tokenizer
 from support.clients.programs import run_program
 from support.gateway.fake_engine import EOS_ID

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from baton_protocol.engine_client.client import EngineClient
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from baton_protocol.engine_client.engine_client import EngineClient
+from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from baton_protocol.sampling import SamplingParams
 from support.waiting import eventually
 

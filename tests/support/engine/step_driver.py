@@ -23,7 +23,7 @@ from baton_engine.executor.step import (
     SchedulerOutput,
 )
 from baton_engine.worker.model_runner import ModelRunner
-from baton_protocol.messages import RoutedExperts, TokenLogprobs
+from baton_protocol.engine_messages import RoutedExperts, TokenLogprobs
 from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.sampling import SamplingParams
 

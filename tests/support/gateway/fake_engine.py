@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
     BeamOutput,
     EngineCoreOutput,

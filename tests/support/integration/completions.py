@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import openai
 
-from baton_protocol.engine_client.client import EngineClient
-from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.engine_client.engine_client import EngineClient
+from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import ENGINE_PORT
 from baton_protocol.sampling import SamplingParams
 from baton_protocol.service_key import ServiceKey

@@ -18,7 +18,7 @@ import msgspec
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.llm.engine_args import engine_config
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,

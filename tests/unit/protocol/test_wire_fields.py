@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_protocol import kv_compatibility, messages, sampling, topology
-from baton_protocol.process import progress
+from baton_protocol import engine_messages, kv_compatibility, sampling, topology
+from baton_protocol.process import health
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("engine", "gateway", "kv_transfer", "local", "operator")
@@ -101,7 +101,7 @@ def search(readers: ModuleType) -> Search:
 
 
 def structs() -> list[type[msgspec.Struct]]:
-    modules = (messages, topology, progress, kv_compatibility, sampling)
+    modules = (engine_messages, topology, health, kv_compatibility, sampling)
     return [
         value
         for module in modules
@@ -142,7 +142,11 @@ def test_a_field_that_is_only_read_or_only_written_is_found(readers: ModuleType)
     }
     found = Search(readers, code)
     assert [
-        (field, found.is_written(messages.Ready, field), found.is_read(messages.Ready, field))
+        (
+            field,
+            found.is_written(engine_messages.Ready, field),
+            found.is_read(engine_messages.Ready, field),
+        )
         for field in ("max_model_len", "data_parallel_rank", "data_parallel_size")
     ] == [
         ("max_model_len", True, False),

@@ -8,7 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_protocol.block_hash import hash_block, root_hash
-from baton_protocol.messages import EngineCoreRequest, EngineCoreRequestType, EngineCoreResponseType
+from baton_protocol.engine_messages import (
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    EngineCoreResponseType,
+)
 from baton_protocol.options.config import (
     CacheConfig,
     EngineConfig,

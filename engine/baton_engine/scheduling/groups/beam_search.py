@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
-from baton_protocol.messages import FinishReason
+from baton_protocol.engine_messages import FinishReason
 
 T = TypeVar("T")
 

@@ -19,7 +19,12 @@ from baton_engine.scheduling.request import (
     RequestStatus,
 )
 from baton_engine.scheduling.state import SchedulerState
-from baton_protocol.messages import BeamOutput, EngineCoreRequest, FinishReason, TokenLogprobs
+from baton_protocol.engine_messages import (
+    BeamOutput,
+    EngineCoreRequest,
+    FinishReason,
+    TokenLogprobs,
+)
 
 
 @dataclass(slots=True)

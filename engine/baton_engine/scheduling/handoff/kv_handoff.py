@@ -37,7 +37,7 @@ from baton_kv_transfer.connector import (
     LoadResult,
     LoadWait,
 )
-from baton_protocol.messages import KVTransferParams
+from baton_protocol.engine_messages import KVTransferParams
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
-from baton_protocol.messages import ErrorCode, FinishReason, PrefillResult
+from baton_protocol.engine_messages import ErrorCode, FinishReason, PrefillResult
 
 #: Maximum number of prefill results that are kept for requests that have not arrived.
 EARLY_RESULTS_KEPT = 1024

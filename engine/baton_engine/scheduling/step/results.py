@@ -12,7 +12,7 @@ from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.state import SchedulerState
 from baton_engine.scheduling.step import in_flight
 from baton_engine.scheduling.step.in_flight import ScheduledRange
-from baton_protocol.messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
+from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 
 
 @dataclass(slots=True)

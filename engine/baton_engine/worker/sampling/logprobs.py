@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels.sampling.vocabulary_blocks import row_chunks
-from baton_protocol.messages import PromptLogprobs, TokenLogprobs
+from baton_protocol.engine_messages import PromptLogprobs, TokenLogprobs
 
 MIN_LOGPROB = -9999.0
 

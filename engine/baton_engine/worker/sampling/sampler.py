@@ -39,7 +39,7 @@ from baton_engine.worker.sampling.logits_processing import (
 from baton_engine.worker.sampling.logprobs import beam_candidates, token_logprobs, without_nans
 from baton_kernels.sampling import draw_tokens, greedy
 from baton_kernels.sampling.noise import noise_key
-from baton_protocol.messages import TokenLogprobs
+from baton_protocol.engine_messages import TokenLogprobs
 
 __all__ = ["Sample", "SamplingInput", "fallback_token", "report_logprobs", "sample"]
 

@@ -18,7 +18,7 @@ from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.expert_parallel.dp_engine_core import DPEngineCore
 from baton_engine.metrics.topology_stats import TopologyStats
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest
 from baton_protocol.options.config import (
     CacheConfig,
     EngineConfig,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from baton_engine.executor.step import BlockCopy, GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, FinishedBeams, advance
 from baton_kv_transfer.connector import ConnectorOutput, LoadRequest, LoadResult
-from baton_protocol.messages import RoutedExperts, TokenLogprobs
+from baton_protocol.engine_messages import RoutedExperts, TokenLogprobs
 from baton_protocol.sampling import SamplingParams
 
 VOCAB_SIZE = 1000

@@ -9,7 +9,7 @@ from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.state import SchedulerState
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest
 from baton_protocol.options.config import SchedulerConfig
 from baton_protocol.sampling import SamplingParams
 from support.engine.scheduling.fake_runner import EOS, FakeConnector, FakeRunner

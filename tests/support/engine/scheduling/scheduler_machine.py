@@ -17,7 +17,12 @@ from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.state import SchedulerState
 from baton_protocol.block_hash import root_hash
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, FinishReason
+from baton_protocol.engine_messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+)
 from baton_protocol.options.config import SchedulerConfig
 from baton_protocol.sampling import StructuredOutput
 from support.engine.scheduling.block_hashes import hash_blocks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
-from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.sampling import SamplingParams
 

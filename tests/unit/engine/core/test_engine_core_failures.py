@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from baton_protocol.engine_client.client import EngineClient, EngineDeadError
-from baton_protocol.messages import BlocksStored, ErrorCode, FinishReason, KVEventBatch
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError
+from baton_protocol.engine_messages import BlocksStored, ErrorCode, FinishReason, KVEventBatch
 from support.engine.engine_fakes import continuation
 from support.engine.engine_process import DEADLINE_S, collect, connect, request, tokens, wait_for
 from support.waiting import until

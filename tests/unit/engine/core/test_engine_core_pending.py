@@ -15,7 +15,7 @@ import pytest
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
-from baton_protocol.messages import EngineCoreRequest, FinishReason
+from baton_protocol.engine_messages import EngineCoreRequest, FinishReason
 from baton_protocol.options.config import (
     CacheConfig,
     EngineConfig,

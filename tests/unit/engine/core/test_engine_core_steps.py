@@ -17,7 +17,7 @@ from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_protocol.messages import EngineCoreOutput, EngineCoreRequest, FinishReason
+from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
 from baton_protocol.options.config import (
     CacheConfig,
     EngineConfig,

@@ -24,7 +24,7 @@ from baton_engine.executor.base import WorkerDiedError, WorkerError
 from baton_engine.executor.placement import place_here
 from baton_engine.executor.ray import RayExecutor
 from baton_engine.models.errors import ModelInvalid
-from baton_protocol.messages import EngineCoreRequest
+from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import EngineConfig, ModelConfig
 from baton_protocol.sampling import SamplingParams
 from support.engine.fake_workers import engine_config, step

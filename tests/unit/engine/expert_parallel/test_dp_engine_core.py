@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from baton_engine.executor.step import ModelRunnerOutput
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.topology import Activity, RankPhase, StartWave
 from support.engine.engine_fakes import continuation
 from support.engine.ranks.rank_fakes import (

@@ -14,8 +14,8 @@ from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.expert_parallel.dp_engine_core_proc import DPEngineCoreProc
 from baton_engine.models.errors import ConfigurationError
-from baton_protocol.engine_client.client import EngineClient, EngineDeadError, UtilityError
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError, UtilityError
+from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.options.config import EngineConfig, ModelConfig, ParallelConfig
 from baton_protocol.topology import Activity, RankPhase
 from support.engine.engine_fakes import continuation

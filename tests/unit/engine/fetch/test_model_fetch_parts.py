@@ -19,7 +19,7 @@ from baton_engine.fetch.folder import INCOMPLETE, MARKER, Marker, Partial, read_
 from baton_engine.fetch.lock import FetchLock, boot_id
 from baton_engine.fetch.selection import select
 from baton_engine.fetch.sources.source import RemoteFile
-from baton_protocol.process.progress import LoadProgress
+from baton_protocol.process.health import LoadProgress
 from support.fetch import fetcher
 from support.fetch.fake_hub import fake_hub
 from support.waiting import eventually

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from baton_engine.fetch.progress import MAX_ERROR_CHARS, Progress
-from baton_protocol.process.progress import LoadProgress
+from baton_protocol.process.health import LoadProgress
 from pocketkube.ports import free_ports
 from support.fetch import fetcher
 from support.fetch.fake_hub import fake_hub

@@ -7,7 +7,12 @@ import pytest
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request
 from baton_protocol.block_hash import hash_block, root_hash
-from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
+from baton_protocol.engine_messages import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineCoreRequest,
+)
 from baton_protocol.sampling import SamplingParams
 from support.engine.scheduling.block_hashes import hash_blocks
 

@@ -17,7 +17,12 @@ from baton_engine.kv_cache.block_pool import BlockPool
 from baton_engine.kv_cache.manager import KVCacheManager
 from baton_engine.scheduling.request import Request
 from baton_protocol.block_hash import root_hash
-from baton_protocol.messages import AllBlocksCleared, BlocksRemoved, BlocksStored, EngineCoreRequest
+from baton_protocol.engine_messages import (
+    AllBlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EngineCoreRequest,
+)
 from baton_protocol.sampling import SamplingParams
 from support.engine.scheduling.block_hashes import hash_blocks
 

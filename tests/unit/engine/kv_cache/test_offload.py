@@ -14,7 +14,12 @@ from baton_engine.worker.memory.kv_memory import KVMemory
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.connector import ConnectorMetadata, LoadRequest
 from baton_kv_transfer.memory.layout import KVCacheLayout
-from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.engine_messages import (
+    EngineCoreRequest,
+    KVSide,
+    KVTransferParams,
+    PrefillResult,
+)
 from baton_protocol.options.config import EngineConfig, ModelConfig
 from baton_protocol.sampling import SamplingParams
 from support.engine.scheduling.fake_runner import continuation

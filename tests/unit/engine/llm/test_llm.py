@@ -19,7 +19,7 @@ from tqdm import tqdm
 from baton_engine import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.collectors import SamplesCollector
-from baton_protocol.messages import EngineCoreOutput
+from baton_protocol.engine_messages import EngineCoreOutput
 from baton_protocol.process.fatal import ConfigurationError
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 from support.hostile.attack import Attack, parametrize

@@ -12,7 +12,7 @@ from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.prometheus import engine_registry
 from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
 from baton_kv_transfer.connector import ConnectorStats, FailureReason
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     EngineCoreEvent,
     EngineCoreEventType,
     EngineCoreOutput,

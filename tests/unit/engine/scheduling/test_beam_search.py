@@ -17,7 +17,7 @@ from baton_engine.scheduling.groups.beam_search import (
     FinishedBeams,
     advance,
 )
-from baton_protocol.messages import FinishReason
+from baton_protocol.engine_messages import FinishReason
 
 #: Log-probabilities of the next token, given the generated ones.
 Model = Callable[[tuple[int, ...]], list[float]]

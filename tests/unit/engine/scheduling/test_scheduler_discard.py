@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
-from baton_protocol.messages import FinishReason, KVSide, KVTransferParams
+from baton_protocol.engine_messages import FinishReason, KVSide, KVTransferParams
 from support.engine.scheduling.fake_runner import continuation
 from support.engine.scheduling.scheduler_engine import Engine
 from support.engine.scheduling.scheduler_machine import Loss

@@ -6,7 +6,7 @@ import pytest
 
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_engine.scheduling.state import PauseState
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from support.engine.scheduling.fake_runner import continuation
 from support.engine.scheduling.scheduler_engine import Engine
 

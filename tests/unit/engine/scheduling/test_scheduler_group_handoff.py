@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton_engine.scheduling.scheduler import PauseState
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     ErrorCode,
     FinishReason,
     KVSide,

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from baton_protocol.block_hash import hash_block, root_hash
-from baton_protocol.messages import ErrorCode, FinishReason, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.engine_messages import (
+    ErrorCode,
+    FinishReason,
+    KVSide,
+    KVTransferParams,
+    PrefillResult,
+)
 from support.engine.scheduling.block_hashes import hash_blocks
 from support.engine.scheduling.fake_runner import VOCAB_SIZE, continuation, next_token
 from support.engine.scheduling.scheduler_engine import BLOCK, Engine

@@ -8,7 +8,7 @@ import pytest
 
 from baton_engine.scheduling.refusals import RequestRefusedError
 from baton_engine.scheduling.state import PauseState
-from baton_protocol.messages import EngineCoreEventType, ErrorCode, FinishReason
+from baton_protocol.engine_messages import EngineCoreEventType, ErrorCode, FinishReason
 from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
 from support.engine.scheduling.fake_runner import VOCAB_SIZE, continuation, next_token
 from support.engine.scheduling.scheduler_engine import Engine

@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from baton_engine.scheduling.state import PauseState
-from baton_protocol.messages import EngineCoreRequest, KVSide, KVTransferParams, PrefillResult
+from baton_protocol.engine_messages import (
+    EngineCoreRequest,
+    KVSide,
+    KVTransferParams,
+    PrefillResult,
+)
 from baton_protocol.options.config import SchedulerConfig
 from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
 from support.engine.scheduling.fake_runner import candidates, continuation, next_token

@@ -22,7 +22,7 @@ from baton_engine.server.access import LOG_INTERVAL_S, Access
 from baton_engine.server.admin_server import AdminServer, DrainStatus, Pending, ProbeResult
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.process import metrics_text
-from baton_protocol.process.progress import LoadProgress
+from baton_protocol.process.health import LoadProgress
 from baton_protocol.service_key import AdminRequest, ServiceKey
 from support.waiting import eventually
 

@@ -20,8 +20,12 @@ import pytest
 import zmq
 
 from baton_engine.server import engine_io
-from baton_protocol.engine_client.client import EngineDeadError, HandshakeFailedError, UtilityError
-from baton_protocol.messages import (
+from baton_protocol.engine_client.engine_client import (
+    EngineDeadError,
+    HandshakeFailedError,
+    UtilityError,
+)
+from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -37,7 +41,7 @@ from baton_protocol.messages import (
     Ready,
     Refused,
 )
-from baton_protocol.messages import EngineCoreRequestType as RequestType
+from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
 from baton_protocol.sampling import SamplingParams
 from baton_protocol.service_key import ServiceKey
 from support.engine.engine_fakes import continuation

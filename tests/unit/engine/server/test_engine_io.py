@@ -14,9 +14,9 @@ import zmq
 from baton_engine.server import engine_io
 from baton_engine.server.access import Access
 from baton_engine.server.engine_io import MAX_CLIENT_ID_LENGTH, EngineIO
-from baton_protocol.messages import PROTOCOL_VERSION, Hello, Pong, Refused
-from baton_protocol.messages import EngineCoreRequestType as RequestType
-from baton_protocol.messages import EngineCoreResponseType as ResponseType
+from baton_protocol.engine_messages import PROTOCOL_VERSION, Hello, Pong, Refused
+from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
+from baton_protocol.engine_messages import EngineCoreResponseType as ResponseType
 from baton_protocol.sampling import SamplingParams
 from support.waiting import eventually
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.options.config import AccessConfig
 from baton_protocol.pooling import Task
 from support.gateway.fake_engine import FakeEngine, vector_of

@@ -9,7 +9,7 @@ import pytest
 
 from baton_gateway.endpoints import generation_endpoint
 from baton_gateway.metrics import GatewayMetrics
-from baton_protocol.messages import KVSide
+from baton_protocol.engine_messages import KVSide
 from baton_protocol.process import metrics_text
 from baton_text.generation_defaults import GenerationDefaults
 from support.gateway.fake_engine import DEADLINE_S, EOS_ID

@@ -17,7 +17,7 @@ from baton_gateway.access.api_keys import OPEN_PATHS
 from baton_gateway.endpoints.openapi import document
 from baton_gateway.endpoints.openapi.document import make_document
 from baton_gateway.endpoints.openapi.operations import FAILURES, OPERATIONS
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.options.config import AccessConfig
 from baton_protocol.pooling import Task
 from baton_text.errors import RequestError

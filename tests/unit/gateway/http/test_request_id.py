@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton_gateway.http.request_id import LogFormatter
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, http_session
 

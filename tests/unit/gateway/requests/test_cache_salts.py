@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton_gateway.requests.cache_salts import CacheSalts
-from baton_protocol.messages import CLIENT_CHARS, EngineCoreRequest, ErrorCode
+from baton_protocol.engine_messages import CLIENT_CHARS, EngineCoreRequest, ErrorCode
 from baton_protocol.options.config import AccessConfig
 from baton_protocol.service_key import ServiceKey
 from support.gateway.fake_engine import FakeEngine

@@ -18,7 +18,7 @@ from baton_gateway.requests.output_queue import (
     CollectedOutput,
     OutputQueue,
 )
-from baton_protocol.messages import TokenLogprobs
+from baton_protocol.engine_messages import TokenLogprobs
 from baton_text.output import OutputProcessor, TextOutput
 from baton_text.replies.reply_parser import ReplyDelta
 from baton_text.replies.tool_formats import ToolCallDelta

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from support.gateway.fake_engine import FakeEngine
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until

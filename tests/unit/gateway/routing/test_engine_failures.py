@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from support.gateway.fake_engine import DEADLINE_S, FakeEngine
 from support.gateway.gateway_rig import NO_TIMEOUT, GatewayRig, MakeRig
 from support.waiting import until

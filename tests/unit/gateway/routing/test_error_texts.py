@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton_gateway.requests import generation
-from baton_protocol.messages import Dead, EngineCoreResponseType, ErrorCode
+from baton_protocol.engine_messages import Dead, EngineCoreResponseType, ErrorCode
 from support.gateway.fake_engine import FakeEngine
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
 from support.waiting import until

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
-from baton_protocol.messages import ErrorCode
+from baton_protocol.engine_messages import ErrorCode
 from support.gateway.fake_engine import FakeEngine
 from support.gateway.gateway_rig import GatewayRig
 

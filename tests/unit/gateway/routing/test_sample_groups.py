@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton_protocol.messages import EngineCoreRequest, ErrorCode, KVSide
+from baton_protocol.engine_messages import EngineCoreRequest, ErrorCode, KVSide
 from support.gateway.fake_engine import busy
 from support.gateway.gateway_rig import GatewayRig
 from support.waiting import until

@@ -11,7 +11,7 @@ import pytest
 from baton_kube.client import Object
 from baton_operator.observe.observation import is_ready
 from baton_operator.status.status_probes import StatusProbes
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 from support.operator.simulation.service import Service, settled
 
 SPEC: dict[str, Any] = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_group import ReportedGroup
-from baton_protocol.process.progress import Health, LoadProgress
+from baton_protocol.process.health import Health, LoadProgress
 from support.operator.services import NOW, pod, resolved, service
 
 TYPO = "file:///models/typo"

@@ -17,7 +17,7 @@ from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.kv_compatibility import KVCompatibility, differences
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 from support.http_server import serving
 from support.operator.services import NOW, pod, resolved, service
 

@@ -18,7 +18,7 @@ from baton_operator.status.diagnose import diagnose
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup, group_verdict, refusal_of_deployment
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 from pocketkube.apiserver.serving.tables import json_path
 from support.operator.services import NOW, pod, resolved, service
 

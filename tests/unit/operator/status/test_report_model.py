@@ -16,7 +16,7 @@ from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
-from baton_protocol.process.progress import Health, LoadProgress
+from baton_protocol.process.health import Health, LoadProgress
 from support.http_server import serving
 from support.operator.services import NOW, pod, resolved, service
 

@@ -22,7 +22,7 @@ from baton_operator.plan.topology_view import (
 )
 from baton_operator.status.report_group import ReportedGroup, group_verdict
 from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 from baton_protocol.topology import (
     MemberStatus,
     OperationPhase,

@@ -12,7 +12,7 @@ from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 from support.operator.services import NOW, pod, resolved, service
 
 DEADLINE_S = 600

@@ -17,7 +17,7 @@ from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.observation import Observation, member
 from baton_operator.status import status_probes
 from baton_operator.status.status_probes import StatusProbes
-from baton_protocol.process.progress import Health
+from baton_protocol.process.health import Health
 from support.http_server import serving
 from support.operator.services import NOW, pod
 

@@ -12,8 +12,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from baton_protocol.engine_client.client import EngineClient, EngineDeadError, UtilityError
-from baton_protocol.messages import (
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError, UtilityError
+from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
     Dead,
     EngineCoreOutput,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_protocol.engine_client.heartbeat import LOADING_FACTOR, Heartbeat
-from baton_protocol.messages import Pong
+from baton_protocol.engine_messages import Pong
 
 
 def silent_intervals(heartbeat: Heartbeat, count: int, *, elapsed_s: float = 0.5) -> None:

@@ -29,7 +29,7 @@ from baton_protocol.engine_client.request_stream import (
     HandshakeFailedError,
     RequestStream,
 )
-from baton_protocol.messages import (
+from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
     Dead,
     EngineCoreOutput,
