@@ -14,7 +14,7 @@ from baton_engine.executor.step import SchedulerOutput
 from baton_engine.kv_cache.block_pool import Block
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton_protocol.sampling import SamplingParams

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from baton_engine.checkpoint.create import (
+from baton_engine.checkpoint.checkpoint_folder import (
     ARCHITECTURES,
     DTYPES,
     ENCODERS,

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton_engine.checkpoint.tokenizer import SPECIAL_TOKENS
+from baton_engine.checkpoint.tokenizer_files import SPECIAL_TOKENS
 from baton_protocol.pooling import Task
 
 if TYPE_CHECKING:

@@ -1,9 +1,9 @@
 """The engine core: one step is schedule, execute, sample, update. No sockets, no processes.
 
-engine_core      `EngineCore.step()`, and the same step with several batches in flight
-pause            pausing the scheduler, sleeping and waking up
-validation       checks of a request before it is queued
-scheduler_setup  the scheduler of a configuration and a loaded model
-model_length     the longest request that the KV memory can hold
-crash_dump       the input of a failed step, as a JSON file
+engine_core         `EngineCore.step()`, and the same step with several batches in flight
+pause               pausing the scheduler, sleeping and waking up
+request_validation  checks of a request before it is queued
+scheduler_setup     the scheduler of a configuration and a loaded model
+model_length        the longest request that the KV memory can hold
+crash_dump          the input of a failed step, as a JSON file
 """

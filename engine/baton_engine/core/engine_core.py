@@ -21,15 +21,15 @@ from typing import NamedTuple
 
 from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
+from baton_engine.core.request_validation import validate_request
 from baton_engine.core.scheduler_setup import make_scheduler
-from baton_engine.core.validation import validate_request
 from baton_engine.executor.base import Executor, WorkerDiedError
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import RequestMetrics
-from baton_engine.scheduling.refusals import RequestRefusedError, refusal_of
-from baton_engine.scheduling.state import PauseState
+from baton_engine.scheduling.request_limits import RequestRefusedError, refusal_of
+from baton_engine.scheduling.scheduler_state import PauseState
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.engine_messages import (
     EngineCoreOutput,

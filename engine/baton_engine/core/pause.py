@@ -18,7 +18,7 @@ import logging
 from concurrent.futures import Future
 from typing import Literal, Protocol
 
-from baton_engine.scheduling.state import PauseState
+from baton_engine.scheduling.scheduler_state import PauseState
 
 logger = logging.getLogger(__name__)
 

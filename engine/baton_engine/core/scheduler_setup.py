@@ -9,10 +9,10 @@ import msgspec
 from baton_engine.core.model_length import fit_max_model_len
 from baton_engine.executor.base import ModelInfo, load_class
 from baton_engine.grammar.structured_output import StructuredOutputManager
-from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.options.config import EngineConfig
 
 logger = logging.getLogger(__name__)

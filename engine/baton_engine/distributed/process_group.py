@@ -32,7 +32,7 @@ from baton_engine.distributed.gloo_connections import (
 )
 from baton_engine.distributed.group import Group, LoneGroup, ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.distributed.rows import row_bytes
+from baton_engine.distributed.row_bytes import row_bytes
 from baton_engine.distributed.shared_memory_group import over_shared_memory
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress

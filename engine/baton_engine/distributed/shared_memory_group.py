@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Store
 
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.distributed.rows import row_bytes
+from baton_engine.distributed.row_bytes import row_bytes
 
 #: Larger tensors are exchanged in pieces.
 BUFFER_NBYTES = 2**20

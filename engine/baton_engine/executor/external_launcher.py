@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import TCPStore
 from baton_engine.distributed.group import Group, LoneGroup
 from baton_engine.distributed.process_group import create_group
 from baton_engine.distributed.store.handshake import store_secret
-from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import ModelInfo, WorkerError
 from baton_engine.executor.commands import Failure

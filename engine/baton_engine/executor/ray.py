@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, WorkerError
 from baton_engine.executor.commands import Failure
 from baton_engine.executor.futures import reject, resolve

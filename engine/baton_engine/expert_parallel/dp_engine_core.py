@@ -39,8 +39,8 @@ from baton_engine.expert_parallel.standby_generation import (
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import Histogram
 from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
-from baton_engine.scheduling.refusals import refusal_of
-from baton_engine.scheduling.state import PauseState
+from baton_engine.scheduling.request_limits import refusal_of
+from baton_engine.scheduling.scheduler_state import PauseState
 from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest, ErrorCode, Ready
 from baton_protocol.options.config import EngineConfig
 from baton_protocol.topology import (

@@ -21,7 +21,7 @@ import msgspec
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.distributed.process_group import is_before
 from baton_engine.distributed.store.handshake import store_secret
-from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.elastic.rank.rank_link import RankLink, unreachable
 from baton_engine.elastic.rank_name import RANK_NAME
 from baton_engine.executor.base import Executor

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
-from baton_engine.fetch import progress as progress_server
+from baton_engine.fetch import fetch_progress as progress_server
 from baton_engine.fetch.download import RetryPolicy
 from baton_engine.fetch.fetch import FetchRequest, fetch
 from baton_engine.fetch.fetch_errors import FetchError

@@ -12,8 +12,8 @@ import time
 from dataclasses import dataclass
 
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
+from baton_engine.fetch.fetch_progress import Progress
 from baton_engine.fetch.folder import Partial
-from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.sources.source import RemoteFile, Source
 from baton_engine.fetch.verify import verify
 

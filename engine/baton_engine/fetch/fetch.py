@@ -10,9 +10,9 @@ from pathlib import Path
 
 from baton_engine.fetch.download import Download, RetryPolicy
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
+from baton_engine.fetch.fetch_progress import Progress
 from baton_engine.fetch.folder import Marker, Partial, read_complete
 from baton_engine.fetch.lock import FetchLock
-from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.selection import Only, select
 from baton_engine.fetch.sources.create_source import create_source
 from baton_engine.fetch.sources.source import Listing, RemoteFile, Source

@@ -5,7 +5,7 @@ async_llm        `AsyncLLM`: the same for asyncio, with streams
 local_model      what both share: the engine core, the tokenizer, defaults
 model_fetch      downloads a model that is no local folder
 params           sampling and beam-search parameters, and their checks
-prompts          forms of prompts and conversations, and their checks
+prompt_inputs    forms of prompts and conversations, and their checks
 outputs          results
 engine_args      converts keyword arguments of `LLM` to an EngineConfig
 collectors       join the engine's outputs for a prompt into one result

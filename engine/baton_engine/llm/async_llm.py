@@ -16,7 +16,7 @@ from baton_engine.llm.engine_args import LLMArgs
 from baton_engine.llm.local_model import LocalModel, check_params
 from baton_engine.llm.outputs import Metric, RequestOutput
 from baton_engine.llm.params import SamplingParams
-from baton_engine.llm.prompts import Message, PromptType, tokenize
+from baton_engine.llm.prompt_inputs import Message, PromptType, tokenize
 from baton_text.tokenizer import Tokenizer
 
 

@@ -20,7 +20,7 @@ from baton_engine.llm.outputs import (
     ScoringRequestOutput,
 )
 from baton_engine.llm.params import BeamSearchParams, SamplingParams
-from baton_engine.llm.prompts import (
+from baton_engine.llm.prompt_inputs import (
     Message,
     PromptType,
     pair_list,

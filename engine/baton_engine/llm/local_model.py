@@ -22,7 +22,7 @@ from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_engine.llm.model_fetch import fetch_model
 from baton_engine.llm.outputs import Metric
 from baton_engine.llm.params import SamplingParams
-from baton_engine.llm.prompts import Message, as_conversations, render_conversation
+from baton_engine.llm.prompt_inputs import Message, as_conversations, render_conversation
 from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.pooling import NO_SAMPLING, PairFormat, PoolingParams

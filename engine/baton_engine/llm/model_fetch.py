@@ -13,7 +13,7 @@ from baton_engine.fetch.cached_model import GIVE_UP_AFTER_S, CachedModel
 from baton_engine.fetch.download import RetryPolicy
 from baton_engine.fetch.fetch import FetchRequest, fetch
 from baton_engine.fetch.fetch_errors import FetchError
-from baton_engine.fetch.progress import Progress
+from baton_engine.fetch.fetch_progress import Progress
 
 #: Interval between two updates of the progress bar.
 _UPDATE_S = 0.2

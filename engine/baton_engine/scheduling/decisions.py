@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton_engine.kv_cache.manager import CachedBlock
+from baton_engine.kv_cache.kv_cache_manager import CachedBlock
 from baton_engine.scheduling.request import Request
 from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishReason
 

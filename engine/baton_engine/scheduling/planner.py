@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
 from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.request import BeamGroup, Request, RequestStatus
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.step.builder import StepBuilder
 
 

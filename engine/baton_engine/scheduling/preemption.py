@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedIn, SwappedOut
 from baton_engine.scheduling.queues import by_order
 from baton_engine.scheduling.request import Request
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import ErrorCode, FinishReason
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton_engine.grammar.structured_output import Grammar
-from baton_engine.kv_cache.sequence import KVSequence
+from baton_engine.kv_cache.kv_sequence import KVSequence
 from baton_engine.scheduling.groups.beam_search import BeamConfig, FinishedBeams
 from baton_protocol.engine_messages import (
     BeamOutput,

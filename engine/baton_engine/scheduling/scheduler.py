@@ -19,7 +19,7 @@ from collections.abc import Iterable
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.metrics.engine_stats import EngineStats
-from baton_engine.scheduling.admission import Admission
+from baton_engine.scheduling.batch_admission import Admission
 from baton_engine.scheduling.decisions import (
     Admitted,
     AdmittedLoaded,
@@ -36,12 +36,12 @@ from baton_engine.scheduling.decisions import (
 from baton_engine.scheduling.grammar_queue import accept_tokens
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
-from baton_engine.scheduling.lifecycle import RequestLifecycle
 from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
-from baton_engine.scheduling.refusals import RequestRefusedError, check_request
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.state import PauseState, SchedulerState
+from baton_engine.scheduling.request_lifecycle import RequestLifecycle
+from baton_engine.scheduling.request_limits import RequestRefusedError, check_request
+from baton_engine.scheduling.scheduler_state import PauseState, SchedulerState
 from baton_engine.scheduling.step.builder import StepBuilder
 from baton_engine.scheduling.step.in_flight import ScheduledRange
 from baton_engine.scheduling.step.results import StepResults

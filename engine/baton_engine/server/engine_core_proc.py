@@ -32,7 +32,7 @@ from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.load_counter import COUNTER
 from baton_engine.metrics.recent_maximum import RecentMaximum
 from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
-from baton_engine.scheduling.state import PauseState
+from baton_engine.scheduling.scheduler_state import PauseState
 from baton_engine.server import utility_calls
 from baton_engine.server.access import Access
 from baton_engine.server.admin_server import DrainStatus, Pending, ProbeResult

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
-from baton_engine.scheduling.refusals import refusal_of
+from baton_engine.scheduling.request_limits import refusal_of
 from baton_engine.server.access import Access
 from baton_engine.server.output_buffers import OutputBuffers
 from baton_engine.untrusted import SparseLog, one_line

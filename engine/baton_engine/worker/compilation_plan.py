@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_engine.compilation.dispatch import CudagraphMode
+from baton_engine.compilation.cudagraph_dispatcher import CudagraphMode
 from baton_engine.models.checkpoint.checkpoint_config import CheckpointConfig
 from baton_protocol.options.config import EngineConfig, container_path
 

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton_engine.compilation.dispatch import (
+from baton_engine.compilation.cudagraph_dispatcher import (
     BatchDescriptor,
     CudagraphMode,
     Dispatch,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton_engine.compilation.dispatch import BatchDescriptor
+from baton_engine.compilation.cudagraph_dispatcher import BatchDescriptor
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 
 

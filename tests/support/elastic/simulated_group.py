@@ -10,9 +10,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from baton_engine.elastic.coordinator.controller import Controller
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.operation import Ended
+from baton_engine.elastic.coordinator.topology_controller import Controller
 from baton_protocol.topology import (
     Activity,
     Directive,

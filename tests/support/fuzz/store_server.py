@@ -10,7 +10,7 @@ import signal
 import sys
 
 from baton_engine.distributed.store.handshake import store_secret
-from baton_engine.distributed.store.server import open_store
+from baton_engine.distributed.store.store_server import open_store
 from baton_protocol.service_key import ServiceKey
 
 PORT = 29500

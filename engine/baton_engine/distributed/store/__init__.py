@@ -1,6 +1,6 @@
 """The rendezvous store, through which the ranks of a process group exchange addresses.
 
-server.py             the store, in a thread of the process that opens it; without torch
+store_server.py       the store, in a thread of the process that opens it; without torch
 client_connection.py  one client's connection, on the server
 values.py             the stored keys and values, and their limits
 handshake.py          mutual authentication by a shared secret

@@ -5,10 +5,10 @@ coordinator.py          the process: sockets, controller, HTTP
 coordinator_http.py     topology, health and metrics over HTTP
 coordinator_metrics.py  Prometheus metrics
 checks.py               validation of requests and statuses
-controller.py           computes at most one operation from desired members and statuses
+topology_controller.py  computes at most one operation from desired members and statuses
 controller_config.py    deadlines and thresholds
 roster.py               the latest status of each rank
-observation.py          the change that is needed now
+group_observation.py    the change that is needed now
 operation.py            one change of the topology, and its progress on the ranks
 placement/              the placement of experts on ranks, and its balance
 retries.py              delays after failures

@@ -18,10 +18,10 @@ import msgspec
 import zmq
 
 from baton_engine.elastic.coordinator.checks import Refusal, check_status, truncate_failure
-from baton_engine.elastic.coordinator.controller import Controller
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
 from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
+from baton_engine.elastic.coordinator.topology_controller import Controller
 from baton_engine.untrusted import SparseLog
 from baton_engine.wake_pipe import WakePipe
 from baton_protocol.service_key import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton_engine.elastic.coordinator.observation import Observation
+from baton_engine.elastic.coordinator.group_observation import Observation
 from baton_engine.elastic.coordinator.operation import Operation
 from baton_protocol.topology import MemberStatus, TopologyStatus
 

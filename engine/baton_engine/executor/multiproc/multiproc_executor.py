@@ -16,7 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from baton_engine.distributed.store.server import StoreServer, open_store
+from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError
 from baton_engine.executor.commands import (
     Answer,

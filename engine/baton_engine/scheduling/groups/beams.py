@@ -18,7 +18,7 @@ from baton_engine.scheduling.request import (
     Request,
     RequestStatus,
 )
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import (
     BeamOutput,
     EngineCoreRequest,

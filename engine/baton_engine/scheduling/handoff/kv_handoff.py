@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.request import Request
 from baton_kv_transfer.connector import (
     BlockSave,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import ErrorCode, FinishReason, PrefillResult
 
 #: Maximum number of prefill results that are kept for requests that have not arrived.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton_engine.executor.step import BlockCopy, SchedulerOutput
 from baton_engine.kv_cache.block_pool import Block
-from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.step import in_flight
 from baton_engine.scheduling.step.in_flight import ScheduledRange

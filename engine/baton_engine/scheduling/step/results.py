@@ -9,7 +9,7 @@ from baton_engine.executor.step import ModelRunnerOutput
 from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.step import in_flight
 from baton_engine.scheduling.step.in_flight import ScheduledRange
 from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs

@@ -19,8 +19,8 @@ from torch._C._distributed_c10d import Store, TCPStore
 from baton_engine.distributed import process_group
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.process_group import create_group
-from baton_engine.distributed.store.server import open_store
 from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.store_server import open_store
 
 HOST = "127.0.0.1"
 WAIT_S = 30.0

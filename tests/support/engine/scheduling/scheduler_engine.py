@@ -6,9 +6,9 @@ from collections import deque
 from typing import Any
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
-from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest
 from baton_protocol.options.config import SchedulerConfig
 from baton_protocol.sampling import SamplingParams

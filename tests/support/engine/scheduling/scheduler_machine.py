@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
-from baton_engine.kv_cache.manager import KVCacheManager
-from baton_engine.scheduling.refusals import RequestRefusedError
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.request_limits import RequestRefusedError
 from baton_engine.scheduling.scheduler import Scheduler
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.block_hash import root_hash
 from baton_protocol.engine_messages import (
     EngineCoreOutput,

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.pause import PauseControl
-from baton_engine.scheduling.state import PauseState
+from baton_engine.scheduling.scheduler_state import PauseState
 from baton_protocol.engine_messages import EngineCoreRequest, FinishReason
 from baton_protocol.options.config import (
     CacheConfig,

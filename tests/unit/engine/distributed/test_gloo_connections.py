@@ -21,8 +21,8 @@ from baton_engine.distributed.gloo_connections import reject_non_members
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.process_group import create_group
-from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.store_server import StoreServer, open_store
 
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")

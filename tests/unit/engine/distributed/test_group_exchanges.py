@@ -24,8 +24,8 @@ from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.process_group import TorchGroup, create_group, generation_store
 from baton_engine.distributed.shared_memory_group import BUFFER_NBYTES, SharedMemoryGroup
-from baton_engine.distributed.store.server import open_store
 from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.store_server import open_store
 from support.waiting import eventually
 
 WAIT_S = 60.0

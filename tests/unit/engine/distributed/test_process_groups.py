@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import HashStore
 from baton_engine.distributed.group import LoneGroup
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.process_group import create_group, create_parallel_context
-from baton_engine.distributed.store.server import open_store
 from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.store_server import open_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_protocol.options.config import ParallelConfig
 from baton_protocol.process.fatal import ConfigurationError

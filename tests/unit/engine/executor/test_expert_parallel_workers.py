@@ -17,7 +17,7 @@ import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group_errors import GroupBrokenError
-from baton_engine.distributed.store.server import open_store
+from baton_engine.distributed.store.store_server import open_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError
 from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor

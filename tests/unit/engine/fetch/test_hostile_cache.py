@@ -11,8 +11,8 @@ import pytest
 from baton_engine.fetch.download import RetryPolicy
 from baton_engine.fetch.fetch import FetchRequest, fetch
 from baton_engine.fetch.fetch_errors import FetchError
+from baton_engine.fetch.fetch_progress import Progress
 from baton_engine.fetch.folder import MARKER, Partial, read_complete
-from baton_engine.fetch.progress import Progress
 from baton_engine.fetch.selection import MAX_FILES, select
 from baton_engine.fetch.sources.source import Listing, RemoteFile
 from support.hostile.attack import content, fifo, link_to, nested, sparse

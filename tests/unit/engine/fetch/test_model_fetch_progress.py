@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from baton_engine.fetch.progress import MAX_ERROR_CHARS, Progress
+from baton_engine.fetch.fetch_progress import MAX_ERROR_CHARS, Progress
 from baton_protocol.process.health import LoadProgress
 from pocketkube.ports import free_ports
 from support.fetch import fetcher

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric
 
 from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
-from baton_engine.fetch import progress
+from baton_engine.fetch import fetch_progress
 from baton_engine.http import bounded_server
 from baton_engine.server.admin_server import AdminServer, DrainStatus, ProbeResult
 from baton_protocol.service_key import AdminRequest
@@ -68,7 +68,7 @@ def serve_engine(registry: CollectorRegistry | None = None) -> int:
 
 
 def serve_fetcher() -> int:
-    return progress.serve(progress.Progress(), HOST, 0)
+    return fetch_progress.serve(fetch_progress.Progress(), HOST, 0)
 
 
 def serve_coordinator() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.request import Request
 from baton_protocol.block_hash import hash_block, root_hash
 from baton_protocol.engine_messages import (

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton_engine.executor.step import BlockCopy
 from baton_engine.kv_cache.block_pool import BlockPool
-from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.request import Request
 from baton_protocol.block_hash import root_hash
 from baton_protocol.engine_messages import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.scheduling.refusals import RequestRefusedError
+from baton_engine.scheduling.request_limits import RequestRefusedError
 from baton_protocol.engine_messages import EngineCoreRequest, ErrorCode, FinishReason
 from baton_protocol.sampling import SamplingParams
 from support.engine.scheduling.fake_runner import continuation, next_token

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.scheduling.refusals import RequestRefusedError
-from baton_engine.scheduling.state import PauseState
+from baton_engine.scheduling.request_limits import RequestRefusedError
+from baton_engine.scheduling.scheduler_state import PauseState
 from baton_protocol.engine_messages import ErrorCode
 from support.engine.scheduling.fake_runner import continuation
 from support.engine.scheduling.scheduler_engine import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton_engine.scheduling.state import PauseState
+from baton_engine.scheduling.scheduler_state import PauseState
 from baton_protocol.engine_messages import FinishReason
 from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
 from support.engine.scheduling.fake_runner import continuation

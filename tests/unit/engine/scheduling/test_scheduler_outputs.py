@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from baton_engine.scheduling.refusals import RequestRefusedError
-from baton_engine.scheduling.state import PauseState
+from baton_engine.scheduling.request_limits import RequestRefusedError
+from baton_engine.scheduling.scheduler_state import PauseState
 from baton_protocol.engine_messages import EngineCoreEventType, ErrorCode, FinishReason
 from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
 from support.engine.scheduling.fake_runner import VOCAB_SIZE, continuation, next_token

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from baton_engine.scheduling.state import PauseState
+from baton_engine.scheduling.scheduler_state import PauseState
 from baton_protocol.engine_messages import (
     EngineCoreRequest,
     KVSide,

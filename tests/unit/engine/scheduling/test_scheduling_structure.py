@@ -50,7 +50,7 @@ WRITERS = {
     **{field.name: "request_outputs.py" for field in dataclasses.fields(Report)},
     **{f"worker.{field.name}": "worker_mirror.py" for field in dataclasses.fields(WorkerState)},
     **dict.fromkeys(
-        ["blocks", "swapped_blocks", "block_hashes", "num_cached_blocks"], "manager.py"
+        ["blocks", "swapped_blocks", "block_hashes", "num_cached_blocks"], "kv_cache_manager.py"
     ),
     **dict.fromkeys(["num_placeholders", "num_in_flight"], "in_flight.py"),
 }

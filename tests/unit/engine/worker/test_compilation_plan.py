@@ -10,7 +10,7 @@ import pytest
 
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.cli import parse_config
-from baton_engine.compilation.dispatch import CudagraphMode
+from baton_engine.compilation.cudagraph_dispatcher import CudagraphMode
 from baton_engine.models.checkpoint.checkpoint_config import (
     CheckpointConfig,
     load_checkpoint_config,

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from torch._C._distributed_c10d import Store
 
-from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.store_server import StoreServer, open_store
 
 
 @pytest.fixture

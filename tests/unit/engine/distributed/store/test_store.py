@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistNetworkError, DistStoreError
 
 from baton_engine.distributed.process_group import create_group, generation_store, is_before
-from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.distributed.store.wire import LENGTH, MAX_REQUEST_BYTES, StoreAddress
 from pocketkube.ports import free_ports
 from support.engine import ranks
@@ -201,7 +201,7 @@ def test_the_end_of_a_store_fails_the_calls_of_its_clients(
 @contextlib.contextmanager
 def store_process() -> Iterator[tuple[subprocess.Popen[str], StoreAddress]]:
     program = (
-        "import sys; from baton_engine.distributed.store.server import open_store; "
+        "import sys; from baton_engine.distributed.store.store_server import open_store; "
         "assert 'torch' not in sys.modules; "
         f"print(open_store({HOST!r}).address.port, flush=True); sys.stdin.read()"
     )

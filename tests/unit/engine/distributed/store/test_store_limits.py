@@ -17,11 +17,11 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
 from baton_engine import untrusted
-from baton_engine.distributed.store import server as store_server
+from baton_engine.distributed.store import store_server
 from baton_engine.distributed.store import values as store_values
 from baton_engine.distributed.store.handshake import Challenge, Hello, Proof, authenticate
-from baton_engine.distributed.store.server import StoreServer, open_store
 from baton_engine.distributed.store.socket_store import connect_store
+from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.distributed.store.wire import LENGTH, Answer, CountKeys, Get, Set, exchange, frame
 from support.waiting import eventually
 

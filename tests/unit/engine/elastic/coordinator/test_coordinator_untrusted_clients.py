@@ -23,10 +23,10 @@ from baton_engine.elastic.coordinator.checks import (
     check_status,
     truncate_failure,
 )
-from baton_engine.elastic.coordinator.controller import Controller
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator import Coordinator
 from baton_engine.elastic.coordinator.placement.balance import fits
+from baton_engine.elastic.coordinator.topology_controller import Controller
 from baton_engine.elastic.rank.rank_link import RankLink
 from baton_engine.http.bounded_server import MAX_BODY_BYTES
 from baton_protocol.topology import (

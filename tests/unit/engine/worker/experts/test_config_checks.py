@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.compilation.dispatch import CudagraphMode
+from baton_engine.compilation.cudagraph_dispatcher import CudagraphMode
 from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.executor.startup import refuse_expert_parallel
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-from baton_engine.kv_cache.manager import KVCacheManager
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.request import Request, root_id
 from baton_protocol.engine_messages import (
     EngineCoreOutput,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 
 from baton_engine.elastic.coordinator.checks import MAX_FAILURE, Refusal, check_request
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
-from baton_engine.elastic.coordinator.observation import Observation
+from baton_engine.elastic.coordinator.group_observation import Observation
 from baton_engine.elastic.coordinator.operation import (
     Ended,
     Need,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_engine.core.validation import validate_request
+from baton_engine.core.request_validation import validate_request
 from baton_protocol.engine_messages import EngineCoreRequest, KVSide, KVTransferParams
 from baton_protocol.options.config import KVRole
 from baton_protocol.pooling import NO_SAMPLING, PoolingParams, Task

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.compilation.dispatch import (
+from baton_engine.compilation.cudagraph_dispatcher import (
     BatchDescriptor,
     CudagraphMode,
     Dispatcher,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 
-from baton_engine.scheduling.refusals import RequestRefusedError
+from baton_engine.scheduling.request_limits import RequestRefusedError
 from baton_protocol.engine_messages import EngineCoreRequest, ErrorCode, KVSide, KVTransferParams
 from baton_protocol.options.config import KVRole
 from baton_protocol.pooling import NO_SAMPLING, Task

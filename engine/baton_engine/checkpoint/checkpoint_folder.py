@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from baton_engine.checkpoint.shape import SIZES, CheckpointShape
-from baton_engine.checkpoint.tokenizer import END_OF_TEXT, TURN_END, write_tokenizer
+from baton_engine.checkpoint.tokenizer_files import END_OF_TEXT, TURN_END, write_tokenizer
 from baton_engine.checkpoint.weights import random_weights, write_weights
 
 #: Architecture by config.json's model_type.

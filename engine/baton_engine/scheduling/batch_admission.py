@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton_engine.kv_cache.manager import CachedBlock
+from baton_engine.kv_cache.kv_cache_manager import CachedBlock
 from baton_engine.scheduling.decisions import (
     Admitted,
     AdmittedLoaded,
@@ -27,7 +27,7 @@ from baton_engine.scheduling.decisions import (
     WaitsForPrompt,
 )
 from baton_engine.scheduling.request import Request
-from baton_engine.scheduling.state import SchedulerState
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.step.builder import StepBuilder
 
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from baton_engine.executor.step import BlockCopy
 from baton_engine.kv_cache.block_pool import Block, BlockPool
+from baton_engine.kv_cache.kv_sequence import KVSequence
 from baton_engine.kv_cache.offload import OffloadedBlock, OffloadTier
-from baton_engine.kv_cache.sequence import KVSequence
 from baton_protocol.block_hash import BlockHash, hash_block, root_hash
 from baton_protocol.engine_messages import BlocksStored, KVEvent
 
