@@ -23,7 +23,7 @@ from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
 from baton_engine.server.access import Access
 from baton_gateway.metrics import GatewayMetrics
 from baton_kv_transfer.connector import ConnectorStats, FailureReason
-from baton_operator.process.metrics import Metrics as OperatorMetrics
+from baton_operator.process.operator_metrics import Metrics as OperatorMetrics
 from baton_protocol.engine_messages import ErrorCode, FinishReason
 from baton_protocol.topology import RankPhase
 

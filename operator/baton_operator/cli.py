@@ -15,7 +15,7 @@ from baton_operator import handlers as handlers  # registers the handlers of kop
 from baton_operator import logs, names
 from baton_operator.process.kopf_thread import KopfHangsError
 from baton_operator.process.leader import LeaseLostError
-from baton_operator.process.metrics import AddressError
+from baton_operator.process.operator_metrics import AddressError
 from baton_operator.process.run import restrictions_of, run
 from baton_operator.process.runtime import RESYNC_S
 from baton_protocol.options import arguments

@@ -21,8 +21,8 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.api.llmservice import decode_spec
 from baton_operator.api.rules import valid_spec
-from baton_operator.builders.config import config_map
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.config_maps import config_map
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService, controlled_by
 from baton_operator.kube.kinds import Kube
 from baton_operator.problems import NameConflict

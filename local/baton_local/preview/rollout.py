@@ -20,7 +20,7 @@ from baton_local.preview.target import (
 )
 from baton_operator import names
 from baton_operator.api import llmservice
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.plan.plan_expert_group import ExpertGroupPlan
 from baton_operator.plan.plan_group import GroupPlan, Member
 from baton_operator.plan.plan_members import plan_members, update_of

@@ -2,12 +2,12 @@
 
 - `resolved_service`: one LLMService and all other values from which objects are built.
 - `restrictions`: what an LLMService may request from an operator for several tenants.
-- `member`: member pods of prefill and decode, and their headless Service.
-- `gateway`, `coordinator`: the Deployment and the Service of each.
+- `member_pods`: member pods of prefill and decode, and their headless Service.
+- `gateway_objects`, `coordinator_objects`: the Deployment and the Service of each.
 - `ingress`, `http_route`: access to the gateway from outside the cluster.
-- `config`: ConfigMaps with the configuration of engines and gateway.
+- `config_maps`: ConfigMaps with the configuration of engines and gateway.
 - `engine_settings`: the options of `baton-engine` that fields of the spec set.
-- `service_key`: the Secret with the key that all processes of a service share.
+- `service_key_secret`: the Secret with the key that all processes of a service share.
 - `network_policy`, `disruption_budget`: the objects of those kinds.
 - `accounts`: ServiceAccounts, and the gateway's Role and RoleBinding.
 - `pod_template`: the parts that member pods and gateway pods share, and the user's changes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders import gateway
+from baton_operator.builders import gateway_objects
 from baton_operator.builders.resolved_service import ResolvedService
 
 ROUTE_API = "gateway.networking.k8s.io/v1"
@@ -26,7 +26,7 @@ def http_route(resolved: ResolvedService) -> Object | None:
         parents.append(
             reference | {field: value for field, value in optional.items() if value is not None}
         )
-    port = gateway.PORTS[gateway.scheme_in_use(resolved)]
+    port = gateway_objects.PORTS[gateway_objects.scheme_in_use(resolved)]
     backend = {
         "group": "",
         "kind": "Service",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders import gateway
+from baton_operator.builders import gateway_objects
 from baton_operator.builders.resolved_service import ResolvedService
 
 
@@ -26,7 +26,7 @@ def ingress(resolved: ResolvedService) -> Object | None:
     backend = {
         "service": {
             "name": names.gateway_name(resolved.name),
-            "port": {"name": gateway.scheme_in_use(resolved)},
+            "port": {"name": gateway_objects.scheme_in_use(resolved)},
         }
     }
     rule = {

@@ -12,9 +12,9 @@ import msgspec
 
 from baton_kube.client import Object
 from baton_operator import names
-from baton_operator.builders import service_key
-from baton_operator.builders.gateway import PORTS
-from baton_operator.builders.member import CONTAINER
+from baton_operator.builders import service_key_secret
+from baton_operator.builders.gateway_objects import PORTS
+from baton_operator.builders.member_pods import CONTAINER
 from baton_operator.builders.resolved_service import Scheme, controlled_by
 from baton_operator.kube.kinds import Kube
 from baton_operator.observe.freshness import Freshness
@@ -204,7 +204,7 @@ def _service_key(secret: Object | None, uid: str) -> ServiceKey | None:
     if secret is None or not controlled_by(secret, uid):
         return None
     try:
-        return service_key.read(secret)
+        return service_key_secret.read(secret)
     except ValueError:  # `apply.ensure_service_key` reports it
         return None
 

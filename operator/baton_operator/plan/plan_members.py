@@ -10,7 +10,7 @@ from datetime import datetime
 
 from baton_operator import names
 from baton_operator.api.spec_groups import surge_and_unavailable
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.plan.plan_expert_group import ExpertGroup, plan_expert_group
 from baton_operator.plan.plan_group import DesiredGroup, GroupPlan, Member, Update, plan_group

@@ -4,5 +4,5 @@
 - `leader`: acquires and renews the Lease.
 - `kopf_thread`, `kopf_settings`: runs kopf in a thread, with everything but its watches turned off.
 - `runtime`: the parts of the process, except kopf.
-- `metrics`: the metrics, and the HTTP server of `/metrics` and `/health`.
+- `operator_metrics`: the metrics, and the HTTP server of `/metrics` and `/health`.
 """

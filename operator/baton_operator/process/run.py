@@ -13,7 +13,7 @@ from baton_operator.builders.restrictions import Restrictions
 from baton_operator.kube.kinds import Kube
 from baton_operator.process.kopf_thread import run_first_of, watch
 from baton_operator.process.leader import Election, Elector
-from baton_operator.process.metrics import serve
+from baton_operator.process.operator_metrics import serve
 from baton_operator.process.runtime import Runtime, open_runtime
 
 

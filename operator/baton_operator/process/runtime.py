@@ -23,7 +23,7 @@ from baton_operator.builders.restrictions import Restrictions
 from baton_operator.kube.kinds import PLURALS, Kube, resource_of
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
-from baton_operator.process.metrics import Metrics
+from baton_operator.process.operator_metrics import Metrics
 from baton_operator.reconcile.controller import TIMEOUT_S, Controller, Outcome, Reconcile
 from baton_operator.reconcile.reconciler import Reconciler
 from baton_operator.status.status_probes import StatusProbes

@@ -11,8 +11,8 @@ from typing import Any
 
 from baton_kube.client import KubeError, Object
 from baton_operator import names
-from baton_operator.builders import service_key
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders import service_key_secret
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService, controlled_by
 from baton_operator.kube.events import Events
 from baton_operator.kube.kinds import Kube
@@ -95,11 +95,13 @@ async def ensure_service_key(
     """
     name = names.service_key_name(resolved.name)
     if present is None:
-        present = await kube.create(service_key.secret(resolved, service_key.generate()))
+        present = await kube.create(
+            service_key_secret.secret(resolved, service_key_secret.generate())
+        )
     if not controlled_by(present, resolved.uid):
         raise NameConflict("Secret", name)
     try:
-        return service_key.read(present)
+        return service_key_secret.read(present)
     except ValueError as error:
         raise ServiceKeyUnusable(name, error) from error
 

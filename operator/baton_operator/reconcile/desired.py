@@ -10,11 +10,17 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.rules import valid_spec
-from baton_operator.builders import accounts, config, coordinator, gateway, network_policy
+from baton_operator.builders import (
+    accounts,
+    config_maps,
+    coordinator_objects,
+    gateway_objects,
+    network_policy,
+)
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
-from baton_operator.builders.member import MemberTemplate, headless_service
+from baton_operator.builders.member_pods import MemberTemplate, headless_service
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
 from baton_operator.observe.observation import Observation, gateway_schemes
@@ -95,11 +101,11 @@ def compute_desired(
     configured = [role for role in roles if role != "prefill" or resolved.has_prefill]
     has_policies = resolved.spec.security.network_policy
     has_coordinator = resolved.is_expert_parallel or keep_coordinator
-    gateway_deployment = gateway.deployment(resolved)
+    gateway_deployment = gateway_objects.deployment(resolved)
     # Each part is an object, or (kind, name) of an object that must not exist. NetworkPolicies come
     # before the pods that they protect.
     parts: list[Object | tuple[str, str]] = [
-        config.config_map(resolved, role) for role in configured
+        config_maps.config_map(resolved, role) for role in configured
     ]
     for policy, is_wanted in (
         (network_policy.members_policy(resolved, operator_namespace), has_policies),
@@ -111,7 +117,7 @@ def compute_desired(
         parts.append(policy if is_wanted else (policy["kind"], policy["metadata"]["name"]))
     parts.append(accounts.engine_account(resolved))
     if resolved.is_expert_parallel:
-        parts += [coordinator.service(resolved), coordinator.deployment(resolved)]
+        parts += [coordinator_objects.service(resolved), coordinator_objects.deployment(resolved)]
     elif not keep_coordinator:
         parts += [
             (kind, names.coordinator_name(resolved.name)) for kind in ("Deployment", "Service")
@@ -121,7 +127,7 @@ def compute_desired(
         accounts.gateway_role(resolved),
         accounts.gateway_role_binding(resolved),
         headless_service(resolved),
-        gateway.service(resolved),
+        gateway_objects.service(resolved),
         gateway_deployment,
         ingress(resolved) or ("Ingress", names.gateway_name(resolved.name)),
     ]
@@ -137,5 +143,5 @@ def compute_desired(
         members={
             role: MemberTemplate(resolved, role) for role in names.MEMBER_ROLES if role in roles
         },
-        gateway_revision=gateway.revision_of(gateway_deployment),
+        gateway_revision=gateway_objects.revision_of(gateway_deployment),
     )

@@ -16,7 +16,7 @@ import msgspec
 from baton_kube.client import KubeError, Object
 from baton_operator import logs, names
 from baton_operator.autoscale.autoscaler import Autoscaler
-from baton_operator.builders import service_key
+from baton_operator.builders import service_key_secret
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
 from baton_operator.kube.events import Events
@@ -276,7 +276,7 @@ class Reconciler:
         resolved = self._autoscaler.apply_sizes(resolved, observed.service)
         state.resolved = resolved
         key = await ensure_service_key(self._kube, resolved, observed.key_secret)
-        resolved = msgspec.structs.replace(resolved, key_name=service_key.name_of(key))
+        resolved = msgspec.structs.replace(resolved, key_name=service_key_secret.name_of(key))
         if resolved.spec.gateway.http_route is not None:
             await self._kube.serves_http_routes()
         try:

@@ -15,7 +15,7 @@ from baton_operator.api.llmservice import (
     PrefillStatus,
     Status,
 )
-from baton_operator.builders.gateway import scheme_in_use
+from baton_operator.builders.gateway_objects import scheme_in_use
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import conditions
 from baton_operator.problems import Problem

@@ -10,7 +10,7 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import Observation, Reference, condition, is_ready
 from baton_operator.plan.refused_pods import POD_REFUSED, Refusal, refusal_reason

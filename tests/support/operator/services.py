@@ -9,7 +9,7 @@ import msgspec
 
 from baton_kube.client import Object
 from baton_operator.api.llmservice import decode_spec
-from baton_operator.builders import config
+from baton_operator.builders import config_maps
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
 from baton_operator.names import GROUP, ConfiguredRole
@@ -84,5 +84,5 @@ def pod(
 
 def decoded_config(role: ConfiguredRole, type_: type[Any], **spec: Any) -> Any:
     """Return the configuration of a role as the component decodes it."""
-    config_map = config.config_map(resolved(**spec), role)
+    config_map = config_maps.config_map(resolved(**spec), role)
     return msgspec.json.decode(config_map["data"][f"{role}.json"], type=type_)

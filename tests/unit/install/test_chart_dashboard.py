@@ -16,7 +16,7 @@ from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.metrics.topology_stats import TopologyStats, commit_pauses
 from baton_gateway.metrics import GatewayMetrics
 from baton_kv_transfer.connector import ConnectorStats
-from baton_operator.process.metrics import Metrics
+from baton_operator.process.operator_metrics import Metrics
 from baton_protocol.topology import RankPhase, TopologyStatus
 from support.install.rendered_chart import CHART, one, render
 

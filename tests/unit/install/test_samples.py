@@ -11,8 +11,8 @@ import yaml
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api import llmservice
-from baton_operator.builders import config, coordinator, gateway
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders import config_maps, coordinator_objects, gateway_objects
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
 from baton_operator.reconcile.desired import compute_desired
@@ -70,12 +70,12 @@ def test_the_operator_builds_all_objects_of_a_sample(name: str) -> None:
     roles: list[names.MemberRole] = ["decode", "prefill"] if service.has_prefill else ["decode"]
     for role in roles:
         assert member(name, role)["spec"]["containers"][0]["image"] == service.spec.image
-        assert config.engine_config(service, role).model.path
+        assert config_maps.engine_config(service, role).model.path
         size = service.tensor_parallel_size(role)
         assert gpus(member(name, role)) == (size if service.spec.engine.device == "cuda" else 0)
-    assert gateway.deployment(service)["spec"]["replicas"] == service.spec.gateway.replicas
+    assert gateway_objects.deployment(service)["spec"]["replicas"] == service.spec.gateway.replicas
     if service.is_expert_parallel:
-        assert coordinator.deployment(service)["spec"]["replicas"] == 1
+        assert coordinator_objects.deployment(service)["spec"]["replicas"] == 1
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -129,7 +129,7 @@ def test_the_sample_many_nodes_is_one_group_spread_over_hosts() -> None:
     (spread,) = pod["spec"]["topologySpreadConstraints"]
     assert spread["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     # An engine of a group on GPUs refuses to start without num_blocks.
-    assert config.engine_config(service, "decode").cache.num_blocks is not None
+    assert config_maps.engine_config(service, "decode").cache.num_blocks is not None
 
 
 def test_the_sample_cpu_requests_a_cpu_per_thread() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import Template
-from baton_operator.builders import config, model, service_key
+from baton_operator.builders import config_maps, model, service_key_secret
 from baton_operator.builders.pod_template import free_form_fields, overlay, restricted_profile
 from baton_operator.builders.resolved_service import ResolvedService
 
@@ -51,7 +51,7 @@ def pod_template(
         path = f"{role}.template"
         restricted_profile.check(own, merged, path, restrictions, _named_secrets(resolved))
         annotations = merged["metadata"].get("annotations", {}).keys()
-        added = annotations - service_key.pod_annotations(resolved).keys()
+        added = annotations - service_key_secret.pod_annotations(resolved).keys()
         restrictions.check_annotations(sorted(added), f"{path}.metadata.annotations")
         labels = merged["metadata"]["labels"].keys() - own["metadata"]["labels"].keys()
         restrictions.check_labels(sorted(labels), f"{path}.metadata.labels")
@@ -123,13 +123,13 @@ def _own_template(
     The arguments are those of `pod_template`.
     """
     source = model.source(resolved.spec.model, role, resolved.namespace)
-    config_map = config.config_map(resolved, role)["metadata"]["name"]
+    config_map = config_maps.config_map(resolved, role)["metadata"]["name"]
     mounted = [
         (
             {"name": "config", "configMap": {"name": config_map}},
-            {"name": "config", "mountPath": config.MOUNT_PATH, "readOnly": True},
+            {"name": "config", "mountPath": config_maps.MOUNT_PATH, "readOnly": True},
         ),
-        (service_key.volume(resolved), service_key.mount()),
+        (service_key_secret.volume(resolved), service_key_secret.mount()),
         *extra,
         ({"name": "tmp", "emptyDir": {}}, {"name": "tmp", "mountPath": "/tmp"}),
         # Last, because an apply appends a mount with a new path. Otherwise a Deployment would not
@@ -184,7 +184,7 @@ def _merge_overlay(
         kept["annotations"] = free_form_fields.strings(
             metadata["annotations"], f"{path}.metadata.annotations"
         )
-    if key := service_key.pod_annotations(resolved):
+    if key := service_key_secret.pod_annotations(resolved):
         kept["annotations"] = kept.get("annotations", {}) | key
     name = own["spec"]["containers"][0]["name"]
     container = _container(spec, name, f"{path}.spec.containers")

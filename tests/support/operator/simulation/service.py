@@ -24,7 +24,7 @@ from baton_operator.kube.kinds import Kube
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.observation import member
-from baton_operator.process.metrics import Metrics
+from baton_operator.process.operator_metrics import Metrics
 from baton_operator.process.runtime import Runtime
 from baton_operator.reconcile.controller import Outcome
 from baton_operator.reconcile.reconciler import Reconciler

@@ -20,7 +20,7 @@ from baton_operator.autoscale.settings import (
     scrape_period_s,
     settings_of,
 )
-from baton_operator.builders.config import gateway_config
+from baton_operator.builders.config_maps import gateway_config
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
 from baton_operator.names import ANNOTATION_DRAINING, Key

@@ -12,9 +12,9 @@ import pytest
 from baton_kube.client import Object
 from baton_operator.api.llmservice import KVTransfer
 from baton_operator.api.spec_engine import Engine, Storage, merged
-from baton_operator.builders import config
+from baton_operator.builders import config_maps
 from baton_operator.builders.engine_settings import COMPUTED
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.names import MEMBER_ROLES, MemberRole
 from baton_protocol.options.config import EngineConfig, KVRole
 from baton_protocol.options.engine_options import OPTIONS
@@ -127,7 +127,7 @@ def changes(role: MemberRole, spec: Object) -> dict[str, Any]:
 def error(role: MemberRole = "decode", **spec: Any) -> str:
     """Return the message with which the spec is refused. Empty: it is accepted."""
     try:
-        config.engine_config(resolved(**spec), role)
+        config_maps.engine_config(resolved(**spec), role)
     except ValueError as refused:
         return str(refused)
     return ""
@@ -332,7 +332,7 @@ def test_an_extra_argument_without_a_flag_is_refused() -> None:
 
 def test_extra_arguments_of_prefill_do_not_affect_decode() -> None:
     spec = {"prefill": {"engine": {"extraArgs": ["--bogus"]}}}
-    assert config.engine_config(resolved(**spec), "decode").cache.watermark == 0.01
+    assert config_maps.engine_config(resolved(**spec), "decode").cache.watermark == 0.01
     assert error("prefill", **spec).startswith("prefill.engine.extraArgs[0]: ")
 
 
@@ -361,4 +361,4 @@ def test_a_value_out_of_the_engines_bounds_is_refused_with_the_field() -> None:
         (msgspec.structs.replace(made.spec, decode=decode), "decode.engine.maxNumSeqs"),
     ):
         with pytest.raises(ValueError, match=rf"^{field} must be at least 1, got 0$"):
-            config.engine_config(msgspec.structs.replace(made, spec=spec), "decode")
+            config_maps.engine_config(msgspec.structs.replace(made, spec=spec), "decode")

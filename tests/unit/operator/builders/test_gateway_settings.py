@@ -12,7 +12,7 @@ import pytest
 from baton_gateway.cli import OPTIONS
 from baton_kube.client import Object
 from baton_operator.api.spec_access import Gateway
-from baton_operator.builders.config import API_KEYS_PATH, GATEWAY, TLS_PATH
+from baton_operator.builders.config_maps import API_KEYS_PATH, GATEWAY, TLS_PATH
 from baton_operator.reconcile.desired import compute_desired
 from baton_protocol.options.config import GatewayConfig
 from support.operator.services import decoded_config, resolved

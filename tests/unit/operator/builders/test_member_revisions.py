@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_kube.client import Object
-from baton_operator.builders import gateway
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders import gateway_objects
+from baton_operator.builders.member_pods import MemberTemplate
 from support.operator.services import resolved
 
 BASE: Object = {
@@ -27,7 +27,7 @@ def revisions(spec: Object) -> dict[str, str]:
     return {
         "prefill": MemberTemplate(made, "prefill").revision,
         "decode": MemberTemplate(made, "decode").revision,
-        "gateway": gateway.revision_of(gateway.deployment(made)),
+        "gateway": gateway_objects.revision_of(gateway_objects.deployment(made)),
     }
 
 

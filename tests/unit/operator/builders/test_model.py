@@ -9,8 +9,8 @@ import pytest
 
 from baton_kube.client import Object
 from baton_operator.api.spec_model import MODEL_URI, Model, ModelCache
-from baton_operator.builders import config, gateway, model
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders import config_maps, gateway_objects, model
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_protocol.options.config import EngineConfig, GatewayConfig
 from pocketkube.containers.environment import command_line
 from support.operator.services import resolved
@@ -99,7 +99,7 @@ def test_a_model_of_a_hub_is_fetched_into_the_engines_model_folder() -> None:
     flags = dict(zip(container["command"][2::2], container["command"][3::2], strict=True))
     assert container["command"][:2] == ["baton-model", "fetch"]
     assert flags["--uri"] == HUB["uri"]
-    read: EngineConfig = config.engine_config(resolved(model=HUB), "decode")
+    read: EngineConfig = config_maps.engine_config(resolved(model=HUB), "decode")
     assert flags["--to"] == read.model.path
     assert flags["--http-port"] == "8000"
     assert "--only" not in flags
@@ -115,14 +115,14 @@ def test_a_model_of_a_hub_is_fetched_into_the_engines_model_folder() -> None:
 
 def test_a_gateway_fetches_no_weights_and_has_its_own_folder() -> None:
     wanted = resolved(model=HUB)
-    spec = gateway.deployment(wanted)["spec"]["template"]["spec"]
+    spec = gateway_objects.deployment(wanted)["spec"]["template"]["spec"]
     command = fetcher_of(spec)["command"]
     assert command[command.index("--only") + 1] == "tokenizer"
-    read: GatewayConfig = config.gateway_config(wanted)
+    read: GatewayConfig = config_maps.gateway_config(wanted)
     assert (
         command[command.index("--to") + 1]
         == read.model.path
-        != config.engine_config(wanted, "decode").model.path
+        != config_maps.engine_config(wanted, "decode").model.path
     )
 
 
@@ -136,7 +136,7 @@ def test_models_and_revisions_have_different_folders() -> None:
 def test_a_uri_cannot_read_the_environment_of_the_fetcher() -> None:
     uri = "s3://bucket/$(AWS_SECRET_ACCESS_KEY)/$$(POD_IP)/$x"
     environment = {"AWS_SECRET_ACCESS_KEY": "secret", "POD_IP": "10.0.0.1"}
-    deployment = gateway.deployment(resolved(model={"uri": uri}))
+    deployment = gateway_objects.deployment(resolved(model={"uri": uri}))
     for spec in (member_spec(uri=uri), deployment["spec"]["template"]["spec"]):
         words = command_line(fetcher_of(spec), environment)
         assert words[words.index("--uri") + 1] == uri

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from baton_kube.client import Object
-from baton_operator.builders import coordinator, gateway
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders import coordinator_objects, gateway_objects
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.reconcile.desired import compute_desired
 from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT, GATEWAY_PORT, KV_PORT
@@ -46,8 +46,10 @@ def pods(name: str, namespace: str = "default") -> dict[str, Pod]:
         role: MemberTemplate(service, role).pod(0)["metadata"]["labels"]
         for role in ("prefill", "decode")
     }
-    labels["gateway"] = gateway.deployment(service)["spec"]["template"]["metadata"]["labels"]
-    labels["coordinator"] = coordinator.deployment(service)["spec"]["template"]["metadata"][
+    labels["gateway"] = gateway_objects.deployment(service)["spec"]["template"]["metadata"][
+        "labels"
+    ]
+    labels["coordinator"] = coordinator_objects.deployment(service)["spec"]["template"]["metadata"][
         "labels"
     ]
     return {role: Pod(namespace=namespace, labels=found) for role, found in labels.items()}

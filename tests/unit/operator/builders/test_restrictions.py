@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton_kube.client import Object
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.restrictions import Restrictions
 from baton_operator.reconcile.desired import compute_desired
 from support.operator.services import resolved

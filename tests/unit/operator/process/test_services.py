@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from baton_kube.client import KubeError, Object
-from baton_operator.builders import service_key
+from baton_operator.builders import service_key_secret
 from baton_operator.kube.kinds import Kube
 from baton_operator.names import GROUP
 from baton_operator.observe.observation import is_ready
@@ -196,7 +196,7 @@ async def test_a_member_drains_before_it_is_deleted(kube: Kube) -> None:
     await shrink.names("decode-0", "decode-1")
     secret = await kube.read("Secret", NAMESPACE, "shrink-key")
     assert secret
-    engine = DrainingEngine(unfinished=2, key=service_key.read(secret))
+    engine = DrainingEngine(unfinished=2, key=service_key_secret.read(secret))
     async with engine.serve("127.201.0.2"):
         await shrink.run("decode-0")
         await shrink.run("decode-1", ip="127.201.0.2")

@@ -12,7 +12,7 @@ import pytest
 from baton_kube.client import KubeError
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness
-from baton_operator.process.metrics import Metrics, serve
+from baton_operator.process.operator_metrics import Metrics, serve
 from baton_operator.reconcile import controller
 from baton_operator.reconcile.controller import Controller, Outcome
 from support.waiting import until

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from baton_kube.client import SERVICE_ACCOUNT, Object
 from baton_operator import names
-from baton_operator.builders import config
+from baton_operator.builders import config_maps
 from baton_operator.builders.pod_template import pod
 from baton_operator.builders.resolved_service import ResolvedService, Scheme
 from baton_protocol.options.config import GATEWAY_METRICS_PORT, GATEWAY_PORT
@@ -48,7 +48,7 @@ def deployment(resolved: ResolvedService) -> Object:
         "gateway",
         container={
             "name": CONTAINER,
-            "command": ["baton-gateway", "--config", f"{config.MOUNT_PATH}/gateway.json"],
+            "command": ["baton-gateway", "--config", f"{config_maps.MOUNT_PATH}/gateway.json"],
             "env": pod.identity_env(),
             "ports": [
                 {"name": scheme, "containerPort": GATEWAY_PORT, "protocol": "TCP"},
@@ -151,9 +151,9 @@ def _secret_mounts(resolved: ResolvedService) -> list[tuple[Object, Object]]:
     gateway = resolved.spec.gateway
     secrets = []
     if gateway.api_keys:
-        secrets.append(("api-keys", gateway.api_keys.secret_name, config.API_KEYS_PATH))
+        secrets.append(("api-keys", gateway.api_keys.secret_name, config_maps.API_KEYS_PATH))
     if gateway.tls:
-        secrets.append(("tls", gateway.tls.secret_name, config.TLS_PATH))
+        secrets.append(("tls", gateway.tls.secret_name, config_maps.TLS_PATH))
     return [
         (
             {"name": name, "secret": {"secretName": secret, "defaultMode": 0o444}},

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from baton_operator.builders import coordinator, gateway, service_key
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders import coordinator_objects, gateway_objects, service_key_secret
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.names import GROUP, MEMBER_ROLES
 from baton_protocol.options.config import EngineConfig, GatewayConfig
@@ -20,7 +20,10 @@ EXPERTS: dict[str, Any] = {"prefill": {}, "decode": {"parallelism": {"expert": T
 def pod_specs(service: ResolvedService) -> dict[str, dict[str, Any]]:
     """Return the pod templates of an expert-parallel service by role."""
     templates = {role: MemberTemplate(service, role).pod(0) for role in MEMBER_ROLES}
-    for role, build in (("gateway", gateway.deployment), ("coordinator", coordinator.deployment)):
+    for role, build in (
+        ("gateway", gateway_objects.deployment),
+        ("coordinator", coordinator_objects.deployment),
+    ):
         templates[role] = build(service)["spec"]["template"]
     return templates
 
@@ -37,9 +40,10 @@ def test_every_pod_of_a_service_mounts_the_service_key() -> None:
                 mount for mount in container["volumeMounts"] if mount["name"] == volume["name"]
             ]
             assert mount["readOnly"]
-            assert (mount["mountPath"], service_key.ENTRY) == ("/etc/baton/service-key", "key"), (
-                role
-            )
+            assert (mount["mountPath"], service_key_secret.ENTRY) == (
+                "/etc/baton/service-key",
+                "key",
+            ), role
     assert decoded_config("decode", EngineConfig).service_key_file == "/etc/baton/service-key/key"
     assert (
         decoded_config("prefill", EngineConfig, prefill={}).service_key_file
@@ -83,18 +87,18 @@ def test_a_template_cannot_change_the_key_annotation() -> None:
 
 
 def test_the_key_is_random_and_immutable_and_its_name_does_not_reveal_it() -> None:
-    first, second = service_key.generate(), service_key.generate()
+    first, second = service_key_secret.generate(), service_key_secret.generate()
     assert (len(first), len(bytes.fromhex(first.decode()))) == (64, 32)
     assert first != second
-    secret = service_key.secret(resolved(), first)
+    secret = service_key_secret.secret(resolved(), first)
     assert (secret["metadata"]["name"], secret["immutable"]) == ("demo-key", True)
-    key = service_key.read(secret)
+    key = service_key_secret.read(secret)
     assert key.bearer == ServiceKey(first).bearer
-    assert service_key.name_of(key) != service_key.name_of(ServiceKey(second))
-    assert service_key.name_of(key) not in first.decode()
+    assert service_key_secret.name_of(key) != service_key_secret.name_of(ServiceKey(second))
+    assert service_key_secret.name_of(key) not in first.decode()
 
 
 @pytest.mark.parametrize("data", [None, {}, {"other": "eA=="}, {"key": "???"}, {"key": "eA=="}])
 def test_a_secret_without_a_valid_key_is_refused(data: dict[str, str] | None) -> None:
     with pytest.raises(ValueError, match=r"entry 'key'|at least"):
-        service_key.read({"data": data})
+        service_key_secret.read({"data": data})

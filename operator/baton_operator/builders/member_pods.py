@@ -7,7 +7,7 @@ import copy
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.spec_engine import Engine
-from baton_operator.builders import config, engine_settings
+from baton_operator.builders import config_maps, engine_settings
 from baton_operator.builders.pod_template import pod
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT, KV_PORT
@@ -117,7 +117,7 @@ def _container(resolved: ResolvedService, role: names.MemberRole) -> Object:
     threads = resolved.engine(role).num_threads
     return {
         "name": CONTAINER,
-        "command": ["baton-engine", "--config", f"{config.MOUNT_PATH}/{role}.json"],
+        "command": ["baton-engine", "--config", f"{config_maps.MOUNT_PATH}/{role}.json"],
         "env": pod.identity_env(**CACHES, **({"OMP_NUM_THREADS": str(threads)} if threads else {})),
         "ports": [
             {"name": "engine", "containerPort": ENGINE_PORT, "protocol": "TCP"},

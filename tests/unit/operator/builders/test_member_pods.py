@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton_operator.builders import config, gateway
-from baton_operator.builders.member import MemberTemplate, headless_service
+from baton_operator.builders import config_maps, gateway_objects
+from baton_operator.builders.member_pods import MemberTemplate, headless_service
 from baton_operator.names import GROUP
 from support.operator.services import resolved
 
@@ -36,16 +36,16 @@ def test_a_member_pod() -> None:
         volume["configMap"]["name"] for volume in pod["spec"]["volumes"] if "configMap" in volume
     ]
     assert mounted == [
-        config.config_map(resolved(engine={"numThreads": 2}), "decode")["metadata"]["name"]
+        config_maps.config_map(resolved(engine={"numThreads": 2}), "decode")["metadata"]["name"]
     ]
 
 
 def test_services_select_their_own_pods() -> None:
     member = MemberTemplate(resolved(), "decode").pod(0)["metadata"]["labels"]
-    front = gateway.deployment(resolved())["spec"]["template"]["metadata"]["labels"]
+    front = gateway_objects.deployment(resolved())["spec"]["template"]["metadata"]["labels"]
     headless, plain = (
         headless_service(resolved())["spec"]["selector"],
-        gateway.service(resolved())["spec"]["selector"],
+        gateway_objects.service(resolved())["spec"]["selector"],
     )
     assert headless.items() <= member.items()
     assert not headless.items() <= front.items()

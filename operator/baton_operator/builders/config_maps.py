@@ -14,7 +14,7 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS, DecodeAutoscaling
-from baton_operator.builders import engine_settings, model, service_key
+from baton_operator.builders import engine_settings, model, service_key_secret
 from baton_operator.builders.engine_settings import Setting
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.options.config import (
@@ -54,7 +54,7 @@ ENGINE_CONSTANTS = {
     "parallel.rank_name": "",  # empty: the engine reads $POD_NAME
     "engine_port": ENGINE_PORT,
     "http_port": ENGINE_HTTP_PORT,
-    "service_key_file": service_key.FILE,
+    "service_key_file": service_key_secret.FILE,
 }
 #: Fields of the spec that set options of `baton-gateway`.
 GATEWAY = (
@@ -145,7 +145,7 @@ def gateway_config(resolved: ResolvedService) -> GatewayConfig:
         model=_model_config(resolved, "gateway"),
         discovery=DiscoveryConfig(namespace=resolved.namespace, service=resolved.name),
         access=AccessConfig(**values.pop("access", {})),
-        service_key_file=service_key.FILE,
+        service_key_file=service_key_secret.FILE,
         **values,
     )
 

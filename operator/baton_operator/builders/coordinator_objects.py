@@ -9,7 +9,7 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import quantity_bytes
 from baton_operator.api.spec_groups import Rebalance
-from baton_operator.builders import service_key
+from baton_operator.builders import service_key_secret
 from baton_operator.builders.engine_settings import Setting
 from baton_operator.builders.pod_template import pod
 from baton_operator.builders.resolved_service import ResolvedService
@@ -36,7 +36,7 @@ def deployment(resolved: ResolvedService) -> Object:
         "command": [
             "baton-coordinator",
             "--service-key-file",
-            service_key.FILE,
+            service_key_secret.FILE,
             *_rebalance_flags(resolved.spec.decode.parallelism.rebalance),
         ],
         "env": pod.identity_env(),
@@ -50,7 +50,7 @@ def deployment(resolved: ResolvedService) -> Object:
         "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": pod.container_security(),
-        "volumeMounts": [service_key.mount(), {"name": "tmp", "mountPath": "/tmp"}],
+        "volumeMounts": [service_key_secret.mount(), {"name": "tmp", "mountPath": "/tmp"}],
     }
     return {
         "apiVersion": "apps/v1",
@@ -63,7 +63,7 @@ def deployment(resolved: ResolvedService) -> Object:
             "template": {
                 "metadata": {
                     "labels": names.labels(resolved.name, "coordinator"),
-                    "annotations": service_key.pod_annotations(resolved),
+                    "annotations": service_key_secret.pod_annotations(resolved),
                 },
                 "spec": {
                     "serviceAccountName": names.engine_account_name(resolved.name),
@@ -71,7 +71,10 @@ def deployment(resolved: ResolvedService) -> Object:
                     "enableServiceLinks": False,
                     "securityContext": pod.pod_security(),
                     "containers": [container],
-                    "volumes": [service_key.volume(resolved), {"name": "tmp", "emptyDir": {}}],
+                    "volumes": [
+                        service_key_secret.volume(resolved),
+                        {"name": "tmp", "emptyDir": {}},
+                    ],
                 },
             },
         },

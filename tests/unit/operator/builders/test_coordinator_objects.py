@@ -11,8 +11,8 @@ import pytest
 from baton_engine.elastic.coordinator import coordinator_cli
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_operator.api.spec_groups import Rebalance
-from baton_operator.builders import coordinator
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders import coordinator_objects
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.names import GROUP
 from baton_operator.reconcile.desired import compute_desired
 from baton_protocol.options.config import EngineConfig
@@ -101,7 +101,7 @@ def test_changes_of_the_expert_group_and_changes_of_only_the_revision() -> None:
 def test_each_field_of_rebalance_reaches_the_coordinator() -> None:
     def configured(**rebalance: Any) -> dict[str, Any]:
         parallelism = {"expert": True, "rebalance": rebalance}
-        deployment = coordinator.deployment(resolved(decode={"parallelism": parallelism}))
+        deployment = coordinator_objects.deployment(resolved(decode={"parallelism": parallelism}))
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         return vars(coordinator_cli._parser().parse_args(container["command"][1:]))
 
@@ -112,7 +112,7 @@ def test_each_field_of_rebalance_reaches_the_coordinator() -> None:
         "maxMoveMemory": ("3Mi", {"rebalance_max_move_bytes": 3.0 * 2**20}),
     }
     before = configured()
-    assert [before[setting.option] for setting in coordinator.REBALANCE] == [
+    assert [before[setting.option] for setting in coordinator_objects.REBALANCE] == [
         1.2,
         300.0,
         2.0 * 2**30,
@@ -122,11 +122,11 @@ def test_each_field_of_rebalance_reaches_the_coordinator() -> None:
         after = configured(**{field.encode_name: value})
         assert {name: after[name] for name in after if after[name] != before[name]} == options
     declared = {field.name for field in dataclasses.fields(ControllerConfig)}
-    assert {setting.option for setting in coordinator.REBALANCE} <= declared
+    assert {setting.option for setting in coordinator_objects.REBALANCE} <= declared
 
 
 def test_the_coordinator_is_one_restricted_pod_without_an_api_token() -> None:
-    deployment = coordinator.deployment(resolved(coordinator="10.0.0.1", **RANKS))
+    deployment = coordinator_objects.deployment(resolved(coordinator="10.0.0.1", **RANKS))
     spec = deployment["spec"]
     assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
     assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
@@ -148,7 +148,7 @@ def test_the_coordinator_is_one_restricted_pod_without_an_api_token() -> None:
     security = container["securityContext"]
     assert security["readOnlyRootFilesystem"]
     assert not security["allowPrivilegeEscalation"]
-    service = coordinator.service(resolved(**RANKS))["spec"]
+    service = coordinator_objects.service(resolved(**RANKS))["spec"]
     assert service["selector"].items() <= spec["template"]["metadata"]["labels"].items()
     assert [(port["port"], port["targetPort"]) for port in service["ports"]] == [
         (5560, "ranks"),

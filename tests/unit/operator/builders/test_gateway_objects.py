@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from baton_kube.client import Object
-from baton_operator.builders import gateway
+from baton_operator.builders import gateway_objects
 from baton_operator.builders.http_route import http_route
 from baton_operator.builders.ingress import ingress
-from baton_operator.builders.member import MemberTemplate
+from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.observe.observation import gateway_schemes
 from baton_protocol.options.config import GatewayConfig
 from pocketkube.apiserver.objects import server_side_apply
@@ -34,7 +34,7 @@ def mounted(pod: Object) -> dict[str, str]:
 
 
 def pod_template(**spec: Any) -> Object:
-    template: Object = gateway.deployment(resolved(gateway=spec))["spec"]["template"]
+    template: Object = gateway_objects.deployment(resolved(gateway=spec))["spec"]["template"]
     return template
 
 
@@ -74,11 +74,13 @@ def test_the_service_shows_gateways_that_no_request_starts_an_engine(
     service = resolved(decode=decode)
     if "autoscaling" in decode:
         service = msgspec.structs.replace(service, sizes={"decode": 0})
-    assert gateway.service(service)["metadata"].get("annotations") == annotations
+    assert gateway_objects.service(service)["metadata"].get("annotations") == annotations
 
 
 def test_a_scale_to_zero_by_hand_replaces_no_gateway() -> None:
-    asleep, awake = (gateway.deployment(resolved(decode={"replicas": size})) for size in (0, 1))
+    asleep, awake = (
+        gateway_objects.deployment(resolved(decode={"replicas": size})) for size in (0, 1)
+    )
     assert asleep == awake
 
 
@@ -100,7 +102,7 @@ def test_tls_changes_the_port_of_clients_and_the_service() -> None:
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert container[probe]["httpGet"]["scheme"] == "HTTP"
             assert container[probe]["httpGet"]["port"] == "metrics"
-        (found,) = gateway.service(resolved(gateway=spec))["spec"]["ports"]
+        (found,) = gateway_objects.service(resolved(gateway=spec))["spec"]["ports"]
         assert (found["name"], found["port"], found["targetPort"]) == (
             scheme,
             port,
@@ -139,15 +141,15 @@ def test_during_the_switch_to_tls_each_port_selects_matching_pods(
         "httpRoute": {"parentRefs": [{"name": "g"}]},
     }
     service = msgspec.structs.replace(resolved(gateway=access_settings), gateway_schemes=schemes)
-    assert [port["name"] for port in gateway.service(service)["spec"]["ports"]] == ports
+    assert [port["name"] for port in gateway_objects.service(service)["spec"]["ports"]] == ports
     built, route = ingress(service), http_route(service)
     (path,) = built["spec"]["rules"][0]["http"]["paths"]
     assert path["backend"]["service"]["port"] == {"name": in_use}
     assert (
         route["spec"]["rules"][0]["backendRefs"][0]["port"]
-        == gateway.PORTS[gateway.scheme_in_use(service)]
+        == gateway_objects.PORTS[gateway_objects.scheme_in_use(service)]
     )
-    assert gateway.scheme_in_use(service) == in_use
+    assert gateway_objects.scheme_in_use(service) == in_use
 
 
 def test_an_edit_of_the_models_uri_that_is_undone_gives_the_first_template_again() -> None:
@@ -155,7 +157,7 @@ def test_an_edit_of_the_models_uri_that_is_undone_gives_the_first_template_again
     types, manager = BuiltinFieldTypes("Deployment"), Manager("baton-operator", "Apply", "apps/v1")
 
     def apply(live: Object | None, uri: str) -> Object:
-        wanted = gateway.deployment(resolved(model={"uri": uri}))
+        wanted = gateway_objects.deployment(resolved(model={"uri": uri}))
         empty = {"metadata": {"name": wanted["metadata"]["name"]}}
         merged, owned = server_side_apply.apply(live or empty, wanted, manager, types, True)
         server_side_apply.track(live, merged, manager, owned, types, "2026-01-01T00:00:00Z")
