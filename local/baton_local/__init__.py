@@ -8,11 +8,11 @@
 - `service_status`: the state of a service, read from the API server and the service's pods.
 - `kv_bytes`: the KV bytes that each engine moved.
 - `display`: the tables of `baton status` and `baton up`.
-- `agent`: the tool loop of `baton up --agent`.
+- `tool_agent`: the tool loop of `baton up --agent`.
 - `ask`: one request to an OpenAI endpoint, with its timing.
 - `cluster_api`: a client of a local cluster's API server.
 - `demo_model`: the model of `baton up`. `demo_checkpoint` has the files of the demo model.
 - `manifest_file`: the YAML files that users write.
 - `detach`: `baton up` in the background.
-- `state`: the state folder and its lock.
+- `state_dir`: the state folder and its lock.
 """

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import msgspec
 
 from baton_local.detach import run_detached
-from baton_local.state import ClusterInfo, StateDir, StateDirError
+from baton_local.state_dir import ClusterInfo, StateDir, StateDirError
 from baton_protocol.options import arguments
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _simulated_s(text: str) -> float:
 
 def _run_plan(args: argparse.Namespace) -> int:
     from baton_local.plan import run_plan
-    from baton_local.preview.cluster import Conditions
+    from baton_local.preview.simulated_cluster import Conditions
 
     conditions = Conditions(
         ready_after_s=args.ready_after,

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from baton_kube.client import Object
-from baton_local.state import StateDir
+from baton_local.state_dir import StateDir
 
 #: URI of the demo model, which `baton up` provides unless --model names another one.
 DEMO_MODEL_URI = "file:///models/demo"

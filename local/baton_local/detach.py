@@ -11,7 +11,7 @@ import time
 from rich.console import Console
 from rich.markup import escape
 
-from baton_local.state import ClusterInfo, StateDir
+from baton_local.state_dir import ClusterInfo, StateDir
 
 #: Time for `baton up` to stop its cluster after a failure, before SIGKILL.
 STOP_TIMEOUT_S = 60.0

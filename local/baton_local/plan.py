@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from baton_local.manifest_file import load_service
-from baton_local.preview.cluster import Conditions
 from baton_local.preview.rollout import preview
+from baton_local.preview.simulated_cluster import Conditions
 from baton_local.preview.steps import GroupChange, Preview, Step
 from baton_local.preview.target import Target, target_of
 from baton_operator import names

@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from baton_kube.client import KubeError, Object
-from baton_local.agent import MAX_TURNS, ready_pods_tool, run_agent
 from baton_local.ask import AskError, ask, gateways_see_all_engines
 from baton_local.cluster_api import ClusterApi, UnknownKindError
 from baton_local.demo_model import DEMO_CHECKPOINT, ModelError, provide_model
@@ -37,7 +36,8 @@ from baton_local.display import Progress, service_tables
 from baton_local.kv_bytes import ask_kv_bytes, format_kv_bytes, kv_bytes_received
 from baton_local.manifest_file import as_kubectl_applies, load_documents, load_service
 from baton_local.service_status import PodStatus, ServiceStatus
-from baton_local.state import ClusterInfo, StateDir, StateDirError
+from baton_local.state_dir import ClusterInfo, StateDir, StateDirError
+from baton_local.tool_agent import MAX_TURNS, ready_pods_tool, run_agent
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from pocketkube.children import ComponentError

@@ -2,7 +2,7 @@
 
 - `rollout`: runs the operator's own planner.
 - `target`: the desired state of a service, and the changes between two desired states.
-- `cluster`: the simulated pods.
-- `coordinator`: the simulated coordinator.
+- `simulated_cluster`: the simulated pods.
+- `simulated_coordinator`: the simulated coordinator.
 - `steps`: the structs of the result.
 """

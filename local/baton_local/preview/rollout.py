@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from baton_local.preview.cluster import Cluster, Conditions, Pod
-from baton_local.preview.coordinator import NEVER
+from baton_local.preview.simulated_cluster import Cluster, Conditions, Pod
+from baton_local.preview.simulated_coordinator import NEVER
 from baton_local.preview.steps import Action, ActionName, MemberRow, Preview, Step
 from baton_local.preview.target import (
     COORDINATOR,

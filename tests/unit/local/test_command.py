@@ -16,7 +16,7 @@ from baton_kube.client import KubeError
 from baton_local.cli import main
 from baton_local.cluster_api import ClusterApi
 from baton_local.service_status import PodStatus, ServiceStatus
-from baton_local.state import ClusterInfo, StateDir
+from baton_local.state_dir import ClusterInfo, StateDir
 
 SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"
 

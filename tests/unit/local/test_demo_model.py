@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton_local.demo_model import DEMO_CHECKPOINT, ModelError, provide_model
-from baton_local.state import StateDir
+from baton_local.state_dir import StateDir
 
 
 def model_folder(folder: Path) -> Path:

@@ -15,14 +15,14 @@ from rich.console import Console
 
 from baton_local import detach
 from baton_local.detach import run_detached
-from baton_local.state import StateDir
+from baton_local.state_dir import StateDir
 from support.waiting import eventually
 
 #: A supervisor that records its cluster if asked to, and then neither answers nor ends by SIGTERM.
 SILENT = """
 import os, signal, sys, time
 from pathlib import Path
-from baton_local.state import ClusterInfo, StateDir
+from baton_local.state_dir import ClusterInfo, StateDir
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 state = StateDir(Path(sys.argv[1])); state.acquire()
 if sys.argv[2] == "applied":

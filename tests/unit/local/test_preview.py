@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from baton_kube.client import Object
-from baton_local.preview.cluster import Conditions
 from baton_local.preview.rollout import preview
+from baton_local.preview.simulated_cluster import Conditions
 from baton_local.preview.steps import Preview, Step
 from baton_local.preview.target import target_of
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from baton_kube.client import KubeError
 from baton_local.service_status import Condition, PodStatus, ServiceStatus
-from baton_local.state import StateDir
+from baton_local.state_dir import StateDir
 from baton_local.up import UpError, UpOptions, _printable, _Up, run_up
 
 SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_local.state import StateDir, StateDirError
+from baton_local.state_dir import StateDir, StateDirError
 from pocketkube.containers.process import Guard
 from pocketkube.control_plane.real import RealControlPlane
 from pocketkube.private_folder import create_private_folder

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from baton_local.state import ClusterInfo, ClusterRunningError, StateDir, StateDirError
+from baton_local.state_dir import ClusterInfo, ClusterRunningError, StateDir, StateDirError
 from support.waiting import eventually
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from baton_local.state import StateDir
+from baton_local.state_dir import StateDir
 state = StateDir(Path(sys.argv[1])); state.acquire(); print("held", flush=True); time.sleep(600)
 """
 

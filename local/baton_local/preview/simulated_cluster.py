@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from baton_local.preview.coordinator import NEVER, Coordinator
+from baton_local.preview.simulated_coordinator import NEVER, Coordinator
 from baton_local.preview.steps import State
 from baton_operator import names
 from baton_operator.plan.plan_group import Member
