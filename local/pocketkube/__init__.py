@@ -12,5 +12,5 @@
 - `websockets`: the handshake, the messages and the end of WebSockets.
 - `certificates`, `kubeconfig`: files with keys and credentials.
 - `private_folder`: folders that other users cannot write.
-- `events`, `conditions`, `timestamps`: Events, conditions and times of the Kubernetes API.
+- `event_recorder`, `conditions`, `timestamps`: Events, conditions and times of the Kubernetes API.
 """

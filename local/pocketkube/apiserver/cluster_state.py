@@ -6,7 +6,7 @@ import ipaddress
 
 from pocketkube.apiserver.objects.deletion import Deletion
 from pocketkube.apiserver.objects.garbage_collection import Collector
-from pocketkube.apiserver.objects.registry import Registry, WriteOptions
+from pocketkube.apiserver.objects.object_registry import Registry, WriteOptions
 from pocketkube.apiserver.objects.subresources import Scale
 from pocketkube.apiserver.objects.tokens import Tokens
 from pocketkube.apiserver.resources import RequestInfo

@@ -28,7 +28,7 @@ from pocketkube.containers.environment import (
 from pocketkube.containers.probes import Probe, check_handlers
 from pocketkube.containers.process import RUNTIME, Guard, Process, StartError
 from pocketkube.containers.volumes import MountError, PodVolumes, in_root
-from pocketkube.events import EventRecorder
+from pocketkube.event_recorder import EventRecorder
 from pocketkube.lifecycle import wait_up_to
 
 logger = logging.getLogger(__name__)

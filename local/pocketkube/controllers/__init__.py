@@ -1,6 +1,6 @@
 """The controllers of the embedded control plane.
 
-- `manager`: watches, work queue, and the binding of pods to the node.
+- `controller_manager`: watches, work queue, and the binding of pods to the node.
 - `deployment`: rolling updates, as a pure function.
 - `replicaset`: pods to create and to delete, as a pure function.
 """

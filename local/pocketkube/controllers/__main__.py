@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 
 from baton_kube.client import connect
-from pocketkube.controllers.manager import Controllers
+from pocketkube.controllers.controller_manager import Controllers
 from pocketkube.lifecycle import die_with_parent, run_until_terminated
 
 

@@ -17,7 +17,7 @@ from pocketkube.containers.backoff import BackoffPolicy
 from pocketkube.containers.environment import ConfigError, Lookup
 from pocketkube.containers.process import Guard
 from pocketkube.containers.runner import Services
-from pocketkube.events import EventRecorder
+from pocketkube.event_recorder import EventRecorder
 from pocketkube.kubeconfig import certificate_authority
 from pocketkube.kubelet.addresses import AddressPool
 from pocketkube.kubelet.kubelet_server import KubeletServer

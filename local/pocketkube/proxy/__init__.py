@@ -2,5 +2,5 @@
 
 - `service_proxy`: a TCP listener for each port of a Service.
 - `ingress_proxy`: one HTTP listener for all Ingresses.
-- `routes`: computes endpoints and routes from API objects, as pure functions.
+- `service_routes`: computes endpoints and routes from API objects, as pure functions.
 """

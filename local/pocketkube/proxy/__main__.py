@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton_kube.client import connect
 from baton_kube.reflector import Reflector
-from pocketkube.events import EventRecorder
+from pocketkube.event_recorder import EventRecorder
 from pocketkube.lifecycle import die_with_parent, run_until_terminated, until_stopped
 from pocketkube.loopback import LoopbackAddresses
 from pocketkube.ports import LOOPBACK, parse_port

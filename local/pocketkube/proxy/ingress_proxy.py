@@ -16,8 +16,8 @@ from yarl import URL
 from baton_kube.client import KubeClient, KubeError, Object
 from baton_kube.reflector import Reflector, key_of
 from pocketkube.lifecycle import wait_up_to
-from pocketkube.proxy.routes import Route, find_port, match_route, routes
 from pocketkube.proxy.service_proxy import CONNECT_TIMEOUT_S, RESYNC_S, ServiceProxy
+from pocketkube.proxy.service_routes import Route, find_port, match_route, routes
 
 logger = logging.getLogger(__name__)
 

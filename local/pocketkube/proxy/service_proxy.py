@@ -12,10 +12,10 @@ import logging
 
 from baton_kube.client import Object
 from baton_kube.reflector import Reflector, key_of
-from pocketkube.events import EventRecorder
+from pocketkube.event_recorder import EventRecorder
 from pocketkube.lifecycle import wait_up_to
 from pocketkube.loopback import LoopbackAddresses, served_port
-from pocketkube.proxy.routes import Endpoint, endpoints
+from pocketkube.proxy.service_routes import Endpoint, endpoints
 
 logger = logging.getLogger(__name__)
 

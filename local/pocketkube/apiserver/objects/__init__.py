@@ -1,6 +1,6 @@
 """Read and write objects with the semantics of Kubernetes.
 
-- `registry`: get, list, create, update, patch.
+- `object_registry`: get, list, create, update, patch.
 - `request_bodies`: decodes the object in a request body.
 - `system_fields`: the metadata that the server sets.
 - `strategies`: the steps of a write that only one kind has.

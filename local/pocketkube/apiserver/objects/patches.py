@@ -12,7 +12,7 @@ import jsonpatch
 
 from pocketkube.apiserver.errors import ApiError, bad_request
 from pocketkube.apiserver.resources import Object, Resource
-from pocketkube.apiserver.schema.field_types import FieldTypes, Path
+from pocketkube.apiserver.schema.merge_strategy import FieldTypes, Path
 
 
 def media_types(resource: Resource) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from pocketkube.apiserver.errors import apply_conflict, bad_request
 from pocketkube.apiserver.resources import Object
-from pocketkube.apiserver.schema.field_types import FieldType, FieldTypes, Path
+from pocketkube.apiserver.schema.merge_strategy import FieldType, FieldTypes, Path
 
 FieldPath = tuple[str, ...]
 FieldSet = frozenset[FieldPath]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pocketkube.apiserver import errors
-from pocketkube.apiserver.objects.registry import Registry, WriteOptions
+from pocketkube.apiserver.objects.object_registry import Registry, WriteOptions
 from pocketkube.apiserver.resources import Object, RequestInfo, Resource, lookup
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.timestamps import timestamp

@@ -11,7 +11,7 @@ import time
 from datetime import UTC, datetime
 
 from pocketkube.apiserver import errors
-from pocketkube.apiserver.objects.registry import Registry
+from pocketkube.apiserver.objects.object_registry import Registry
 from pocketkube.apiserver.resources import Object, RequestInfo
 from pocketkube.timestamps import timestamp
 

@@ -6,8 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pocketkube.apiserver.resources import BUILTIN, Object, Resource
-from pocketkube.apiserver.schema.crd import CustomVersion, custom_versions
-from pocketkube.apiserver.schema.field_types import BuiltinFieldTypes, CustomFieldTypes, FieldTypes
+from pocketkube.apiserver.schema.apiextensions import CustomVersion, custom_versions
+from pocketkube.apiserver.schema.merge_strategy import (
+    BuiltinFieldTypes,
+    CustomFieldTypes,
+    FieldTypes,
+)
 
 
 @dataclass

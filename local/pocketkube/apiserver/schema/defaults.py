@@ -6,7 +6,7 @@ import base64
 import copy
 
 from pocketkube.apiserver.resources import Object
-from pocketkube.apiserver.schema.crd import default_crd
+from pocketkube.apiserver.schema.apiextensions import default_crd
 
 #: Built-in kinds with metadata.generation, which counts changes of the desired state. Custom
 #: resources always have it.

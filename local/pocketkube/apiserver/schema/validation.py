@@ -16,7 +16,7 @@ from pocketkube.apiserver.errors import (
     unsupported_value,
 )
 from pocketkube.apiserver.resources import Object, Resource
-from pocketkube.apiserver.schema.crd import LABEL_1035, validate_crd
+from pocketkube.apiserver.schema.apiextensions import LABEL_1035, validate_crd
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")

@@ -1,10 +1,10 @@
 """Serve the Kubernetes API over HTTP.
 
 - `api_server`: the HTTPS server.
-- `request`: path, verb, body and query parameters of a request.
+- `request_parsing`: path, verb, body and query parameters of a request.
 - `selectors`: label and field selectors.
 - `watch`: streams of changes.
-- `discovery`: API groups, versions and OpenAPI documents.
+- `api_discovery`: API groups, versions and OpenAPI documents.
 - `tables`: rows and columns for kubectl.
 - `kubelet_lookup`: the kubelet and the container of a request about a pod.
 - `resource_metrics`: the usage that kubelets measure, for `kubectl top`.

@@ -1,6 +1,6 @@
 """The HTTPS server of the Kubernetes API.
 
-The server authenticates and parses each request (request.py), and reads or writes the
+The server authenticates and parses each request (request_parsing.py), and reads or writes the
 `ClusterState`. watch.py streams watches, and pod_logs.py streams logs from the kubelet.
 pod_streams.py connects clients of exec, attach and port-forward with the kubelet.
 resource_metrics.py serves the usage that kubelets measure.
@@ -24,7 +24,7 @@ from pocketkube.apiserver import errors
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects import patches, subresources
-from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.objects.object_registry import WriteOptions
 from pocketkube.apiserver.resources import (
     NODE_METRICS,
     POD_METRICS,
@@ -32,10 +32,10 @@ from pocketkube.apiserver.resources import (
     RequestInfo,
     Resource,
 )
-from pocketkube.apiserver.serving import discovery
+from pocketkube.apiserver.serving import api_discovery
 from pocketkube.apiserver.serving.pod_logs import stream_logs
 from pocketkube.apiserver.serving.pod_streams import STREAMS, stream_pod
-from pocketkube.apiserver.serving.request import (
+from pocketkube.apiserver.serving.request_parsing import (
     OBJECT_TYPES,
     delete_options,
     media_type_of,
@@ -129,7 +129,7 @@ class ApiServer:
         if path in ("/healthz", "/readyz", "/livez"):
             return web.Response(text="ok")
         if path == "/version":
-            return _json(discovery.VERSION)
+            return _json(api_discovery.VERSION)
         kind, _, token = request.headers.get("Authorization", "").partition(" ")
         # Schemes are case-insensitive, and in-cluster clients send `bearer`.
         if kind.lower() != "bearer":
@@ -160,27 +160,27 @@ class ApiServer:
                     }
                 )
             case ["api"]:
-                return _json(discovery.core_versions(f"{self._host}:{self.port}"))
+                return _json(api_discovery.core_versions(f"{self._host}:{self.port}"))
             case ["api", "v1"]:
-                return _json(discovery.resource_list(catalog, "", "v1"))
+                return _json(api_discovery.resource_list(catalog, "", "v1"))
             case ["apis"]:
-                return _json(discovery.group_list(catalog))
+                return _json(api_discovery.group_list(catalog))
             case ["apis", group] if group in catalog.groups():
-                return _json(discovery.group(catalog, group))
+                return _json(api_discovery.group(catalog, group))
             case ["apis", group, version] if version in catalog.versions(group):
-                return _json(discovery.resource_list(catalog, group, version))
+                return _json(api_discovery.resource_list(catalog, group, version))
             case ["openapi", "v2"]:
                 if "proto-openapi" in request.headers.get("Accept", ""):
                     return web.Response(
-                        body=discovery.openapi_v2_protobuf(), content_type=_OPENAPI_V2_PROTOBUF
+                        body=api_discovery.openapi_v2_protobuf(), content_type=_OPENAPI_V2_PROTOBUF
                     )
-                return _json(discovery.openapi_v2())
+                return _json(api_discovery.openapi_v2())
             case ["openapi", "v3"]:
-                return _json(discovery.openapi_v3_index(catalog))
+                return _json(api_discovery.openapi_v3_index(catalog))
             case ["openapi", "v3", "api", "v1"]:
-                return _json(discovery.openapi_v3(catalog, "", "v1"))
+                return _json(api_discovery.openapi_v3(catalog, "", "v1"))
             case ["openapi", "v3", "apis", group, version] if version in catalog.versions(group):
-                return _json(discovery.openapi_v3(catalog, group, version))
+                return _json(api_discovery.openapi_v3(catalog, group, version))
         return None
 
     async def _serve(self, request: web.Request, info: RequestInfo) -> web.StreamResponse:

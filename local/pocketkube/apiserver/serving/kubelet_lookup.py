@@ -8,7 +8,7 @@ import aiohttp
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.errors import ApiError
-from pocketkube.apiserver.objects.registry import Registry
+from pocketkube.apiserver.objects.object_registry import Registry
 from pocketkube.apiserver.resources import Object, RequestInfo
 
 #: Maximum time to connect to a kubelet.

@@ -6,7 +6,7 @@ import aiohttp
 from aiohttp import web
 
 from pocketkube.apiserver.errors import ApiError
-from pocketkube.apiserver.objects.registry import Registry
+from pocketkube.apiserver.objects.object_registry import Registry
 from pocketkube.apiserver.resources import RequestInfo
 from pocketkube.apiserver.serving.kubelet_lookup import CONNECT_S, container_of, locate
 

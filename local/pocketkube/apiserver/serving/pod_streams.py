@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.errors import ApiError
-from pocketkube.apiserver.objects.registry import Registry
+from pocketkube.apiserver.objects.object_registry import Registry
 from pocketkube.apiserver.resources import Object, RequestInfo
 from pocketkube.apiserver.serving.kubelet_lookup import container_of, locate
 from pocketkube.websockets import create_socket, run_until_closed

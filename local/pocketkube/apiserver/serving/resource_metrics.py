@@ -9,10 +9,10 @@ import aiohttp
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.errors import ApiError
-from pocketkube.apiserver.objects.registry import Registry
+from pocketkube.apiserver.objects.object_registry import Registry
 from pocketkube.apiserver.resources import NODE_METRICS, Object, RequestInfo, Resource
 from pocketkube.apiserver.serving.kubelet_lookup import CONNECT_S, kubelet_url
-from pocketkube.apiserver.serving.request import parse_selectors
+from pocketkube.apiserver.serving.request_parsing import parse_selectors
 
 #: Maximum time in which a kubelet measures and responds.
 _TIMEOUT_S = 20.0

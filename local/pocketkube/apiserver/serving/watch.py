@@ -12,7 +12,7 @@ from aiohttp import web
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.resources import Object, Resource
-from pocketkube.apiserver.serving.request import is_set
+from pocketkube.apiserver.serving.request_parsing import is_set
 from pocketkube.apiserver.serving.selectors import Predicate
 from pocketkube.apiserver.serving.tables import TablePrinter
 from pocketkube.apiserver.store import Event, ExpiredError

@@ -22,10 +22,10 @@ from baton_operator.api.crd import custom_resource_definition
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
 from pocketkube.apiserver.objects.deletion import DeleteOptions
-from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.objects.object_registry import WriteOptions
 from pocketkube.apiserver.resources import RequestInfo
-from pocketkube.apiserver.serving import discovery
-from pocketkube.apiserver.serving.request import parse_path
+from pocketkube.apiserver.serving import api_discovery
+from pocketkube.apiserver.serving.request_parsing import parse_path
 from pocketkube.apiserver.serving.selectors import label_selector
 from pocketkube.apiserver.store import Event
 from support.operator.services import NOW
@@ -111,15 +111,15 @@ class ApiServer:
         cluster = self.cluster
         match [part for part in path.split("/") if part]:
             case ["api"]:
-                return discovery.core_versions("simulated")
+                return api_discovery.core_versions("simulated")
             case ["api", "v1"]:
-                return discovery.resource_list(cluster.catalog, "", "v1")
+                return api_discovery.resource_list(cluster.catalog, "", "v1")
             case ["apis"]:
-                return discovery.group_list(cluster.catalog)
+                return api_discovery.group_list(cluster.catalog)
             case ["apis", group, version]:
                 if version not in cluster.catalog.versions(group):
                     raise ApiError(404, "NotFound", path)
-                return discovery.resource_list(cluster.catalog, group, version)
+                return api_discovery.resource_list(cluster.catalog, group, version)
         info = parse_path(path, cluster.catalog)
         if info is None:
             raise ApiError(404, "NotFound", path)

@@ -16,7 +16,7 @@ from baton_operator.observe.observation import gateway_schemes
 from baton_protocol.options.config import GatewayConfig
 from pocketkube.apiserver.objects import server_side_apply
 from pocketkube.apiserver.objects.server_side_apply import Manager
-from pocketkube.apiserver.schema.field_types import BuiltinFieldTypes
+from pocketkube.apiserver.schema.merge_strategy import BuiltinFieldTypes
 from support.operator.services import decoded_config, resolved
 
 TLS = {"tls": {"secretName": "cert"}}

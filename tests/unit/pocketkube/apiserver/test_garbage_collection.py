@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.objects import deletion, garbage_collection
-from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.objects.object_registry import WriteOptions
 from pocketkube.apiserver.resources import RequestInfo
 from support.waiting import until
 

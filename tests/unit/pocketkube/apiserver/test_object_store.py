@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.objects import deletion
-from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.objects.object_registry import WriteOptions
 from pocketkube.apiserver.resources import RequestInfo
 from pocketkube.apiserver.serving.selectors import label_selector, required_labels
 from pocketkube.apiserver.store import Store

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.errors import ApiError
-from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.objects.object_registry import WriteOptions
 from pocketkube.apiserver.resources import RequestInfo
 
 MANAGERS = st.sampled_from(["one", "two", "three"])

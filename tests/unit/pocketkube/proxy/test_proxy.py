@@ -13,8 +13,8 @@ from aiohttp import web
 from baton_kube.client import Object
 from pocketkube.loopback import LoopbackAddresses
 from pocketkube.proxy.ingress_proxy import IngressProxy
-from pocketkube.proxy.routes import Backend, endpoints, match_route, routes
 from pocketkube.proxy.service_proxy import ServiceProxy
+from pocketkube.proxy.service_routes import Backend, endpoints, match_route, routes
 from support.waiting import until
 
 

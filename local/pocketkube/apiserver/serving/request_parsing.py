@@ -11,7 +11,7 @@ from aiohttp import web
 
 from pocketkube.apiserver import errors
 from pocketkube.apiserver.objects.deletion import DeleteOptions
-from pocketkube.apiserver.objects.registry import WriteOptions
+from pocketkube.apiserver.objects.object_registry import WriteOptions
 from pocketkube.apiserver.resources import Object, RequestInfo
 from pocketkube.apiserver.schema.catalog import Catalog
 from pocketkube.apiserver.serving import selectors

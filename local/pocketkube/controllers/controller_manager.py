@@ -17,7 +17,7 @@ from baton_kube.reflector import Reflector, key_of
 from pocketkube.conditions import has_condition
 from pocketkube.controllers.deployment import plan_deployment
 from pocketkube.controllers.replicaset import owned_by, plan_replica_set, pod_of
-from pocketkube.events import EventRecorder
+from pocketkube.event_recorder import EventRecorder
 from pocketkube.lifecycle import until_stopped
 
 logger = logging.getLogger(__name__)
