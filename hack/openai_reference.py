@@ -68,8 +68,8 @@ LIMITS = """
 | tokens of a text for `/tokenize` and `/detokenize` | TEXT_FACTOR x the context length, or x `maxPromptTokens` | - |
 | `stop` | MAX_STOPS, of MAX_STOP_CHARACTERS characters together | - |
 | `stop_token_ids` | MAX_STOP_TOKEN_IDS | - |
-| `logit_bias`, `allowed_token_ids` | MAX_TOKEN_IDS entries; above FREE_OPTION_ENTRIES, MAX_OPTION_ENTRIES over all sequences of all running requests | - |
-| `bad_words` | MAX_WORDS of MAX_WORD_LENGTH characters | - |
+| `logit_bias`, `allowed_token_ids` | MAX_TOKEN_IDS entries; above FREE_OPTION_ENTRIES, MAX_OPTION_ENTRIES over all sequences of a request and of one API key, and MAX_TOTAL_OPTION_ENTRIES of all running requests | - |
+| `bad_words` | MAX_WORDS, of MAX_WORD_CHARACTERS characters together | - |
 | schema, regular expression, list of choices or grammar | MAX_SPEC_LENGTH characters | - |
 | `cache_salt` | MAX_CACHE_SALT_LENGTH characters | - |
 | logprobs at each position | MAX_LOGPROBS, and the token's own | - |

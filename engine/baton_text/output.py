@@ -49,11 +49,13 @@ class TextOutput:
     @property
     def num_logprobs(self) -> int:
         """Number of log-probabilities, including those of the prompt."""
-        return sum(
-            1 + len(item.top)
-            for items in (self.logprobs, self.prompt_logprobs or ())
-            for item in items
-        )
+        of_prompt = sum(1 + len(item.top) for item in self.prompt_logprobs or ())
+        return of_prompt + self.num_new_logprobs
+
+    @property
+    def num_new_logprobs(self) -> int:
+        """Number of log-probabilities of new tokens."""
+        return sum(1 + len(item.top) for item in self.logprobs)
 
 
 class OutputProcessor:

@@ -55,10 +55,10 @@ class StopScanner:
 
     def _possible_prefix(self, buffer: str) -> int:
         """Return the length of the longest suffix of `buffer` that begins a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(buffer)), longest, -1):
-                if stop.startswith(buffer[-length:]):
-                    longest = length
-                    break
-        return longest
+        longest = max(map(len, self._stops), default=1) - 1
+        for length in range(min(longest, len(buffer)), 0, -1):
+            end = buffer[-length:]
+            for stop in self._stops:
+                if len(stop) > length and stop.startswith(end):
+                    return length
+        return 0

@@ -14,6 +14,7 @@ from baton_text.requests.generation_request import GenerationRequest, check_max_
 
 #: OpenAI's limit.
 MAX_TOOLS = 128
+MAX_EFFORT_LENGTH = 64
 _TOOL_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 
@@ -141,6 +142,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
     def validate(self) -> None:
         super().validate()
         self._validate_tools()
+        if len(self.reasoning_effort or "") > MAX_EFFORT_LENGTH:
+            raise RequestError(
+                f"reasoning_effort must have at most {MAX_EFFORT_LENGTH} characters",
+                param="reasoning_effort",
+            )
         check_max_tokens("max_completion_tokens", self.max_completion_tokens)
         check_max_tokens("max_tokens", self.max_tokens)
         if self.top_logprobs is not None:

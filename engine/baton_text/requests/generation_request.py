@@ -26,16 +26,17 @@ MAX_N = 128
 MAX_STOPS = 32
 #: Limit on the characters of all stop strings. It bounds the cost of comparing each piece of text
 #: with them.
-MAX_STOP_CHARACTERS = 1024
+MAX_STOP_CHARACTERS = 512
 MAX_TEMPERATURE = 2.0
 MAX_CACHE_SALT_LENGTH = 1024
-#: Limit on the logprobs of prompt tokens in one response: about 50 MB of JSON.
-MAX_LOGPROB_ENTRIES = 2**19
-#: Limit on all logprobs of a response that is not streamed: about 100 MB of JSON.
+#: Limit on the logprobs of prompt tokens in one response: up to 90 MB of JSON.
+MAX_LOGPROB_ENTRIES = 2**18
+#: Limit on the logprobs of generated tokens in a response that is not streamed: 20 to 130 MB of
+#: JSON.
 MAX_RESPONSE_LOGPROBS = 2**18
-#: Limit on the entries of logit_bias and of allowed_token_ids, over all sequences of a request, and
-#: of all requests that run at a gateway. Each sequence has its own copy on its engine.
-MAX_OPTION_ENTRIES = 2**22
+#: Limit on the entries of logit_bias and of allowed_token_ids, over all sequences of a request.
+#: Each sequence has its own copy on its engine.
+MAX_OPTION_ENTRIES = 2**20
 #: Options with up to this many entries do not count.
 FREE_OPTION_ENTRIES = 2**10
 
@@ -262,10 +263,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         """See `LongRunning`. `refusal` still names the field that is at fault."""
         if self.response_format is not None:
             self.response_format.json_schema = None
-        if self.structured_outputs is not None and self.structured_outputs.json is not None:
-            self.structured_outputs.json = True
-        if self.guided_json is not None:
-            self.guided_json = True
+        if self.structured_outputs is not None and self.structured_outputs.given():
+            self.structured_outputs = StructuredOutputsParams(json_object=True)
+        for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+            if getattr(self, name) is not None:
+                setattr(self, name, "")
         self.logit_bias = self.allowed_token_ids = self.stop_token_ids = self.bad_words = None
 
     def validate(self) -> None:

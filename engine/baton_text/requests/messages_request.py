@@ -16,6 +16,7 @@ from baton_text.messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.generation_request import JSONSchemaFormat, ResponseFormat
 
+_THINKING_TYPES = ("enabled", "adaptive", "disabled")
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -69,7 +70,7 @@ class ToolChoice(msgspec.Struct, kw_only=True):
 
 class Thinking(msgspec.Struct, kw_only=True):
     #: enabled or adaptive: the response has the reasoning. disabled: the template's variable
-    #: enable_thinking is false.
+    #: enable_thinking is false. Bounds: enabled, adaptive, disabled.
     type: str
     #: Close the reasoning after this many tokens. Bounds: 0 or more.
     budget_tokens: int | None = None
@@ -138,6 +139,12 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
             include_reasoning=self.wants_reasoning,
         )
         if self.thinking is not None:
+            if self.thinking.type not in _THINKING_TYPES:
+                raise RequestError(
+                    f"thinking.type must be one of {', '.join(_THINKING_TYPES)}, "
+                    f"got {quote(self.thinking.type)}",
+                    param="thinking.type",
+                )
             request.chat_template_kwargs = {"enable_thinking": self.wants_reasoning}
         if (choice := self.tool_choice) is not None:
             request.tool_choice = _chat_tool_choice(choice)

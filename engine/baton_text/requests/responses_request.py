@@ -121,7 +121,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     input: str | list[InputItem]
     #: Name of the served model. It may be left out.
     model: str | None = None
-    #: A system message before the conversation. It is not kept for later responses.
+    #: A system message before the conversation. It is not kept for later responses. The response
+    #: repeats it, if it has at most MAX_RETURNED_BYTES.
     instructions: str | None = None
     #: Continue the conversation of this response.
     previous_response_id: str | None = None
@@ -160,7 +161,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
 
     def release_prompt(self) -> None:
         self.input = ""
-        self.tools = self.tool_choice = self.text = self.metadata = None
+        self.tools = self.tool_choice = self.text = self.metadata = self.instructions = None
 
     def validate(self) -> None:
         """Raise RequestError if a field is invalid."""

@@ -13,7 +13,8 @@ from baton_text.tokenizer import Tokenizer
 #: Maximum number of bad words. A word may need two token sequences: one at the start of a text, and
 #: one after a space.
 MAX_WORDS = MAX_BAD_WORDS // 2
-MAX_WORD_LENGTH = 1024
+#: Limit on the characters of all bad words.
+MAX_WORD_CHARACTERS = 2**14
 
 
 class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -86,18 +87,18 @@ def check_bad_words(words: list[str]) -> None:
     """Check the number and the lengths of bad words.
 
     Raises:
-        ValueError: there are too many words, or a word is empty or too long.
+        ValueError: there are too many words or characters, or a word is empty.
     """
     if len(words) > MAX_WORDS:
         raise ValueError(f"bad_words must have at most {MAX_WORDS} words, got {len(words)}")
     for word in words:
         if not word.strip():
             raise ValueError("bad_words must not hold an empty string")
-        if len(word) > MAX_WORD_LENGTH:
-            raise ValueError(
-                f"bad_words must be words of at most {MAX_WORD_LENGTH} characters, "
-                f"got one of {len(word)}"
-            )
+    if sum(map(len, words)) > MAX_WORD_CHARACTERS:
+        raise ValueError(
+            f"bad_words must have at most {MAX_WORD_CHARACTERS} characters together, "
+            f"got {sum(map(len, words))}"
+        )
 
 
 def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:

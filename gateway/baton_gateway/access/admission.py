@@ -15,6 +15,10 @@ from baton_gateway.errors import APIError, overloaded, unavailable
 from baton_gateway.metrics import GatewayMetrics
 from baton_text.requests.generation_request import MAX_OPTION_ENTRIES
 
+#: Limit on the entries of long options of all requests in flight. Those of one client have
+#: MAX_OPTION_ENTRIES.
+MAX_TOTAL_OPTION_ENTRIES = 4 * MAX_OPTION_ENTRIES
+
 
 class Admission:
     """Counts requests and sequences in flight, and refuses requests above the limits.
@@ -34,6 +38,7 @@ class Admission:
         self._metrics = metrics
         self._num_sequences = 0
         self._num_options = 0
+        self._options_by_client: Counter[str] = Counter()
         self._num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -117,11 +122,15 @@ class Admission:
                 f"{self._num_sequences} of at most {self._limit} sequences are running already; "
                 "retry later."
             )
-        if self._num_options + num_options > MAX_OPTION_ENTRIES:
-            raise overloaded(
-                f"The running requests have {self._num_options} entries of long options, of at "
-                f"most {MAX_OPTION_ENTRIES}; retry later, or send shorter options."
-            )
+        if num_options:
+            running, allowed = self._num_options, MAX_TOTAL_OPTION_ENTRIES
+            if client is not None and running + num_options <= allowed:
+                running, allowed = self._options_by_client[client], MAX_OPTION_ENTRIES
+            if running + num_options > allowed:
+                raise overloaded(
+                    f"Running requests have {running} entries of long options, of at most "
+                    f"{allowed}; retry later, or send shorter options."
+                )
         if client is not None:
             running = self._by_client[client]
             if client_limit is not None and running + num_sequences > client_limit:
@@ -130,6 +139,7 @@ class Admission:
                     "already; retry later."
                 )
             self._by_client[client] += num_sequences
+            self._options_by_client[client] += num_options
         self._num_sequences += num_sequences
         self._num_options += num_options
 
@@ -139,8 +149,9 @@ class Admission:
         self._num_options -= num_options
         if client is not None and num_sequences:
             self._by_client[client] -= num_sequences
+            self._options_by_client[client] -= num_options
             if not self._by_client[client]:
-                del self._by_client[client]
+                del self._by_client[client], self._options_by_client[client]
 
     @property
     def is_idle(self) -> bool:

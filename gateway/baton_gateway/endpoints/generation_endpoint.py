@@ -54,6 +54,9 @@ FINAL_STATUS = web.RequestKey("final_status", int)
 #: Limit on the tokens and log-probabilities of a response or chunk that is encoded on the event
 #: loop. A larger one is encoded in a thread.
 INLINE_ENTRIES = 1024
+#: Responses with more tokens and log-probabilities are encoded one after the other. The encoding of
+#: one takes up to 300 MB.
+LARGE_ENTRIES = 2**15
 
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
 
@@ -169,7 +172,7 @@ class GenerationEndpoint(Generic[Body]):
         async with deadline.enforced():
             async for choice, output in events:
                 outputs[id(choice)].add(output)
-                num_logprobs += output.num_logprobs
+                num_logprobs += output.num_new_logprobs
                 if num_logprobs > MAX_RESPONSE_LOGPROBS:
                     raise RequestError(
                         f"the response has more than {MAX_RESPONSE_LOGPROBS} log-probabilities; "
@@ -182,7 +185,10 @@ class GenerationEndpoint(Generic[Body]):
             return msgspec.json.encode(writer.response(whole))
 
         try:
-            return await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
+            if job.num_entries <= LARGE_ENTRIES:
+                return await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
+            async with self._services.large_responses:
+                return await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
         finally:
             for prompt in job.prompts:
                 prompt.logprobs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class RequestServices:
         queue: holds requests while the service has no engine.
         bodies: limits the bytes of bodies and of responses.
         reader: reads and checks bodies.
+        large_responses: held while a large response is encoded.
     """
 
     config: GatewayConfig
@@ -37,6 +39,7 @@ class RequestServices:
     queue: ScaleFromZeroQueue
     bodies: BodyBudget
     reader: RequestReader
+    large_responses: asyncio.Semaphore
 
     @classmethod
     def create(
@@ -65,6 +68,7 @@ class RequestServices:
             # Rounded up: one key can send a body in all cases.
             BodyBudget(metrics, client_limit=-(-config.max_concurrent_requests // 4)),
             RequestReader(pool, metrics, served_name=name, timeout_s=timeout_s),
+            asyncio.Semaphore(1),
         )
 
 

@@ -76,14 +76,8 @@ class BodyBudget:
         finally:
             self._remove(charge)
 
-    def add(self, charge: BodyCharge, num_bytes: int, *, is_response: bool = False) -> None:
+    def add(self, charge: BodyCharge, num_bytes: int) -> None:
         """Add `num_bytes` to `charge`. Refuse requests with large bodies if necessary.
-
-        Args:
-            charge: the charge of one request.
-            num_bytes: bytes to add.
-            is_response: the bytes are a finished response. It is not dropped for other requests,
-                and they keep the whole budget.
 
         Raises:
             APIError: 503, because the body of `charge` has to go.
@@ -91,13 +85,24 @@ class BodyBudget:
         if charge not in self._charges:  # it was refused, and its request does not know yet
             raise _exhausted()
         self._count(charge, num_bytes)
-        candidates = self._charges - {charge} if is_response else self._charges
-        exempt = charge.num_bytes if is_response else 0
-        while self._num_bytes - exempt > MAX_TOTAL_BODY_BYTES:
-            largest = max(candidates & self._charges, key=self._size)
+        self._make_room()
+        if charge not in self._charges:
+            charge.timeout.reschedule(None)
+            raise _exhausted()
+
+    def add_response(self, charge: BodyCharge, num_bytes: int) -> None:
+        """Add a finished response to `charge`, which is new.
+
+        The response is not dropped for the other requests, and they keep the whole budget.
+        """
+        self._make_room()
+        self._count(charge, num_bytes)
+
+    def _make_room(self) -> None:
+        """End requests until the budget is kept."""
+        while self._num_bytes > MAX_TOTAL_BODY_BYTES:
+            largest = max(self._charges, key=self._size)
             self._remove(largest)
-            if largest is charge:
-                raise _exhausted()
             largest.timeout.reschedule(asyncio.get_running_loop().time())
 
     @contextmanager
@@ -162,12 +167,8 @@ class BodyCharge:
         self._budget.add(self, num_bytes)
 
     def add_response(self, num_bytes: int) -> None:
-        """Charge a finished response until its client has read it.
-
-        If the other requests exhaust the budget, the largest of them ends: its body is refused, or
-        its unread response is cut off.
-        """
-        self._budget.add(self, num_bytes, is_response=True)
+        """Charge a finished response until its client has read it. The charge is new."""
+        self._budget.add_response(self, num_bytes)
 
     async def read(self, http: web.Request, timeout_s: float) -> bytes:
         """Return the body of the request, and charge its bytes as they arrive.

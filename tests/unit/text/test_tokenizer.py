@@ -286,9 +286,9 @@ def test_long_stop_strings_cost_little_for_each_token() -> None:
     """Tokens of 128 characters exist. They took up to 13 ms, before the strings had a limit."""
     spaces = " " * 128
     for stops in (
-        [f"{chr(97 + number)}{' ' * 31}" for number in range(32)],
-        [" " * 100 + letter + " " * 150 for letter in "abcd"],
-        [" " * 500 + "b" + " " * 500],
+        [f"{chr(97 + number)}{' ' * 15}" for number in range(32)],
+        [" " * 50 + letter + " " * 75 for letter in "abcd"],
+        [" " * 250 + "b" + " " * 250],
     ):
         assert sum(map(len, stops)) <= MAX_STOP_CHARACTERS
         scanner = StopScanner(stops)

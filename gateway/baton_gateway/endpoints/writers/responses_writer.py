@@ -23,7 +23,7 @@ from baton_text.messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.output import TextOutput
 from baton_text.replies.reply_parser import ReplyDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
-from baton_text.requests.responses_request import ResponsesRequest
+from baton_text.requests.responses_request import MAX_RETURNED_BYTES, ResponsesRequest
 from baton_text.responses.responses_api import (
     OutputItem,
     OutputPart,
@@ -95,10 +95,12 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
         self._open: OutputItem | None = None
         self._texts: list[str] = []
         self._is_truncated = False
+        is_short = len((body.instructions or "").encode()) <= MAX_RETURNED_BYTES
         # As JSON, because objects take many times the memory, and the request may run for hours.
         self._returned: dict[str, Any] = {
             name: msgspec.Raw(msgspec.json.encode(value))
             for name, value in (
+                ("instructions", body.instructions if is_short else None),
                 ("metadata", body.metadata or {}),
                 ("text", body.text),
                 ("tool_choice", "auto" if body.tool_choice is None else body.tool_choice),
@@ -233,7 +235,6 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
             model=self.served_name,
             status=status,
             output=list(self._output),
-            instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,

@@ -372,6 +372,12 @@ CLOSED: list[tuple[str, str, Any, dict[str, Any]]] = [
         CHAT | {"output_format": {"type": "X", "schema": {}}},
     ),
     (
+        "Thinking",
+        "type",
+        MessagesRequest,
+        CHAT | {"thinking": {"type": "X"}},
+    ),
+    (
         "ToolChoice",
         "type",
         MessagesRequest,

@@ -46,7 +46,7 @@ from support.waiting import until
 TEXT = {"model": "m", "prompt": "hi"}
 LONG = "hello world, the quick brown fox " * 1000
 MESSAGES = [{"role": "user", "content": "a"}] * 3000
-LONG_IDS = [5] * 30_000
+LONG_IDS = [5] * 25_000
 WITH_LOGPROBS = {"max_tokens": 200, "logprobs": 10}
 
 
@@ -415,7 +415,7 @@ async def test_the_long_options_of_all_running_requests_are_limited(
     engine.hold_after = 1
     await rig.start(engine)
     ids = [5] * (FREE_OPTION_ENTRIES + 1)
-    monkeypatch.setattr(admission, "MAX_OPTION_ENTRIES", 3 * len(ids) - 1)
+    monkeypatch.setattr(admission, "MAX_TOTAL_OPTION_ENTRIES", 3 * len(ids) - 1)
     body = TEXT | {"allowed_token_ids": ids, "n": 2}
     async with rig.slow_connection("/v1/completions", body):
         await until(lambda: len(engine.adds) == 2, "the request at the engine")

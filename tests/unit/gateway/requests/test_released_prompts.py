@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton_text.errors import RequestError
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.messages_request import MessagesRequest
+from baton_text.requests.parsing import Checked, parse_request
 from baton_text.requests.responses_request import ResponsesRequest
 from support.gateway.gateway_rig import GatewayRig
 from support.waiting import until
@@ -70,6 +72,43 @@ def test_the_values_of_the_prompt_are_dropped(
     assert len(msgspec.json.encode(request)) > 3000
     request.release_prompt()  # type: ignore[attr-defined]
     assert len(msgspec.json.encode(request)) < 2500
+
+
+NESTED: dict[str, list[Any]] = {
+    "thinking": [{"type": "x" * 10_000}],
+    "reasoning": [{"effort": "x" * 10_000}],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [
+        (ChatCompletionRequest, {"messages": MESSAGES[:1]}),
+        (CompletionRequest, {"prompt": "hi"}),
+        (ResponsesRequest, {"input": "hi"}),
+        (MessagesRequest, {"messages": MESSAGES[:1], "max_tokens": 5}),
+    ],
+)
+def test_no_field_keeps_a_long_value(kind: type[Checked], needed: dict[str, Any]) -> None:
+    """A running request is not charged for its body."""
+    num_accepted = 0
+    for name in kind.__struct_fields__:  # type: ignore[attr-defined]
+        if name in ("model", "previous_response_id"):  # refused unless they are known
+            continue
+        long: list[Any] = ["x" * 10_000, ["x" * 200] * 50, list(range(5000)), {"a": "x" * 10_000}]
+        for value in [*long, *NESTED.get(name, [])]:
+            body = msgspec.json.encode(needed | {name: value})
+            try:
+                request = parse_request(body, kind)
+                chat = getattr(request, "chat_request", lambda request=request: request)()
+            except RequestError:
+                continue
+            num_accepted += 1
+            request.release_prompt()  # type: ignore[attr-defined]
+            chat.release_prompt()
+            for each in (request, chat):
+                assert len(msgspec.json.encode(each)) < 5000, f"{name} is kept"
+    assert num_accepted > 1
 
 
 def test_the_refusal_of_a_schema_still_names_its_field() -> None:
