@@ -72,6 +72,7 @@ LIMITS = """
 | `bad_words` | MAX_WORDS, of MAX_WORD_CHARACTERS characters together | - |
 | schema, regular expression, list of choices or grammar | MAX_SPEC_LENGTH characters | - |
 | `cache_salt` | MAX_CACHE_SALT_LENGTH characters | - |
+| characters of prompts that `echo` repeats, over all choices | MAX_ECHO_CHARACTERS | - |
 | logprobs at each position | MAX_LOGPROBS, and the token's own | - |
 | logprobs of prompt tokens in one response | MAX_LOGPROB_ENTRIES | - |
 | logprobs in one response that is not streamed | MAX_RESPONSE_LOGPROBS | - |

@@ -14,7 +14,8 @@ class StopScanner:
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
-        self._stops = [stop for stop in stops if stop]
+        #: The longest first.
+        self._stops = sorted(filter(None, stops), key=len, reverse=True)
         self._include_stop = include_stop
         self._held = ""
         #: The stop string that ended the text; None until one matches.
@@ -55,10 +56,12 @@ class StopScanner:
 
     def _possible_prefix(self, buffer: str) -> int:
         """Return the length of the longest suffix of `buffer` that begins a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
+        longest = len(self._stops[0]) - 1 if self._stops else 0
         for length in range(min(longest, len(buffer)), 0, -1):
             end = buffer[-length:]
             for stop in self._stops:
-                if len(stop) > length and stop.startswith(end):
+                if len(stop) <= length:
+                    break
+                if stop.startswith(end):
                     return length
         return 0

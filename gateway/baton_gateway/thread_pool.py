@@ -7,6 +7,7 @@ therefore run in a thread. Short work runs inline, because a thread costs more t
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -28,12 +29,16 @@ TEMPLATE_TIMEOUT_S = 60.0
 _Result = TypeVar("_Result")
 
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
+_large_thread = ThreadPoolExecutor(1, thread_name_prefix="large-text")
 _template_threads = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="template")
 _large_template_thread = ThreadPoolExecutor(1, thread_name_prefix="large-template")
 
 
 async def run_off_loop(
-    work: Callable[[], _Result], size: int, inline: int = INLINE_BYTES
+    work: Callable[[], _Result],
+    size: int,
+    inline: int = INLINE_BYTES,
+    large: float = math.inf,
 ) -> _Result:
     """Run `work` and return its result, without blocking the event loop for long.
 
@@ -43,10 +48,12 @@ async def run_off_loop(
         work: the function to run.
         size: size of the work, in any unit.
         inline: work of at most this size runs on the event loop, and larger work in a thread.
+        large: work above this size takes much memory, and runs one after the other.
     """
     if size <= inline:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+    threads = _threads if size <= large else _large_thread
+    return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 async def run_template(work: Callable[[], _Result], size: int) -> _Result:

@@ -55,7 +55,7 @@ FINAL_STATUS = web.RequestKey("final_status", int)
 #: loop. A larger one is encoded in a thread.
 INLINE_ENTRIES = 1024
 #: Responses with more tokens and log-probabilities are encoded one after the other. The encoding of
-#: one takes up to 300 MB.
+#: one takes up to 400 MB.
 LARGE_ENTRIES = 2**15
 
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
@@ -169,6 +169,11 @@ class GenerationEndpoint(Generic[Body]):
         job = writer.job
         outputs = {id(choice): CollectedOutput() for choice in job.choices}
         num_logprobs = 0
+
+        def body() -> bytes:
+            whole = [(choice, outputs[id(choice)].output()) for choice in job.best_choices()]
+            return msgspec.json.encode(writer.response(whole))
+
         async with deadline.enforced():
             async for choice, output in events:
                 outputs[id(choice)].add(output)
@@ -180,18 +185,7 @@ class GenerationEndpoint(Generic[Body]):
                         param="logprobs",
                     )
 
-        def body() -> bytes:
-            whole = [(choice, outputs[id(choice)].output()) for choice in job.best_choices()]
-            return msgspec.json.encode(writer.response(whole))
-
-        try:
-            if job.num_entries <= LARGE_ENTRIES:
-                return await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
-            async with self._services.large_responses:
-                return await run_off_loop(body, job.num_entries, INLINE_ENTRIES)
-        finally:
-            for prompt in job.prompts:
-                prompt.logprobs = []
+            return await run_off_loop(body, job.num_entries, INLINE_ENTRIES, LARGE_ENTRIES)
 
     async def _stream(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from dataclasses import dataclass
 
@@ -28,7 +27,6 @@ class RequestServices:
         queue: holds requests while the service has no engine.
         bodies: limits the bytes of bodies and of responses.
         reader: reads and checks bodies.
-        large_responses: held while a large response is encoded.
     """
 
     config: GatewayConfig
@@ -39,7 +37,6 @@ class RequestServices:
     queue: ScaleFromZeroQueue
     bodies: BodyBudget
     reader: RequestReader
-    large_responses: asyncio.Semaphore
 
     @classmethod
     def create(
@@ -68,7 +65,6 @@ class RequestServices:
             # Rounded up: one key can send a body in all cases.
             BodyBudget(metrics, client_limit=-(-config.max_concurrent_requests // 4)),
             RequestReader(pool, metrics, served_name=name, timeout_s=timeout_s),
-            asyncio.Semaphore(1),
         )
 
 

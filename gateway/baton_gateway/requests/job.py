@@ -40,7 +40,8 @@ class PromptJob:
     Args:
         token_ids: token ids of the prompt.
         runs: one run for each sample; with best_of, for each candidate. A beam search is one run.
-        logprobs: log-probabilities of the prompt's tokens; empty if not requested.
+        logprobs: log-probabilities of the prompt's tokens; empty if not requested, or if all runs
+            have them.
         logprobs_known: set when `logprobs` is complete.
     """
 
@@ -48,6 +49,7 @@ class PromptJob:
     runs: list[Run]
     logprobs: PromptLogprobs = field(default_factory=list)
     logprobs_known: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_shared: int = 0
 
     @property
     def choices(self) -> list[Choice]:
@@ -64,7 +66,11 @@ class PromptJob:
             self.logprobs = output.prompt_logprobs or []  # a prompt of one token has none
             self.logprobs_known.set()
         await self.logprobs_known.wait()
-        return self.logprobs
+        logprobs = self.logprobs
+        self._num_shared += 1
+        if self._num_shared == len(self.runs):  # as objects, they take megabytes
+            self.logprobs = []
+        return logprobs
 
 
 @dataclass

@@ -33,6 +33,8 @@ from baton_text.requests.generation_request import GenerationRequest
 from baton_text.requests.structured_outputs import bad_words_token_ids
 from baton_text.tokenizer import Tokenizer
 
+#: Limit on the characters of all prompts that a response repeats, once for each choice.
+MAX_ECHO_CHARACTERS = 2**20
 #: Number of tokens at the end of a completion's prompt that may begin the reasoning.
 PROMPT_END = 32
 
@@ -179,6 +181,14 @@ class JobBuilder:
                 prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
                 for prompt in prompts
             ]
+            num_characters = sum(map(len, echoes)) * request.num_candidates
+            if num_characters > MAX_ECHO_CHARACTERS:
+                raise RequestError(
+                    f"the response would repeat {num_characters} characters of prompts, and at "
+                    f"most {MAX_ECHO_CHARACTERS} are allowed; send fewer or shorter prompts, or a "
+                    "smaller n",
+                    param="echo",
+                )
         return token_ids, echoes
 
     def _structure(self, request: CompletionRequest, prompt: list[int]) -> StructuredOutput | None:

@@ -21,6 +21,7 @@ MAX_SINGLE_OUTPUTS = 8
 MAX_JOINED_TOKENS = 64
 
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
+_PROMPT_LOGPROBS = msgspec.msgpack.Decoder(PromptLogprobs | None)
 
 
 class CollectedOutput:
@@ -37,7 +38,7 @@ class CollectedOutput:
         self._token_ids = array("i")
         #: In MessagePack.
         self._logprobs: list[bytes] = []
-        self._prompt_logprobs: PromptLogprobs | None = None
+        self._prompt_logprobs = msgspec.msgpack.encode(None)
         self._num_nans = 0
         self._reasoning = io.StringIO()
         self._content = io.StringIO()
@@ -51,7 +52,7 @@ class CollectedOutput:
         if output.logprobs:
             self._logprobs.append(msgspec.msgpack.encode(output.logprobs))
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs = output.prompt_logprobs
+            self._prompt_logprobs = msgspec.msgpack.encode(output.prompt_logprobs)
         self._num_nans += output.num_nans_in_logits
         if output.reply is not None:
             self._reasoning.write(output.reply.reasoning)
@@ -80,7 +81,7 @@ class CollectedOutput:
             logprobs=[item for items in self._logprobs for item in _LOGPROBS.decode(items)],
             finish_reason=self._last.finish_reason,
             stop_reason=self._last.stop_reason,
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=_PROMPT_LOGPROBS.decode(self._prompt_logprobs),
             num_nans_in_logits=self._num_nans,
             reply=None if self._last.reply is None else reply,
         )

@@ -289,6 +289,7 @@ def test_long_stop_strings_cost_little_for_each_token() -> None:
         [f"{chr(97 + number)}{' ' * 15}" for number in range(32)],
         [" " * 50 + letter + " " * 75 for letter in "abcd"],
         [" " * 250 + "b" + " " * 250],
+        [" " * 380 + "b", *(f"{chr(97 + number)}   " for number in range(31))],
     ):
         assert sum(map(len, stops)) <= MAX_STOP_CHARACTERS
         scanner = StopScanner(stops)

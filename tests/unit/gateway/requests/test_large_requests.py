@@ -19,12 +19,15 @@ from baton_gateway.endpoints.writers import completion_writer
 from baton_gateway.http import request_body
 from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
 from baton_gateway.requests import prompts
-from baton_gateway.requests.generation import STAGGERED_TOKENS
+from baton_gateway.requests.generation import STAGGERED_TOKENS, Generator
+from baton_gateway.requests.job import Job
+from baton_gateway.requests.job_builder import MAX_ECHO_CHARACTERS
 from baton_gateway.requests.prompts import TEXT_FACTOR
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.thread_pool import (
     NUM_TEMPLATE_THREADS,
     SMALL_TEMPLATE_BYTES,
+    run_off_loop,
     run_template,
 )
 from baton_protocol.options.config import AccessConfig
@@ -430,6 +433,59 @@ async def test_the_long_options_of_all_running_requests_are_limited(
         return (await rig.post("/v1/completions", body))[0] == 200
 
     await until(is_served, "the options of the ended request released")
+
+
+async def test_a_response_does_not_repeat_many_long_prompts(rig: GatewayRig) -> None:
+    engine = rig.engine("d", "decode")
+    engine.max_model_len = 2**20
+    await rig.start(engine)
+    body = {"prompt": LONG, "echo": True, "n": MAX_ECHO_CHARACTERS // len(LONG) + 1}
+    _, param = await refusal(rig, "/v1/completions", body)
+    assert param == "echo"
+    status, answer, _ = await rig.post("/v1/completions", TEXT | body | {"n": 2, "max_tokens": 1})
+    assert (status, answer["choices"][1]["text"].startswith(LONG)) == (200, True)
+
+
+async def test_the_logprobs_of_a_prompt_are_dropped_when_all_runs_have_them(
+    rig: GatewayRig,
+) -> None:
+    await rig.start(rig.engine("d", "decode", "hello world"))
+    jobs = []
+    run = Generator.run
+
+    def recorded(generator: Generator, job: Job, *args: Any) -> Any:
+        jobs.append(job)
+        return run(generator, job, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generator, "run", recorded)
+        body = TEXT | {"prompt": "hello world", "n": 3, "max_tokens": 2, "prompt_logprobs": 1}
+        status, answer, _ = await rig.post("/v1/completions", body)
+    assert status == 200
+    assert all(choice["prompt_logprobs"] for choice in answer["choices"])
+    assert [prompt.logprobs for prompt in jobs[0].prompts] == [[]]
+
+
+async def test_large_work_runs_one_after_the_other_when_calls_are_cancelled() -> None:
+    running, most, release = 0, 0, threading.Event()
+
+    def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert release.wait(DEADLINE_S), "`release` was not set"
+        running -= 1
+
+    calls = [asyncio.create_task(run_off_loop(work, 10, 1, 5)) for _ in range(4)]
+    await until(lambda: running == 1, "the first work")
+    calls[0].cancel()  # as when its client disconnects
+    await asyncio.sleep(0)
+    last = asyncio.create_task(run_off_loop(lambda: None, 2, 1, 5))
+    await last  # smaller work does not wait
+    assert (running, most) == (1, 1)
+    release.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert most == 1
 
 
 @pytest.mark.parametrize(
