@@ -163,8 +163,7 @@ class EngineCore:
         If the queue has room for another step and the oldest step still runs, the call returns
         without waiting. The next call then starts another step.
 
-        The scheduler decides which requests may be in two steps at once, see
-        `RunAhead`.
+        The scheduler decides which requests may be in two steps at once, see `RunAhead`.
         """
         if self._can_step() and self._has_room:
             step, schedule_s = self._schedule()

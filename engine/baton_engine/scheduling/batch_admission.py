@@ -46,8 +46,9 @@ class Admission:
     ) -> Iterator[Admitted | AdmittedSharing | AdmittedLoaded | WaitsForPrompt | Preempted]:
         """Yield decisions that start requests whose KV has been loaded from a peer.
 
-        A request of the queue `waiting` that precedes a loaded request in order starts first. No
-        request of `waiting` starts if there are swapped requests, which get the free blocks.
+        A request in the queue `waiting` starts first if its order is before the loaded request's.
+        While requests are swapped out, only loaded requests start here, because the free blocks
+        are for the swapped requests.
         """
         while (
             step.budget > 0

@@ -1,12 +1,13 @@
 """Decisions that the scheduler's collaborators return. `RequestLifecycle` applies them.
 
-A decision changes nothing before it is applied. Tokens are no decision: `RunningPlanner` allocates
-the blocks of decodes and adds tokens to the step itself. With one decision per decoded token, the
-engine core took 20 % more time per request and step (`benchmarks/engine/overhead.py`).
+A decision changes no state until it is applied. `RunningPlanner` returns no decisions for tokens:
+it allocates the blocks of decodes and adds the tokens to the step itself. One decision for each
+decoded token made the engine core take 20 % more time per request and step
+(`benchmarks/engine/overhead.py`).
 
-While a step is built, `Scheduler._apply` calls one method of `RequestLifecycle` per type of
-decision. At other times, only `Finished` and `Queued` occur, and `RequestLifecycle.settle` applies
-these two.
+While a step is built, `Scheduler._apply` calls one method of `RequestLifecycle` for each type of
+decision. At other times only `Finished` and `Queued` occur, and `RequestLifecycle.settle` applies
+them.
 """
 
 from __future__ import annotations

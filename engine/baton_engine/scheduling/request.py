@@ -1,9 +1,8 @@
 """Plain data of a request inside the engine, of its beams and of its sample group.
 
-Only the KV cache manager writes the block fields of `KVSequence`. Only `WorkerMirror` writes
-`worker`, only `RequestOutputs` writes `report`, and only `step.in_flight` writes `num_placeholders`
-and `num_in_flight`. The scheduler and its collaborators write the
-other fields.
+These fields have one writer each: the KV cache manager writes the block fields of `KVSequence`,
+`WorkerMirror` writes `worker`, `RequestOutputs` writes `report`, and `step.in_flight` writes
+`num_placeholders` and `num_in_flight`. The scheduler and its collaborators write the other fields.
 """
 
 from __future__ import annotations

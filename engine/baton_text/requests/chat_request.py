@@ -198,7 +198,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True):
 
 
 def _check_tool_choice(choice: dict[str, Any], names: set[str]) -> None:
-    """Raise RequestError if a choice names no tools, or others than `names`."""
+    """Raise RequestError if `choice` names no tool, or a tool that is not in `names`."""
     named: Any = [choice]
     if choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools")
@@ -219,7 +219,7 @@ def _check_tool_choice(choice: dict[str, Any], names: set[str]) -> None:
 
 
 def _name(tool: Any) -> str | None:
-    """Return the name of a function to which a choice refers; None: it refers to none."""
+    """Return the function name of `tool`, or None if `tool` is not a valid function entry."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
         return None
@@ -231,7 +231,7 @@ def _check_tool(tool: dict[str, Any], where: str, earlier: set[str]) -> str:
     """Return the name of a tool.
 
     Raises:
-        RequestError: the tool is no function, or another tool has its name.
+        RequestError: the tool is not a function, or another tool has its name.
     """
     if tool.get("type") != "function":
         raise RequestError(

@@ -62,7 +62,7 @@ class BodyBudget:
             client: name of the client; None: clients need no API key.
 
         Raises:
-            APIError: 503, because the budget is exhausted and this body has to go.
+            APIError: 503, because the budget is exhausted and this request was refused.
         """
         charge = BodyCharge(self, client)
         self._charges.add(charge)
@@ -80,9 +80,9 @@ class BodyBudget:
         """Add `num_bytes` to `charge`. Refuse requests with large bodies if necessary.
 
         Raises:
-            APIError: 503, because the body of `charge` has to go.
+            APIError: 503, because the budget is exhausted and `charge`'s request was refused.
         """
-        if charge not in self._charges:  # it was refused, and its request does not know yet
+        if charge not in self._charges:  # refused, and its handler still runs
             raise _exhausted()
         self._count(charge, num_bytes)
         self._make_room()
@@ -162,7 +162,7 @@ class BodyCharge:
         """Charge bytes that the request takes besides its body.
 
         Raises:
-            APIError: 503, because this body has to go.
+            APIError: 503, because the budget is exhausted and this request was refused.
         """
         self._budget.add(self, num_bytes)
 

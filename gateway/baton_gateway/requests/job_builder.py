@@ -40,7 +40,7 @@ PROMPT_END = 32
 
 
 class JobBuilder:
-    """Builds jobs for both generation endpoints."""
+    """Builds the jobs of all endpoints that generate text from chat and completion requests."""
 
     def __init__(
         self,

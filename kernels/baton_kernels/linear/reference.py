@@ -27,9 +27,9 @@ def dequantize_reference(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def round_to_int8_reference(x: Tensor) -> Tensor:
-    """Return in float64 the x to which the compiled quantized product rounds its input.
+    """Return `x` quantized to int8 and dequantized to float64, as the compiled product reads it.
 
-    Each group of GROUP inputs of a row has its own scale.
+    Each group of GROUP inputs in a row has its own scale.
     """
     groups = functional.pad(x.float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
     largest = groups.abs().amax(-1, keepdim=True)

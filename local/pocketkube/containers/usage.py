@@ -25,9 +25,10 @@ class Usage:
 
 
 def container_usage() -> dict[str, Usage]:
-    """Return the usage of each container's running processes, by the container id of pods' status.
+    """Return the usage of each container, by the container id that the pod's status shows.
 
-    The memory is resident memory. A page that several processes share counts for each of them.
+    The usage is the sum over the container's running processes. Memory is resident memory, and a
+    page that several processes share counts for each of them.
     """
     found: dict[str, Usage] = {}
     for pid, container_id, _ in container_processes():

@@ -1,4 +1,4 @@
-"""A restricted operator refuses the attacks of a tenant, and serves his other LLMServices."""
+"""A restricted operator refuses the attacks of a tenant, and serves their other LLMServices."""
 
 from __future__ import annotations
 

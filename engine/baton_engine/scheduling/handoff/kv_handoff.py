@@ -82,7 +82,7 @@ class KVHandoff:
 
     @property
     def num_held(self) -> int:
-        """Number of transfers in progress that no unfinished request needs."""
+        """Number of transfers in progress whose request has ended, or that are empty loads."""
         transfers: list[_Send | _Load] = [*self._sends.values(), *self._loads.values()]
         return sum(transfer.request is None or transfer.request.finished for transfer in transfers)
 
