@@ -1,6 +1,6 @@
 """`baton serve MODEL`: one engine and its gateway as child processes, without Kubernetes.
 
-A model that is no local folder is first downloaded into a cache, in a child process as well.
+A model that is not a local folder is first downloaded into a cache, in a child process as well.
 
 The engine and the metrics listen on 127.0.0.1, and the gateway on --host. The gateway discovers the
 engine through a file in a private temporary folder. The folder also holds a service key, without

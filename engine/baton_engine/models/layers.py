@@ -312,7 +312,7 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def move_constants(self, device: torch.device) -> None:
-        """Move tensors that are no parameters to `device`."""
+        """Move tensors that are not parameters to `device`."""
 
     def weight_targets(self) -> WeightTargets:
         """Return a `WeightTarget` for each checkpoint tensor that this rank needs, by name."""

@@ -41,6 +41,6 @@ def memory_limit(root: Path = ROOT) -> int | None:
     limits = []
     for group in control_groups(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # versions 2 and 1
-            with suppress(OSError, ValueError):  # "max" is no number
+            with suppress(OSError, ValueError):  # "max" is not a number
                 limits.append(int((group / name).read_text()))
     return min(limits, default=None)

@@ -16,7 +16,7 @@ from baton_text.replies.tool_formats import SPECIAL_TEXT, ToolFormat
 
 #: Schema of the arguments of a tool that declares none.
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object"}
-#: Keywords of JSON schemas with texts for readers, and keywords whose values are no schemas.
+#: Keywords of JSON schemas with texts for readers, and keywords whose values are not schemas.
 _NOTES = frozenset(("$comment", "description", "title"))
 _VALUES = frozenset(("const", "default", "enum", "examples"))
 #: An escaped character, a slash or a line break in a regular expression.
@@ -31,7 +31,7 @@ class ReplyGrammar:
         is_reasoning: the prompt ends inside the reasoning.
         thinking_budget: limit on the tokens of the reasoning, after which it is closed. The model
             then reasons once. None: no limit.
-        special_token_id: returns the id of a special token. None: the text is no special token.
+        special_token_id: returns the id of a special token, and None for any other text.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Divides a generated text into reasoning, content and tool calls, as the text arrives.
 
-The result does not depend on how the text is divided into pieces. A text that is no valid call is
-content.
+The result does not depend on how the text is divided into pieces. A text that is not a valid call
+is content.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class ReplyParser:
             yield from self._reader.skip(ignored)
 
     def _read_calls(self, tool_format: ToolFormat, marker: str) -> Reading[None]:
-        """Read the calls after a marker. Text that is no call becomes content."""
+        """Read the calls after a marker. Text that is not a call becomes content."""
         reader, num_before = self._reader, self._calls.num_calls
         reader.mark()
         try:

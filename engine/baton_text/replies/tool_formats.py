@@ -324,7 +324,7 @@ def _python_call(call: ast.expr) -> tuple[str, str]:
     """Return the name and the arguments of a call.
 
     Raises:
-        ValueError: the expression is no call, or a value is no literal.
+        ValueError: the expression is not a call, or a value is not a literal.
     """
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError("not a call with keywords")

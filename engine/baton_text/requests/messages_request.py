@@ -281,7 +281,7 @@ def _text(content: str | list[ContentBlock], where: str) -> str:
     """Return a text, or the joined texts of blocks.
 
     Raises:
-        RequestError: a block is no text.
+        RequestError: a block is not text.
     """
     if isinstance(content, str):
         return content

@@ -50,7 +50,7 @@ class Ops:
     return_freed_results: Op
 
 
-#: The argument types of the functions that are no torch operators.
+#: The argument types of the functions that are not torch operators.
 _C_FUNCTIONS = {
     "sum_runs": [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3],
     "keep_freed_results": [ctypes.c_int64],

@@ -93,7 +93,7 @@ def _run(command: list[str]) -> None:
 def main() -> int:
     """Compile the operations for all instruction sets. Return the exit code, which is always 0.
 
-    A compilation that fails is no error, because torch versions replace missing operations.
+    A compilation that fails is not an error, because torch versions replace missing operations.
     """
     wanted = instruction_sets()
     command = compiler()

@@ -30,7 +30,7 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
     """The exceptions from the restricted Pod Security profile that LLMServices may request.
 
     Raises:
-        ValueError: an entry of `host_paths` is no absolute path, a writable folder is inside
+        ValueError: an entry of `host_paths` is not an absolute path, a writable folder is inside
             another entry or contains another entry, or a prefix is empty.
     """
 

@@ -36,7 +36,7 @@ class Passing:
     """A message in transit."""
 
     connection: Connection
-    #: None if it is no message of the side channel.
+    #: None if it is not a message of the side channel.
     message: ToProducer | ToConsumer | None
     #: The encoded message.
     frame: bytes

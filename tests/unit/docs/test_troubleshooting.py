@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 OPERATOR = ROOT / "operator" / "baton_operator"
 WORD = re.compile(r"[A-Z]+[a-z]+[A-Za-z]*")
-#: CamelCase words in the operator's source that are no reasons and no types of conditions. A new
+#: CamelCase words in the operator's source that are neither reasons nor types of conditions. A new
 #: word is taken for a reason until it stands here.
 NOT_REASONS = {
     # Statuses of conditions, units, and names of requests.

@@ -1,6 +1,6 @@
 """Reads the memory of another process with process_vm_readv. Each call verifies the process.
 
-A process id alone is no proof of identity, because the kernel reuses ids. So each process has a
+A process id alone does not prove identity, because the kernel reuses ids. So each process has a
 `Cell`: random bytes whose address and content the process sends to its peers. Each batch reads the
 cell of the other process last, in the same call. If the cell has the expected content, the process
 is the right one and had not withdrawn its memory. A process that dies during the call keeps its

@@ -225,7 +225,7 @@ def _check_credentials(
             raise must_be("unset" if before is None else str(before), f"{path}.spec.{name}", after)
     for field, key, value in _objects(merged["spec"], f"{path}.spec"):
         if "secret" in key.lower():
-            # Every name counts, because the API server ignores the one that is no field.
+            # Every name counts, because the API server ignores the one that is not a field.
             found = [value[each] for each in ("secretName", "name") if each in value]
             if not found or not all(isinstance(name, str) and name in secrets for name in found):
                 raise must_be("a Secret that another field of the service names", field, value)

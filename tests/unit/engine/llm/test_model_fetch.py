@@ -1,4 +1,4 @@
-"""`LLM` and `AsyncLLM` download a model that is no local folder, and use it again later."""
+"""`LLM` and `AsyncLLM` download a model that is not a local folder, and use it again later."""
 
 from __future__ import annotations
 
