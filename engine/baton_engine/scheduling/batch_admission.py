@@ -1,15 +1,15 @@
 """Admission: decides which waiting request joins the batch, or starts to load its KV.
 
-A request needs a place in the batch, token budget, and KV blocks for its prompt and generated
-tokens. All queues are ordered by (priority, arrival). If the first request does not fit in the free
-blocks, later requests do not overtake it. Requests that wait for remote KV, for a grammar or for
-the prompt of their sample group do not block other requests.
+To start, a request needs a place in the batch, token budget, and KV blocks for its prompt and
+generated tokens. All queues are ordered by (priority, arrival). Later requests do not overtake a
+first request that does not fit in the free blocks. Requests that wait for remote KV, for a grammar
+or for the prompt of their sample group do not block other requests.
 
-A request never starves behind requests of the same priority. Once all earlier requests have ended,
-the request is admitted as soon as enough blocks are free. Then the request is preempted last, and
-is the first to get the token budget that decodes leave. Decodes take one token each. No more
-requests run than the budget has tokens, so at least one token is left for the request. Requests
-with a lower priority value always come first.
+Requests of one priority do not starve each other. Once all earlier requests have ended, a request
+is admitted as soon as enough blocks are free. From then on it is preempted last, and is the first
+to get the token budget that decodes leave. Each decode takes one token and at most as many requests
+run as the budget has tokens, so at least one token is left. Requests with a lower priority value
+always come first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Admission:
     """Selects the waiting requests that start in a step, in order.
 
     `admit_loaded` and `admit` yield decisions. The caller applies each decision before it takes the
-    next decision.
+    next one.
     """
 
     state: SchedulerState
@@ -94,9 +94,9 @@ class Admission:
     def _admit_first(
         self, request: Request, step: StepBuilder
     ) -> Admitted | AdmittedSharing | WaitsForPrompt | None:
-        """Return the decision that starts `request`, the first request of `waiting`, or holds it.
+        """Return the decision to start `request`, the first of `waiting`, or to make it wait.
 
-        A request is held while another request of its group computes or loads the group's prompt.
+        A request waits while another request of its group computes or loads the group's prompt.
 
         Returns:
             None if too few blocks are free, or if the request needs a step of its own.
@@ -171,7 +171,7 @@ class Admission:
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
-        """Return the decision that a request starts to load its KV from a peer.
+        """Return the decision to start the load of a request's KV from a peer.
 
         Args:
             request: first request of `waiting_to_load`.

@@ -89,7 +89,7 @@ class Finished(NamedTuple):
     def without_token(
         cls, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = ""
     ) -> Finished:
-        """Build the decision that ends a request with an output without tokens.
+        """Build the decision to end a request with an output that has no tokens.
 
         Args:
             code: kind of the error. None: the request ends without an error.

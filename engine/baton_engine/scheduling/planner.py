@@ -1,4 +1,4 @@
-"""Planner: distributes a step's tokens over running requests: first decodes, then prompt chunks.
+"""Planner: gives a step's tokens to running requests, first to decodes, then to prompt chunks.
 
 Only decodes may need new blocks here, because a prompt gets all its blocks at admission. Requests
 are visited in order, and a decode preempts only itself or later requests. Therefore no request that
@@ -31,7 +31,7 @@ class RunningPlanner:
 
         If there are decodes, `prompt_budget` limits the tokens that are left for prompts.
 
-        The caller applies each decision before it takes the next decision.
+        The caller applies each decision before it takes the next one.
         """
         prefills = self._prefills
         prefills.clear()

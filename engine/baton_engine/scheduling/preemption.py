@@ -4,9 +4,9 @@ The last request in order, (priority, arrival), is preempted first. There are tw
 2023, PagedAttention, section 4.5):
 
 - recompute: the request's blocks are freed. The request keeps its tokens and is queued again.
-- swap: the request's blocks move to host memory. Samples of one prompt share blocks, so all running
-  samples are swapped together. All beams of a search are swapped together as well. Swapped requests
-  are resumed before waiting requests are admitted.
+- swap: the request's blocks move to host memory. All running samples of one prompt are swapped
+  together, because they share blocks, and so are all beams of a search. Swapped requests are
+  resumed before waiting requests are admitted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Preemptor:
     def resume(self) -> Iterator[SwappedIn]:
         """Yield decisions to resume swapped requests, in order, while batch and memory have room.
 
-        The caller applies each decision before it takes the next decision.
+        The caller applies each decision before it takes the next one.
         """
         while (unit := self.state.swapped.first()) is not None:
             sequences = [sequence for request in unit for sequence in request.sequences]

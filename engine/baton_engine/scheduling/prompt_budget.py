@@ -1,7 +1,7 @@
 """Limits the prompt tokens that a step computes beside decodes, to bound the time between tokens.
 
-A long prompt chunk delays the next token of every running sequence. The durations of finished steps
-control the limit, without a model of their cost:
+A long prompt chunk delays the next token of every running sequence. The limit follows the durations
+of finished steps, without a model of their cost:
 
 - A step that took longer than the target lowers the limit by the factor target / time. The fewer
   prompt tokens the step had, the less it lowers the limit.
@@ -26,7 +26,8 @@ class PromptBudget:
     """The limit on prompt tokens of an engine's steps, and the rules that adjust the limit.
 
     Attributes:
-        target_s: wanted seconds from step to step while sequences decode. 0: no limit.
+        target_s: target for the time from one step to the next while sequences decode, in seconds.
+            0: no limit.
     """
 
     target_s: float

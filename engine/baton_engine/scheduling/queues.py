@@ -15,8 +15,8 @@ _MIN_DEAD = 64
 class RequestQueue:
     """A priority queue of requests, sorted by `Request.order`.
 
-    A removed request leaves a dead heap entry. The dead entry is dropped when it reaches the top of
-    the heap, or when most entries are dead.
+    A removed request leaves a dead heap entry, which is dropped when it reaches the top of the
+    heap, or when most entries are dead.
     """
 
     def __init__(self) -> None:

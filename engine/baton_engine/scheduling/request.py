@@ -209,7 +209,7 @@ BEAM_SEPARATOR = "#"
 def root_id(request_id: str) -> str:
     """Return the id of the beam search whose beam has the id `request_id`.
 
-    Return an empty string if `request_id` does not have the form of a beam's id.
+    The result is empty if `request_id` does not have the form of a beam's id.
     """
     root, separator, number = request_id.rpartition(BEAM_SEPARATOR)
     return root if separator and number.isdecimal() else ""

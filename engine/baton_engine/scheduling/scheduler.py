@@ -5,11 +5,12 @@ order, and `RequestLifecycle` applies these decisions. `update_from_output()` ap
 a step and returns outputs for clients. No collaborator calls the scheduler.
 
 Several steps may be in flight. `schedule()` counts tokens as computed as soon as they are
-scheduled. Workers run steps and return results in the order of scheduling. Therefore a step may use
-blocks that an earlier step in flight frees.
+scheduled. Workers run steps and return results in the order of scheduling, so a step may use blocks
+that an earlier step in flight frees.
 
-A request is in one step at a time, except with asynchronous scheduling. Then a request may be
-scheduled before the scheduler has the request's last token, because the worker has this token.
+Without asynchronous scheduling, a request is in one step at a time. With it, a request may be
+scheduled before the scheduler has the request's last token, because the worker already has that
+token.
 """
 
 from __future__ import annotations
@@ -243,9 +244,8 @@ class Scheduler:
     def discard(self, step: SchedulerOutput) -> None:
         """Undo the tokens of the newest step in flight, so that later steps run these tokens.
 
-        The tokens must not have run. All other changes of the step count as done. Workers must
-        apply these changes exactly once: in `step`, whose tokens failed, or in
-        `step.without_tokens()`.
+        The tokens must not have run. All other changes of the step count as done, so workers must
+        apply them exactly once: in `step`, whose tokens failed, or in `step.without_tokens()`.
         """
         self._settle(self._results.discard(self._in_flight.pop(step.step_id, [])))
         self.state.handoff.take_back(step.connector.saves)
@@ -330,8 +330,8 @@ class Scheduler:
     def add_prefill_result(self, result: PrefillResult) -> None:
         """Apply the result of a request's prefill stage on a peer: the first token, or an error.
 
-        The result may arrive before the request. The scheduler waits for a result without a
-        timeout. The gateway aborts a request that waits too long.
+        The result may arrive before the request. The scheduler waits for it without a timeout, and
+        the gateway aborts a request that waits too long.
         """
         request = self.state.requests.get(result.request_id)
         if request is None:

@@ -169,7 +169,7 @@ def _cannot_improve(
 ) -> bool:
     """Return whether the search is over because `width` hypotheses are finished.
 
-    Without `early_stopping`, the best live beam must also score no better than the worst of these
+    Without `early_stopping`, the best live beam must also not score better than the worst of these
     hypotheses. The live beam is scored at its present length, as in `transformers`. With a positive
     length penalty, a longer continuation could still score better, but rarely does.
     """

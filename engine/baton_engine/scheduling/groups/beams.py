@@ -63,8 +63,9 @@ class BeamSearches:
     def count_blocks_wanted(self, root: Request) -> None:
         """Record how many free blocks a preempted search needs to restart.
 
-        These are as many blocks as the search holds now, plus one per beam. With fewer blocks, the
-        search would be preempted at the same point again. Call this before the blocks are freed.
+        The search needs the blocks that it holds now, and one more for each beam. With fewer
+        blocks, it would be preempted at the same point again. Call this before the blocks are
+        freed.
         """
         group = _group(root)
         own = {block.block_id for beam in group.live for block in beam.blocks}
@@ -96,8 +97,8 @@ class BeamSearches:
 
         If no live beam is left, the search is over.
 
-        A parent's first child continues the parent's sequence. Each further child is a new sequence
-        that shares the parent's blocks.
+        A parent's first child continues the parent's sequence, and each further child is a new
+        sequence that shares the parent's blocks.
         """
         group = _group(root)
         parents = group.live

@@ -1,6 +1,7 @@
-"""Samples of one prompt: one request gets the prompt's KV, and the other requests share its blocks.
+"""Samples of one prompt, which share the blocks of the prompt's KV.
 
-The first request of a group computes the KV, or loads the KV from a peer.
+The first request of a group computes the KV, or loads it from a peer. The other requests of the
+group then share its blocks.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class SampleGroups:
     def source(self, request: Request, step: StepBuilder) -> Request | None:
         """Return a request whose prompt blocks `request` can share, or None.
 
-        The returned request is running, or has loaded its KV. Steps before `step` compute the
+        The returned request is running or has loaded its KV, and steps before `step` compute the
         shared tokens.
         """
         for member in request.group.members.values() if request.group is not None else ():

@@ -13,13 +13,12 @@ blocks from a peer.
     a step's results arrive      update: return loaded requests, free the blocks of ended sends
     a request ends               release: free the blocks now or after the transfer
 
-A block that a transfer may read or write is not freed, even if the request has ended. The block is
-freed only after the worker has reported the end of the transfer (`finished_sending`,
-`load_results`).
+A block that a transfer may read or write is freed only after the worker has reported the end of the
+transfer (`finished_sending`, `load_results`), even if the request has ended.
 
 PRODUCE requests are never preempted, because a peer may read their published blocks. A PRODUCE
-request samples at most one token and gets all blocks at admission. Thus the request never waits for
-memory while it holds blocks.
+request samples at most one token and gets all its blocks at admission, so it never waits for memory
+while it holds blocks.
 """
 
 from __future__ import annotations
@@ -102,8 +101,8 @@ class KVHandoff:
     def save(self, request: Request, num_computed_tokens: int) -> None:
         """Publish the blocks that a step fills, if a peer loads the request's KV.
 
-        Only the tokens that the request had on arrival are published. After the last of them, the
-        last block is published even if it is not full.
+        Only the tokens that the request had on arrival are published. The block of the last of
+        these tokens is published even if it is not full.
 
         Args:
             num_computed_tokens: number of the request's tokens that have KV after the step,
@@ -142,9 +141,9 @@ class KVHandoff:
     def wait(self, request: Request) -> None:
         """Make the peer that computes a request's prompt keep the blocks until the load starts.
 
-        The connector sends a message that extends the lease of the blocks. Otherwise the lease
-        could expire while the request waits for memory. If the load starts in the next step, the
-        message is not sent.
+        The connector sends a message that extends the lease of the blocks, which could otherwise
+        expire while the request waits for memory. The message is not sent if the load starts in the
+        next step.
         """
         transfer = _transfer(request)
         self._metadata.waits[transfer.transfer_id] = LoadWait(

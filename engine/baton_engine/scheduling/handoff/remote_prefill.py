@@ -1,4 +1,4 @@
-"""Decides when a CONSUME request can continue. A peer computes the prompt of such a request.
+"""Decides when a CONSUME request, whose prompt a peer computes, can continue.
 
 Two events must happen, in any order: the block load ends, and the gateway's PREFILL_RESULT arrives.
 This engine computes missing blocks itself, unless `load_failure_policy` is `fail`.

@@ -77,7 +77,7 @@ class StepBuilder:
     def reserve(self, request: Request, end: int) -> list[BlockCopy] | None:
         """Allocate writable blocks for the request's positions up to `end`.
 
-        The request keeps the blocks even if this step does not run the request.
+        The request keeps the blocks even if this step does not run it.
 
         Returns:
             Block copies that this step must make. None if too few blocks are free.

@@ -27,7 +27,7 @@ class StepResults:
     ) -> Iterator[Finished | Queued]:
         """Apply the results of a step. Yield decisions that end requests or queue them again.
 
-        The caller applies each decision before it takes the next decision.
+        The caller applies each decision before it takes the next one.
 
         Args:
             ranges: ranges that the step was scheduled to run.
