@@ -1,9 +1,8 @@
 """The coordinator's process: a ROUTER for the ranks, the controller, and HTTP.
 
-A rank sends its Status from a DEALER, as one frame of MessagePack. Every answer is a Directive in
-one frame. The instance id in the Status identifies a rank. The connection does not, because a rank
-that reconnects has a new connection. The coordinator stores nothing, because ranks report all of
-its state.
+A rank sends its Status from a DEALER as one frame of MessagePack, and the reply is a Directive in
+one frame. The instance id in the Status identifies a rank, because a rank that reconnects has a new
+connection. The coordinator stores nothing, because ranks report all of its state.
 """
 
 from __future__ import annotations
@@ -149,8 +148,8 @@ class Coordinator:
     def run(self) -> int:
         """Run until `stop` is called, and return the exit code.
 
-        After `stop`, the loop ends as soon as no rank serves. Once LINGER_S have passed, the loop
-        also ends if a serving rank is not leaving.
+        After `stop`, the loop ends as soon as no rank serves. After LINGER_S, it also ends if a
+        serving rank is not leaving.
         """
         self._server.start()
         poller = zmq.Poller()

@@ -78,7 +78,7 @@ class Observation:
         """Return whether the group ends.
 
         The group ends when all serving ranks are shutting down and have no requests, and no new
-        member exists. Until then the ranks need each other's experts to complete their requests.
+        member exists. Until then, the ranks need each other's experts to complete their requests.
         """
         serving = [status for status, _ in self.roster.serving()]
         all_idle = all(
@@ -111,8 +111,8 @@ class Observation:
     def _recover(self, present: Generation, reason: str) -> Need:
         """Return the change to a generation of the survivors and new members.
 
-        In rank order, the survivors come first and keep their order. Unwanted and excluded
-        survivors leave, unless no member would be left.
+        The survivors keep their order and get the lowest ranks. Unwanted and excluded survivors
+        leave, unless no member would be left.
         """
         wanted = self.wanted()
         serving = {status.member.instance_id for status, _ in self.roster.serving()}

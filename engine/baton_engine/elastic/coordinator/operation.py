@@ -151,7 +151,7 @@ def is_in(status: Status, generation: Generation) -> bool:
 
 
 def overtaken(roster: Roster, target: Generation) -> bool:
-    """Return whether a rank is in a generation that makes the rank refuse the target generation.
+    """Return whether a rank is in a generation that makes it refuse the target generation.
 
     Such a generation is not the target, and its number is at least the target's number.
     """

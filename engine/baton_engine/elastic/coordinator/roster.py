@@ -97,10 +97,10 @@ class Roster:
     def update(self, now: float) -> None:
         """Decide which instances are living.
 
-        A living instance has sent a status within its deadline and is not stalled. Of several such
-        instances with one name, only the last registered instance is living. The deadline is
-        shorter for instances that other ranks cannot reach. Instances without a status for
-        FORGET_AFTER_S are removed.
+        A living instance has sent a status within its deadline, and is not stalled. The deadline is
+        shorter for instances that other ranks cannot reach. Of several such instances with one
+        name, only the last to register is living. Instances without a status for FORGET_AFTER_S are
+        removed.
         """
         for instance_id in [
             each for each, rank in self.ranks.items() if now - rank.seen > FORGET_AFTER_S

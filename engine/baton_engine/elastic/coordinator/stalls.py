@@ -7,8 +7,8 @@
 
 A probe is an urgent generation of all members. It interrupts a waiting rank, which reports within
 milliseconds that its generation is broken. A rank that does not report this within `stall_after_s`
-is stalled and excluded. If all ranks report in time, the step was only slow. The step is run again,
-and the limit of the next step is doubled.
+is stalled and excluded. If all ranks report in time, the step was only slow: it is run again, and
+the limit of the next step is doubled.
 
 The coordinator measures durations from the last change of a rank's status.
 """
@@ -37,8 +37,8 @@ class Stalls:
     def update(self, present: Generation | None, now: float) -> None:
         """Mark a rank as stalled if all other ranks wait for it.
 
-        If the ranks seem stalled and the cause is unknown, set `reason`, which requests a probe of
-        all ranks.
+        If the ranks seem stalled but the stalled rank is unknown, set `reason`, which requests a
+        probe of all ranks.
         """
         self.reason = ""
         ranks = [] if present is None else self._ranks(present)

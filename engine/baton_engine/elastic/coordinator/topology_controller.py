@@ -3,10 +3,10 @@
 From desired members and statuses, the controller computes at most one operation, and a directive
 for each rank.
 
-The controller is level-triggered. Each decision depends on the reported statuses and not on earlier
-actions, so a restarted controller continues where another controller ended. There is one exception:
-a commit is never revoked after it was sent, because a rank may act on it at any time. If a commit
-cannot be completed, the controller creates an urgent generation with a higher number.
+The controller is level-triggered: each decision depends on the reported statuses and not on earlier
+actions, so a restarted controller continues where another controller ended. The exception is a
+commit, which is never revoked after it was sent, because a rank may act on it at any time. If a
+commit cannot be completed, the controller creates an urgent generation with a higher number.
 
 The controller has no sockets and no clock. Callers pass the time as `now`, in seconds.
 """
@@ -417,8 +417,8 @@ class Controller:
     def _follow_preparation(self, operation: Operation, now: float) -> None:
         """Commit the operation's target, the next generation, when all members are prepared.
 
-        If the preparation fails or the target no longer fits the group, end the operation. The
-        previous generation then continues.
+        If the preparation fails or the target no longer fits the group, end the operation, and the
+        previous generation continues.
         """
         target = operation.target
         assert target is not None

@@ -4,8 +4,8 @@ coordinator  a DEALER that reconnects. It sends the latest Status every STATUS_I
              at once when a field in `_decisive_fields` changes. It receives Directives.
 other ranks  a ROUTER on the pod's address receives StartWaves; one DEALER per rank sends them.
 
-The link thread passes each received message to `deliver`, whatever the message's generation. The
-link thread repeats a StartWave until `end_start` is called.
+The link thread passes each received message to `deliver`, whatever its generation, and repeats a
+StartWave until `end_start` is called.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Waves: periods in which the ranks of a generation step together. No I/O and no clock.
 
-The layers are expert parallel. In a wave every rank therefore takes every step, with or without its
-own tokens. Before a step the ranks exchange their StepVotes. All ranks compute the same decision,
-because the decision depends only on the votes:
+The layers are expert parallel, so in a wave every rank takes every step, with or without tokens of
+its own. Before a step, the ranks exchange their StepVotes. All ranks compute the same decision,
+because it depends only on the votes:
 
 - The wave ends with this step if no rank has work.
 - The next generation is committed after this step if all ranks vote for the same generation.
 
-Outside a wave ranks exchange nothing. A rank that gets work starts the next wave. It sends
-StartWave to the other ranks, which then join the wave. A received StartWave may belong to
+Outside a wave, ranks exchange nothing. A rank that gets work starts the next wave: it sends
+StartWave to the other ranks, which then join. A received StartWave may belong to
 
 - a wave that has ended. The message is ignored, because the wave has ended for the sender too.
 - a later wave. The message is recorded, because the current wave has ended for the sender.

@@ -117,8 +117,8 @@ class Balance:
     def due(self, present: Generation, now: float) -> Rebalancing | None:
         """Return the rebalance that is due because a measuring window ends now, or None.
 
-        The window's imbalance must exceed the threshold. The imbalance of a new placement must be
-        less than WORTHWHILE times the window's imbalance.
+        A rebalance is due if the window's imbalance exceeds the threshold, and a new placement has
+        less than WORTHWHILE times that imbalance.
         """
         loads = self._window(present, now)
         if not loads:
@@ -141,7 +141,7 @@ class Balance:
     def _within_limit(self, placement: Placement, present: Generation, loads: Loads) -> Placement:
         """Return a placement whose moves do not exceed `rebalance_max_move_bytes`.
 
-        Return `placement` if its moves are within this limit. Otherwise, return the present
+        The result is `placement` if its moves are within this limit. Otherwise it is the present
         placement after the moves that reduce the imbalance most.
         """
         limit = self._config.rebalance_max_move_bytes
@@ -215,7 +215,7 @@ class Balance:
 def experts_of(generation: Generation | None) -> tuple[Placement, Sequence[str]] | None:
     """Return a generation's placement and the instance ids of its ranks.
 
-    Return None if `generation` is None. `plan_placement` takes the result as `previous`.
+    The result is None if `generation` is None. `plan_placement` takes it as `previous`.
     """
     if generation is None:
         return None

@@ -19,7 +19,7 @@ therefore
 
 No packing of these copies has a heaviest rank below max(mean, w).
 
-With a previous placement, survivors keep their experts. Only missing copies are packed, and surplus
+With a previous placement, survivors keep their experts, only missing copies are packed, and surplus
 copies are dropped. The tolerance limits how much heavier the heaviest rank may be than the heaviest
 rank of a new placement. If swaps do not reach this limit, the new placement is used.
 """
@@ -183,8 +183,8 @@ def _permute_for_few_moves(layer: Layer, held: list[set[int]]) -> Layer:
 def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list[int]) -> list[int]:
     """Return the number of copies of each expert, 1 to num_ranks, so that all slots are filled.
 
-    The computation starts with the numbers in `at_first`. It adds copies where the load per copy is
-    highest, or removes copies where the load per remaining copy is lowest.
+    The computation starts with the numbers in `at_first`, and adds copies where the load per copy
+    is highest, or removes copies where the load per remaining copy is lowest.
     """
     copies = [min(max(count, 1), num_ranks) for count in at_first]
     missing = num_ranks * num_slots - sum(copies)
@@ -317,10 +317,9 @@ class _Packing:
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
         """Return the best swap of an expert on `heavy` for one on `light`; None if no swap helps.
 
-        A swap helps if both loads are lower than the load of `heavy` afterwards. Swaps after which
-        neither load is above `good_enough` come first. Of these, the best swap leaves both ranks
-        the fewest experts to receive. If there is no such swap, the best swap has the lowest
-        maximum of both loads.
+        A swap helps if afterwards both ranks have less load than `heavy` has now. If there are
+        swaps after which neither load is above `good_enough`, the best of them leaves the two ranks
+        the fewest experts to receive. Otherwise the best swap has the lowest maximum of both loads.
 
         Returns:
             (expert that leaves `heavy`, expert that leaves `light`).
@@ -345,12 +344,12 @@ class _Packing:
     def _make_way(self, expert: int, rank: int) -> int:
         """Assign `expert` to a full rank in place of another expert, and return the other expert.
 
-        Call this method if every rank with a free slot already holds `expert`. `rank` is a rank
-        with a free slot. `rank` does not hold the returned expert and can therefore take it.
+        Call this method if every rank with a free slot already holds `expert`. `rank` is one of
+        these ranks. It does not hold the returned expert, and can therefore take it.
 
         Such an expert always exists. A copy of `expert` is unassigned, so at least one full rank
-        does not hold `expert`. This full rank holds num_slots other experts. `rank` holds at most
-        num_slots - 2 other experts.
+        does not hold `expert`, but holds num_slots other experts. `rank` holds at most
+        num_slots - 2 of them.
         """
         # Prefer experts that `full` did not hold before. They move anyway.
         choices = (

@@ -6,9 +6,9 @@ swap   the heaviest rank and a lighter rank exchange two experts (2 moves)
 copy   a lighter rank replaces one of several copies of an expert by a copy of an expert of the
        heaviest rank (1 move)
 
-Steps keep the number of slots of each rank. An expert keeps at least one copy. The step with the
-largest decrease of the sum of squared rank loads per move comes first, over all layers. The squares
-give priority to the ranks that are furthest above the mean.
+Steps keep the number of slots of each rank, and at least one copy of each expert. Over all layers,
+the step that decreases the sum of squared rank loads most per move comes first. The squares give
+priority to the ranks that are furthest above the mean.
 
 No step makes a rank as heavy as the heaviest rank was, so no layer's imbalance increases.
 """
