@@ -1,9 +1,9 @@
 """Plan the next step of an expert-parallel group: pods, topology requests and deletions. Pure.
 
-A member joins the group when its container has started. The operator then requests from the
-coordinator a topology that contains the member.
+A member joins the group after its container has started: the operator then requests a topology that
+contains the member from the coordinator.
 
-A member leaves in three steps. Each step is observed before the next one:
+A member leaves in three steps, each of which is observed before the next one begins:
 
 1. A topology without the member is requested.
 2. When the member is outside the topology, it is marked as draining.
@@ -17,10 +17,10 @@ new pod fits on no node, an outdated pod leaves after `surge_timeout_s` to make 
 
 Four cases are special:
 
-- Scale to zero: a topology has at least one member. So the last rank stays in the topology and
-  drains when all other ranks are deleted.
+- Scale to zero: a topology has at least one member. So the last rank stays in the topology, and
+  drains once all other ranks are deleted.
 - A new expert group, for example after a change of the model: old and new pods cannot share a
-  topology. When a new pod has started, the old group is scaled to zero. Then the new group is
+  topology. When a new pod has started, the old group is scaled to zero, and then the new group is
   formed.
 - From independent engines to ranks: the engines drain as `plan_group` describes.
 - From ranks to independent engines: ranks leave as the engines become ready.
@@ -145,7 +145,7 @@ def operation_id(group: ExpertGroup, desired: list[str], topology: TopologyStatu
     """Return the operation id of a topology request for the members `desired`.
 
     The id is a hash of the observed state, so it stays the same after a restart of the operator.
-    The hash includes the generation and the id of the previous operation. So a later request for
+    The hash includes the generation and the id of the previous operation, so a later request for
     the same members has another id.
     """
     before = topology.operation.operation_id if topology.operation else ""
@@ -167,7 +167,7 @@ def _divide(
     """Decide which members stay and which leave.
 
     Args:
-        max_unavailable: number of members that the group may lack while members are replaced.
+        max_unavailable: number of serving members that the group may lack during a replacement.
     """
     size, update = group.target.size, group.target.update
     able = [m for m in present if m.deletion is None and not m.failed]
@@ -266,7 +266,8 @@ def _request(
 ) -> TopologyRequest | None:
     """Return the topology request to send now.
 
-    None: it was sent already, or it must wait for the end of the running operation.
+    The result is None if the request was sent already, or must wait for the end of the running
+    operation.
     """
     if desired == view.desired:
         return None

@@ -1,25 +1,25 @@
 """Plan the next step of one group of independent engines. Pure: no client and no clock.
 
-A member is one pod of the group. A member leaves in three steps. Each step is observed in the
-cluster before the next one:
+A member is one pod of the group. It leaves in three steps, each of which is observed in the cluster
+before the next one begins:
 
 1. The member is marked as draining, so gateways send it no new requests.
 2. The member drains until it has no unfinished request or transfer, or the drain timeout passes
    (`reconcile/drain.py`).
 3. The member is deleted.
 
-A rollout replaces members of an earlier revision within two bounds. At most `desired + max_surge`
-members exist, including members that leave. At least `desired - max_unavailable` members serve. New
-members that are not ready do not serve. So if a new revision never becomes ready, its rollout stops
-at the second bound, and the other members keep serving.
+A rollout replaces members of an earlier revision within two bounds: at most `desired + max_surge`
+members exist, including members that leave, and at least `desired - max_unavailable` members serve.
+New members that are not ready do not serve. So if a new revision never becomes ready, its rollout
+stops at the second bound, and the other members keep serving.
 
 If a new member fits on no node, an old member leaves after `surge_timeout_s` to make room.
 
 If another client deletes a member and a surge is allowed, the replacement is created immediately.
 Without a surge, it is created when the deleted pod is gone. The replacement has the newest
-revision. It has the previous revision in two cases: in a pause, and while a member of the newest
-revision has missed its progress deadline. The previous revision is the last one with which the
-whole service was ready.
+revision, except during a pause and while a member of the newest revision has missed its progress
+deadline. It then has the previous revision, which is the last one with which the whole service was
+ready.
 """
 
 from __future__ import annotations
@@ -299,8 +299,8 @@ def _outdated_to_replace(
 def _num_to_create(group: _Group, *, use_previous: bool) -> int:
     """Return how many members to create. A negative number means none.
 
-    The group may have `max_surge` more members than desired in two cases. A rollout is in progress,
-    or a member that another client deletes is replaced.
+    The group may have `max_surge` more members than desired while a rollout is in progress, or
+    while a member that another client deletes is replaced.
 
     Args:
         use_previous: create members of the previous revision. They replace members of the newest

@@ -107,7 +107,7 @@ class RefusedPods:
 def refusal_of(error: KubeError, pod: str) -> Refusal | None:
     """Return the refusal of `pod` that `error` reports.
 
-    None: the error has another cause, such as an overloaded API server.
+    The result is None if the error has another cause, such as an overloaded API server.
     """
     reason = refusal_reason(str(error)) or (POD_REFUSED if error.status in _REFUSING else None)
     return Refusal(reason, f"the API server refuses pod {pod}: {error}") if reason else None

@@ -1,8 +1,8 @@
 """The topology of an expert-parallel group, from the coordinator and from the status. Pure.
 
-After a restart the coordinator reports only the ranks that have registered again. So a rank that
-only the status lists still counts as a rank. It does not count if the coordinator reports a newer
-generation than the status.
+After a restart, the coordinator reports only the ranks that have registered again. So a rank that
+only the status lists still counts as a rank, unless the coordinator reports a newer generation than
+the status.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ def record(
 ) -> llmservice.TopologyStatus | None:
     """Return the topology for the status; None if none is known.
 
-    The result is the coordinator's reply and the recorded ranks that have not registered again. In
-    two cases the result is the recorded topology without deleted pods: there is no reply, or the
-    coordinator has no generation after a restart.
+    The result is the coordinator's reply, with the recorded ranks that have not registered again.
+    Without a reply, or if the coordinator has no generation after a restart, the result is the
+    recorded topology without deleted pods.
 
     Args:
         topology: the coordinator's reply; None without a reply.
