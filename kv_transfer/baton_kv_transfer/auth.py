@@ -3,9 +3,9 @@
     token = ServiceKey.secret("kv"), or empty without a service key
     proof = HMAC-SHA256(token, role, both nonces, both instance ids)
 
-Each side draws a new nonce for each handshake, so a proof is valid only once. The role is part of
-the proof, so a side cannot send the other side's proof back. A side with a token and a side without
-a token refuse each other.
+Each side draws a new nonce for each handshake, so a proof is valid only once. The proof includes
+the role, so a side cannot send the other side's proof back. A side with a token and a side without
+one refuse each other.
 """
 
 from __future__ import annotations

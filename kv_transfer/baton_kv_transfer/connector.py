@@ -2,7 +2,7 @@
 
 The scheduler side decides what to transfer, without I/O and without torch. Each step carries these
 decisions to the worker side in a `ConnectorMetadata`. The worker side owns the memory and a thread
-that moves bytes. The worker side returns results in a `ConnectorOutput`.
+that moves bytes, and returns results in a `ConnectorOutput`.
 
     producer   This engine computes the prompt of the request. Each step that completes blocks
                carries a `BlockSave`. The worker publishes the blocks as soon as their KV is
@@ -12,7 +12,7 @@ that moves bytes. The worker side returns results in a `ConnectorOutput`.
                arrived and were verified, or the load failed.
 
 On both sides, the scheduler frees the blocks of a transfer only after the worker has reported the
-end of the transfer. After a cancel, the scheduler still waits for this report.
+end of the transfer, also after a cancel.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class FailureReason(enum.StrEnum):
 class ConnectorStats(msgspec.Struct):
     """Counters and gauges of one worker's connector, for the engine's metrics.
 
-    Counters count since the start of the engine. `total` adds the counts of several workers.
+    Counters count from the start of the engine, and `total` adds those of several workers.
     """
 
     #: Blocks published to a consumer. With push, blocks written into its memory.
@@ -197,7 +197,8 @@ class ConnectorStats(msgspec.Struct):
     def total(parts: Sequence[ConnectorStats]) -> ConnectorStats:
         """Return the sum of the counts of several workers.
 
-        A transfer of several workers counts once for each worker. The failure is the first one.
+        A transfer of several workers counts once for each worker. The failure is that of the first
+        worker that has one.
         """
         total = ConnectorStats()
         for part in parts:

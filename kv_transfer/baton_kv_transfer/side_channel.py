@@ -17,9 +17,9 @@ Each message is one msgpack frame.
                                          <- CANCELLED    the producer ended the transfer
 
 A transfer is offered when the producer's scheduler has accepted the request. With push, DESCRIBE
-describes the consumer's memory. Each write carries a PUBLISH of its blocks as a notification. The
-last PUBLISH is sent as a message and names all written blocks again. RELEASE means that all blocks
-were verified, that the load failed, or that a CANCELLED was received.
+describes the consumer's memory, and each write carries a PUBLISH of its blocks as a notification.
+The last PUBLISH is sent as a message, and names all written blocks again. RELEASE means that all
+blocks were verified, that the load failed, or that a CANCELLED was received.
 
 A worker of the consumer and a worker of the producer connect if they share KV heads. The scheduler
 gives the address of the producer's first worker, whose DESCRIPTION lists all workers. A side

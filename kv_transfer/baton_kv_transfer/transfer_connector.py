@@ -1,8 +1,8 @@
 """The worker side of the KV connector.
 
-One thread runs the consumer side and the producer side over one agent. The thread sleeps until a
-socket, the agent, a command or a deadline wakes it. The engine's thread only queues commands and
-takes results.
+One thread runs the consumer side and the producer side over one agent. It sleeps until a socket,
+the agent, a command or a deadline wakes it. The engine's thread only queues commands and takes
+results.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class TransferConnector(KVConnectorWorker):
     def _count_bytes(self) -> dict[str, int]:
         """Return the bytes moved, by transport and lane, such as `ucx tcp/lo`.
 
-        NIXL does not report bytes. With NIXL, the result counts the bytes of verified and of
-        written blocks under `nixl unknown`.
+        NIXL does not report bytes, so with NIXL the bytes of verified and of written blocks count
+        under `nixl unknown`.
         """
         moved = self._agent.bytes_moved
         total = self._stats.bytes_sent + self._stats.bytes_received

@@ -4,13 +4,13 @@ Names and semantics are NIXL's:
 
 - A transfer handle has at most one active post. The handle can be posted again after DONE or ERR.
 - Transfers may end in any order. The notification of a transfer arrives after all its bytes.
-- Adding a peer does not connect to the peer. Removing a peer disconnects it and ends its transfers
-  in ERR.
+- Adding a peer does not connect to it. Removing a peer disconnects it and ends its transfers in
+  ERR.
 - An agent is always a peer of itself, under its own name.
 - `make_prepped_xfer` merges rows that are adjacent on both sides; `initialize_xfer` does not.
 
-Every descriptor is checked. A local descriptor must be inside registered memory. A descriptor of a
-peer must be inside the memory that the peer's metadata lists.
+Every descriptor is checked: a local descriptor must be inside registered memory, and a descriptor
+of a peer inside the memory that the peer's metadata lists.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RegDescs:
 class KnownPeer:
     """One version of a peer's metadata.
 
-    Each DlistHandle and XferHandle for the peer refers to this object. The handle is valid until
-    the agent removes the peer or replaces this object.
+    Each DlistHandle and XferHandle for the peer refers to this object, and is valid until the agent
+    removes the peer or replaces the object.
     """
 
 
@@ -114,7 +114,8 @@ class Agent(abc.ABC):
     def num_refused(self) -> int:
         """Number of descriptors in requests of peers that were outside registered memory.
 
-        Requests with such descriptors are refused. Always 0 with NIXL, which does not report them.
+        Requests with such descriptors are refused. The number is always 0 with NIXL, which does not
+        report them.
         """
         return 0
 
@@ -122,7 +123,7 @@ class Agent(abc.ABC):
     def failure(self) -> str:
         """Why peers cannot connect to this agent any more, and the remedy; empty if they can.
 
-        Always empty with NIXL, which does not report this.
+        The text is always empty with NIXL, which does not report this.
         """
         return ""
 
@@ -187,9 +188,9 @@ class Agent(abc.ABC):
     def add_remote_agent(self, metadata: bytes) -> str:
         """Add a peer and return its name.
 
-        Adding the same metadata again has no effect. Different metadata replaces the peer's earlier
-        metadata. Transfers made with the earlier metadata end in ERR: immediately if they are in
-        flight, otherwise when they are posted.
+        Adding the same metadata again has no effect, and different metadata replaces the peer's
+        earlier metadata. Transfers made with the earlier metadata end in ERR: immediately if they
+        are in flight, otherwise when they are posted.
 
         Raises:
             ValueError: the metadata is damaged, or is this agent's own, or the peer's metadata
@@ -329,9 +330,9 @@ class Agent(abc.ABC):
     def fence(self) -> None:
         """Cut all peers off: no operation of a peer reaches registered memory afterwards.
 
-        Transfers in flight end in ERR, and all peers are removed. Memory stays registered. Peers
-        need new metadata from get_agent_metadata to connect again. NIXL's own interface has no such
-        function.
+        Transfers in flight end in ERR, and all peers are removed, but memory stays registered.
+        Peers need new metadata from get_agent_metadata to connect again. NIXL's own interface has
+        no such function.
 
         Raises:
             TransportError: the agent is closed, or its thread does not answer. Without an answer,

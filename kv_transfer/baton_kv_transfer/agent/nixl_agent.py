@@ -4,20 +4,20 @@ Any NIXL program over UCX can be a peer.
 
 What Baton adds around the library:
 
-- A thread polls NIXL and pauses between polls. NIXL's own progress thread is off, because
-  that thread never pauses. Pauses last up to POLL_BUSY_S while transfers are in flight, and
-  otherwise up to POLL_IDLE_S. The thread does not poll before a peer is added or this agent's
-  metadata is requested.
-- NIXL 1.5.1 reports ERR at once for transfers with a removed peer, although bytes still arrive.
-  So a peer is removed from NIXL only after the peer's transfers have ended. If the transfers last
-  longer than REMOVE_GRACE_S, NIXL's agent is destroyed and created again. That ends all transfers
+- A thread polls NIXL and pauses between polls. It replaces NIXL's own progress thread, which never
+  pauses. Pauses last up to POLL_BUSY_S while transfers are in flight, and otherwise up to
+  POLL_IDLE_S. The thread does not poll before a peer is added or this agent's metadata is
+  requested.
+- NIXL 1.5.1 reports ERR at once for transfers with a removed peer, although bytes still arrive. So
+  a peer is removed from NIXL only after the peer's transfers have ended. If the transfers last
+  longer than REMOVE_GRACE_S, NIXL's agent is destroyed and created again, which ends all transfers
   in flight. Handles, lists and other peers stay usable.
 - `fence` also destroys NIXL's agent, creates it again, and removes all peers. Then a late write of
-  a peer fails, because the connection is closed. A peer that writes through UCX's shared memory
-  (CMA) needs no connection. So UCX's shared memory is off, unless UCX_TLS turns it on. `fence` does
-  not stop a peer on the same host that writes to GPU memory through cuda_ipc.
-- A digest follows NIXL's metadata, because NIXL accepts damaged addresses and keys. NIXL ignores
-  the digest.
+  a peer fails, because the connection is closed. UCX's shared memory (CMA), through which a peer
+  can write without a connection, is off unless UCX_TLS turns it on. `fence` does not stop a peer on
+  the same host that writes to GPU memory through cuda_ipc.
+- A digest follows NIXL's metadata, because NIXL accepts damaged addresses and keys. NIXL itself
+  ignores the digest.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ hold:
 - Each load has exactly one LoadResult. Each handshake and each per-rank transfer has a deadline.
 - A block is valid after every per-rank transfer has verified its part of the block in this engine's
   memory.
-- After the LoadResult nothing writes to the load's blocks. All reads of the load have ended. With
-  push, the producer has sent RELEASED, the last write was verified, or a fence (`Agent.fence`) has
-  cut the producer off.
+- After the LoadResult, nothing writes to the load's blocks: all its reads have ended. With push,
+  one more event has come before: the producer has sent RELEASED, the last write was verified, or a
+  fence (`Agent.fence`) has cut the producer off.
 """
 
 from __future__ import annotations

@@ -410,7 +410,7 @@ class LoadManager:
             self._blocks.read(rank_transfer, new)
 
     def record_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
-        """Record that a batch was verified. Fail the load if blocks were wrong twice.
+        """Record that a batch was verified. Fail the load if a block was wrong twice.
 
         Args:
             rank_transfer: the per-rank transfer of the batch.

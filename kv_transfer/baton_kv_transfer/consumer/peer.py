@@ -6,8 +6,8 @@
     (lost)         `error` is set: the worker refused, was silent, disconnected, or sent an invalid
                    message. This state is final.
 
-A peer is kept for later transfers. A lost peer does not connect again. A restarted producer is
-another peer, even at the same address, because the producer has another instance id.
+A peer is kept for later transfers, and a lost peer does not connect again. A restarted producer is
+another peer, even at the same address, because its instance id is new.
 """
 
 from __future__ import annotations

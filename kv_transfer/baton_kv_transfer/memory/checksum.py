@@ -16,8 +16,8 @@ random number that the consumer chose for the load.
 
 The first factors of the weights, u(0) to u(8191), take 64 KiB for any block size and stay in a
 core's cache. This module computes the sum with numpy. `baton_kernels.block_checksum` computes the
-same sum with compiled code and on GPUs. The checksum finds torn, stale and misplaced blocks. The
-checksum does not protect against forged blocks.
+same sum with compiled code and on GPUs. The checksum finds torn, stale and misplaced blocks, but
+does not protect against forged blocks.
 """
 
 from __future__ import annotations

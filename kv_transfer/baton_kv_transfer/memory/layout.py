@@ -33,7 +33,7 @@ class KVCacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     """Shape of one worker's KV memory.
 
     The memory is contiguous: [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]. A
-    range of heads of a block is one contiguous run. So engines with different tensor-parallel sizes
+    range of heads of a block is one contiguous run, so engines with different tensor-parallel sizes
     can exchange ranges of heads.
     """
 

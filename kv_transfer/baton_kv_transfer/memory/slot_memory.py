@@ -39,14 +39,14 @@ class SlotMemory(abc.ABC):
     def expose(self, block_ids: Sequence[int]) -> list[int] | None:
         """Return slots that hold the content of these blocks, in order.
 
-        Return None if too few slots are free. Peers may read the slots until `release`.
+        The result is None if too few slots are free. Peers may read the slots until `release`.
         """
 
     @abc.abstractmethod
     def accept(self, block_ids: Sequence[int]) -> list[int] | None:
         """Return slots to receive new content for these blocks, in order.
 
-        Return None if too few slots are free. Transfers may fill the slots until `release`.
+        The result is None if too few slots are free. Transfers may fill the slots until `release`.
         """
 
     @abc.abstractmethod

@@ -1,8 +1,8 @@
 """Subscriptions that arrive before the scheduler offers the transfer.
 
 A consumer sends SUBSCRIBE as soon as its own engine has scheduled the request, which may be before
-the producer's engine has accepted the request. Heartbeats renew the lease of a subscription. A
-subscription is refused when its lease ends.
+the producer's engine has accepted the request. Heartbeats renew the lease of a subscription, which
+is refused when its lease ends.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def refuse_subscription(
 ) -> None:
     """Refuse a subscription: send CANCELLED and, with push, RELEASED.
 
-    RELEASED tells the consumer that nothing was written and nothing will be written.
+    RELEASED means that nothing was written and nothing will be written.
     """
     send(session.identity, side_channel.Cancelled(message.transfer_id, message.generation, reason))
     if message.push_slots is not None:

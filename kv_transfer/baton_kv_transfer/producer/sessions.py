@@ -267,7 +267,7 @@ class SessionRegistry:
     ) -> list[Session]:
         """Remove and return the sessions of older memory of an agent.
 
-        The agent's name now stands for `memory`. Sessions of older memory must not write to it.
+        The agent's name now refers to `memory`, to which sessions of older memory must not write.
         """
         lost = []
         for other in self._users(agent_name):

@@ -1,7 +1,7 @@
 """The transfers that the scheduler has offered. The connector's thread calls all methods.
 
-A transfer begins with the scheduler's offer and ends exactly once. `take_finished` then returns it.
-The blocks of a transfer stay allocated until its end. `transfer_state` describes its states.
+A transfer begins with the scheduler's offer and ends exactly once, and `take_finished` then returns
+it. Its blocks stay allocated until its end. `transfer_state` describes its states.
 
 A transfer ends when all subscribers have left and no write to a subscriber is in flight. A
 subscriber is one worker of the consumer.
@@ -190,8 +190,8 @@ class TransferManager:
 
         PENDING names the transfers of which more blocks will be published. If a transfer has no
         subscriber yet, its load waits for memory at the consumer. PENDING then names the transfer
-        only while it has no blocks. Otherwise two engines that wait for each other's memory would
-        wait without end.
+        only while it has no blocks, because otherwise two engines could wait for each other's
+        memory without end.
         """
         now = self._clock()
         pending = []
@@ -266,7 +266,8 @@ class TransferManager:
     def expire(self, now: float) -> list[Session]:
         """End subscriptions and transfers whose lease has expired.
 
-        Before this call, read the messages of consumers: an unread heartbeat may renew a lease.
+        Read the messages of consumers before this call, because an unread heartbeat may renew a
+        lease.
 
         Returns:
             Sessions to cut off, because writes to them did not end within DRAIN_TIMEOUT_S.

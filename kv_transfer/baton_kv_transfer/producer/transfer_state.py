@@ -3,10 +3,9 @@
 A lease is the time for which blocks stay allocated without a message of the consumer. A transfer
 has these states:
 
-    OFFERED   There are no blocks yet. There is also no lease, because the request may wait in a
-              busy engine.
-    HOLDING   There are blocks. Each subscriber has a lease. Workers that have not subscribed yet
-              share one lease.
+    OFFERED   There are no blocks yet, and no lease, because the request may wait in a busy engine.
+    HOLDING   There are blocks. Each subscriber has a lease, and workers that have not subscribed
+              yet share one lease.
     CLOSED    The transfer was cancelled, a worker of the consumer never subscribed, or no slots
               became free. No further subscriber is admitted.
 
@@ -161,7 +160,7 @@ def explain_invalid(
 ) -> str:
     """Return why SUBSCRIBE or RELEASE is invalid; empty if it is valid.
 
-    The transfer is not considered, because it may not be offered yet. See `explain_refusal`.
+    `explain_refusal` checks the transfer itself, which may not be offered yet.
 
     Args:
         layout: layout of the producer's worker.

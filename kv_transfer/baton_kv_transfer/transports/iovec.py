@@ -1,7 +1,7 @@
 """Pure functions on runs of memory, packed as an array of struct iovec (address, length).
 
-A run is a contiguous range of memory. Requests carry runs in this form, and readv, writev and
-process_vm_readv accept this form.
+A run is a contiguous range of memory. Requests carry runs in this form, which readv, writev and
+process_vm_readv accept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The thread that does the work of an agent's transports: sockets, commands, timers and copies.
 
 Several copies take turns, one batch at a time. A *user* is another thread that waits for the agent
-in `waiting`. The user may do the work itself, instead of the transports' thread (see `work_loan`).
+in `waiting`, and may do the work itself, instead of the transports' thread (see `work_loan`).
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class TransportThread:
     """The thread that all transports of an agent share.
 
     Any thread may use `mailbox`, `waiting`, `on_event`, `start` and `close`. After `start`, only
-    handlers, commands, timers and copies may call the other methods. All of these run in the thread
-    that does the work.
+    handlers, commands, timers and copies, which run in the thread that does the work, may call the
+    other methods.
     """
 
     def __init__(self, name: str) -> None:

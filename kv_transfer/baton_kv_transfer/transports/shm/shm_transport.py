@@ -6,7 +6,7 @@ Each side writes only to its own memory, and reads the memory of the other side 
     WRITE   a request to the peer. The peer checks that every descriptor is in the peer's registered
             memory, copies from the memory of this side, and answers.
 
-Requests, answers and notifications travel over a unix socket of the peer. The side that connects
+Requests, replies and notifications are sent over a unix socket of the peer. The side that connects
 sends the peer's cell, which is in the peer's metadata. The kernel reports the process id of the
 side that connects (SO_PEERCRED). Both sides must have the same boot id, pid namespace and network
 namespace.

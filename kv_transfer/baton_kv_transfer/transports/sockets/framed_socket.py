@@ -1,8 +1,8 @@
 """Messages and data over a stream socket, without blocking.
 
-Data are sent from rows of memory, and received into rows of memory. The data of a transfer travel
+Data is sent from rows of memory, and received into rows of memory. The data of a transfer is sent
 in frames of the kind DATA, which carry the transfer's number. The frames of several transfers take
-turns. A message is sent before the next frame of data.
+turns, and a message is sent before the next frame of data.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class FramedSocket:
     def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
         """Send a message, followed by the data in `rows`.
 
-        Bytes that the socket does not accept now are kept. Later calls of `flush` send them.
+        Bytes that the socket does not accept now are kept, and later calls of `flush` send them.
 
         Args:
             kind: kind of the message, not DATA.
@@ -150,8 +150,8 @@ class FramedSocket:
         """Stop using the rows of a transfer; return False if no rows were in use.
 
         Only the thread that runs `receive` may call this. If a part of a frame was sent, the rest
-        of the frame is sent as zeros. In the last frame (see `is_sending_last_frame`), the other
-        side would mistake the zeros for data. Then close the connection instead of calling `stop`.
+        of the frame is sent as zeros. The other side would mistake zeros in the last frame for
+        data, so close the connection instead if `is_sending_last_frame` returns True.
         """
         rows = self._expected.pop(number, None)
         if rows is not None and rows is self._target:
@@ -181,8 +181,8 @@ class FramedSocket:
     def receive(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield (kind, number, payload) of each message that has arrived.
 
-        The kind DATA means that all rows of a transfer are filled; the payload is empty then. The
-        iteration may end before the socket is empty. Then the socket stays readable.
+        The kind DATA means that all rows of a transfer are filled; the payload is empty then. If
+        the iteration ends before the socket is empty, the socket stays readable.
 
         Raises:
             ConnectionError: the other side closed the connection, or sent something invalid.

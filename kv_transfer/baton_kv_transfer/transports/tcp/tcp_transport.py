@@ -7,8 +7,8 @@
 
 The requesting side connects to the owner, and first sends the secret from the owner's metadata
 (`peer_link`, `tcp_server`). Bytes move directly between rows and socket (`rows`). The data of a
-transfer travel in frames, and the frames of several transfers take turns (`framed_socket`). Data
-that belong to no running transfer are discarded.
+transfer is sent in frames, and the frames of several transfers take turns (`framed_socket`). Data
+without a running transfer is discarded.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ A short message always arrives before data that is sent after it, so the owner p
 time. After a longer WRITE message, the writer waits for GO before it sends the data.
 
 A side sends HELLO before its first request over a new endpoint. The secret in HELLO proves that the
-sender has the receiver's metadata. HELLO also has a random session id. Every later message about
-the sender's requests carries this id, in both directions.
+sender has the receiver's metadata. HELLO also has a random session id, which every later message
+about the sender's requests carries, in both directions.
 """
 
 from __future__ import annotations

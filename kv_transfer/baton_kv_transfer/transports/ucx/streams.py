@@ -1,7 +1,7 @@
 """The data of a transfer as tag messages, one message for each piece of up to 512 KiB.
 
 Both sides cut the data into the same pieces. UCX sends a piece directly from the rows of memory,
-and receives a piece directly into the rows.
+and receives it directly into the rows.
 """
 
 from __future__ import annotations

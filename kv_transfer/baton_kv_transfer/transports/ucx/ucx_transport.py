@@ -212,8 +212,8 @@ class UCXTransport(Transport):
     def _take_messages(self, worker: UCXWorker) -> None:
         """Receive and carry out messages until no more arrive.
 
-        A message may close an endpoint. Then more messages may arrive, for example a WRITE
-        and its data. The WRITE must be handled before data without a transfer are discarded.
+        A message may close an endpoint, after which more messages may arrive, for example a WRITE
+        and its data. The WRITE must be handled before data without a transfer is discarded.
         """
         has_more = True
         while has_more:
@@ -406,7 +406,7 @@ class UCXTransport(Transport):
     def _tick(self) -> None:
         """Cut connections that are in use but silent, and check that UCX still listens.
 
-        Silence is counted in ticks instead of seconds. So a process that was suspended first reads
+        Silence is counted in ticks instead of seconds, so a process that was suspended first reads
         the messages that have arrived, and cuts connections only afterwards.
         """
         for connection in self._by_address.values():
