@@ -11,8 +11,8 @@ that moves bytes, and returns results in a `ConnectorOutput`.
                `LoadRequest` starts the load. The worker reports one `LoadResult`: all blocks
                arrived and were verified, or the load failed.
 
-On both sides, the scheduler frees the blocks of a transfer only after the worker has reported the
-end of the transfer, also after a cancel.
+On both sides, the scheduler frees the blocks of a transfer only after the worker has reported its
+end, even after a cancel.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ class Agent(abc.ABC):
 
     @abc.abstractmethod
     def send_notif(self, remote_agent_name: str, notif_msg: bytes) -> None:
-        """Send a notification without a transfer. The notification is not ordered with transfers.
+        """Send a notification without a transfer, in no fixed order relative to transfers.
 
         Raises:
             KeyError: the peer is unknown.

@@ -24,7 +24,7 @@ from baton_kv_transfer.consumer.peer_registry import PeerRegistry
 from baton_kv_transfer.context import ConnectorContext
 from baton_protocol.options.config import KVRole
 
-#: A load in the state DRAINING waits this long for its reads. Then it disconnects the peer. After
+#: A load in the state DRAINING waits this long for its reads, and then disconnects the peer. After
 #: the same time again, a fence (`Agent.fence`) cuts all peers off.
 DRAIN_TIMEOUT_S = 5.0
 #: Longest interval between heartbeats. The interval is a third of the peer's lease or of this
@@ -329,7 +329,7 @@ class LoadManager:
                     self.fail(load, FailureReason.TIMEOUT, why, now)
                     break
         elif load.state is LoadState.DRAINING and now >= load.drain_deadline:
-            # A peer that failed is disconnected. That ends its reads in ERR, which ends the load.
+            # A peer that failed is disconnected, which ends its reads in ERR, and thereby the load.
             for rank_transfer in load.rank_transfers:
                 peer = rank_transfer.peer
                 if rank_transfer.num_batches and not peer.error:

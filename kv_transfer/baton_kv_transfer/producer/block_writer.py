@@ -7,8 +7,8 @@ A subscriber is one worker of a consumer. A block for a subscriber has these sta
                 the peer ends the write in ERR.
     written     `advance` has reported the write, and the writer has no record of it.
 
-The bytes in flight to each peer are limited, and the transfers to one peer take turns, so that a
-long transfer does not delay a short one.
+The bytes in flight to each peer are limited. The transfers to one peer take turns, so that a long
+transfer does not delay a short one.
 """
 
 from __future__ import annotations

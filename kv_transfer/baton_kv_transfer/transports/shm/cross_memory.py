@@ -26,7 +26,8 @@ from baton_kv_transfer.transports.transfer import CopyError
 CELL_BYTES = 16
 #: Maximum number of runs in a batch. IOV_MAX is 1024, and one run is the cell.
 MAX_RUNS = 1023
-#: Maximum size of a batch. A batch takes about a millisecond. Then the thread does other work.
+#: Maximum size of a batch. A batch takes about a millisecond, after which the thread does other
+#: work.
 BATCH_BYTES = 4 * 2**20
 
 

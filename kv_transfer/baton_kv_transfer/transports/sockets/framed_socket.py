@@ -23,7 +23,7 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 #: Header of a frame: size of the payload in bytes, kind, number of the transfer.
 _HEADER = struct.Struct("<IIQ")
 _SEND_BYTES = 2**18
-#: Limit of the data moved in one call, which takes about 1 ms. Then other sockets are served.
+#: Limit of the data moved in one call. This takes about 1 ms, before other sockets are served.
 _TURN_BYTES = 4 * 2**20
 #: Size of the buffer for messages. One read usually empties the socket.
 _BUFFER_BYTES = 4096
@@ -118,7 +118,7 @@ class FramedSocket:
 
         Args:
             kind: kind of the message, not DATA.
-            number: number of the transfer. The frames with data carry it too.
+            number: number of the transfer, which the frames with data carry too.
             payload: content of the message.
             rows: memory to send as data; None for a message alone.
         """

@@ -112,7 +112,7 @@ class Rows:
 
         Args:
             fd: file descriptor of the socket.
-            head: bytes to send first: messages and the frame's header. May be empty.
+            head: bytes to send first, messages and the frame's header; may be empty.
 
         Returns:
             The number of bytes sent of `head`, and the number of bytes sent of the rows.

@@ -406,8 +406,8 @@ class UCXTransport(Transport):
     def _tick(self) -> None:
         """Cut connections that are in use but silent, and check that UCX still listens.
 
-        Silence is counted in ticks instead of seconds, so a process that was suspended first reads
-        the messages that have arrived, and cuts connections only afterwards.
+        Silence is counted in ticks instead of seconds, so that a process that was suspended reads
+        the messages that have arrived before it cuts connections.
         """
         for connection in self._by_address.values():
             connection.silent_ticks = connection.silent_ticks + 1 if connection.is_busy else 0
