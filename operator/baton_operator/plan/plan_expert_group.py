@@ -187,7 +187,7 @@ def _divide(
     if not group.name:  # ranks leave as the independent engines that replace them become ready
         kept = [m for m in others if m.serving][: max(0, num_needed - num_serving)]
     else:
-        # The old group leaves only when a pod of the new group has started. So a revision that
+        # The old group leaves only when a pod of the new group has started, so a revision that
         # cannot start replaces no rank.
         kept = [] if any(m.serving for m in current) else others[:num_needed]
     kept += outdated[: max(0, num_needed - num_serving - len(kept))]
