@@ -93,7 +93,7 @@ class Finished(NamedTuple):
 
         Args:
             code: kind of the error. None: the request ends without an error.
-            error: message for the client. Empty without an error.
+            error: message for the client; empty without an error.
         """
         output = EngineCoreOutput(
             request_id=request.request_id,

@@ -88,7 +88,7 @@ class GrammarQueue:
                 )
 
     def bitmask(self, grammars: dict[str, Grammar]) -> GrammarOutput | None:
-        """Return bitmasks of the tokens that each grammar allows next. None without grammars.
+        """Return bitmasks of the tokens that each grammar allows next, or None without grammars.
 
         Args:
             grammars: grammar by request id.

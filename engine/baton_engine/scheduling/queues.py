@@ -39,7 +39,7 @@ class RequestQueue:
         heapq.heappush(self._heap, (request.order, request))
 
     def peek(self) -> Request | None:
-        """Return the first request without removing it. None if the queue is empty."""
+        """Return the first request without removing it, or None if the queue is empty."""
         while self._heap and self._heap[0][1] not in self:
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
@@ -103,7 +103,7 @@ class SwappedRequests:
         bisect.insort(self._units, unit, key=lambda unit: unit[0].order)
 
     def first(self) -> list[Request] | None:
-        """Return the unit to resume next. None if no request is swapped."""
+        """Return the unit to resume next, or None if no request is swapped."""
         return self._units[0] if self._units else None
 
     def remove(self, unit: list[Request]) -> None:

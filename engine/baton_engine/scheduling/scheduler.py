@@ -96,9 +96,9 @@ class Scheduler:
         if self.pause_state is not PauseState.PAUSED_ALL:
             preempted = self._apply(step, self._planner.plan(step))
             changed |= preempted
-            # Running requests need the memory that a preemption frees. A request admitted in the
-            # same step would take the memory. A load could write to a block that is still to be
-            # swapped out.
+            # Running requests need the memory that a preemption frees, and that a request admitted
+            # in the same step would take. A load could write to a block that is still to be swapped
+            # out.
             if not preempted:
                 changed |= self._schedule_others(step)
         return self._finish_step(step, changed)
@@ -230,7 +230,7 @@ class Scheduler:
         return sum(entry.is_decode for entry in self._in_flight.get(step.step_id, ()))
 
     def grammar_output(self, step: SchedulerOutput) -> GrammarOutput | None:
-        """Return bitmasks of the tokens that grammars allow in `step`. None without grammars.
+        """Return bitmasks of the tokens that grammars allow in `step`, or None without grammars.
 
         Call this while the model runs, before `update_from_output` for the same step.
         """
@@ -265,7 +265,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            RequestRefusedError: the request is not accepted. The scheduler is unchanged.
+            RequestRefusedError: the request is not accepted, and the scheduler is unchanged.
         """
         check_request(
             core_request,
@@ -311,7 +311,7 @@ class Scheduler:
             self._remote_prefill.forget(request_id)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Abort requests. Ignore unknown ids.
+        """Abort the requests with these ids, and ignore unknown ids.
 
         If a request has already ended and its blocks are kept for a peer, cancel the transfer.
         """

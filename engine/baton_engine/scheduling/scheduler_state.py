@@ -67,7 +67,7 @@ class SchedulerState:
         self.watermark_blocks = watermark_blocks
         self.fail_on_load_error = fail_on_load_error
         send_token_ids = num_stages > 1
-        # A step cannot carry the sampled tokens that a request runs ahead of.
+        # Several stages get sampled tokens with the next step, so no request may run ahead of them.
         self.run_ahead = RunAhead(config.async_scheduling and not send_token_ids, max_model_len)
         self.limits = RequestLimits.of(config, kv, max_model_len)
         #: All unfinished requests.

@@ -28,7 +28,7 @@ class StopRules:
         """Check whether the last token ends the request by a stop token or a length limit.
 
         Returns:
-            The finish reason. None if the request continues.
+            The finish reason, or None if the request continues.
         """
         params = request.sampling_params
         num_tokens = len(request.token_ids)

@@ -60,7 +60,7 @@ class Observation:
         return tuple(member for member in members if member is not None)
 
     def breakage(self) -> str:
-        """Return why the present generation cannot continue. Empty: the generation can continue."""
+        """Return why the present generation cannot continue, or an empty string if it can."""
         if self.present is None:
             return ""
         for member in self.present.members:

@@ -217,7 +217,7 @@ def not_retired(roster: Roster, operation: Operation, target: Generation) -> lis
 
 
 def commit_obstacle(roster: Roster, operation: Operation, target: Generation) -> str:
-    """Return why the commit cannot be completed. Empty: no obstacle is known."""
+    """Return why the commit cannot be completed, or an empty string if no obstacle is known."""
     if overtaken(roster, target):
         return "a rank has committed another generation"
     for member in target.members:

@@ -20,7 +20,7 @@ class SampleGroups:
         self._with_waiting: dict[int, SampleGroup] = {}
 
     def join(self, group_id: str, request: Request) -> None:
-        """Add `request` to a group. The first request creates the group.
+        """Add `request` to its group, which the first request creates.
 
         A request that loads the prompt's KV from a peer loads it for the whole group.
 

@@ -13,8 +13,8 @@ blocks from a peer.
     a step's results arrive      update: return loaded requests, free the blocks of ended sends
     a request ends               release: free the blocks now or after the transfer
 
-A block that a transfer may read or write is freed only after the worker has reported the end of the
-transfer (`finished_sending`, `load_results`), even if the request has ended.
+Even if a request has ended, a block that a transfer may use stays allocated until the worker has
+reported the transfer's end (`finished_sending`, `load_results`).
 
 PRODUCE requests are never preempted, because a peer may read their published blocks. A PRODUCE
 request samples at most one token and gets all its blocks at admission, so it never waits for memory
@@ -62,7 +62,7 @@ class _Load:
 
 
 class KVHandoff:
-    """The KV transfers of one scheduler. Empty without a KV connector."""
+    """The KV transfers of one scheduler. There are none without a KV connector."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._kv = kv

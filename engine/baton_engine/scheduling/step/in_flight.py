@@ -72,9 +72,9 @@ class RunAhead:
     def allows(self, request: Request) -> bool:
         """Return whether the next tokens of `request` may run before its steps in flight return.
 
-        Prompt tokens may run. A placeholder may run unless it is the last token that `max_tokens`
-        and `max_model_len` allow, or a grammar or a KV transfer needs the sampled token first. If
-        the sampled token ends the request, the results of later steps are ignored.
+        Prompt tokens may run. A placeholder may run, unless `max_tokens` or `max_model_len` allows
+        no token after it, or a grammar or a KV transfer needs the sampled token first. If the
+        sampled token ends the request, the results of later steps are ignored.
         """
         if not self.enabled:
             return False

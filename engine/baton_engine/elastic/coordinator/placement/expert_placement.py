@@ -183,8 +183,8 @@ def _permute_for_few_moves(layer: Layer, held: list[set[int]]) -> Layer:
 def _replicate(load: list[float], num_ranks: int, num_slots: int, at_first: list[int]) -> list[int]:
     """Return the number of copies of each expert, 1 to num_ranks, so that all slots are filled.
 
-    The computation starts with the numbers in `at_first`, and adds copies where the load per copy
-    is highest, or removes copies where the load per remaining copy is lowest.
+    The computation starts with the numbers in `at_first`. It adds copies where the load per copy is
+    highest, or removes copies where the load per remaining copy is lowest.
     """
     copies = [min(max(count, 1), num_ranks) for count in at_first]
     missing = num_ranks * num_slots - sum(copies)
@@ -271,7 +271,7 @@ class _Packing:
                     self._put(expert, rank)
 
     def pack(self) -> None:
-        """Assign all missing copies. All ranks are full afterwards."""
+        """Assign all missing copies, so that all ranks are full."""
         order = [expert for expert, count in enumerate(self.missing) for _ in range(count)]
         order.sort(key=self._heaviest_first)
         free = [
