@@ -44,8 +44,8 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     updated: bool = True
     #: Newest revision of the Deployment's pods.
     template_revision: str | None = None
-    #: Topology of an expert-parallel group. For such a group, `ready` counts ranks
-    #: if the coordinator replies.
+    #: Topology of an expert-parallel group. For such a group, `ready` counts ranks if the
+    #: coordinator replies.
     topology: GroupTopology | None = None
     #: Autoscaling status of a group with `autoscaling`.
     autoscaling: AutoscalingStatus | None = None

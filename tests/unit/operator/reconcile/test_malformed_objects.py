@@ -1,7 +1,7 @@
 """Malformed objects, copied pods and defects of the operator.
 
-They are reported, the members of the recorded spec keep running,
-and other services are not affected.
+They are reported, the members of the recorded spec keep running, and other services are not
+affected.
 """
 
 from __future__ import annotations
