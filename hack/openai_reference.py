@@ -74,7 +74,7 @@ LIMITS = """
 | `cache_salt` | MAX_CACHE_SALT_LENGTH characters | - |
 | characters of prompts that `echo` repeats, over all choices | MAX_ECHO_CHARACTERS | - |
 | logprobs at each position | MAX_LOGPROBS, and the token's own | - |
-| logprobs of prompt tokens in one response | MAX_LOGPROB_ENTRIES | - |
+| logprobs of prompt tokens, over all choices and candidates | MAX_LOGPROB_ENTRIES | - |
 | logprobs in one response that is not streamed | MAX_RESPONSE_LOGPROBS | - |
 | seconds of a request; 0: no limit | REQUEST_TIMEOUT_S | `gateway.requestTimeoutSeconds` |
 | seconds in which a client sends a body, or reads a response or an event | CLIENT_TIMEOUT_S | - |

@@ -455,13 +455,14 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
         num_top = self.requested_prompt_logprobs()
         if num_top is None:
             return
-        num_entries = num_prompt_tokens * self.num_samples * (num_top + 1)
+        num_entries = num_prompt_tokens * self.num_candidates * (num_top + 1)
         if num_entries > MAX_LOGPROB_ENTRIES:
             field = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
             raise RequestError(
                 f"{field}: {num_prompt_tokens} prompt tokens with {num_top + 1} log-probabilities "
-                f"in each of n={self.num_samples} choices make {num_entries} entries, and at most "
-                f"{MAX_LOGPROB_ENTRIES} are allowed; send a smaller n or {field}",
+                f"in each of {self.num_candidates} choices (n or best_of) make {num_entries} "
+                f"entries, and at most {MAX_LOGPROB_ENTRIES} are allowed; send a smaller n, "
+                f"best_of or {field}",
                 param=field,
             )
 

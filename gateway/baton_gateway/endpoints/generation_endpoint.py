@@ -256,6 +256,7 @@ async def _send_all(
         if output.prompt_logprobs is not None:  # streamed only with echo
             prompt = choice.prompt_token_ids
             offsets[choice.index] += await run_off_loop(lambda: num_characters(prompt), len(prompt))
+            output.prompt_logprobs = None  # the caller may keep the output
         offsets[choice.index] += num_characters(item.token_id for item in output.logprobs)
 
     await send(encoded(writer.opening()))

@@ -41,6 +41,9 @@ from baton_text.responses.pooling import (
 
 #: Limit on the bytes of vectors that are encoded on the event loop. More are encoded in a thread.
 INLINE_VECTOR_BYTES = 2**14
+#: Responses with more bytes of vectors are encoded one after the other. Encoding takes 20 times the
+#: bytes of the vectors.
+LARGE_VECTOR_BYTES = 2**20
 
 _Body = TypeVar("_Body", bound=PoolingRequest)
 #: A job, and what makes the response after it has run.
@@ -111,6 +114,7 @@ class PoolingEndpoints:
                 lambda: msgspec.json.encode(respond()),
                 sum(map(len, job.vectors)),
                 INLINE_VECTOR_BYTES,
+                LARGE_VECTOR_BYTES,
             )
             timeout_s = min(deadline.left_s, services.config.client_timeout_s)
             async with services.bodies.charge(client) as charge:

@@ -45,6 +45,7 @@ class CollectedOutput:
         self._tool_calls: list[ToolCallDelta] = []
 
     def add(self, output: TextOutput) -> None:
+        """Add an output, and drop its prompt logprobs."""
         self.num_outputs += 1
         self._last = output
         self._text.write(output.text)
@@ -53,6 +54,7 @@ class CollectedOutput:
             self._logprobs.append(msgspec.msgpack.encode(output.logprobs))
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = msgspec.msgpack.encode(output.prompt_logprobs)
+            output.prompt_logprobs = None
         self._num_nans += output.num_nans_in_logits
         if output.reply is not None:
             self._reasoning.write(output.reply.reasoning)

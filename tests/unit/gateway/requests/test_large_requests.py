@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from baton_gateway.http import request_body
 from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
 from baton_gateway.requests import prompts
 from baton_gateway.requests.generation import STAGGERED_TOKENS, Generator
-from baton_gateway.requests.job import Job
+from baton_gateway.requests.job import Job, PromptJob, Run
 from baton_gateway.requests.job_builder import MAX_ECHO_CHARACTERS
 from baton_gateway.requests.prompts import TEXT_FACTOR
 from baton_gateway.routing.dispatch import Dispatcher
@@ -30,14 +31,16 @@ from baton_gateway.thread_pool import (
     run_off_loop,
     run_template,
 )
+from baton_protocol.engine_messages import EngineCoreOutput, PromptLogprobs
 from baton_protocol.options.config import AccessConfig
 from baton_protocol.sampling import MAX_TOKEN_IDS
 from baton_text.errors import RequestError
-from baton_text.output import OutputProcessor
+from baton_text.output import OutputProcessor, TextOutput
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import (
     FREE_OPTION_ENTRIES,
+    MAX_LOGPROB_ENTRIES,
     MAX_OPTION_ENTRIES,
     MAX_STOP_CHARACTERS,
 )
@@ -444,6 +447,51 @@ async def test_a_response_does_not_repeat_many_long_prompts(rig: GatewayRig) -> 
     assert param == "echo"
     status, answer, _ = await rig.post("/v1/completions", TEXT | body | {"n": 2, "max_tokens": 1})
     assert (status, answer["choices"][1]["text"].startswith(LONG)) == (200, True)
+
+
+async def test_the_prompt_logprobs_of_all_candidates_are_limited(rig: GatewayRig) -> None:
+    engine = rig.engine("d", "decode")
+    engine.max_model_len = 20_000
+    await rig.start(engine)
+    num_tokens = MAX_LOGPROB_ENTRIES // (21 * 128) + 1
+    body = {"prompt": [[5] * num_tokens], "prompt_logprobs": 20, "best_of": 128}
+    _, param = await refusal(rig, "/v1/completions", body)
+    assert param == "prompt_logprobs"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": "hello world", "echo": True, "logprobs": 2, "stream": True},
+        {"prompt": ["hello world", "hello"], "prompt_logprobs": 2},
+    ],
+    ids=["stream", "complete"],
+)
+async def test_a_running_request_keeps_no_prompt_logprobs_as_objects(
+    rig: GatewayRig, options: dict[str, Any]
+) -> None:
+    engine = rig.engine("d", "decode", "hello world, the quick brown fox")
+    engine.hold_after = 1
+    await rig.start(engine)
+    seen: list[PromptJob] = []
+    share = PromptJob.share_logprobs
+
+    async def recorded(prompt: PromptJob, run: Run, output: EngineCoreOutput) -> PromptLogprobs:
+        seen.append(prompt)
+        return await share(prompt, run, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptJob, "share_logprobs", recorded)
+        async with rig.slow_connection("/v1/completions", TEXT | options | {"max_tokens": 5}):
+            await until(lambda: seen, "the prompt logprobs at the gateway")
+
+            def kept() -> int:
+                outputs = (each for each in gc.get_objects() if type(each) is TextOutput)
+                return sum(bool(each.prompt_logprobs) for each in outputs)
+
+            await until(lambda: not kept(), "the prompt logprobs dropped")
+            assert rig.metric("baton:requests_in_flight") == 1
+            engine.released.set()
 
 
 async def test_the_logprobs_of_a_prompt_are_dropped_when_all_runs_have_them(
