@@ -75,7 +75,7 @@ LIMITS = """
 | characters of prompts that `echo` repeats, over all choices | MAX_ECHO_CHARACTERS | - |
 | logprobs at each position | MAX_LOGPROBS, and the token's own | - |
 | logprobs of prompt tokens, over all choices and candidates | MAX_LOGPROB_ENTRIES | - |
-| logprobs in one response that is not streamed | MAX_RESPONSE_LOGPROBS | - |
+| logprobs of generated tokens in one response that is not streamed, and of all beams of a search | MAX_RESPONSE_LOGPROBS | - |
 | seconds of a request; 0: no limit | REQUEST_TIMEOUT_S | `gateway.requestTimeoutSeconds` |
 | seconds in which a client sends a body, or reads a response or an event | CLIENT_TIMEOUT_S | - |
 | requests that wait for a service scaled to zero | MAX_HELD_REQUESTS, each for `holdSeconds` | `decode.autoscaling.holdSeconds` |

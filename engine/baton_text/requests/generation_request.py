@@ -466,6 +466,28 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
                 param=field,
             )
 
+    def check_beam_logprobs(self, max_tokens: int) -> None:
+        """Check that a beam search would not have too many logprobs. Its end returns all of them.
+
+        Args:
+            max_tokens: limit on generated tokens, the sum over all prompts.
+
+        Raises:
+            RequestError: the beams would have more than MAX_RESPONSE_LOGPROBS logprobs.
+        """
+        num_top = self.requested_logprobs()
+        if not self.use_beam_search or num_top is None:
+            return
+        num_entries = max_tokens * self.num_samples * (num_top + 1)
+        if num_entries > MAX_RESPONSE_LOGPROBS:
+            raise RequestError(
+                f"logprobs: {max_tokens} tokens with {num_top + 1} log-probabilities in each of "
+                f"n={self.num_samples} beams make {num_entries} entries, and at most "
+                f"{MAX_RESPONSE_LOGPROBS} are allowed; send a smaller max_tokens, n or number of "
+                "logprobs",
+                param="logprobs",
+            )
+
     def structured_output_field(self) -> str | None:
         """Return the name of the field that sets the structure of the text; None if no field does.
 

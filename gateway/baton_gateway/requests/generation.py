@@ -141,6 +141,7 @@ class Generator:
                     needs_prompt_logprobs = False
                     output.prompt_logprobs = await prompt.share_logprobs(run, output)
                 texts = await _texts(job.request, run, output)
+                output.prompt_logprobs = None  # the loop keeps `output` until the next one
                 for item in texts:
                     yield item
                 if any(text.finish_reason is not None for _, text in texts):

@@ -133,6 +133,7 @@ class JobBuilder:
         lengths = [
             self._max_tokens(request, len(token_ids), field, bounds) for token_ids in prompts
         ]
+        request.check_beam_logprobs(sum(lengths))
         params_of = self._params(request, set(lengths))
         jobs = []
         for prompt_index, (token_ids, echo) in enumerate(zip(prompts, echoes, strict=True)):

@@ -148,6 +148,8 @@ class OutputQueue:
             return None
         choice, output = event
         if isinstance(output, CollectedOutput):
+            # A client that reads many joined outputs at once must not stop the other requests.
+            await asyncio.sleep(0)
             if self._joined.get(choice.index) is output:
                 del self._joined[choice.index]
             self.num_outputs -= output.num_outputs

@@ -270,18 +270,20 @@ def _part(kind: str, text: str) -> OutputPart:
 
 def _answer(output: list[OutputItem]) -> ChatMessage:
     """Return the items as one message of the conversation, without a call that was cut off."""
-    message = ChatMessage(role="assistant", content="")
+    message = ChatMessage(role="assistant")
+    texts: list[str] = []
     for item in output:
         if isinstance(item.content, list):
             text = "".join(part.text for part in item.content)
             if item.type == "reasoning":
                 message.reasoning_content = text
             else:
-                message.content = f"{message.content}{text}"
+                texts.append(text)
         elif _is_object(str(item.arguments)):
             function = CalledFunction(name=str(item.name), arguments=str(item.arguments))
             message.tool_calls = message.tool_calls or []
             message.tool_calls.append(ToolCall(id=str(item.call_id), function=function))
+    message.content = "".join(texts)
     return message
 
 

@@ -42,6 +42,7 @@ from baton_text.requests.generation_request import (
     FREE_OPTION_ENTRIES,
     MAX_LOGPROB_ENTRIES,
     MAX_OPTION_ENTRIES,
+    MAX_RESPONSE_LOGPROBS,
     MAX_STOP_CHARACTERS,
 )
 from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
@@ -447,6 +448,17 @@ async def test_a_response_does_not_repeat_many_long_prompts(rig: GatewayRig) -> 
     assert param == "echo"
     status, answer, _ = await rig.post("/v1/completions", TEXT | body | {"n": 2, "max_tokens": 1})
     assert (status, answer["choices"][1]["text"].startswith(LONG)) == (200, True)
+
+
+async def test_the_logprobs_of_a_beam_search_are_limited(rig: GatewayRig) -> None:
+    engine = rig.engine("d", "decode")
+    engine.max_model_len = 20_000
+    await rig.start(engine)
+    options = {"use_beam_search": True, "n": 64, "logprobs": 20, "stream": True}
+    num_tokens = MAX_RESPONSE_LOGPROBS // (21 * 64) + 1
+    body = {"prompt": "hi", "max_tokens": num_tokens} | options
+    _, param = await refusal(rig, "/v1/completions", body)
+    assert param == "logprobs"
 
 
 async def test_the_prompt_logprobs_of_all_candidates_are_limited(rig: GatewayRig) -> None:

@@ -155,3 +155,23 @@ def memory_of(make: Callable[[], object]) -> int:
         return num_bytes
     finally:
         tracemalloc.stop()
+
+
+async def test_other_work_runs_while_a_client_reads_a_backlog() -> None:
+    queue, choice = OutputQueue(), make_choice(0)
+    for number in range(MAX_SINGLE_OUTPUTS + 20 * MAX_JOINED_TOKENS):
+        queue.put(choice, make_output(number))
+    num_turns = 0
+
+    async def other() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(other())
+    for _ in range(MAX_SINGLE_OUTPUTS + 20):
+        await queue.get()
+    task.cancel()
+    assert queue.num_outputs == 0
+    assert num_turns >= 20
