@@ -197,7 +197,7 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: list[TokenLogprobs]) -> ChatLo
             ],
         )
 
-    # Each entry is encoded at once, because its objects take three times the memory of its JSON.
+    # Each entry is encoded at once: its objects take two to four times the memory of its JSON.
     encoded = [msgspec.Raw(msgspec.json.encode(entry(item))) for item in logprobs]
     return ChatLogprobs(content=cast("list[TokenLogprob]", encoded))
 

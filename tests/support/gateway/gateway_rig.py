@@ -126,6 +126,16 @@ class GatewayRig:
         async with http_session() as session, session.post(self.url + path, **options) as response:
             return response.status, await response.json(), dict(response.headers)
 
+    async def refused(self, path: str, body: object, status: int = 400) -> dict[str, str]:
+        """POST a body that must be refused before it reaches an engine. Return the error."""
+        got, answer, _ = await self.post(path, body)
+        assert got == status, answer
+        error: dict[str, str] = answer["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert not any(engine.adds for engine in self.engines), "a refused request was run"
+        return error
+
     async def completion(self, **fields: Any) -> dict[str, Any]:
         """Return the JSON response to a completion of the prompt "go"."""
         body = {"model": "m", "prompt": "go", "max_tokens": 50, **fields}

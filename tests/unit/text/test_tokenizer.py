@@ -283,7 +283,7 @@ def test_stop_strings_are_found_wherever_the_text_is_cut(
 
 
 def test_long_stop_strings_cost_little_for_each_token() -> None:
-    """Tokens of 128 characters exist. They took up to 13 ms, before the strings had a limit."""
+    """Tokens of 128 characters exist. With longer stop strings, each took up to 0.85 ms."""
     spaces = " " * 128
     for stops in (
         [f"{chr(97 + number)}{' ' * 15}" for number in range(32)],
@@ -297,7 +297,7 @@ def test_long_stop_strings_cost_little_for_each_token() -> None:
         started = time.thread_time()
         for _ in range(300):
             assert scanner.push(spaces) == spaces
-        assert time.thread_time() - started < 0.6  # 0.04 s on an idle machine
+        assert time.thread_time() - started < 0.6  # 0.013 s
         assert scanner.matched is None
 
 

@@ -130,23 +130,13 @@ async def ready(rig: GatewayRig) -> GatewayRig:
     return rig
 
 
-async def refused(rig: GatewayRig, path: str, body: object, status: int = 400) -> dict[str, str]:
-    got, answer, _ = await rig.post(path, body)
-    assert got == status, answer
-    error = answer["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert not rig.engines[0].adds, "a refused request reached an engine"
-    return error
-
-
 async def test_invalid_fields_are_named(ready: GatewayRig) -> None:
     for path, good, cases in (
         ("/v1/chat/completions", CHAT, BAD_CHATS),
         ("/v1/completions", TEXT, BAD_COMPLETIONS),
     ):
         for fields, param in cases:
-            error = await refused(ready, path, good | fields)
+            error = await ready.refused(path, good | fields)
             assert (error["param"], error["type"]) == (param, "invalid_request_error"), (
                 fields,
                 error,
@@ -161,7 +151,7 @@ async def test_missing_fields_are_named(
     ready: GatewayRig, path: str, body: dict[str, object]
 ) -> None:
     name = (body.keys() - {"model"}).pop()
-    error = await refused(ready, path, {"model": "m"})
+    error = await ready.refused(path, {"model": "m"})
     assert (error["param"], error["message"]) == (name, f"{name} is required")
 
 
@@ -295,7 +285,7 @@ async def test_a_body_that_never_ends_times_out(make_rig: MakeRig, option: str) 
 
 
 async def test_an_unknown_model_is_refused(ready: GatewayRig) -> None:
-    error = await refused(ready, "/v1/completions", TEXT | {"model": "gpt-9"}, 404)
+    error = await ready.refused("/v1/completions", TEXT | {"model": "gpt-9"}, 404)
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "'m'" in error["message"]
     with pytest.raises(openai.NotFoundError):
@@ -327,16 +317,16 @@ async def test_a_body_that_is_too_large_is_refused(ready: GatewayRig) -> None:
 
 async def test_prompts_that_do_not_fit_are_refused_with_numbers(ready: GatewayRig) -> None:
     limit = ready.engines[0].max_model_len
-    error = await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * 200, "max_tokens": 57})
+    error = await ready.refused("/v1/completions", TEXT | {"prompt": [5] * 200, "max_tokens": 57})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
     assert all(number in error["message"] for number in ("256", "257", "200", "57"))
     for fields in ({}, {"max_tokens": 57}, {"max_tokens": 0, "echo": True}):
-        error = await refused(ready, "/v1/completions", TEXT | {"prompt": [5] * limit} | fields)
+        error = await ready.refused("/v1/completions", TEXT | {"prompt": [5] * limit} | fields)
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-    error = await refused(ready, "/v1/completions", TEXT | {"prompt": "far too long " * 100_000})
+    error = await ready.refused("/v1/completions", TEXT | {"prompt": "far too long " * 100_000})
     assert "at least" in error["message"]  # refused before it was tokenized
-    error = await refused(
-        ready, "/v1/chat/completions", message(content="a b " * limit) | {"model": "m"}
+    error = await ready.refused(
+        "/v1/chat/completions", message(content="a b " * limit) | {"model": "m"}
     )
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
     for fields, param in (
@@ -344,7 +334,7 @@ async def test_prompts_that_do_not_fit_are_refused_with_numbers(ready: GatewayRi
         ({"max_completion_tokens": limit}, "max_completion_tokens"),
         ({"max_completion_tokens": limit, "max_tokens": 1}, "max_completion_tokens"),
     ):
-        error = await refused(ready, "/v1/chat/completions", CHAT | fields)
+        error = await ready.refused("/v1/chat/completions", CHAT | fields)
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     for tokens, expected in ((200, 16), (limit - 3, 3)):  # the default is cut to what fits
         status, _, _ = await ready.post("/v1/completions", TEXT | {"prompt": [5] * tokens})

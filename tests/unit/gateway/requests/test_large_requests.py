@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import threading
 from collections.abc import Callable
@@ -15,14 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_gateway import thread_pool
-from baton_gateway.access import admission
 from baton_gateway.endpoints.writers import completion_writer
 from baton_gateway.http import request_body
 from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
 from baton_gateway.requests import prompts
-from baton_gateway.requests.generation import STAGGERED_TOKENS, Generator
-from baton_gateway.requests.job import Job, PromptJob, Run
-from baton_gateway.requests.job_builder import MAX_ECHO_CHARACTERS
+from baton_gateway.requests.generation import STAGGERED_TOKENS
 from baton_gateway.requests.prompts import TEXT_FACTOR
 from baton_gateway.routing.dispatch import Dispatcher
 from baton_gateway.thread_pool import (
@@ -31,20 +27,11 @@ from baton_gateway.thread_pool import (
     run_off_loop,
     run_template,
 )
-from baton_protocol.engine_messages import EngineCoreOutput, PromptLogprobs
 from baton_protocol.options.config import AccessConfig
-from baton_protocol.sampling import MAX_TOKEN_IDS
 from baton_text.errors import RequestError
-from baton_text.output import OutputProcessor, TextOutput
+from baton_text.output import OutputProcessor
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
-from baton_text.requests.generation_request import (
-    FREE_OPTION_ENTRIES,
-    MAX_LOGPROB_ENTRIES,
-    MAX_OPTION_ENTRIES,
-    MAX_RESPONSE_LOGPROBS,
-    MAX_STOP_CHARACTERS,
-)
 from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig
@@ -207,14 +194,6 @@ class Spy:
         monkeypatch.setattr(owner, name, spied)
 
 
-async def refusal(rig: GatewayRig, path: str, body: dict[str, Any]) -> tuple[str, str]:
-    """Send an invalid request. Return the error's code and param."""
-    status, answer, _ = await rig.post(path, {"model": "m"} | body)
-    assert status == 400, answer
-    assert not any(engine.adds for engine in rig.engines)
-    return answer["error"]["code"], answer["error"]["param"]
-
-
 async def test_more_messages_than_the_model_length_are_not_rendered(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +205,8 @@ async def test_more_messages_than_the_model_length_are_not_rendered(
         ("/tokenize", TEXT_FACTOR * limit + 1, "prompt_too_long"),
     ):
         many = {"messages": [{"role": "user", "content": ""}] * number}
-        assert await refusal(rig, path, many) == (code, "messages")
+        error = await rig.refused(path, {"model": "m"} | many)
+        assert (error["code"], error["param"]) == (code, "messages")
     assert not spy.sizes
 
 
@@ -242,7 +222,8 @@ async def test_tokenization_of_a_text_stops_when_it_has_too_many_tokens(
     assert len(short) < len(words), "the text must be short enough to be tokenized"
     spy = Spy(monkeypatch, rig.tokenizer, "encode")
     code = "context_length_exceeded" if factor == 1 else "prompt_too_long"
-    assert await refusal(rig, path, {"prompt": short}) == (code, "prompt")
+    error = await rig.refused(path, {"model": "m", "prompt": short})
+    assert (error["code"], error["param"]) == (code, "prompt")
     assert sum(spy.sizes) < len(short)
     status, answer, _ = await rig.post(path, {"model": "m", "prompt": words})
     assert status == 200, answer
@@ -257,28 +238,20 @@ async def test_max_prompt_tokens_also_limits_texts(
     await rig.start(rig.engine("d", "decode"))
     status, answer, _ = await rig.post("/tokenize", {"prompt": "z" * 10 * TEXT_FACTOR})
     assert (status, answer["count"]) == (200, 10 * TEXT_FACTOR)
-    assert await refusal(rig, "/tokenize", {"prompt": "z" * (10 * TEXT_FACTOR + 1)}) == (
-        "prompt_too_long",
-        "prompt",
-    )
-    assert await refusal(rig, "/detokenize", {"tokens": [5] * (10 * TEXT_FACTOR + 1)}) == (
-        "prompt_too_long",
-        "tokens",
-    )
-    assert await refusal(rig, "/v1/completions", {"prompt": "z" * 11}) == (
-        "prompt_too_long",
-        "prompt",
-    )
+    error = await rig.refused("/tokenize", {"model": "m", "prompt": "z" * (10 * TEXT_FACTOR + 1)})
+    assert (error["code"], error["param"]) == ("prompt_too_long", "prompt")
+    error = await rig.refused("/detokenize", {"model": "m", "tokens": [5] * (10 * TEXT_FACTOR + 1)})
+    assert (error["code"], error["param"]) == ("prompt_too_long", "tokens")
+    error = await rig.refused("/v1/completions", {"model": "m", "prompt": "z" * 11})
+    assert (error["code"], error["param"]) == ("prompt_too_long", "prompt")
 
 
 async def test_texts_are_limited_before_an_engine_has_connected(rig: GatewayRig) -> None:
     await rig.start()
     status, answer, _ = await rig.post("/tokenize", {"prompt": "hello world"})
     assert (status, answer["max_model_len"]) == (200, None)
-    assert await refusal(rig, "/detokenize", {"tokens": [5] * (2**17 + 1)}) == (
-        "prompt_too_long",
-        "tokens",
-    )
+    error = await rig.refused("/detokenize", {"model": "m", "tokens": [5] * (2**17 + 1)})
+    assert (error["code"], error["param"]) == ("prompt_too_long", "tokens")
 
 
 @pytest.mark.parametrize(
@@ -296,17 +269,15 @@ async def test_a_body_of_too_many_values_is_not_parsed(
 ) -> None:
     await rig.start(rig.engine("d", "decode"))
     spy = Spy(monkeypatch, request_body, "parse_request")
-    code, _ = await refusal(rig, path, body)
-    assert (code, spy.sizes) == ("request_too_large", [])
+    error = await rig.refused(path, {"model": "m"} | body)
+    assert (error["code"], spy.sizes) == ("request_too_large", [])
 
 
 async def test_punctuation_in_texts_does_not_count_as_values(rig: GatewayRig) -> None:
     await rig.start(rig.engine("d", "decode"))
     for text in ("[{,:" * 2**19, '"\\' * MAX_VALUES, ',"' * MAX_VALUES):
-        assert await refusal(rig, "/v1/completions", {"prompt": text}) == (
-            "context_length_exceeded",
-            "prompt",
-        )
+        error = await rig.refused("/v1/completions", {"model": "m", "prompt": text})
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
 
 
 _JSON = st.recursive(
@@ -400,132 +371,6 @@ async def test_a_draining_gateway_refuses_tokenization(rig: GatewayRig) -> None:
         assert (status, answer["error"]["code"]) == (503, "draining")
 
 
-async def test_long_options_of_many_sequences_are_refused(make_rig: MakeRig) -> None:
-    rig = make_rig()
-    engine = rig.engine("d", "decode")
-    engine.max_model_len = 100
-    await rig.start(engine)
-    ids = [5] * (MAX_OPTION_ENTRIES // 100)
-    body = {"prompt": [[6]] * 101, "allowed_token_ids": ids}
-    _, param = await refusal(rig, "/v1/completions", body)
-    assert param == "allowed_token_ids"
-    status, _, _ = await rig.post(
-        "/v1/completions", TEXT | body | {"prompt": [[6]] * 2, "max_tokens": 1}
-    )
-    assert (status, len(engine.adds[0].sampling_params.allowed_token_ids)) == (200, len(ids))
-
-
-async def test_the_long_options_of_all_running_requests_are_limited(
-    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = rig.engine("d", "decode", "hello world")
-    engine.hold_after = 1
-    await rig.start(engine)
-    ids = [5] * (FREE_OPTION_ENTRIES + 1)
-    monkeypatch.setattr(admission, "MAX_TOTAL_OPTION_ENTRIES", 3 * len(ids) - 1)
-    body = TEXT | {"allowed_token_ids": ids, "n": 2}
-    async with rig.slow_connection("/v1/completions", body):
-        await until(lambda: len(engine.adds) == 2, "the request at the engine")
-        status, answer, headers = await rig.post("/v1/completions", body)
-        assert (status, headers["Retry-After"]) == (429, "1")
-        assert "long options" in answer["error"]["message"]
-        engine.released.set()
-        few = body | {"allowed_token_ids": ids[:FREE_OPTION_ENTRIES]}
-        assert (await rig.post("/v1/completions", few))[0] == 200
-
-    async def is_served() -> bool:
-        return (await rig.post("/v1/completions", body))[0] == 200
-
-    await until(is_served, "the options of the ended request released")
-
-
-async def test_a_response_does_not_repeat_many_long_prompts(rig: GatewayRig) -> None:
-    engine = rig.engine("d", "decode")
-    engine.max_model_len = 2**20
-    await rig.start(engine)
-    body = {"prompt": LONG, "echo": True, "n": MAX_ECHO_CHARACTERS // len(LONG) + 1}
-    _, param = await refusal(rig, "/v1/completions", body)
-    assert param == "echo"
-    status, answer, _ = await rig.post("/v1/completions", TEXT | body | {"n": 2, "max_tokens": 1})
-    assert (status, answer["choices"][1]["text"].startswith(LONG)) == (200, True)
-
-
-async def test_the_logprobs_of_a_beam_search_are_limited(rig: GatewayRig) -> None:
-    engine = rig.engine("d", "decode")
-    engine.max_model_len = 20_000
-    await rig.start(engine)
-    options = {"use_beam_search": True, "n": 64, "logprobs": 20, "stream": True}
-    num_tokens = MAX_RESPONSE_LOGPROBS // (21 * 64) + 1
-    body = {"prompt": "hi", "max_tokens": num_tokens} | options
-    _, param = await refusal(rig, "/v1/completions", body)
-    assert param == "logprobs"
-
-
-async def test_the_prompt_logprobs_of_all_candidates_are_limited(rig: GatewayRig) -> None:
-    engine = rig.engine("d", "decode")
-    engine.max_model_len = 20_000
-    await rig.start(engine)
-    num_tokens = MAX_LOGPROB_ENTRIES // (21 * 128) + 1
-    body = {"prompt": [[5] * num_tokens], "prompt_logprobs": 20, "best_of": 128}
-    _, param = await refusal(rig, "/v1/completions", body)
-    assert param == "prompt_logprobs"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"prompt": "hello world", "echo": True, "logprobs": 2, "stream": True},
-        {"prompt": ["hello world", "hello"], "prompt_logprobs": 2},
-    ],
-    ids=["stream", "complete"],
-)
-async def test_a_running_request_keeps_no_prompt_logprobs_as_objects(
-    rig: GatewayRig, options: dict[str, Any]
-) -> None:
-    engine = rig.engine("d", "decode", "hello world, the quick brown fox")
-    engine.hold_after = 1
-    await rig.start(engine)
-    seen: list[PromptJob] = []
-    share = PromptJob.share_logprobs
-
-    async def recorded(prompt: PromptJob, run: Run, output: EngineCoreOutput) -> PromptLogprobs:
-        seen.append(prompt)
-        return await share(prompt, run, output)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PromptJob, "share_logprobs", recorded)
-        async with rig.slow_connection("/v1/completions", TEXT | options | {"max_tokens": 5}):
-            await until(lambda: seen, "the prompt logprobs at the gateway")
-
-            def kept() -> int:
-                outputs = (each for each in gc.get_objects() if type(each) is TextOutput)
-                return sum(bool(each.prompt_logprobs) for each in outputs)
-
-            await until(lambda: not kept(), "the prompt logprobs dropped")
-            assert rig.metric("baton:requests_in_flight") == 1
-            engine.released.set()
-
-
-async def test_the_logprobs_of_a_prompt_are_dropped_when_all_runs_have_them(
-    rig: GatewayRig,
-) -> None:
-    await rig.start(rig.engine("d", "decode", "hello world"))
-    jobs = []
-    run = Generator.run
-
-    def recorded(generator: Generator, job: Job, *args: Any) -> Any:
-        jobs.append(job)
-        return run(generator, job, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Generator, "run", recorded)
-        body = TEXT | {"prompt": "hello world", "n": 3, "max_tokens": 2, "prompt_logprobs": 1}
-        status, answer, _ = await rig.post("/v1/completions", body)
-    assert status == 200
-    assert all(choice["prompt_logprobs"] for choice in answer["choices"])
-    assert [prompt.logprobs for prompt in jobs[0].prompts] == [[]]
-
-
 async def test_large_work_runs_one_after_the_other_when_calls_are_cancelled() -> None:
     running, most, release = 0, 0, threading.Event()
 
@@ -546,23 +391,6 @@ async def test_large_work_runs_one_after_the_other_when_calls_are_cancelled() ->
     release.set()
     await asyncio.gather(*calls, return_exceptions=True)
     assert most == 1
-
-
-@pytest.mark.parametrize(
-    ("bias", "message"),
-    [
-        ({"007": 1.0}, "token ids"),
-        ({str(number): 1.0 for number in range(MAX_TOKEN_IDS + 1)}, "at most"),
-    ],
-    ids=["another spelling of 7", "too many"],
-)
-async def test_a_logit_bias_has_each_token_once(
-    rig: GatewayRig, bias: dict[str, float], message: str
-) -> None:
-    await rig.start(rig.engine("d", "decode"))
-    status, answer, _ = await rig.post("/v1/completions", TEXT | {"logit_bias": bias})
-    assert (status, answer["error"]["param"]) == (400, "logit_bias")
-    assert message in answer["error"]["message"]
 
 
 async def test_options_are_checked_once_for_all_prompts(
@@ -616,14 +444,6 @@ async def test_large_sequences_are_sent_in_several_event_loop_iterations(
     )
     assert (status, len(turns_of_adds)) == (200, 40)
     assert max(map(turns_of_adds.count, turns_of_adds)) <= STAGGERED_TOKENS // 5000 + 1
-
-
-async def test_long_stop_strings_are_refused(rig: GatewayRig) -> None:
-    await rig.start(rig.engine("d", "decode"))
-    _, param = await refusal(
-        rig, "/v1/completions", {"prompt": "hi", "stop": ["a", "b" * MAX_STOP_CHARACTERS]}
-    )
-    assert param == "stop"
 
 
 async def test_small_chats_do_not_wait_for_the_templates_of_large_ones(

@@ -1,4 +1,4 @@
-"""A running request keeps no messages, tools, schemas or long options."""
+"""A running request keeps no messages, tools, schemas, long options or prompt logprobs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton_gateway.requests.generation import Generator
+from baton_gateway.requests.job import Job, PromptJob, Run
+from baton_protocol.engine_messages import EngineCoreOutput, PromptLogprobs
 from baton_text.errors import RequestError
+from baton_text.output import TextOutput
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.messages_request import MessagesRequest
@@ -140,3 +144,66 @@ async def test_a_running_request_keeps_no_tools(rig: GatewayRig) -> None:
 
         await until(lambda: not kept(), "the tools dropped")
     engine.released.set()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt": "hello world", "echo": True, "logprobs": 2, "stream": True},
+        {"prompt": ["hello world", "hello"], "prompt_logprobs": 2},
+    ],
+    ids=["stream", "complete"],
+)
+async def test_a_running_request_keeps_no_prompt_logprobs_as_objects(
+    rig: GatewayRig, options: dict[str, Any]
+) -> None:
+    engine = rig.engine("d", "decode", "hello world, the quick brown fox")
+    engine.hold_after = 1
+    await rig.start(engine)
+    seen: list[PromptJob] = []
+    share = PromptJob.share_logprobs
+
+    async def recorded(prompt: PromptJob, run: Run, output: EngineCoreOutput) -> PromptLogprobs:
+        seen.append(prompt)
+        return await share(prompt, run, output)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptJob, "share_logprobs", recorded)
+        async with rig.slow_connection(
+            "/v1/completions", {"model": "m", "max_tokens": 5} | options
+        ):
+            await until(lambda: seen, "the prompt logprobs at the gateway")
+
+            def kept() -> int:
+                outputs = (each for each in gc.get_objects() if type(each) is TextOutput)
+                return sum(bool(each.prompt_logprobs) for each in outputs)
+
+            await until(lambda: not kept(), "the prompt logprobs dropped")
+            assert rig.metric("baton:requests_in_flight") == 1
+            engine.released.set()
+
+
+async def test_the_logprobs_of_a_prompt_are_dropped_when_all_runs_have_them(
+    rig: GatewayRig,
+) -> None:
+    await rig.start(rig.engine("d", "decode", "hello world"))
+    jobs = []
+    run = Generator.run
+
+    def recorded(generator: Generator, job: Job, *args: Any) -> Any:
+        jobs.append(job)
+        return run(generator, job, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generator, "run", recorded)
+        body = {
+            "model": "m",
+            "prompt": "hello world",
+            "n": 3,
+            "max_tokens": 2,
+            "prompt_logprobs": 1,
+        }
+        status, answer, _ = await rig.post("/v1/completions", body)
+    assert status == 200
+    assert all(choice["prompt_logprobs"] for choice in answer["choices"])
+    assert [prompt.logprobs for prompt in jobs[0].prompts] == [[]]
