@@ -20,7 +20,7 @@ class Machine:
 
         Each rate is the median of 15 calls.
         """
-        rows, inner, columns = 512, 768, 6144  # of the model's widest layer
+        rows, inner, columns = 512, 768, 6144  # sizes of the model's widest layer
         x, weight = torch.randn(rows, inner), torch.randn(columns, inner)
         packed = PackedWeight(weight)
         flops = 2 * rows * inner * columns

@@ -1,4 +1,4 @@
-"""Baton beside other engines, from the rows of `benchmarks/engine`: tables and a picture."""
+"""Renders the rates of Baton and other engines, from rows of `benchmarks/engine`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 Rows = list[dict[str, Any]]
 OURS = "Baton"
-#: Parts whose rows are rates, by the label in the table and the picture.
+#: Part with rates -> label in the table and the picture.
 PARTS = {
     "tokens/s in float32": "float32",
     "tokens/s in bfloat16": "bfloat16",
@@ -25,7 +25,7 @@ COLORS = {
     "vLLM, default": "#7570b3",
     "vLLM, all cores": "#e7298a",
 }
-#: Beginning of the names of the parts with the latencies of servers.
+#: Prefix of the parts with the latencies of servers.
 SERVING = "serving, "
 SERVING_FIGURES = ("tokens/s", "TTFT mean, ms", "ITL p99, ms")
 SERVING_PEERS = ("vLLM, default", "vLLM, all cores")
@@ -64,7 +64,7 @@ def comparisons(rows: Rows) -> list[Comparison]:
 
 
 def statistic(rows: Rows) -> str:
-    """Return the sentences that say what the ratios of `rows` are."""
+    """Return sentences that define the ratios of `rows`."""
     parts = dict.fromkeys(row["part"] for row in rows)
     compared = [part for part in parts if part in PARTS or part.startswith(SERVING)]
     single = [part for part in compared if len(_by_way(rows, part)[OURS]) == 1]
@@ -156,7 +156,7 @@ def svg(found: list[Comparison]) -> str:
 
 
 def _x(ratio: float) -> float:
-    """Return the place of a ratio. Ratios outside of the scale lie at its ends."""
+    """Return the x coordinate of a ratio. Ratios outside of the scale lie at its ends."""
     inside = min(max(ratio, LOWEST), HIGHEST)
     share = math.log(inside / LOWEST) / math.log(HIGHEST / LOWEST)
     return round(LABEL_WIDTH + PLOT_WIDTH * share, 1)

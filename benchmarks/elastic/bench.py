@@ -53,7 +53,7 @@ REST_S = 1.0  #: Pause between two operations.
 THROUGHPUT_S = 15.0
 #: Published figures of others, on other hardware and with other models.
 PUBLISHED = (
-    ("vLLM, data-parallel 4 -> 5 (#20775)", "about 55 s; every request answered 503 meanwhile"),
+    ("vLLM, data-parallel 4 -> 5 (#20775)", "about 55 s; every request gets status 503"),
     ("vLLM, data-parallel 5 -> 4 (#20775)", "about 40 s; likewise"),
     ("vLLM, DeepSeek-V2-Lite, up / down (#43788)", "31 s / 7 s"),
     ("vLLM, 16 <-> 20 ranks on GB200, blocking", "pause of 99.6 s"),

@@ -18,6 +18,7 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_protocol.topology import COORDINATOR_HTTP_PORT
 from support.elastic.expert_group import VOCAB_SIZE, ExpertGroup
 from support.load import Load, Stream
+from support.waiting import until
 
 PART = "skewed experts"
 THRESHOLD = 1.2
@@ -80,12 +81,12 @@ async def tokens_per_s(load: Load) -> float:
 async def rebalance(group: ExpertGroup, load: Load) -> tuple[dict[str, Any], list[Stream]]:
     """Measure an automatic rebalance under load. Return its figures and the streams during it."""
 
-    async def until(condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not await asyncio.to_thread(condition):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{what} did not come within {TIMEOUT_S:g} s\n{group.tails()}")
-            await asyncio.sleep(0.2)
+    async def wait(condition: Callable[[], bool], what: str) -> None:
+        try:
+            await until(lambda: asyncio.to_thread(condition), what, TIMEOUT_S, every_s=0.2)
+        except AssertionError as error:
+            error.add_note(group.tails())
+            raise
 
     def metric(name: str) -> float:
         return coordinator_metric(group, f"baton:topology_{name}")
@@ -97,11 +98,11 @@ async def rebalance(group: ExpertGroup, load: Load) -> tuple[dict[str, Any], lis
     )
     speed_before = await tokens_per_s(load)
     assert metric(done) == 0, "the rebalance came before the throughput was measured"
-    await until(lambda: metric(done) > 0, "the rebalance")
+    await wait(lambda: metric(done) > 0, "the rebalance")
     affected = [stream for stream in load.streams if not stream.finished]
     before = metric('rebalance_imbalance{when="before"}')
     speed_after = await tokens_per_s(load)
-    await until(lambda: metric("expert_imbalance") != before, "the window after the rebalance")
+    await wait(lambda: metric("expert_imbalance") != before, "the window after the rebalance")
     operation = group.topology().operation
     row = {
         "part": PART,

@@ -1,10 +1,12 @@
-"""`make bench SUBJECT=engine`: throughput, batch-1 decode, overhead and KV memory, with peers.
+"""Measures the engine: throughput, batch-1 decode, overhead and KV memory, also beside peers.
 
-ARGS="--quick" shrinks everything (a minute instead of half an hour) and writes no result.
-`--part NAME` measures one part again. `--peers` measures the parts beside vLLM, llama.cpp, OpenVINO
-and sentence-transformers, which it installs into a folder of its own (15 minutes and 6 GB, once). A
-repeat of all parts beside peers takes a quarter of an hour. All other parts keep their results.
-method.md describes the parts.
+    make bench SUBJECT=engine [ARGS="--peers --repeats 5"]
+
+`--quick` shrinks everything (a minute instead of half an hour) and writes no result. `--part NAME`
+measures one part, and keeps the results of all others. `--peers` measures the parts beside vLLM,
+llama.cpp, OpenVINO and sentence-transformers. It first installs them into a folder, which takes 15
+minutes and 6 GB, once. A repeat of all parts beside peers takes 15 minutes. method.md describes the
+parts.
 """
 
 from __future__ import annotations
@@ -35,12 +37,12 @@ from report import Goal
 
 Rows = list[dict[str, Any]]
 RUN_TIMEOUT_S = 600.0  #: Timeout of one run of a candidate.
-#: A candidate whose first run took this many times the best one's is not repeated.
+#: A way is not repeated if its first run took this many times the shortest run.
 HOPELESS = 10.0
 
 
 def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """Output tokens per second on 64 requests, against the faster way of transformers."""
+    """Measure output tokens per second on 64 requests, against the faster way of transformers."""
     works = sample(scale=scale)
     wanted = sum(work.num_output_tokens for work in works)
     engine = Remote(Engine, path, max_num_seqs=64, kv_cache_memory_bytes=3 * 2**30)
@@ -51,7 +53,7 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
     )
 
     def generate_batch() -> float:
-        """Return the seconds, infinite after the timeout."""
+        """Return the seconds; infinity after a timeout."""
         try:
             return float(continuous.call("generate_batch", works, timeout_s=RUN_TIMEOUT_S))
         except TimeoutError:
@@ -113,7 +115,7 @@ def throughput(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]
 
 
 def decode(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """Batch-1 decode against the roofline: read bandwidth / bytes that a token reads."""
+    """Measure batch-1 decode against the roofline: read bandwidth / bytes that a token reads."""
     engine, bounds = (
         Remote(Engine, path, max_num_seqs=1, kv_cache_memory_bytes=2**28, async_scheduling=True),
         Remote(machine.Machine),
@@ -161,7 +163,7 @@ def engine_overhead(path: Path, repeats: int, scale: float) -> tuple[Rows, list[
 
 
 def kv_memory(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """Memory waste, and paged against reserved KV in the same memory (as in PagedAttention)."""
+    """Measure wasted KV memory, and paged against reserved KV in the same memory."""
     works = sample(scale=scale)
     everything = sum(-(-work.num_tokens // memory.BLOCK_SIZE) for work in works) + len(works)
     waste = memory.occupancy(works, everything)

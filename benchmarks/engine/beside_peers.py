@@ -1,4 +1,4 @@
-"""Baton beside other engines: the same checkpoint, prompts and lengths."""
+"""Measures Baton beside other engines, with the same checkpoint, prompts and lengths."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ BATCH_SIZES = (1, 4, 8)
 THROUGHPUT = "throughput"
 PREFILL = "prefill"
 AGREEMENT = "first tokens as Baton's, %"
-#: By precision: Baton's options, GGUF's kind, OpenVINO's weights and its precision of inference
-#: (empty: its choice), and whether vLLM takes part.
+#: Precision -> (Baton's options, GGUF type, OpenVINO weights, OpenVINO inference precision, run
+#: vLLM). An empty inference precision is OpenVINO's default.
 PRECISIONS: dict[str, tuple[dict[str, str], str, str, str, bool]] = {
     "float32": ({"dtype": "float32"}, "F32", "fp32", "f32", True),
     "bfloat16": ({"dtype": "bfloat16"}, "BF16", "fp32", "bf16", True),
     "int8": ({"dtype": "bfloat16", "quantization": "int8"}, "Q8_0", "int8", "", False),
     "int4": ({"dtype": "bfloat16", "quantization": "int4"}, "Q4_K_M", "int4", "", False),
 }
-#: llama.cpp with four bits in Baton's format: a scale for 32 weights.
+#: llama.cpp with int4 weights in Baton's format: one scale for 32 weights.
 LLAMA_CPP_Q4_0 = "llama.cpp, Q4_0"
-#: vLLM's threads: one core left to its scheduler (its own choice), or all cores.
+#: Name -> cores of vLLM's compute threads. The default leaves one core to the scheduler.
 VLLM_THREADS = {"vLLM, default": "auto", "vLLM, all cores": f"0-{NUM_THREADS - 1}"}
 
 
 class Measurement:
-    """Tokens per second of one precision, by candidate and figure, one entry per repeat."""
+    """Tokens per second in one precision, for each candidate, figure and repeat."""
 
     def __init__(self, candidates: dict[str, Candidate]) -> None:
         self._candidates = candidates
@@ -57,7 +57,8 @@ class Measurement:
         """
         prompts = self._prompts(batch_size, PROMPT_LEN)
         for name, candidate in self._in_turn():
-            candidate.generate([(prompt, 2) for prompt in prompts])  # after the suspension
+            # Warm up after the suspension.
+            candidate.generate([(prompt, 2) for prompt in prompts])
             short, long = (
                 candidate.generate([(prompt, 2 + n) for prompt in prompts]).seconds
                 for n in (0, num_tokens)
@@ -78,7 +79,7 @@ class Measurement:
             self._add(name, THROUGHPUT, num_tokens / candidate.generate(works).seconds)
 
     def agreement(self) -> dict[str, int]:
-        """Return by candidate the percentage of prompts whose first token is Baton's, too."""
+        """Return each candidate's percentage of prompts with the same first token as Baton."""
         works = [(prompt, 1) for prompt in self._prompts(64, PROMPT_LEN)]
         tokens = {
             name: candidate.generate(works).result for name, candidate in self._candidates.items()
@@ -87,7 +88,7 @@ class Measurement:
         return {name: 100 * sum(a == b for a, b in pairs[name]) // len(works) for name in pairs}
 
     def ratio(self, figure: str) -> float:
-        """Return Baton's rate against the fastest peer: the least median of paired ratios."""
+        """Return Baton's rate divided by the fastest peer's, as the median over repeats."""
         ours = self._rates["Baton", figure]
         return min(
             median(our / their for our, their in zip(ours, theirs, strict=True))
@@ -142,7 +143,7 @@ def loaded(
         precision: key of PRECISIONS.
         model: the checkpoint.
         peers: the peers' environments.
-        only: names of peers, if not all.
+        only: names of the peers to load; empty: all.
     """
     options, kind, weights, hint, has_vllm = PRECISIONS[precision]
     ours = Path(sys.executable)
@@ -195,7 +196,7 @@ def precisions(peers: Installation, repeats: int, scale: float) -> tuple[Rows, l
     for precision in PRECISIONS:
         with loaded(precision, model, peers) as candidates:
             measurement = Measurement(candidates)
-            agreement = measurement.agreement()  # also warms up
+            agreement = measurement.agreement()  # also warms up the candidates
             has_throughput = precision in ("float32", "bfloat16")
             for _ in range(repeats):
                 for batch_size in BATCH_SIZES:
@@ -239,7 +240,7 @@ def moe(peers: Installation, repeats: int, scale: float) -> tuple[Rows, list[Goa
 
 
 def perplexities(peers: Installation, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """Measure what rounded weights cost: the perplexity of a small trained model."""
+    """Measure the perplexity of a small trained model with rounded weights."""
     return perplexity.measure(perplexity.trained_checkpoint(peers.checkpoints / "trained"))
 
 

@@ -1,4 +1,4 @@
-"""Embeddings of 64 texts: Baton beside sentence-transformers, in float32 on the same CPU."""
+"""Measures embeddings of 64 texts by Baton and sentence-transformers, in float32 on one CPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rows = list[dict[str, Any]]
 OURS, PEER = "Baton", "sentence-transformers"
 MAX_MODEL_LEN = 512
 NUM_THREADS = os.cpu_count() or 1
-#: Arguments of `create_checkpoint` by model: 110 and 150 million parameters.
+#: Model -> arguments of `create_checkpoint`. The models have 110 and 150 million parameters.
 MODELS: dict[str, dict[str, Any]] = {
     "bert": {
         "pooling": "mean",
@@ -64,7 +64,7 @@ def _measure(arch: str, peers: Installation, repeats: int, scale: float) -> tupl
         for _ in range(repeats):
             candidates = dict(reversed(candidates.items()))
             for name, candidate in candidates.items():
-                candidate.embed(prompts[:4])  # after the suspension
+                candidate.embed(prompts[:4])  # warms up after the suspension
                 seconds[name].append(candidate.embed(prompts).seconds)
                 print(f"  {arch}, {name}: {seconds[name][-1]:.2f} s", flush=True)
     rows: Rows = [

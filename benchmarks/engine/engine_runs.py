@@ -1,4 +1,4 @@
-"""Runs of Baton on the sample: the whole engine with a real model, by `LLM.generate`."""
+"""Runs the sample with Baton: the whole engine with a real model, through `LLM.generate`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton_engine import LLM, SamplingParams
 
 
 class Engine:
-    """One loaded engine.
+    """A loaded engine.
 
     Args:
         path: folder of the checkpoint.
@@ -41,7 +41,8 @@ class Engine:
     def use_prefix_caching(self, enabled: bool) -> None:
         """Switch prefix caching for the next runs.
 
-        A second engine would not do: the placement of a process's pages has a larger effect.
+        Both settings are measured in one process. Between two processes, the placement of memory
+        pages differs, which has a larger effect than prefix caching.
         """
         self._llm._model.core.scheduler.state.kv.enable_prefix_caching = enabled
 

@@ -17,7 +17,7 @@ TOKEN = 7
 
 
 class InstantExecutor(Executor):
-    """An executor that samples TOKEN for every request whose last known token runs."""
+    """An executor that samples TOKEN for every request whose last token is scheduled."""
 
     def __init__(self, config: EngineConfig, instance_id: str, wakeup: Callable[[], None]) -> None:
         super().__init__(config, instance_id, wakeup)

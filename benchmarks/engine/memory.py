@@ -1,4 +1,4 @@
-"""KV memory: the share of allocated slots without a token, with paging and with reservation."""
+"""Measures wasted KV memory: allocated slots without a token, with paging and with reservation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 MAX_NUM_BATCHED_TOKENS = 512

@@ -1,4 +1,4 @@
-"""Engine overhead: microseconds per running request and step, with a model that takes no time."""
+"""Measures the engine's overhead per running request and step, with a model that takes no time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instant import InstantExecutor
 from baton_engine.core.engine_core import EngineCore
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 STEPS_PER_ROUND = BLOCK_SIZE  # every request takes exactly one new block
@@ -20,7 +20,7 @@ ROUNDS = 20
 
 
 def us_per_request_and_step(num_running: int) -> float:
-    """Return the median of ROUNDS rounds of decoding."""
+    """Return the microseconds per running request and step, as the median of ROUNDS rounds."""
     num_tokens = 1 + STEPS_PER_ROUND * (ROUNDS + 2)
     config = EngineConfig(
         model=ModelConfig(path="instant"),
@@ -55,7 +55,10 @@ def us_per_request_and_step(num_running: int) -> float:
 
 
 def figures(counts: tuple[int, ...], repeats: int) -> list[dict[str, Any]]:
-    """Return a row per number of running requests. Repeats alternate, so that noise affects all."""
+    """Return a row per number of running requests.
+
+    Each repeat measures all numbers, so that noise affects all of them.
+    """
     values: dict[int, list[float]] = {count: [] for count in counts}
     for _ in range(repeats):
         for count in counts:

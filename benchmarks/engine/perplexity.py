@@ -1,8 +1,8 @@
-"""Perplexity of a small trained model by the precision of its weights.
+"""Measures the perplexity of a small trained model in each precision of its weights.
 
-Random weights have no perplexity to lose, and no trained weights can be downloaded here. So the
-benchmark trains a Llama of 5 million parameters on bytes of Python's standard library, once. The
-text that is measured comes from files that are not in the training set.
+Rounding does not raise the perplexity of random weights, and no trained weights can be downloaded
+here. So the benchmark trains a Llama of 5 million parameters on bytes of Python's standard library,
+once. The measured text comes from files that are not in the training set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BATCH_SIZE = 16
 NUM_STEPS = 400
 LEARNING_RATE = 2e-3
 NUM_TEST_SEQUENCES = 64
-#: Options of `LLM` by precision, and how much higher than float32's perplexity it may be.
+#: Precision -> (options of `LLM`, maximum increase of the perplexity over float32's in percent).
 PRECISIONS: dict[str, tuple[dict[str, str], float | None]] = {
     "float32": ({"dtype": "float32"}, None),
     "bfloat16": ({"dtype": "bfloat16"}, None),
@@ -34,7 +34,7 @@ PRECISIONS: dict[str, tuple[dict[str, str], float | None]] = {
 
 
 def trained_checkpoint(folder: Path) -> Path:
-    """Return the trained model. Creates it if necessary, in about five minutes."""
+    """Return the trained model. Train it first if necessary, which takes about five minutes."""
     done = folder / ".trained"
     if done.exists():
         return folder
@@ -79,7 +79,7 @@ def _train(folder: Path) -> None:
 
 
 def _tokens(folder: Path, *, training: bool) -> list[int]:
-    """Return the tokens of every ninth file of the standard library, or of all others."""
+    """Return the tokens of every ninth file of the standard library, or of the training files."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     texts = [
         file.read_text(encoding="utf-8", errors="ignore")
@@ -91,7 +91,7 @@ def _tokens(folder: Path, *, training: bool) -> list[int]:
 
 
 class Perplexity:
-    """Baton with one precision, in a process of its own."""
+    """Baton in one precision, in its own process."""
 
     def __init__(self, path: Path, **options: str) -> None:
         from baton_engine import LLM
@@ -99,7 +99,7 @@ class Perplexity:
         self._llm = LLM(str(path), max_model_len=LENGTH, **options)
 
     def of(self, prompts: list[list[int]]) -> float:
-        """Return the perplexity of the prompts' tokens, each sequence by itself."""
+        """Return the perplexity per token of the prompts. Each prompt is a separate sequence."""
         from baton_engine import SamplingParams
 
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)

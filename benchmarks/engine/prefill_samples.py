@@ -1,7 +1,7 @@
-"""Samples of one prompt through a prefill engine: prompt tokens computed, and KV bytes moved.
+"""Counts the computed prompt tokens and moved KV bytes of several samples of one prompt.
 
-A prefill engine, a decode engine and a gateway run as processes. The counts are those of the
-engines' metrics, and do not depend on the machine.
+A prefill engine, a decode engine and a gateway run as processes. The counts come from the engines'
+metrics, and do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VOCAB_SIZE = 512
 
 
 def measure(path: Path, repeats: int, scale: float) -> tuple[Rows, list[Goal]]:
-    """Count the prompt tokens and KV bytes that n = 4 costs through prefill pods, against n = 1."""
+    """Count the prompt tokens and KV bytes of n = 4 and of n = 1 with prefill pods."""
     rng = random.Random(3)
     rows: Rows = []
     with tempfile.TemporaryDirectory() as name, pods(Path(name), 42) as group:

@@ -1,4 +1,4 @@
-"""`baton serve` beside `vllm serve`, with the same client."""
+"""Measures `baton serve` beside `vllm serve`, with the same client."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Rows = list[dict[str, Any]]
 TARGET_ITL_S = 0.02
 TARGET = f"targetItlMilliseconds {TARGET_ITL_S * 1000:g}"
 BATON, BATON_TARGET = "Baton", f"Baton, {TARGET}"
-#: vLLM's own choice leaves one core to its scheduler.
+#: vLLM's default leaves one core to its scheduler.
 VLLM, VLLM_ALL_CORES = "vLLM, default", "vLLM, all cores"
 AGAINST = {VLLM: "vllm serve's default", VLLM_ALL_CORES: "vllm serve with all cores"}
 LOADS = {

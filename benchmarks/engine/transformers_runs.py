@@ -1,4 +1,4 @@
-"""The peers: the plain `generate` of `transformers` on padded batches, and continuous batching."""
+"""Runs the sample with transformers: `generate` on padded batches, or continuous batching."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from workload import MAX_MODEL_LEN, Work
 
-PAGE_SIZE = 256  # the peer's default
+PAGE_SIZE = 256  # the default of transformers
 
 
 class Transformers:
@@ -24,7 +24,7 @@ class Transformers:
         """Return the seconds for all requests in padded batches.
 
         Requests are sorted by output length to reduce padding. A static batch runs until its
-        longest output ends; the caller counts the requested tokens only. On two cores one batch of
+        longest output ends. The caller counts only the requested tokens. On two cores, one batch of
         64 took three times as long as batches of 16: `generate(works, 64)`.
         """
         start = time.perf_counter()
@@ -50,7 +50,7 @@ class Transformers:
         return time.perf_counter() - start
 
     def generate_batch(self, works: list[Work]) -> float:
-        """Return the seconds for all requests with continuous batching, as in `generate_batch`."""
+        """Return the seconds for all requests with continuous batching."""
         from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -59,7 +59,7 @@ class Transformers:
         generation = GenerationConfig(
             do_sample=False, max_new_tokens=MAX_MODEL_LEN, eos_token_id=-1, pad_token_id=0
         )
-        # Memory for all requests at once, so that none waits for it.
+        # Memory for all requests at once, so that no request waits for memory.
         pages = sum(-(-work.num_tokens // PAGE_SIZE) for work in works)
         batching = ContinuousBatchingConfig(
             page_size=PAGE_SIZE, num_blocks=pages + 1, max_batch_tokens=512

@@ -72,7 +72,7 @@ def moe_checkpoint(folder: Path) -> Path:
 
 
 def num_parameters(path: Path) -> tuple[int, int]:
-    """Return the number of parameters, and of those that every token reads.
+    """Return the number of all parameters, and the number of parameters that every token reads.
 
     A token reads one row of each embedding table and all other parameters.
     """

@@ -2,8 +2,9 @@
 
     python benchmarks/gateway/attackers.py PORT NUM
 
-A quarter of the NUM clients each: sends nothing; sends a head byte by byte; sends a body of 16 MiB
-without its end; does not read a stream. A client whose connection is closed connects again.
+There are four kinds of clients, NUM / 4 of each: a client sends nothing, sends a head byte by byte,
+sends a body of 16 MiB without its end, or does not read a stream. A client whose connection is
+closed connects again.
 """
 
 from __future__ import annotations

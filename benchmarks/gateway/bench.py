@@ -1,4 +1,4 @@
-"""Measures a gateway under attack: its memory, and what its other clients notice.
+"""Measures a gateway under attack: its memory, and the latency and errors of other clients.
 
     make bench SUBJECT=gateway [ARGS="--seconds 20 --attackers 100"]
 

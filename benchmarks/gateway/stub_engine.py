@@ -20,7 +20,7 @@ from baton_protocol.engine_messages import (
 from baton_protocol.options.config import EngineEndpoints
 from support.gateway.fake_engine import FakeEngine
 
-#: Time between two tokens of a request, that of an engine with 40 tokens per second and request.
+#: Seconds between two tokens of a request, as in an engine with 40 tokens per second and request.
 STEP_S = 0.025
 
 

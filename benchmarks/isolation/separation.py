@@ -1,4 +1,4 @@
-"""How well times separate two sets of prompts."""
+"""Computes how well times separate two sets of prompts."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from remote import Remote
 
 import report
 from baton_kernels import cpu
-from baton_kernels.configurations import device_key
+from baton_kernels.launch_configurations import device_key
 from report import Goal
 
 #: Parts with a goal are first: the time limit can end a run.

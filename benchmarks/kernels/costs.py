@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from baton_kernels.linear import PackedWeight
+
 
 class Cost(NamedTuple):
     """The bytes and the FLOPs of one call of an operation."""
@@ -71,6 +73,20 @@ def block_checksum(run_nbytes: int, num_runs: int) -> Cost:
 def sampling(logits: Tensor) -> Cost:
     """Return the cost of sampling: the logits are read once."""
     return Cost(logits.nbytes)
+
+
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Cost:
+    """Return the cost of a linear layer: x, weight and bias are read, and the result is written.
+
+    The FLOPs are one product for each row of x.
+    """
+    out_features, in_features = weight.shape
+    num_rows = x.numel() // in_features
+    weight_nbytes = out_features * in_features * weight.dtype.itemsize
+    nbytes = x.nbytes + weight_nbytes + num_rows * out_features * x.itemsize
+    if bias is not None:
+        nbytes += bias.nbytes
+    return Cost(nbytes, 2 * num_rows * in_features * out_features)
 
 
 def elementwise(arguments: Sequence[Tensor], results: Sequence[Tensor]) -> Cost:

@@ -3,10 +3,10 @@
     export PYTHONPATH=engine:kernels:kv_transfer:benchmarks
     python3 benchmarks/kernels/tune.py [--minutes 6] [--only moe]
 
-The table is kernels/baton_kernels/configurations/<device>.json. For each operation, the script
-tries all candidates on shapes that represent the operation's shape classes. Candidates with wrong
-results are rejected. Entries of other shape classes stay in the table. `--quick` tests the script
-with Triton's interpreter, without a GPU, and writes nothing.
+The table is kernels/baton_kernels/launch_configurations/<device>.json. For each operation, the
+script tries all candidates on shapes that represent the operation's shape classes. Candidates with
+wrong results are rejected. Entries of other shape classes stay in the table. `--quick` tests the
+script with Triton's interpreter, without a GPU, and writes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from measure import Setting, us
 from tuning import subjects
 from tuning.selection import Choice, Subject, choose
 
-from baton_kernels.configurations import Configuration, device_key, table_file, write_table
+from baton_kernels.launch_configurations import Configuration, device_key, table_file, write_table
 
 NUM_COMPILING = 8  #: Candidates that are compiled at the same time.
 

@@ -35,10 +35,10 @@ from baton_kernels.block_checksum import sum_runs
 
 DEADLINE_S = 60.0
 PIECE_BYTES = 4 * 2**20
-#: Poll interval of each NIXL pair, in seconds. NIXL does not wake its user, and a side that polled
-#: without sleeping would take a processor.
+#: Poll interval of each NIXL pair, in seconds. NIXL does not wake its caller, and polling without
+#: sleeping would use a whole core.
 NIXL_POLL_S = {"nixl": 0.0001, "nixl 20 us": 0.00002}
-#: For both libraries. With UCX's defaults, NIXL is half as fast.
+#: Settings of both libraries. With UCX's defaults, NIXL is half as fast.
 UCX_SETTINGS = {"UCX_TCP_TX_SEG_SIZE": "256K", "UCX_TCP_RX_SEG_SIZE": "513K"}
 NAMES = ("initiator", "owner")
 _PIECE = struct.Struct("<II")  # first block, number of blocks; the blocks' checksums follow
@@ -53,7 +53,7 @@ def make_agent(library: str, name: str) -> Any:
         name: the agent's name.
     """
     if library not in NIXL_POLL_S:
-        from baton_kv_transfer.agent.create import create_agent
+        from baton_kv_transfer.agent.factory import create_agent
 
         return create_agent(name, library)
     from nixl_cu12._api import nixl_agent, nixl_agent_config
@@ -326,7 +326,7 @@ class AgentPair:
         hellos = [pipe.recv() for pipe in self._pipes]
         for pipe, hello in zip(self._pipes, reversed(hellos), strict=True):
             pipe.send(hello)
-        self._both("prepare", 1, 4096)  # an answer means that the sides are connected
+        self._both("prepare", 1, 4096)  # returns when the sides are connected
         self._signal(signal.SIGSTOP)
 
     def prepare(self, num_blocks: int, block_bytes: int) -> None:

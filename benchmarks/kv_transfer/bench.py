@@ -48,11 +48,11 @@ from report import Goal, print_table, replace
 BLOCK_KIB = (16, 64, 256, 1024, 4096)
 NUM_BLOCKS = (1, 16, 256, 1024, 4096)
 TLS = {"tcp": "tcp", "default": ""}
-#: Our transports in each part; the goals are of the first.
+#: Part -> transports of Baton. The goals refer to the first one.
 OURS = {"tcp": ("ucx", "tcp"), "default": ("auto",)}
-#: The smallest shapes that a part's goals count: KiB of a block, bytes of all blocks.
+#: Part -> smallest shape that the goals count: (KiB of a block, bytes of all blocks).
 GOAL_FROM = {"tcp": (64, 4 * 2**20), "default": (0, 0)}
-#: (most bytes of a shape, factor of its repeats).
+#: (maximum size of a shape in bytes, factor by which its repeats are multiplied).
 REPEATS = ((4 * 2**20, 21), (16 * 2**20, 3))
 BUSY_PROCESSORS = 1.5
 CEILING_BYTES = 64 * 2**20

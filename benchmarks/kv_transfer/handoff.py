@@ -70,7 +70,7 @@ from baton_protocol.options.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from report import Goal
 
 BLOCK_SIZE = 16
@@ -115,7 +115,7 @@ class Engine:
         """Start the engine's process.
 
         Args:
-            chunk: the most tokens that a step prefills.
+            chunk: maximum number of prompt tokens of a step.
             step_first: whether a transfer begins only after the step that computed its blocks.
         """
         config = EngineConfig(
@@ -166,7 +166,7 @@ class Engine:
                 await self.client.connect(5)
                 await self.client.wait_ready(START_TIMEOUT_S)
                 return
-            except Exception as error:  # it does not listen yet, or has failed
+            except Exception as error:  # the engine does not listen yet, or has failed
                 await self.client.close()
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     log = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])

@@ -27,13 +27,16 @@ from demo_phases import demo_phases
 from fake_nodes import FakeNodes
 from operator_metrics import Reading
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
 import report
 from baton_kube.client import connect
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.control_plane.real import RealControlPlane, find_assets, free_ports
+from support.waiting import until
 
 Object = dict[str, Any]
 WRITES = ("create", "patch", "apply", "update", "delete")
@@ -41,7 +44,7 @@ NAMESPACE = "default"
 FLEET_TIMEOUT_S = 1800.0
 #: Median seconds from apply to Ready of 200 services with the earlier operator, which used caches.
 CACHED_FLEET_S = 18.2
-QUIET_S = 5.0
+IDLE_S = 5.0  #: Time without a reconcile after which the operator is idle.
 
 
 def main() -> None:
@@ -81,7 +84,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> tuple[list[Object],
             kube = Kube(connection)
             path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
             await kube.client.create(path, custom_resource_definition())
-            await _until(kube.discover, "the CRD to be served")
+            await until(kube.discover, "the CRD is served", FLEET_TIMEOUT_S, every_s=0.2)
             with _operator(plane.kubeconfig, folder) as (process, port):
                 nodes = asyncio.ensure_future(FakeNodes(kube).run())
                 try:
@@ -107,6 +110,7 @@ def _operator(kubeconfig: Path, folder: Path) -> Iterator[tuple[psutil.Process, 
     [port] = free_ports(1)
     command = [sys.executable, "-m", "baton_operator.cli", "--kubeconfig", str(kubeconfig)]
     command += ["--host", "127.0.0.1", "--http-port", str(port), "--log-level", "warning"]
+    command += ["--host-path", "/models/"]  # the folder of the services' model
     with (folder / "operator.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
@@ -119,18 +123,18 @@ def _operator(kubeconfig: Path, folder: Path) -> Iterator[tuple[psutil.Process, 
 async def _fleet(
     kube: Kube, process: psutil.Process, port: int, args: argparse.Namespace
 ) -> tuple[list[Object], list[report.Goal]]:
-    async def answers() -> bool:
+    def is_serving() -> bool:
         try:
             Reading.of(port)
         except OSError:
             return False
         return True
 
-    await _until(answers, "the operator to start")
+    await until(is_serving, "the operator serves metrics", FLEET_TIMEOUT_S, every_s=0.2)
     empty_rss = process.memory_info().rss
     start = Reading.of(port)
     seconds = await _bring_up(kube, args.services)
-    await _quiet(port)
+    await _wait_until_idle(port)
     up = Reading.of(port).since(start)
     full_rss = process.memory_info().rss
 
@@ -147,11 +151,12 @@ async def _fleet(
             {"metadata": {"annotations": {"touched": "1"}}},
         )
 
-    async def visited() -> bool:
+    def is_each_reconciled() -> bool:
         return Reading.of(port).since(before).reconciles >= args.services
 
-    await _until(visited, "a reconcile of each service")
-    await _quiet(port)
+    what = "each service was reconciled"
+    await until(is_each_reconciled, what, FLEET_TIMEOUT_S, every_s=0.2)
+    await _wait_until_idle(port)
     visit, visit_cpu_s = Reading.of(port).since(before), _cpu_s(process, cpu)
 
     before, cpu = Reading.of(port), process.cpu_times()
@@ -268,25 +273,18 @@ def _service(name: str) -> Object:
     return {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "spec": spec}
 
 
-async def _quiet(port: int) -> None:
-    """Wait until the operator has reconciled nothing for QUIET_S."""
+async def _wait_until_idle(port: int) -> None:
+    """Wait until the operator has reconciled nothing for IDLE_S."""
     last, since = Reading.of(port), time.monotonic()
-    deadline = since + FLEET_TIMEOUT_S
-    while time.monotonic() < since + QUIET_S:
-        await asyncio.sleep(0.5)
+
+    def is_idle() -> bool:
+        nonlocal last, since
         now = Reading.of(port)
         if now.since(last).reconciles or now.queue_depth:
             last, since = now, time.monotonic()
-        if time.monotonic() > deadline:
-            sys.exit("the operator does not come to rest")
+        return time.monotonic() >= since + IDLE_S
 
-
-async def _until(check: Any, what: str) -> None:
-    deadline = time.monotonic() + FLEET_TIMEOUT_S
-    while not await check():
-        if time.monotonic() > deadline:
-            sys.exit(f"waited {FLEET_TIMEOUT_S:g} s for {what}")
-        await asyncio.sleep(0.2)
+    await until(is_idle, "the operator is idle", FLEET_TIMEOUT_S, every_s=0.5)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from baton_kube.client import KubeError, connect
 from baton_operator import names
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from baton_operator.observe.observation import is_ready
 
 Object = dict[str, Any]

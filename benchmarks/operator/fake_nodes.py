@@ -7,7 +7,7 @@ from typing import Any
 
 from baton_kube.client import KubeError
 from baton_operator import names
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 
 Object = dict[str, Any]
 

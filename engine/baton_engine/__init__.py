@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from baton_engine.llm.params import BeamSearchParams, SamplingParams
-    from baton_protocol.pooling import PoolingParams
+    from baton_protocol.pooling_params import PoolingParams
     from baton_text.requests.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -78,7 +78,7 @@ _HOMES = {
     "RequestOutput": "baton_engine.llm.outputs",
     "ScoringOutput": "baton_engine.llm.outputs",
     "ScoringRequestOutput": "baton_engine.llm.outputs",
-    "PoolingParams": "baton_protocol.pooling",
+    "PoolingParams": "baton_protocol.pooling_params",
     "BeamSearchParams": "baton_engine.llm.params",
     "SamplingParams": "baton_engine.llm.params",
     "StructuredOutputsParams": "baton_text.requests.structured_outputs",

@@ -7,8 +7,8 @@ process/          limits, health, metrics and labels of a process
 engine_client/    the gateway's client of one engine
 engine_messages   messages between an engine and its clients
 topology          messages between ranks and their coordinator
-sampling          sampling parameters of one sequence
-pooling           parameters of a prompt for a pooling model
+sampling_params   sampling parameters of one sequence
+pooling_params    parameters of a prompt for a pooling model
 block_hash        chained hashes of KV blocks
 kv_compatibility  values that must be equal on engines that exchange KV blocks
 checkpoint_files  reads the files of a checkpoint, which is untrusted

@@ -36,8 +36,8 @@ from typing import Any
 
 import msgspec
 
-from baton_protocol.pooling import PairFormat, PoolingParams, Task
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.pooling_params import PairFormat, PoolingParams, Task
+from baton_protocol.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 3
 
@@ -114,7 +114,7 @@ class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """
 
 
-class Hello(_Wire):
+class ClientHello(_Wire):
     protocol_version: int
     client_id: str
     #: Whether the client subscribes to KV_EVENTS. The engine sends them only if
@@ -165,7 +165,7 @@ class Pong(_Wire):
     longest_step_s: float = 0.0
 
 
-class Refused(_Wire):
+class RequestRefused(_Wire):
     reason: str
     request_id: str = ""
 

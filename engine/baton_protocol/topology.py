@@ -33,7 +33,7 @@ class _Wire(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     """Base of all wire structs. New fields go last and have a default."""
 
 
-class Member(_Wire, frozen=True):
+class TopologyMember(_Wire, frozen=True):
     """The process of one rank. A restarted pod is another member with the same name."""
 
     #: Name of the pod, as used in topology requests.
@@ -61,7 +61,7 @@ class Generation(_Wire, frozen=True):
     #: nonce.
     nonce: str
     #: In rank order.
-    members: tuple[Member, ...]
+    members: tuple[TopologyMember, ...]
     placement: Placement
     #: Address of the rendezvous store of this generation's process groups, which a member runs.
     store_host: str
@@ -112,7 +112,7 @@ class ExpertLoads(_Wire, frozen=True):
 class Status(_Wire, frozen=True):
     """State of a rank, as sent to the coordinator."""
 
-    member: Member
+    member: TopologyMember
     phase: RankPhase
     #: Experts of each sparse layer; known once loaded.
     num_experts: int = 0

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from baton_protocol.checkpoint_files import read_file
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from baton_text.requests.generation_request import GenerationRequest
 
 FILE = "generation_config.json"

@@ -14,7 +14,7 @@ from baton_protocol.engine_messages import (
     TokenLogprobs,
 )
 from baton_text.detokenizer import IncrementalDetokenizer
-from baton_text.replies.reply_parser import ReplyDelta, ReplyParser
+from baton_text.reply_parsing.reply_parser import ReplyDelta, ReplyParser
 from baton_text.responses.openai import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -22,7 +22,7 @@ from baton_text.responses.openai import (
     TokenLogprob,
     TopLogprob,
 )
-from baton_text.stop import StopScanner
+from baton_text.stop_strings import StopScanner
 from baton_text.tokenizer import Tokenizer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton_protocol.pooling import PairFormat
+from baton_protocol.pooling_params import PairFormat
 from baton_text.tokenizer import Tokenizer
 
 #: The prompt with which Qwen3-Reranker is trained. The model answers with yes or no.

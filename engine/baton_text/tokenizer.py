@@ -187,13 +187,10 @@ class Tokenizer:
         types = list(encoding.type_ids)
         return list(encoding.ids), types.index(1) if 1 in types else len(types)
 
-    def fewest_tokens(self, text: str) -> int:
-        """Return a lower bound of the number of tokens of a text.
-
-        The bound follows from the length of the text, which is not encoded.
-        """
+    def fewest_tokens(self, num_characters: int) -> int:
+        """Return a lower bound of the number of tokens of a text of this length."""
         shortening = 1 if self._backend.normalizer is None else _MOST_SHORTENING
-        return len(text.encode(errors="replace")) // (self._longest_token_bytes * shortening)
+        return num_characters // (self._longest_token_bytes * shortening)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids.
@@ -322,7 +319,7 @@ def _guarded(call: Callable[[], _Result]) -> _Result:
 
     Raises:
         TokenizerError: the library fails. It raises plain Exception, and for a panic of its Rust
-            code an exception that is no Exception.
+            code an exception that is not an Exception.
     """
     try:
         return call()

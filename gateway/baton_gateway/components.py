@@ -1,8 +1,10 @@
-"""Builds the components of one gateway that lead from a URL to the engines."""
+"""Builds the HTTP applications of one gateway, and the components between them and the engines."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from aiohttp import web
 
 from baton_gateway.access.api_keys import ApiKeys
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
@@ -10,7 +12,6 @@ from baton_gateway.endpoints.generation_endpoint import GenerationEndpoint
 from baton_gateway.endpoints.openapi.document import OpenAPIEndpoint
 from baton_gateway.endpoints.pooling_endpoints import PoolingEndpoints
 from baton_gateway.endpoints.request_services import RequestServices
-from baton_gateway.endpoints.routes import Routes
 from baton_gateway.endpoints.status_endpoints import StatusEndpoints
 from baton_gateway.endpoints.stored_responses import StoredResponses
 from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
@@ -20,29 +21,36 @@ from baton_gateway.endpoints.writers.messages_writer import MessagesAPI
 from baton_gateway.endpoints.writers.response_writer import GenerationAPI
 from baton_gateway.endpoints.writers.responses_writer import ResponsesAPI
 from baton_gateway.http.cors import CORS
+from baton_gateway.http.middlewares import (
+    Authentication,
+    RequestCounter,
+    convert_errors,
+    set_headers,
+)
+from baton_gateway.http.request_id import log_request_id
 from baton_gateway.requests.cache_salts import CacheSalts
-from baton_gateway.requests.generation import Generator
+from baton_gateway.requests.generator import Generator
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.requests.pooling import PoolingJobBuilder, PoolingRunner
 from baton_gateway.requests.prompts import PromptReader
 from baton_gateway.requests.response_store import ResponseStore
-from baton_gateway.routing.dispatch import Dispatcher
+from baton_gateway.routing.dispatcher import Dispatcher
 from baton_gateway.routing.placer import Placer
 from baton_protocol.options.config import GatewayConfig
 from baton_protocol.service_key import ServiceKey
 from baton_text.generation_defaults import GenerationDefaults
-from baton_text.replies.reply_format import ReplyFormat
+from baton_text.reply_parsing.reply_format import ReplyFormat
 from baton_text.tokenizer import Tokenizer
 
 
-def build_routes(
+def build_applications(
     services: RequestServices,
     service_key: ServiceKey | None,
     tokenizer: Tokenizer,
     defaults: GenerationDefaults,
     keys: ApiKeys | None,
     cors: CORS,
-) -> tuple[Routes, GracefulShutdown]:
+) -> tuple[web.Application, web.Application, GracefulShutdown]:
     """Return the HTTP applications of a gateway, and what ends their requests.
 
     Args:
@@ -52,6 +60,9 @@ def build_routes(
         defaults: the model's sampling parameters for fields that requests leave out.
         keys: authenticates clients; None: clients need no API key.
         cors: the origins of browsers.
+
+    Returns:
+        The application for clients, that for the port of the metrics, and the graceful shutdown.
     """
     config, metrics, pool = services.config, services.metrics, services.pool
     placer = Placer(
@@ -82,19 +93,35 @@ def build_routes(
         ResponsesAPI(name, tokenizer, store),
         MessagesAPI(name, tokenizer),
     ]
-    routes = Routes(
-        [GenerationEndpoint(api, services, builder, generator) for api in apis],
-        StoredResponses(services, store),
-        PoolingEndpoints(services, pooling_builder, pooling_runner),
-        TokenizeEndpoints(services, tokenizer),
-        StatusEndpoints(services, shutdown),
-        OpenAPIEndpoint(needs_key=keys is not None, client_timeout_s=config.client_timeout_s),
-        metrics=metrics,
-        shutdown=shutdown,
-        keys=keys,
-        cors=cors,
+
+    status = StatusEndpoints(services, shutdown)
+    openapi = OpenAPIEndpoint(needs_key=keys is not None, client_timeout_s=config.client_timeout_s)
+    counter, authentication = RequestCounter(metrics), Authentication(keys, shutdown)
+    app = web.Application(
+        middlewares=[
+            log_request_id,
+            cors.middleware,
+            counter.middleware,
+            convert_errors,
+            authentication.middleware,
+        ]
     )
-    return routes, shutdown
+    app.on_response_prepare.extend([set_headers, cors.set_headers, shutdown.close_connection])
+    app.add_routes(
+        [
+            *(GenerationEndpoint(api, services, builder, generator).route() for api in apis),
+            *PoolingEndpoints(services, pooling_builder, pooling_runner).routes(),
+            *StoredResponses(services, store).routes(),
+            *TokenizeEndpoints(services, tokenizer).routes(),
+            *status.routes(),
+            openapi.route(),
+        ]
+    )
+
+    metrics_app = web.Application(middlewares=[log_request_id, counter.middleware, convert_errors])
+    metrics_app.on_response_prepare.append(set_headers)
+    metrics_app.add_routes(status.metrics_routes())
+    return app, metrics_app, shutdown
 
 
 def _reply_format(config: GatewayConfig, tokenizer: Tokenizer) -> ReplyFormat:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_protocol.engine_messages import ErrorCode
-from baton_protocol.pooling import Task
+from baton_protocol.pooling_params import Task
 from baton_text.errors import RequestError, quote
 from baton_text.responses.anthropic import MessageError, MessageErrorDetail
 from baton_text.responses.openai import ErrorBody, ErrorDetail

@@ -10,7 +10,7 @@ import ssl
 from aiohttp import web
 
 from baton_gateway.access.api_keys import ApiKeys
-from baton_gateway.components import build_routes
+from baton_gateway.components import build_applications
 from baton_gateway.endpoints.request_services import RequestServices, served_name
 from baton_gateway.http.connections import (
     Connections,
@@ -22,7 +22,7 @@ from baton_gateway.http.listener import listen, stop_listening
 from baton_gateway.http.tls import ServerCertificate
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.discovery import Discovery
-from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.engine_pool import EnginePool
 from baton_protocol.options.config import GatewayConfig, container_path
 from baton_protocol.service_key import ServiceKey
 from baton_text.generation_defaults import GenerationDefaults
@@ -79,10 +79,9 @@ class Gateway:
         limit = connection_limit(config.max_connections, config.max_concurrent_requests)
         self._connections = Connections(limit, self.metrics)
         self.metrics.connections.set_function(lambda: self._connections.num_open)
-        routes, self._shutdown = build_routes(
+        self.app, self.metrics_app, self._shutdown = build_applications(
             services, service_key, tokenizer, defaults, self._keys, self._cors
         )
-        self.app, self.metrics_app = routes.app, routes.metrics_app
         #: Port of the metrics, from `start` on.
         self.metrics_port = 0
         self._servers: list[tuple[web.AppRunner, asyncio.Server]] = []

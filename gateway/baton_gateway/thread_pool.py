@@ -14,11 +14,16 @@ from typing import TypeVar
 
 #: Work on a body or text of at most this many bytes runs on the event loop.
 INLINE_BYTES = 8192
-#: Number of threads. Python work holds the GIL, so more threads would slow all streams.
-NUM_THREADS = 4
+#: Work on a body or text of at most this many bytes takes milliseconds. It does not wait for larger
+#: work.
+SMALL_BYTES = 2**16
+#: Tokenizing a text takes a hundred times its bytes of memory. Larger texts are tokenized one after
+#: the other.
+LARGE_TEXT_BYTES = 2**19
+#: Number of threads for small work, and for larger work. Python work holds the GIL, so more threads
+#: would slow all streams.
+NUM_SMALL_THREADS, NUM_THREADS = 2, 2
 
-#: A chat request with a body of at most this many bytes is small. Its template takes milliseconds.
-SMALL_TEMPLATE_BYTES = 2**16
 #: Number of threads that wait for the chat template of small requests. One more waits for large
 #: requests. Each thread uses one process of the template.
 NUM_TEMPLATE_THREADS = 2
@@ -28,32 +33,57 @@ TEMPLATE_TIMEOUT_S = 60.0
 
 _Result = TypeVar("_Result")
 
+_small_threads = ThreadPoolExecutor(NUM_SMALL_THREADS, thread_name_prefix="small-text")
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-_large_thread = ThreadPoolExecutor(1, thread_name_prefix="large-text")
+_large_text_thread = ThreadPoolExecutor(1, thread_name_prefix="large-text")
+_large_response_thread = ThreadPoolExecutor(1, thread_name_prefix="large-response")
 _template_threads = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="template")
 _large_template_thread = ThreadPoolExecutor(1, thread_name_prefix="large-template")
 
 
 async def run_off_loop(
-    work: Callable[[], _Result],
-    size: int,
-    inline: int = INLINE_BYTES,
-    large: float = math.inf,
+    work: Callable[[], _Result], size: int, inline: int = INLINE_BYTES
 ) -> _Result:
     """Run `work` and return its result, without blocking the event loop for long.
 
-    If the call is cancelled before a thread has started `work`, then `work` never runs.
+    If the call is cancelled before a thread has started `work`, then `work` is dropped.
 
     Args:
         work: the function to run.
-        size: size of the work, in any unit.
+        size: size of the work in bytes.
         inline: work of at most this size runs on the event loop, and larger work in a thread.
-        large: work above this size takes much memory, and runs one after the other.
     """
     if size <= inline:
         return work()
-    threads = _threads if size <= large else _large_thread
-    return await asyncio.get_running_loop().run_in_executor(threads, work)
+    return await _run(_small_threads if size <= SMALL_BYTES else _threads, work)
+
+
+async def run_tokenization(work: Callable[[], _Result], size: int) -> _Result:
+    """Run `work`, which tokenizes or detokenizes texts, as `run_off_loop` does.
+
+    Large texts are tokenized one after the other, because that takes much memory.
+
+    Args:
+        size: bytes of the texts.
+    """
+    if size > LARGE_TEXT_BYTES:
+        return await _run(_large_text_thread, work)
+    return await run_off_loop(work, size)
+
+
+async def run_encoding(
+    work: Callable[[], _Result], size: int, inline: int, large: float = math.inf
+) -> _Result:
+    """Run `work`, which encodes a part of a response, as `run_off_loop` does.
+
+    Args:
+        size: number of entries, or of bytes of vectors, that the work encodes.
+        inline: work of at most this size runs on the event loop.
+        large: work above this size runs one after the other, because it takes much memory.
+    """
+    if size <= inline:
+        return work()
+    return await _run(_threads if size <= large else _large_response_thread, work)
 
 
 async def run_template(work: Callable[[], _Result], size: int) -> _Result:
@@ -61,7 +91,7 @@ async def run_template(work: Callable[[], _Result], size: int) -> _Result:
 
     A template may take seconds, so it never runs on the event loop, or in a thread that other work
     needs. Small requests do not wait for large ones. If the call is cancelled before a thread has
-    started `work`, then `work` never runs.
+    started `work`, then `work` is dropped.
 
     Args:
         size: bytes of the request's body.
@@ -69,6 +99,15 @@ async def run_template(work: Callable[[], _Result], size: int) -> _Result:
     Raises:
         TimeoutError: the call takes more than TEMPLATE_TIMEOUT_S.
     """
-    threads = _template_threads if size <= SMALL_TEMPLATE_BYTES else _large_template_thread
+    threads = _template_threads if size <= SMALL_BYTES else _large_template_thread
     async with asyncio.timeout(TEMPLATE_TIMEOUT_S):
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
+        return await _run(threads, work)
+
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
+    waiting = [work]
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: waiting.pop()())
+    except asyncio.CancelledError:
+        waiting.clear()  # the pool's queue keeps the lambda until a thread is free
+        raise

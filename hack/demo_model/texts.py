@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from baton_text.chat_messages import ChatMessage, template_messages
 from baton_text.chat_template import ChatTemplate
-from baton_text.messages import ChatMessage, template_messages
 from demo_model.sampling import Conversation
 
 TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")

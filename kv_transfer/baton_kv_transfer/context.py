@@ -47,7 +47,7 @@ class ConnectorContext:
             self._local[heads] = self.agent.prep_xfer_dlist(INIT_AGENT, rows, memory.mem_type)
         return self._local[heads]
 
-    def renew(self) -> None:
+    def drop_local_slots(self) -> None:
         """Drop the descriptor lists of `local_slots`, which `Agent.fence` made invalid."""
         self._local.clear()
 

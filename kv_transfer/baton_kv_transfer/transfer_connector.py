@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 import zmq
 
-from baton_kv_transfer.agent.create import create_agent
+from baton_kv_transfer.agent.factory import create_agent
 from baton_kv_transfer.connector import (
     ConnectorMetadata,
     ConnectorOutput,
@@ -162,9 +162,8 @@ class TransferConnector(KVConnectorWorker):
         if (metadata.offers and role is KVRole.CONSUMER) or (
             (metadata.loads or metadata.waits) and role is KVRole.PRODUCER
         ):
-            raise ValueError(
-                "kv_transfer.role forbids this: offers need a producer, loads a consumer"
-            )
+            what = "offer transfers" if role is KVRole.CONSUMER else "load blocks"
+            raise ValueError(f"an engine with kv_transfer.role={role.value} cannot {what}")
         for load in metadata.loads:
             self._check_blocks(load.transfer_id, load.block_ids, load.block_hashes)
         if metadata.offers or metadata.loads or metadata.cancels or metadata.waits:
@@ -172,7 +171,7 @@ class TransferConnector(KVConnectorWorker):
 
     def save(self, metadata: ConnectorMetadata) -> None:
         if metadata.saves and self._config.role is KVRole.CONSUMER:
-            raise ValueError("kv_transfer.role forbids this: saves need a producer")
+            raise ValueError("an engine with kv_transfer.role=consumer cannot publish blocks")
         for save in metadata.saves:
             self._check_blocks(save.transfer_id, save.block_ids, save.block_hashes)
         if metadata.saves:
@@ -301,8 +300,8 @@ class TransferConnector(KVConnectorWorker):
                 continue
             for transfer_id, result in self._consumer.advance(time.monotonic()):
                 self._load_finished(transfer_id, result)
-            if self._consumer.has_fenced and self._producer is not None:
-                self._producer.memory_fenced()
+            if self._consumer.take_fence() and self._producer is not None:
+                self._producer.fail_push_sessions()
 
     def _sleep(self) -> None:
         poller = zmq.Poller()
@@ -328,7 +327,7 @@ class TransferConnector(KVConnectorWorker):
     def _start(self, metadata: ConnectorMetadata) -> None:
         for transfer_id, peer_instance_id in metadata.offers.items():
             assert self._producer is not None
-            self._producer.transfers.offer(transfer_id, peer_instance_id)
+            self._producer.offer(transfer_id, peer_instance_id)
         for transfer_id, wait in metadata.waits.items():
             assert self._consumer is not None
             self._consumer.expect(transfer_id, wait)
@@ -337,14 +336,14 @@ class TransferConnector(KVConnectorWorker):
             self._consumer.begin(load)
         for transfer_id in metadata.cancels:
             if self._producer is not None:
-                self._producer.transfers.cancel(transfer_id)
+                self._producer.cancel(transfer_id)
             if self._consumer is not None:
                 self._consumer.cancel(transfer_id)
 
     def _save(self, metadata: ConnectorMetadata) -> None:
         assert self._producer is not None
         for save in metadata.saves:
-            self._producer.transfers.save(save)
+            self._producer.save(save)
 
     def _fail_from_now_on(self, reason: str) -> None:
         """Close the agent, then fail all current and later loads and transfers until shutdown."""
@@ -353,7 +352,7 @@ class TransferConnector(KVConnectorWorker):
             for transfer_id, result in self._consumer.fail_all(reason):
                 self._load_finished(transfer_id, result)
         if self._producer is not None:
-            self._finished_sending(self._producer.transfers.end_all(reason))
+            self._finished_sending(self._producer.end_all(reason))
         poller = zmq.Poller()
         poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stopping:

@@ -139,7 +139,7 @@ def _add_up(commands: _Commands) -> None:
 
 
 def _run_up(args: argparse.Namespace) -> int:
-    from baton_local.display import make_console
+    from baton_local.status_tables import make_console
     from baton_local.up import UpOptions, run_up
 
     options = UpOptions(
@@ -278,12 +278,12 @@ def _add_status(commands: _Commands) -> None:
 def _run_status(args: argparse.Namespace) -> int:
     info = _running_cluster()
     found = asyncio.run(_status(info))
-    from baton_local.display import make_console, print_status
-    from baton_local.kv_bytes import ask_kv_bytes
+    from baton_local.kv_bytes import fetch_kv_bytes
     from baton_local.service_status import ServiceStatus, with_pids
+    from baton_local.status_tables import make_console, print_status
 
     if found is not None:
-        status = with_pids(asyncio.run(ask_kv_bytes(found)))
+        status = with_pids(asyncio.run(fetch_kv_bytes(found)))
     else:
         make_console(stderr=True).print(
             f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted"

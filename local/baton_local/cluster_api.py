@@ -10,7 +10,7 @@ from urllib.parse import quote
 import aiohttp
 
 from baton_kube.client import CONNECT_TIMEOUT_S, KubeClient, KubeError, Object, connect, refusal
-from baton_local.service_status import Condition, ServiceStatus, pod_status
+from baton_local.service_status import ServiceCondition, ServiceStatus, pod_status
 from baton_operator import names
 from pocketkube.conditions import has_condition
 from pocketkube.loopback import served_port
@@ -111,7 +111,7 @@ class ClusterApi:
                 ((spec.get("gateway") or {}).get("ingress") or {}).get("host", "")
             ),
             conditions=[
-                Condition(c["type"], c["status"], c.get("reason", ""), c.get("message", ""))
+                ServiceCondition(c["type"], c["status"], c.get("reason", ""), c.get("message", ""))
                 for c in status.get("conditions", [])
             ],
             pods=sorted((pod_status(pod) for pod in pods), key=lambda pod: pod.name),

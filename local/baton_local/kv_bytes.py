@@ -14,7 +14,7 @@ from baton_protocol.options.config import ENGINE_HTTP_PORT
 from baton_protocol.process.health import Health
 
 
-async def ask_kv_bytes(status: ServiceStatus) -> ServiceStatus:
+async def fetch_kv_bytes(status: ServiceStatus) -> ServiceStatus:
     """Return `status` with `kv_bytes` set for each engine that answers `/health`."""
     pods = await asyncio.gather(*map(_with_kv_bytes, status.pods))
     return msgspec.structs.replace(status, pods=pods)

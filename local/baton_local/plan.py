@@ -19,7 +19,7 @@ from baton_local.manifest_file import load_service
 from baton_local.preview.rollout import preview
 from baton_local.preview.simulated_cluster import Conditions
 from baton_local.preview.steps import GroupChange, Preview, Step
-from baton_local.preview.target import Target, target_of
+from baton_local.preview.target import PreviewTarget, target_of
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from pocketkube.apiserver.schema.structural import StructuralSchema
@@ -62,7 +62,7 @@ def run_plan(files: list[Path], conditions: Conditions, max_steps: int, output: 
     return 2 if result.waits_for else 0
 
 
-def _read(path: Path) -> Target:
+def _read(path: Path) -> PreviewTarget:
     """Return the only LLMService of a file, with its desired state.
 
     Raises:
@@ -90,7 +90,7 @@ def _read(path: Path) -> Target:
         raise ValueError(f"{path}: InvalidSpec: spec: {error}") from None
 
 
-def _header(old: Target | None, new: Target, result: Preview) -> Iterator[str | Text]:
+def _header(old: PreviewTarget | None, new: PreviewTarget, result: Preview) -> Iterator[str | Text]:
     """Yield the lines before the steps: changed fields and objects, and a table of the roles."""
     yield Text(
         f"LLMService {new.resolved.name}" + (", created from nothing" if old is None else ""),

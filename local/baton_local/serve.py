@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import secrets
 import shlex
 import signal
@@ -23,14 +22,14 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import msgspec
 
 from baton_engine.fetch.cached_model import GIVE_UP_AFTER_S, CachedModel, find_cached_model
-from baton_protocol.options import arguments
+from baton_local.child_process import ChildEndedError, ChildProcess, print_message
+from baton_local.serve_flags import RESERVED_FLAGS, flags_parser
 from baton_protocol.options.config import (
     AccessConfig,
     DiscoveryConfig,
@@ -39,10 +38,8 @@ from baton_protocol.options.config import (
     GatewayConfig,
     ModelConfig,
 )
-from baton_protocol.options.option import comma_separated
 from baton_protocol.process.fatal import ConfigurationError, report_fatal
 from pocketkube.certificates import write_private
-from pocketkube.lifecycle import kill_at_end_of_parent
 from pocketkube.ports import LOOPBACK, free_ports
 
 POLL_S = 0.2  # interval of the requests to /ready and /metrics
@@ -52,97 +49,6 @@ PROGRESS_S = 5.0
 _EXIT_GRACE_S = 10.0
 #: Time for the gateway to notice that the engine has ended.
 _NOTICE_S = 2.0
-_LINE_BYTES = 2**20  # longest line of a child's output that is printed
-#: Engine flags that `baton serve` sets itself, or that have no meaning without Kubernetes.
-_OURS = (
-    "--model",
-    "--config",
-    "--engine-port",
-    "--http-port",
-    "--kv-role",
-    "--kv-port",
-    "--service-key-file",
-)
-
-
-def flags_parser() -> argparse.ArgumentParser:
-    """Return the parser for the flags of `baton serve`.
-
-    All other flags are passed to the engine.
-    """
-    parser = argparse.ArgumentParser(prog="baton serve MODEL", add_help=False, allow_abbrev=False)
-    parser.add_argument(
-        "--host", default=LOOPBACK, help="address of the endpoint (default 127.0.0.1)"
-    )
-    parser.add_argument(
-        "--port",
-        type=arguments.port,
-        default=8000,
-        help="port of the endpoint (default 8000; 0: a free port)",
-    )
-    parser.add_argument(
-        "--metrics-port",
-        type=arguments.port,
-        default=0,
-        help="port of /metrics on 127.0.0.1, without a key (default 0: a free port)",
-    )
-    parser.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="model name that clients use (default: the folder's, or ORG/NAME)",
-    )
-    parser.add_argument(
-        "--revision", help="branch, tag or commit of a model ORG/NAME of a hub (default main)"
-    )
-    parser.add_argument(
-        "--download-dir",
-        metavar="DIR",
-        help="cache of downloaded models (default $XDG_CACHE_HOME/baton/models, or "
-        "~/.cache/baton/models)",
-    )
-    parser.add_argument(
-        "--max-concurrent-requests", type=int, metavar="N", help="sequences served at once"
-    )
-    parser.add_argument(
-        "--generation-config",
-        choices=("auto", "none"),
-        help="auto takes default sampling parameters from the checkpoint (default auto)",
-    )
-    parser.add_argument(
-        "--allowed-origins",
-        type=comma_separated,
-        default=[],
-        metavar="ORIGINS",
-        help="origins whose web pages may call the endpoint: https://chat.example.com, or *",
-    )
-    parser.add_argument(
-        "--min-priority",
-        type=int,
-        default=0,
-        metavar="N",
-        help="requests with a lower priority are refused; lower values run first (default 0)",
-    )
-    parser.add_argument(
-        "--request-timeout-s",
-        type=arguments.not_negative,
-        metavar="SECONDS",
-        help="a request that takes longer fails (default 0: no limit)",
-    )
-    parser.add_argument(
-        "--drain-timeout-s",
-        type=arguments.positive,
-        default=30.0,
-        metavar="SECONDS",
-        help="time for running requests to finish at the end (default 30)",
-    )
-    parser.add_argument(
-        "--ready-timeout-s",
-        type=arguments.positive,
-        default=600.0,
-        metavar="SECONDS",
-        help="longest wait for the engine and the gateway to be ready (default 600)",
-    )
-    return parser
 
 
 def run_serve(model: str, flags: list[str]) -> int:
@@ -162,7 +68,7 @@ def run_serve(model: str, flags: list[str]) -> int:
         return 0
     options, engine_flags = parser.parse_known_args(flags)
     for flag in engine_flags:
-        if flag.split("=", 1)[0] in _OURS:
+        if flag.split("=", 1)[0] in RESERVED_FLAGS:
             parser.error(f"{flag.split('=', 1)[0]} cannot be given: baton serve sets it")
     try:
         cached = find_cached_model(model, options.revision, options.download_dir)
@@ -173,7 +79,7 @@ def run_serve(model: str, flags: list[str]) -> int:
     try:
         options.port = _free_port(options.host, options.port)
     except OSError as error:
-        _print(
+        print_message(
             f"cannot listen on {options.host}:{options.port}: "
             f"{error.strerror}; see --host and --port"
         )
@@ -181,7 +87,7 @@ def run_serve(model: str, flags: list[str]) -> int:
     try:
         options.metrics_port = _free_port(LOOPBACK, options.metrics_port)
     except OSError as error:
-        _print(
+        print_message(
             f"cannot listen on {LOOPBACK}:{options.metrics_port}: "
             f"{error.strerror}; see --metrics-port"
         )
@@ -189,98 +95,6 @@ def run_serve(model: str, flags: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="baton-serve-") as folder:
         server = _Server(cached or model, options, engine_flags, Path(folder))
         return asyncio.run(server.run())
-
-
-@dataclass
-class _Child:
-    """A child process. Its output is printed with the child's name before each line.
-
-    FATAL lines are not printed here, because engine and gateway both print one for a wrong model.
-    `_Server._fail` prints the line of the child that failed first.
-    """
-
-    name: str
-    process: asyncio.subprocess.Process
-    last_line: str = ""
-
-    def __post_init__(self) -> None:
-        self._output = asyncio.create_task(self._print_output())
-
-    @classmethod
-    async def start(cls, name: str, command: list[str], env: dict[str, str]) -> _Child:
-        # In a session of its own, so that Ctrl-C reaches only this process, which ends the children
-        # in order.
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **env},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=_LINE_BYTES,
-            start_new_session=True,
-            preexec_fn=kill_at_end_of_parent(),
-        )
-        return cls(name, process)
-
-    async def _print_output(self) -> None:
-        assert self.process.stdout is not None
-        while True:
-            try:
-                line = await self.process.stdout.readline()
-            except ValueError:  # a line over the limit; its rest follows
-                continue
-            if not line:
-                return
-            text = line.decode(errors="replace").rstrip("\n")
-            if text.strip():
-                self.last_line = text
-            if text.startswith("FATAL "):
-                continue
-            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
-
-    async def wait(self) -> int:
-        """Wait until the child has ended and its output is printed. Return the exit code.
-
-        The exit code is negative if a signal ended the child.
-        """
-        code = await self.process.wait()
-        await asyncio.wait([self._output], timeout=1.0)  # a grandchild may hold the pipe open
-        return code
-
-    def signal(self, signum: int) -> None:
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.send_signal(signum)
-
-    async def end(self, timeout_s: float) -> None:
-        """End the child with SIGTERM. After `timeout_s`, kill its process group with SIGKILL."""
-        self.signal(signal.SIGTERM)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.process.wait()
-        except TimeoutError:
-            _print(f"the {self.name} has not ended within {timeout_s:g} s: killing it")
-            self.kill()
-        await self.wait()
-
-    def kill(self) -> None:
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-
-class _ChildEndedError(Exception):
-    """Raised when a child process ends although it should still run."""
-
-    def __init__(self, child: _Child, code: int) -> None:
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-        super().__init__(f"the {child.name} {how}")
-        self.child = child
-        self.code = code
 
 
 class _Server:
@@ -303,7 +117,7 @@ class _Server:
         self._engine_flags = engine_flags
         self._folder = folder
         self._service_key_file = folder / "service.key"
-        self._children: list[_Child] = []
+        self._children: list[ChildProcess] = []
         self._stop = asyncio.Event()
         self._second_signal = asyncio.Event()
 
@@ -321,11 +135,11 @@ class _Server:
                 await self._drain()
                 return 0
             serving.result()
-        except _ChildEndedError as error:
+        except ChildEndedError as error:
             await self._fail(error)
             return error.code if error.code > 0 else 1
         except TimeoutError as error:
-            _print(str(error))
+            print_message(str(error))
             return 1
         finally:
             stopped.cancel()
@@ -343,7 +157,7 @@ class _Server:
         """Download the model, and run the engine and the gateway until this task is cancelled.
 
         Raises:
-            _ChildEndedError: a child has ended.
+            ChildEndedError: a child has ended.
             TimeoutError: the engine or the gateway was not ready in time.
         """
         if self._cached is not None:
@@ -367,21 +181,21 @@ class _Server:
         """Download the model unless its folder is complete.
 
         Raises:
-            _ChildEndedError: the model cannot be downloaded.
+            ChildEndedError: the model cannot be downloaded.
         """
         command = [
             *(sys.executable, "-P", "-m", "baton_engine.fetch.command", "fetch"),
             *("--uri", model.uri, "--to", str(model.folder)),
             *("--give-up-after", str(GIVE_UP_AFTER_S)),
         ]
-        child = await _Child.start("download", command, {})
+        child = await ChildProcess.start("download", command, {})
         self._children.append(child)
         if code := await child.wait():
-            _print(model.advice)
-            raise _ChildEndedError(child, code)
+            print_message(model.advice)
+            raise ChildEndedError(child, code)
         self._children.remove(child)
 
-    async def _start_engine(self, engine_port: int, http_port: int) -> _Child:
+    async def _start_engine(self, engine_port: int, http_port: int) -> ChildProcess:
         command = [
             *(sys.executable, "-P", "-m", "baton_engine.cli"),
             *("--model", self._model, "--served-model-name", self._name),
@@ -390,11 +204,11 @@ class _Server:
             *("--drain-timeout-s", str(self._options.drain_timeout_s)),
             *self._engine_flags,
         ]
-        child = await _Child.start("engine", command, {"POD_IP": LOOPBACK})
+        child = await ChildProcess.start("engine", command, {"POD_IP": LOOPBACK})
         self._children.append(child)
         return child
 
-    async def _start_gateway(self, engine_port: int) -> _Child:
+    async def _start_gateway(self, engine_port: int) -> ChildProcess:
         endpoint = EngineEndpoint(
             name="engine", role="decode", host=LOOPBACK, engine_port=engine_port
         )
@@ -420,7 +234,7 @@ class _Server:
         path = self._folder / "gateway.json"
         path.write_bytes(msgspec.json.encode(config))
         command = [sys.executable, "-P", "-m", "baton_gateway.cli", "--config", str(path)]
-        child = await _Child.start("gateway", command, {"POD_IP": self._options.host})
+        child = await ChildProcess.start("gateway", command, {"POD_IP": self._options.host})
         self._children.append(child)
         return child
 
@@ -442,7 +256,7 @@ class _Server:
                     )
                 if waiting != printed or now - printed_at > PROGRESS_S:
                     printed, printed_at = waiting, now
-                    _print(f"{now - started:.0f} s: {waiting}")
+                    print_message(f"{now - started:.0f} s: {waiting}")
                 await asyncio.sleep(POLL_S)
 
     @property
@@ -456,7 +270,7 @@ class _Server:
             "messages": [{"role": "user", "content": "Hello!"}],
             "max_tokens": 32,
         }
-        _print(f"ready: {self._url}/v1 serves {self._name}")
+        print_message(f"ready: {self._url}/v1 serves {self._name}")
         data = shlex.quote(json.dumps(body))
         print(
             f"curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' -d {data}",
@@ -469,7 +283,7 @@ class _Server:
         The gateway first finishes the running requests. Another SIGTERM or Ctrl-C kills both
         processes immediately.
         """
-        _print("stopping after the running requests; press Ctrl-C again to stop at once")
+        print_message("stopping after the running requests; press Ctrl-C again to stop at once")
         ending = asyncio.create_task(self._end_children())
         second = asyncio.create_task(self._second_signal.wait())
         await asyncio.wait([ending, second], return_when=asyncio.FIRST_COMPLETED)
@@ -483,7 +297,7 @@ class _Server:
         for child in reversed(self._children):
             await child.end(self._options.drain_timeout_s + _EXIT_GRACE_S)
 
-    async def _fail(self, error: _ChildEndedError) -> None:
+    async def _fail(self, error: ChildEndedError) -> None:
         """End all child processes after a child has failed, and print the failure.
 
         If the engine has failed, the gateway first gets time to send the error to waiting clients.
@@ -499,7 +313,7 @@ class _Server:
         if error.code > 0 and error.child.last_line.startswith("FATAL "):
             print(error.child.last_line, file=sys.stderr, flush=True)
         else:
-            _print(f"{error}; its last line: {error.child.last_line or '(none)'}")
+            print_message(f"{error}; its last line: {error.child.last_line or '(none)'}")
 
     async def _until_noticed(self) -> None:
         """Wait until the gateway has noticed that the engine has ended, for at most _NOTICE_S."""
@@ -522,13 +336,13 @@ async def _first_of(*tasks: asyncio.Task[None]) -> None:
             task.result()
 
 
-async def _until_ended(child: _Child) -> None:
+async def _until_ended(child: ChildProcess) -> None:
     """Wait until `child` ends, and raise an error.
 
     Raises:
-        _ChildEndedError: the child has ended, with any exit code.
+        ChildEndedError: the child has ended, with any exit code.
     """
-    raise _ChildEndedError(child, await child.wait())
+    raise ChildEndedError(child, await child.wait())
 
 
 async def _not_ready(session: aiohttp.ClientSession, url: str, name: str) -> str:
@@ -561,7 +375,3 @@ def _free_port(host: str, port: int) -> int:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
         return probe.getsockname()[1]
-
-
-def _print(text: str) -> None:
-    print(f"baton serve: {text}", file=sys.stderr, flush=True)

@@ -6,6 +6,8 @@ import msgspec
 
 from baton_kube.client import Object
 from baton_operator import names
+from baton_operator.reconcile_errors import Problem
+from baton_operator.status.reasons import Failure
 from pocketkube.conditions import has_condition
 from pocketkube.containers.process import container_pids
 
@@ -15,15 +17,15 @@ from pocketkube.containers.process import container_pids
 FINAL_REASONS = frozenset(
     {
         # Reasons of the service as a whole.
-        *("InvalidSpec", "Paused", "NameConflict", "GatewayAPIMissing", "ServiceKeyUnusable"),
-        # Reasons of the model.
-        *("ModelNotFound", "ModelMissing", "ModelInvalid", "ModelUriInvalid", "ModelAccessDenied"),
+        *(problem.__name__ for problem in Problem.__subclasses__() if not problem.is_retried),
+        # Reasons that the operator decides from the state of pods.
+        *(Failure.MODEL_MISSING, Failure.IMAGE_VOLUME_UNSUPPORTED, Failure.INCOMPATIBLE_PEERS),
+        # Reasons of the model, which a component prints before it exits.
+        *("ModelNotFound", "ModelInvalid", "ModelUriInvalid", "ModelAccessDenied"),
         *("ModelSourceInvalid", "ModelSourceUnsupported", "ModelCacheInvalid"),
-        "ImageVolumeUnsupported",
-        # Reasons of components and groups.
+        # Other reasons that a component prints before it exits.
         *("InvalidConfig", "InvalidTokenizer", "InvalidAccess", "ServiceKeyInvalid"),
         *("KVMemoryTooSmall", "KVTransferInvalid", "InsufficientDevices", "ConfigurationError"),
-        "IncompatiblePeers",
     }
 )
 
@@ -47,7 +49,7 @@ class PodStatus(msgspec.Struct):
     kv_bytes: dict[str, int] = {}
 
 
-class Condition(msgspec.Struct):
+class ServiceCondition(msgspec.Struct):
     """One condition of an LLMService."""
 
     type: str
@@ -64,7 +66,7 @@ class ServiceStatus(msgspec.Struct):
     endpoint: str
     #: The model's name in requests.
     model: str
-    conditions: list[Condition]
+    conditions: list[ServiceCondition]
     pods: list[PodStatus]
     #: `curl` arguments that reach the service through its Ingress; empty without an Ingress.
     ingress: str
@@ -78,7 +80,7 @@ class ServiceStatus(msgspec.Struct):
         return any(c.type == "Ready" and c.status == "True" for c in self.conditions)
 
     @property
-    def final_failure(self) -> Condition | None:
+    def final_failure(self) -> ServiceCondition | None:
         """The condition with a failure that only a correction ends; None if there is none."""
         failures = (
             condition

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_local.ask import ask_message
+from baton_local.chat_client import ask_message
 from baton_local.cluster_api import ClusterApi
 from baton_local.service_status import ServiceStatus
 

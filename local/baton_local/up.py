@@ -29,18 +29,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from baton_kube.client import KubeError, Object
-from baton_local.ask import AskError, ask, gateways_see_all_engines
+from baton_local.chat_client import AskError, ask
 from baton_local.cluster_api import ClusterApi, UnknownKindError
 from baton_local.demo_model import DEMO_CHECKPOINT, ModelError, provide_model
-from baton_local.display import Progress, service_tables
-from baton_local.kv_bytes import ask_kv_bytes, format_kv_bytes, kv_bytes_received
+from baton_local.gateway_readiness import are_gateways_connected
+from baton_local.kv_bytes import fetch_kv_bytes, format_kv_bytes, kv_bytes_received
 from baton_local.manifest_file import as_kubectl_applies, load_documents, load_service
 from baton_local.service_status import PodStatus, ServiceStatus
 from baton_local.state_dir import ClusterInfo, StateDir, StateDirError
+from baton_local.status_tables import ProgressDisplay, service_tables
 from baton_local.tool_agent import MAX_TURNS, ready_pods_tool, run_agent
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
-from pocketkube.children import ComponentError
+from pocketkube.child_processes import ComponentError
 from pocketkube.cluster import Component, LocalCluster
 from pocketkube.kubeconfig import write_account_kubeconfig
 from pocketkube.networks import NetworksInUseError
@@ -140,7 +141,7 @@ class _Up:
     def __post_init__(self) -> None:
         self.namespace = self.service["metadata"].setdefault("namespace", "default")
         self.name = self.service["metadata"]["name"]
-        self.progress = Progress(self.console)
+        self.progress = ProgressDisplay(self.console)
         self.stopped = asyncio.Event()
 
     async def run(self) -> int:
@@ -320,15 +321,15 @@ class _Up:
         """
         options, console = self.options, self.console
 
-        async def all_seen() -> bool:
-            return await gateways_see_all_engines(
+        async def is_connected() -> bool:
+            return await are_gateways_connected(
                 (await api.service(status.namespace, status.service)).pods
             )
 
         await _until(
-            all_seen, options.timeout_s, "the gateway did not connect to all ready engines"
+            is_connected, options.timeout_s, "the gateway did not connect to all ready engines"
         )
-        before = kv_bytes_received((await ask_kv_bytes(status)).pods)
+        before = kv_bytes_received((await fetch_kv_bytes(status)).pods)
         console.print(f"\n[bold]> {PROMPT}[/]")
         answer = await ask(
             status.endpoint,
@@ -345,7 +346,7 @@ class _Up:
         )
         if options.agent:
             await self._run_agent(api, status)
-        now = await ask_kv_bytes(await api.service(status.namespace, status.service))
+        now = await fetch_kv_bytes(await api.service(status.namespace, status.service))
         if any(pod.role == "prefill" for pod in now.pods):
             moved = kv_bytes_received(now.pods) - before
             if not moved:

@@ -7,7 +7,7 @@
 - `kubelet`: the node and its pods.
 - `containers`: one container as a process group.
 - `proxy`: TCP proxies for Services, an HTTP proxy for Ingresses.
-- `children`, `lifecycle`: child processes, which end when their parent ends.
+- `child_processes`, `lifecycle`: child processes, which end when their parent ends.
 - `networks`, `loopback`, `ports`: address ranges, addresses and ports of this machine.
 - `websockets`: the handshake, the messages and the end of WebSockets.
 - `certificates`, `kubeconfig`: files with keys and credentials.

@@ -1,7 +1,7 @@
 """The processes of a cluster: control plane, controllers, kubelet and proxy.
 
 These processes are children of the process that runs `LocalCluster`. When that process ends, the
-kernel sends SIGTERM or SIGKILL to them. A guardian process kills the pods when the kubelet ends.
+kernel sends SIGTERM or SIGKILL to them. A reaper process kills the pods when the kubelet ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pocketkube.children import Children, ComponentError
+from pocketkube.child_processes import Children, ComponentError
 from pocketkube.containers.backoff import BackoffPolicy
 from pocketkube.networks import Networks, claim_networks
 

@@ -420,7 +420,7 @@ async def connect(
     # The library validates neither the file's structure nor its certificates.
     except Exception as error:
         source = (
-            f"{kubeconfig} is no kubeconfig"
+            f"{kubeconfig} is not a kubeconfig"
             if kubeconfig is not None
             else "the pod's service account"
         )

@@ -24,10 +24,10 @@ The packages:
 The modules:
 
 - `handlers`: kopf's handlers, which queue services for a reconcile.
-- `revisions`: the revision history of a service.
+- `revision_history`: the revision history of a service.
 - `cli`: the command.
 - `logs`: the log lines of the operator.
 - `names`: names, labels and annotations of objects.
-- `problems`: the errors that the condition `Ready` reports.
+- `reconcile_errors`: the errors that the condition `Ready` reports.
 - `manifests`: writes the generated manifests.
 """

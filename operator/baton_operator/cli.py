@@ -13,10 +13,11 @@ from kubernetes.aio.config import ConfigException
 
 from baton_operator import handlers as handlers  # registers the handlers of kopf
 from baton_operator import logs, names
+from baton_operator.builders.restrictions import Restrictions
 from baton_operator.process.kopf_thread import KopfHangsError
 from baton_operator.process.leader import LeaseLostError
 from baton_operator.process.operator_metrics import AddressError
-from baton_operator.process.run import restrictions_of, run
+from baton_operator.process.operator_process import run
 from baton_operator.process.runtime import RESYNC_S
 from baton_protocol.options import arguments
 from baton_protocol.options.config import pod_ip
@@ -62,6 +63,21 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(report_fatal("ConfigurationError", f"cannot access the cluster: {error}{hint}"))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def restrictions_of(args: argparse.Namespace) -> Restrictions | None:
+    """Return what LLMServices may request, according to the flags. None: everything.
+
+    An operator of all namespaces is restricted by default, because it has several tenants.
+
+    Raises:
+        ValueError: a flag is invalid.
+    """
+    restrictions = Restrictions(
+        host_paths=tuple(args.host_path), annotation_prefixes=tuple(args.annotation_prefix)
+    )
+    default = "unrestricted" if args.namespace else "restricted"
+    return restrictions if (args.templates or default) == "restricted" else None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,6 +18,7 @@ from kubernetes.aio.config import ConfigException
 from baton_operator import names
 from baton_operator.process import kopf_settings
 from baton_operator.process.runtime import start_runtime
+from baton_operator.process.watch_session import WatchSession
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
             memo.runtime = await memo.stack.enter_async_context(start_runtime())
         except ConfigException as error:
             raise kopf.PermanentError(str(error)) from error
+        memo.watch_session = WatchSession(memo.runtime)
 
 
 @kopf.on.cleanup()
@@ -57,7 +58,7 @@ async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
     await asyncio.sleep(max(0.0, memo.get("next_login", now) - now))
     memo.next_login = time.monotonic() + LOGIN_INTERVAL_S
     return kopf.AiohttpSession(
-        server=memo.runtime.kube.client.server, aiohttp_session=memo.runtime.watch_session()
+        server=memo.runtime.kube.client.server, aiohttp_session=memo.watch_session.open()
     )
 
 
@@ -73,27 +74,10 @@ async def login(memo: kopf.Memo, **_: Any) -> kopf.AiohttpSession:
 @kopf.on.event("rbac.authorization.k8s.io/v1", "rolebindings")
 @kopf.on.event("policy", "poddisruptionbudgets")
 @kopf.on.event("gateway.networking.k8s.io/v1", "httproutes")
-async def changed(resource: kopf.Resource, meta: kopf.Meta, memo: kopf.Memo, **_: Any) -> None:
+async def queue_reconcile(
+    resource: kopf.Resource, meta: kopf.Meta, memo: kopf.Memo, **_: Any
+) -> None:
     """Queue a reconcile of each service to which the changed object belongs."""
     kind = resource.kind or ""
-    for key in keys_of(kind, meta):
-        memo.runtime.changed(key, kind, meta["resourceVersion"])
-
-
-def keys_of(kind: str, meta: kopf.Meta) -> Iterator[names.Key]:
-    """Yield the services to which an object belongs: those in its label and owner references.
-
-    Both are read, because another client may have changed the label.
-    """
-    namespace = meta["namespace"]
-    if kind == names.KIND:
-        yield names.Key(namespace, meta["name"])
-        return
-    owners = {
-        each["name"]
-        for each in meta.get("ownerReferences") or ()
-        if each.get("controller")
-        and (each["apiVersion"], each["kind"]) == (names.API_VERSION, names.KIND)
-    }
-    found = owners | {meta.labels.get(names.LABEL_SERVICE, "")}
-    yield from (names.Key(namespace, name) for name in found if names.SERVICE_NAME.fullmatch(name))
+    for key in names.keys_of(kind, meta):
+        memo.runtime.queue_reconcile(key, kind, meta["resourceVersion"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 # `as` exports the imported names from this module.
@@ -79,6 +80,24 @@ def selector(service: str, role: Role) -> dict[str, str]:
 def serialized(match: dict[str, str]) -> str:
     """Return `match` in the form of the labelSelector parameter, for example `a=b,c=d`."""
     return ",".join(f"{key}={value}" for key, value in match.items())
+
+
+def keys_of(kind: str, metadata: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield the services to which an object belongs: those in its label and owner references.
+
+    Both are read, because another client may have changed the label.
+    """
+    namespace = metadata["namespace"]
+    if kind == KIND:
+        yield Key(namespace, metadata["name"])
+        return
+    owners = {
+        each["name"]
+        for each in metadata.get("ownerReferences") or ()
+        if each.get("controller") and (each["apiVersion"], each["kind"]) == (API_VERSION, KIND)
+    }
+    found = owners | {(metadata.get("labels") or {}).get(LABEL_SERVICE, "")}
+    yield from (Key(namespace, name) for name in found if SERVICE_NAME.fullmatch(name))
 
 
 def member_name(service: str, role: MemberRole, ordinal: int) -> str:

@@ -22,6 +22,7 @@ from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.load import Load, under_load
 from support.parity import reference_model
 from support.pods import Pod, pods
+from support.waiting import eventually
 
 pytestmark = pytest.mark.chaos
 CYCLES = int(os.environ.get("BATON_CHAOS_CYCLES", "1"))
@@ -53,14 +54,14 @@ def load_on(
 async def wait_for_tokens(load: Load, since: float, what: str) -> None:
     """Wait until every open stream has received a token after `since`."""
     waiting = [stream for stream in load.streams if not stream.finished]
-    while pending := [
-        s for s in waiting if not s.finished and not s.error and s.times[-1] <= since
-    ]:
-        took = time.monotonic() - since
-        assert took < RECOVERY_S, (
-            f"{what}: {len(pending)} of {len(waiting)} streams have no token after {took:.1f} s"
-        )
-        await asyncio.sleep(0.02)
+
+    def all_continue() -> bool:
+        pending = [s for s in waiting if not s.finished and not s.error and s.times[-1] <= since]
+        assert not pending, f"{len(pending)} of {len(waiting)} streams have no new token"
+        return True
+
+    timeout_s = since + RECOVERY_S - time.monotonic()
+    await asyncio.to_thread(eventually, all_continue, f"{what}: new tokens", timeout_s)
     print(f"{what}: all streams continue after {time.monotonic() - since:.2f} s")
 
 

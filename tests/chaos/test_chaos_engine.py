@@ -14,6 +14,7 @@ import random
 import re
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ import pytest
 
 from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError
 from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.chaos.chaos_processes import (
     HOST,
     LAYOUTS,
@@ -32,6 +33,7 @@ from support.chaos.chaos_processes import (
     free_port,
     tree,
 )
+from support.waiting import until
 
 pytestmark = pytest.mark.chaos
 ROUNDS = int(os.environ.get("BATON_CHAOS_ROUNDS", "20"))
@@ -84,10 +86,12 @@ async def start_loads(port: int, chance: random.Random) -> list[Load]:
         await client.connect(START_S)
         await client.wait_ready(START_S)
         loads.append(Load(client, name, 8, chance))
-    async with asyncio.timeout(START_S):
-        while not all(load.tokens for load in loads):
-            await asyncio.sleep(0.01)
+    await until(lambda: all(load.tokens for load in loads), "a token for each client", START_S)
     return loads
+
+
+def have_more_tokens(loads: list[Load], counts: list[int]) -> bool:
+    return all(load.tokens > count for load, count in zip(loads, counts, strict=True))
 
 
 async def assert_all_receive(loads: list[Load], reason: str, within_s: float) -> None:
@@ -136,8 +140,8 @@ def test_a_kill_while_the_engine_starts_leaves_no_process(
     chance = random.Random(SEED * 1000 + 500 + number)
     port = free_port()
     with tree(engine_command(checkpoint, "tp2", port), tmp_path / "log") as engine:
-        until = time.monotonic() + chance.uniform(0.2, 5.0)
-        while time.monotonic() < until:
+        end = time.monotonic() + chance.uniform(0.2, 5.0)
+        while time.monotonic() < end:
             engine.members()
             time.sleep(0.01)
         engine.members()
@@ -182,11 +186,7 @@ async def test_an_engine_resumes_after_sigstop_and_sigcont(
             before = [load.tokens for load in loads]
             for process in reversed(stopped):
                 process.resume()
-            async with asyncio.timeout(NOTICE_S):
-                while not all(
-                    load.tokens > count for load, count in zip(loads, before, strict=True)
-                ):
-                    await asyncio.sleep(0.05)
+            await until(partial(have_more_tokens, loads, before), "more tokens", NOTICE_S)
         assert not [error for load in loads for error in load.errors], engine.text
         engine.process.kill()
         await assert_all_receive(loads, "connection lost", NOTICE_S)

@@ -31,7 +31,7 @@ from support.waiting import eventually
 pytestmark = pytest.mark.chaos
 MODES = ("pull", "push")
 PREFILL = 0
-DECODE = {"pull": 1, "push": 2}  # indices of namespaces, as PREFILL
+DECODE = {"pull": 1, "push": 2}  # these numbers and PREFILL are indices of namespaces
 CUT_S = 2 * LEASE_S
 
 

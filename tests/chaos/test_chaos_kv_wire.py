@@ -67,7 +67,7 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def failures(decode: Pod) -> float:
-    return decode.metric("baton:kv_transfer_checksum_failures_total")
+    return decode.metric("baton:kv_role_checksum_failures_total")
 
 
 def remote_tokens(decode: Pod) -> float:
@@ -166,7 +166,7 @@ async def test_corrupted_blocks_fail_the_request_with_policy_fail(pair: Pair) ->
 async def test_blocks_damaged_before_verification_are_read_again_or_recomputed(
     pair: Pair, mode: str, order: str
 ) -> None:
-    """Once: a second read succeeds. Always: no block is used."""
+    """Damaged once: a second read succeeds. Damaged always: no received block is used."""
     prompt, decode = new_prompt(), pair.decoders[mode]
     remote, failed = remote_tokens(decode), failures(decode)
     request = decode.log.parent / decode.address

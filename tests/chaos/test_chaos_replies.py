@@ -33,7 +33,7 @@ TOOL: dict[str, Any] = {
         },
     },
 }
-#: Options of a request by what its answer is.
+#: Kind of answer -> options of the request.
 OPTIONS: dict[str, dict[str, Any]] = {
     "tool call": {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
     "reasoning": {},
@@ -45,7 +45,7 @@ EVERY = 10
 @dataclass
 class Service:
     engines: tuple[Pod, Pod]
-    #: By what the answers of its clients are.
+    #: Kind of answer -> gateway.
     gateways: dict[str, Pod]
 
     async def chunks(self, kind: str) -> AsyncIterator[Any]:
@@ -105,7 +105,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def text_of(kind: str, choice: Any) -> str:
-    """Return what a choice of a chunk adds to the arguments, or to the reasoning."""
+    """Return the arguments or the reasoning in a choice of a chunk."""
     assert not choice.delta.content
     if kind == "reasoning":
         return getattr(choice.delta, "reasoning_content", "")

@@ -141,7 +141,7 @@ async def test_streams_survive_a_stuck_engine_which_gets_no_request(
     more = prompts(8, VOCAB, longest=60, seed=9)
 
     async def victim_is_used() -> bool:
-        """The gateway prefers the other engine until the next PONG of the victim."""
+        """Send requests. The gateway prefers the other engine until the victim's next PONG."""
         outputs = await asyncio.gather(*(complete(service.url, prompt, 20) for prompt in more))
         assert_greedy(service.reference, more, outputs, "after the fault")
         return victim.metric("baton:prompt_tokens_computed_total") > computed

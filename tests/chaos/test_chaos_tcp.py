@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from baton_kv_transfer.agent.agent import XferHandle
-from baton_kv_transfer.agent.create import create_agent
+from baton_kv_transfer.agent.factory import create_agent
 from baton_kv_transfer.transports.tcp.tcp_server import SILENT_S
 from support.chaos.namespaces import Namespaces, namespaces
 from support.waiting import eventually
@@ -81,7 +81,10 @@ class Peers:
         return self._agent.check_xfer_state(handle) == "PROC"
 
     def freeze_owner(self) -> None:
-        """Stop the owner. All its threads have stopped at the end: until then, it may answer."""
+        """Stop the owner and wait until all its threads have stopped.
+
+        A running thread could still answer.
+        """
         self.owner.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self.owner.pid, os.WSTOPPED)
 

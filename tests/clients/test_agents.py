@@ -11,7 +11,7 @@ from support.clients.weather_agent import REASONING, SCRIPT, check_agent
 
 
 async def check(clients: ClientRig, program: str, *arguments: str) -> dict[str, Any]:
-    """Run an agent, and return what else it prints."""
+    """Run an agent and check its answer and calls. Return the rest of its output."""
     printed: dict[str, Any] = await clients.run(program, *arguments, script=SCRIPT)
     check_agent(clients, printed.pop("answer"), printed.pop("calls"))
     return printed

@@ -1,4 +1,7 @@
-"""Random input for a group's coordinator, and for the link of a rank. See support/fuzz/door.py."""
+"""Random input for a group's coordinator, and for the link of a rank.
+
+See support/fuzz/fuzz_target.py.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +27,13 @@ from baton_protocol.topology import (
     Directive,
     ExpertLoads,
     Generation,
-    Member,
     RankPhase,
     StartWave,
     Status,
+    TopologyMember,
     TopologyStatus,
 )
-from support.fuzz.door import TIMEOUT_S, Door
+from support.fuzz.fuzz_target import TIMEOUT_S, FuzzTarget
 from support.fuzz.http_cases import HTTPCases
 from support.fuzz.http_client import HTTPFuzzer
 from support.fuzz.link_server import HONEST
@@ -62,7 +65,7 @@ def status_of(rng: random.Random) -> Status:
 
     Some statuses contradict those of the other ranks.
     """
-    members = [Member(f"d-{n}", f"d-{n}#{n}", "127.0.0.1", 1, 2, 3) for n in range(3)]
+    members = [TopologyMember(f"d-{n}", f"d-{n}#{n}", "127.0.0.1", 1, 2, 3) for n in range(3)]
     rank = rng.randrange(3)
     num_experts = _odd(NUM_EXPERTS, (0, 2, 6), rng)
     num_layers = _odd(NUM_LAYERS, (0, 1, 3), rng)
@@ -105,16 +108,16 @@ def status_of(rng: random.Random) -> Status:
 
 
 def _odd(usual: Any, odd: Sequence[Any], rng: random.Random) -> Any:
-    """Return the usual value, or one in twenty times an odd one."""
+    """Return the usual value or, in one of twenty calls, one of the odd values."""
     return usual if rng.random() < 0.95 else rng.choice(odd)
 
 
 class CoordinatorFuzzer(ZMQFuzzer):
     """Sends statuses like those of ranks, with random changes."""
 
-    def greet(self, peer: zmq.Socket[bytes], rng: random.Random) -> None:
+    def begin_connection(self, peer: zmq.Socket[bytes], rng: random.Random) -> None:
         """Request a group of these ranks."""
-        request_members(self.door.pod, self._key, "d-0", "d-1", "d-2")
+        request_members(self.target.pod, self._key, "d-0", "d-1", "d-2")
 
     def make(self, rng: random.Random) -> list[bytes]:
         status = status_of(rng)
@@ -125,10 +128,12 @@ class CoordinatorFuzzer(ZMQFuzzer):
 
     def check(self, peer: zmq.Socket[bytes]) -> None:
         """Send the status of an honest rank until a directive answers it."""
-        status = Status(Member("honest", "honest#0", "127.0.0.1", 1, 2, 3), RankPhase.LOADING)
+        status = Status(
+            TopologyMember("honest", "honest#0", "127.0.0.1", 1, 2, 3), RankPhase.LOADING
+        )
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not peer.poll(STATUS_INTERVAL_MS):
-            assert time.monotonic() < deadline, f"no directive\n{self.door.pod.tail()}"
+            assert time.monotonic() < deadline, f"no directive\n{self.target.pod.tail()}"
             peer.send(encode_msgpack(status))
         msgspec.msgpack.decode(peer.recv(), type=Directive)
 
@@ -147,7 +152,7 @@ class LinkFuzzer(ZMQFuzzer):
         self._num_waves += 1
         wave = f"wave {self._num_waves}."
         peer.send(encode_msgpack(StartWave(1, HONEST, self._num_waves)))
-        pod = self.door.pod
+        pod = self.target.pod
         eventually(lambda: wave in pod.log.read_text(), "a wave of a rank", ANSWER_TIMEOUT_S)
 
 
@@ -183,8 +188,8 @@ def request_members(coordinator: Pod, key: ServiceKey | None, *names: str) -> To
 
 def check_coordinator(coordinator: Pod, key: ServiceKey | None) -> None:
     """Register an honest rank, and request a topology."""
-    door = Door(coordinator, "honest")
-    honest = CoordinatorFuzzer(door, f"tcp://{coordinator.address}:{COORDINATOR_PORT}", key)
+    target = FuzzTarget(coordinator, "honest")
+    honest = CoordinatorFuzzer(target, f"tcp://{coordinator.address}:{COORDINATOR_PORT}", key)
     honest.settle()
     assert request_members(coordinator, key, "honest").desired == ["honest"]
     assert coordinator.get(COORDINATOR_HTTP_PORT, "/health")[0] == 200
@@ -192,12 +197,12 @@ def check_coordinator(coordinator: Pod, key: ServiceKey | None) -> None:
 
 @pytest.mark.parametrize("is_keyed", [False, True], ids=["no key", "key"])
 def test_ranks(start: Callable[[str], Pod], key_file: str, is_keyed: bool) -> None:
-    """Ranks that may connect: any without a key, or those with the key."""
+    """Clients that may connect: all if the server has no key, else those with the key."""
     coordinator = start(key_file if is_keyed else "")
     key = ServiceKey.load(key_file) if is_keyed else None
-    door = Door(coordinator, f"coordinator, {'keyed' if is_keyed else 'open'}")
-    fuzzer = CoordinatorFuzzer(door, f"tcp://{coordinator.address}:{COORDINATOR_PORT}", key)
-    with door.checking(lambda: check_coordinator(coordinator, key)):
+    target = FuzzTarget(coordinator, f"coordinator, {'keyed' if is_keyed else 'open'}")
+    fuzzer = CoordinatorFuzzer(target, f"tcp://{coordinator.address}:{COORDINATOR_PORT}", key)
+    with target.checking(lambda: check_coordinator(coordinator, key)):
         fuzzer.run()
     assert fuzzer.num_answers
     assert coordinator.metric("baton:topology_bad_messages_total", COORDINATOR_HTTP_PORT) > 0
@@ -208,9 +213,9 @@ def test_strangers(start: Callable[[str], Pod], key_file: str) -> None:
     """Clients without the key, which fail in ZeroMQ's handshake, are refused and counted."""
     coordinator = start(key_file)
     key = ServiceKey.load(key_file)
-    door = Door(coordinator, "coordinator, strangers")
-    with door.checking(lambda: check_coordinator(coordinator, key)):
-        send_raw(door, partial(connect_tcp, coordinator.address, COORDINATOR_PORT), zmtp)
+    target = FuzzTarget(coordinator, "coordinator, strangers")
+    with target.checking(lambda: check_coordinator(coordinator, key)):
+        send_raw(target, partial(connect_tcp, coordinator.address, COORDINATOR_PORT), zmtp)
     assert coordinator.metric("baton:topology_refused_total", COORDINATOR_HTTP_PORT) > 0
 
 
@@ -224,21 +229,23 @@ def test_http(start: Callable[[str], Pod], key_file: str, is_authorized: bool) -
     bodies = [("PUT", "/topology", request), ("POST", "/rebalance", None)]
     paths = ("/topology", "/health", "/ready", "/metrics", "/rebalance", "/topology?x=1")
     headers = [(b"Authorization", key.bearer.encode())] if is_authorized else []
-    door = Door(coordinator, f"coordinator, HTTP, {'keyed' if is_authorized else 'strangers'}")
+    target = FuzzTarget(
+        coordinator, f"coordinator, HTTP, {'keyed' if is_authorized else 'strangers'}"
+    )
     cases = HTTPCases(bodies, paths, headers)
-    fuzzer = HTTPFuzzer(door, COORDINATOR_HTTP_PORT, cases, allowed={503, 505})
-    with door.checking(lambda: check_coordinator(coordinator, key)):
+    fuzzer = HTTPFuzzer(target, COORDINATOR_HTTP_PORT, cases, allowed={503, 505})
+    with target.checking(lambda: check_coordinator(coordinator, key)):
         asyncio.run(fuzzer.run())
     assert fuzzer.statuses[200]
     assert fuzzer.statuses[400 if is_authorized else 401]
 
 
 def test_rank_link(group: Pods) -> None:
-    """Other ranks of the group, which start waves."""
+    """The clients of this port are other ranks of the group. They start waves."""
     link = group.script("link", "support.fuzz.link_server")
     found = eventually(lambda: re.search(r"port (\d+)\.", link.log.read_text()), "the link's port")
-    door = Door(link, "rank link")
-    fuzzer = LinkFuzzer(door, f"tcp://{link.address}:{found[1]}")
-    with door.checking(fuzzer.settle):
+    target = FuzzTarget(link, "rank link")
+    fuzzer = LinkFuzzer(target, f"tcp://{link.address}:{found[1]}")
+    with target.checking(fuzzer.settle):
         fuzzer.run()
     assert "cannot be decoded" in link.log.read_text()

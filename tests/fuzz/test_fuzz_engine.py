@@ -1,4 +1,7 @@
-"""Random messages to an engine: its ZMQ port and its admin HTTP port. See support/fuzz/door.py."""
+"""Random messages to an engine: its ZMQ port and its admin HTTP port.
+
+See support/fuzz/fuzz_target.py.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ import zmq
 from baton_protocol.engine_client.engine_client import EngineClient
 from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
+    ClientHello,
     EngineCoreRequest,
     EngineCoreRequestType,
     EngineCoreResponseType,
-    Hello,
     KVSide,
     KVTransferParams,
     Ping,
@@ -30,14 +33,14 @@ from baton_protocol.engine_messages import (
     UtilityRequest,
 )
 from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT, SchedulerConfig
-from baton_protocol.sampling import (
+from baton_protocol.sampling_params import (
     RepetitionDetection,
     SamplingParams,
     StructuredOutput,
     StructuredOutputKind,
 )
 from baton_protocol.service_key import ServiceKey
-from support.fuzz.door import TIMEOUT_S, Door
+from support.fuzz.fuzz_target import TIMEOUT_S, FuzzTarget
 from support.fuzz.http_cases import HTTPCases
 from support.fuzz.http_client import HTTPFuzzer
 from support.fuzz.raw_client import connect_tcp, send_raw, zmtp
@@ -132,7 +135,7 @@ class EngineFuzzer(ZMQFuzzer):
             return EngineCoreRequestType.UTILITY, rng.choice(UTILITIES)
         if choice < 0.95:
             return EngineCoreRequestType.PING, Ping(3)
-        return EngineCoreRequestType.HELLO, Hello(PROTOCOL_VERSION, "fuzzer", True)
+        return EngineCoreRequestType.HELLO, ClientHello(PROTOCOL_VERSION, "fuzzer", True)
 
     def _request(self, name: str, rng: random.Random) -> EngineCoreRequest:
         request = EngineCoreRequest(
@@ -149,21 +152,21 @@ class EngineFuzzer(ZMQFuzzer):
             request.kv_transfer = KVTransferParams(side, name, "peer", "127.0.0.1", 1)
         return request
 
-    def greet(self, peer: zmq.Socket[bytes], rng: random.Random) -> None:
-        hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "fuzzer"))
+    def begin_connection(self, peer: zmq.Socket[bytes], rng: random.Random) -> None:
+        hello = msgspec.msgpack.encode(ClientHello(PROTOCOL_VERSION, "fuzzer"))
         peer.send_multipart([EngineCoreRequestType.HELLO.value, b"", hello])
         self._instance_id = peer.recv_multipart()[1]
 
     def check(self, peer: zmq.Socket[bytes]) -> None:
         """Resume the engine, and wait until it has answered."""
-        self.greet(peer, random.Random())
+        self.begin_connection(peer, random.Random())
         for call_id, method in enumerate(("wake_up", "resume", "get_stats")):
             call = encode_msgpack([call_id, method])
             peer.send_multipart([EngineCoreRequestType.UTILITY.value, self._instance_id, call])
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         answers = 0
         while answers < 3:
-            assert time.monotonic() < deadline, f"no answer\n{self.door.pod.tail()}"
+            assert time.monotonic() < deadline, f"no answer\n{self.target.pod.tail()}"
             kind, *_ = peer.recv_multipart()
             if kind == EngineCoreResponseType.OUTPUTS:
                 answers += 1
@@ -210,7 +213,7 @@ def tokens_of(engine: Pod, key: ServiceKey | None) -> list[int]:
 
 @pytest.mark.parametrize("is_keyed", [False, True], ids=["no key", "key"])
 def test_peers(start: Callable[[str, str], Pod], key_file: str, is_keyed: bool) -> None:
-    """Peers that may connect: every client of an engine without a key, or those with the key."""
+    """Clients that may connect: all if the server has no key, else those with the key."""
     name = "keyed" if is_keyed else "open"
     engine = start(name, key_file if is_keyed else "")
     key = ServiceKey.load(key_file) if is_keyed else None
@@ -219,9 +222,9 @@ def test_peers(start: Callable[[str, str], Pod], key_file: str, is_keyed: bool) 
     def is_right() -> None:
         assert tokens_of(engine, key) == expected
 
-    door = Door(engine, f"engine, {name}")
-    fuzzer = EngineFuzzer(door, f"tcp://{engine.address}:{ENGINE_PORT}", key)
-    with door.checking(is_right):
+    target = FuzzTarget(engine, f"engine, {name}")
+    fuzzer = EngineFuzzer(target, f"tcp://{engine.address}:{ENGINE_PORT}", key)
+    with target.checking(is_right):
         fuzzer.run()
     assert fuzzer.num_answers
 
@@ -235,9 +238,9 @@ def test_strangers(start: Callable[[str, str], Pod], key_file: str) -> None:
     def is_right() -> None:
         assert tokens_of(engine, key) == expected
 
-    door = Door(engine, "engine, strangers")
-    with door.checking(is_right):
-        send_raw(door, partial(connect_tcp, engine.address, ENGINE_PORT), zmtp)
+    target = FuzzTarget(engine, "engine, strangers")
+    with target.checking(is_right):
+        send_raw(target, partial(connect_tcp, engine.address, ENGINE_PORT), zmtp)
     assert engine.metric("baton:access_refused_total") > 0
 
 
@@ -276,11 +279,11 @@ def test_admin_http(admin: Pod, key_file: str) -> None:
         assert tokens_of(admin, key) == expected
 
     bearer = (b"Authorization", key.bearer.encode())
-    door = Door(admin, "engine, admin HTTP")
+    target = FuzzTarget(admin, "engine, admin HTTP")
     bodies = [("POST", path, None) for path in POSTS] + [("POST", "/resume", {"a": [1]})]
     cases = HTTPCases(bodies, GETS, [bearer])
-    fuzzer = HTTPFuzzer(door, ENGINE_HTTP_PORT, cases, allowed={503, 505})
-    with door.checking(is_right):
+    fuzzer = HTTPFuzzer(target, ENGINE_HTTP_PORT, cases, allowed={503, 505})
+    with target.checking(is_right):
         asyncio.run(fuzzer.run())
     assert all(fuzzer.statuses[status] for status in (200, 400, 404, 409)), fuzzer.statuses
 
@@ -299,11 +302,11 @@ def test_admin_http_strangers(admin: Pod, key_file: str) -> None:
 
     paths = [*POSTS, "/drain", "/drain?x"]
     bodies = [("POST", path, None) for path in paths] + [("POST", "/drain", {"a": [1]})]
-    door = Door(admin, "engine, admin HTTP, strangers")
+    target = FuzzTarget(admin, "engine, admin HTTP, strangers")
     cases = HTTPCases(bodies, [*GETS, "/drain"])
-    fuzzer = HTTPFuzzer(door, ENGINE_HTTP_PORT, cases, allowed={503, 505})
+    fuzzer = HTTPFuzzer(target, ENGINE_HTTP_PORT, cases, allowed={503, 505})
     before = admin.metric("baton:access_refused_total")
-    with door.checking(is_unchanged):
+    with target.checking(is_unchanged):
         asyncio.run(fuzzer.run())
     assert admin.metric("baton:access_refused_total") > before
     assert fuzzer.statuses[401]

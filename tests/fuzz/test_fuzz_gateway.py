@@ -1,4 +1,4 @@
-"""Random HTTP requests to a gateway with a small engine. See support/fuzz/door.py."""
+"""Random HTTP requests to a gateway with a small engine. See support/fuzz/fuzz_target.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton_protocol.options.config import (
     AccessConfig,
     SchedulerConfig,
 )
-from support.fuzz.door import TIMEOUT_S, Door
+from support.fuzz.fuzz_target import TIMEOUT_S, FuzzTarget
 from support.fuzz.http_cases import HTTPCases
 from support.fuzz.http_client import HTTPFuzzer
 from support.pods import Pod, Pods, pods
@@ -223,10 +223,10 @@ def test_gateway(gateway: Pod, engine: Pod) -> None:
     def is_idle() -> bool:
         return gateway.metric("baton:requests_in_flight", GATEWAY_METRICS_PORT) == 0
 
-    door = Door(gateway, "gateway", engine)
+    target = FuzzTarget(gateway, "gateway", engine)
     key = (b"Authorization", b"Bearer " + API_KEY.encode())
-    fuzzer = HTTPFuzzer(door, GATEWAY_PORT, HTTPCases(BODIES, PATHS, [key]), allowed={503})
-    with door.checking(is_right):
+    fuzzer = HTTPFuzzer(target, GATEWAY_PORT, HTTPCases(BODIES, PATHS, [key]), allowed={503})
+    with target.checking(is_right):
         asyncio.run(fuzzer.run())
         eventually(is_idle, what="no request in flight", timeout_s=120.0)
     counts = count_statuses(gateway)

@@ -17,24 +17,24 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.agent.transport_agent import seal
 from baton_kv_transfer.side_channel import Describe, Description, Heartbeat, Release, Subscribe
 from baton_kv_transfer.transports.shm import shm_server
-from baton_kv_transfer.transports.shm.cross_memory import Cell
+from baton_kv_transfer.transports.shm.cross_memory import ProcessNonce
 from baton_kv_transfer.transports.tcp import tcp_server
 from baton_protocol.options.config import KV_PORT
 from baton_protocol.service_key import ServiceKey
-from support.fuzz.door import TIMEOUT_S, Door
+from support.fuzz.fuzz_target import TIMEOUT_S, FuzzTarget
 from support.fuzz.kv_client import (
     DIGEST_BYTES,
     Memory,
     addresses_in,
     answer_welcome,
+    handshake,
     load,
     new_hello,
-    shake_hands,
 )
 from support.fuzz.kv_server import LAYOUT, NUM_BLOCKS
-from support.fuzz.lane_cases import LaneCases
 from support.fuzz.mutations import mutate_value
 from support.fuzz.raw_client import connect_tcp, connect_unix, send_raw, zmtp
+from support.fuzz.transport_cases import TransportCases
 from support.fuzz.zmq_client import ZMQFuzzer, encode_msgpack, mutate_frames, mutate_message
 from support.pods import Pod, Pods, pods
 from support.waiting import eventually
@@ -52,8 +52,8 @@ class SideChannelFuzzer(ZMQFuzzer):
 
     cases_per_connection = 8
 
-    def __init__(self, door: Door, key: ServiceKey | None, transport: str) -> None:
-        super().__init__(door, f"tcp://{door.pod.address}:{KV_PORT}", key)
+    def __init__(self, target: FuzzTarget, key: ServiceKey | None, transport: str) -> None:
+        super().__init__(target, f"tcp://{target.pod.address}:{KV_PORT}", key)
         self._memory = Memory(transport)
 
     def make(self, rng: random.Random) -> list[bytes]:
@@ -74,13 +74,13 @@ class SideChannelFuzzer(ZMQFuzzer):
             return new_hello()
         return Describe(rng.randbytes(32), LAYOUT, self._memory.describe())
 
-    def greet(self, peer: zmq.Socket[bytes], rng: random.Random) -> None:
+    def begin_connection(self, peer: zmq.Socket[bytes], rng: random.Random) -> None:
         kind = rng.random()
         if kind < 0.1:
             return
         if kind < 0.6:
             memory = self._memory.describe() if rng.random() < 0.6 else None
-            shake_hands(peer, self._key, memory)
+            handshake(peer, self._key, memory)
             return
         hello = new_hello()
         peer.send(side_channel.encode(hello))
@@ -114,7 +114,7 @@ class SideChannelFuzzer(ZMQFuzzer):
         return encode_msgpack(value)
 
     def check(self, peer: zmq.Socket[bytes]) -> None:
-        shake_hands(peer, self._key)
+        handshake(peer, self._key)
         self._memory.agent.get_new_notifs()
 
     def close(self) -> None:
@@ -153,14 +153,14 @@ def refused(server: Pod) -> tuple[int, int]:
 
 @pytest.mark.parametrize("is_keyed", [False, True], ids=["no key", "key"])
 def test_side_channel(start: Start, key_file: str, is_keyed: bool) -> None:
-    """Consumers that may connect: any without a key, or those with the key."""
+    """Clients that may connect: all if the server has no key, else those with the key."""
     server = start("tcp", key_file if is_keyed else "")
     key = ServiceKey.load(key_file) if is_keyed else None
-    door = Door(server, f"KV side channel, {'keyed' if is_keyed else 'open'}")
-    fuzzer = SideChannelFuzzer(door, key, "tcp")
+    target = FuzzTarget(server, f"KV side channel, {'keyed' if is_keyed else 'open'}")
+    fuzzer = SideChannelFuzzer(target, key, "tcp")
     before = refused(server)[0]
     try:
-        with door.checking(lambda: load(server.address, "tcp", key)):
+        with target.checking(lambda: load(server.address, "tcp", key)):
             fuzzer.run()
     finally:
         fuzzer.close()
@@ -173,9 +173,9 @@ def test_side_channel_strangers(start: Start, key_file: str) -> None:
     server = start("tcp", key_file)
     key = ServiceKey.load(key_file)
     before = refused(server)[0]
-    door = Door(server, "KV side channel, strangers")
-    with door.checking(lambda: load(server.address, "tcp", key)):
-        send_raw(door, partial(connect_tcp, server.address, KV_PORT), zmtp)
+    target = FuzzTarget(server, "KV side channel, strangers")
+    with target.checking(lambda: load(server.address, "tcp", key)):
+        send_raw(target, partial(connect_tcp, server.address, KV_PORT), zmtp)
     eventually(lambda: refused(server)[0] > before, "refused handshakes in the log")
 
 
@@ -185,24 +185,26 @@ def test_transport(start: Start, transport: str) -> None:
     server = start(transport, "")
     description = describe(server)
     packed = addresses_in(description)[transport]
-    source, cell = np.zeros(NUM_BYTES, dtype=np.uint8), Cell()
+    source, nonce = np.zeros(NUM_BYTES, dtype=np.uint8), ProcessNonce()
     base = description.memory.base_address
     if transport == "tcp":
         address = msgspec.msgpack.decode(packed, type=tcp_server.Address)
-        hello = msgspec.msgpack.encode(tcp_server.Hello(address.secret, "lane"))
-        cases = LaneCases(hello, base, NUM_BYTES)
+        hello = msgspec.msgpack.encode(tcp_server.TCPHello(address.secret, "peer"))
+        cases = TransportCases(hello, base, NUM_BYTES)
         connect = partial(connect_tcp, address.host, address.port)
     else:
         here = msgspec.msgpack.decode(packed, type=shm_server.HostAddress)
-        greeting = shm_server.Hello(here.cell, "lane", cell.address, cell.value)
-        cases = LaneCases(msgspec.msgpack.encode(greeting), base, NUM_BYTES, source.ctypes.data)
+        shm_hello = shm_server.SHMHello(here.nonce, "peer", nonce.address, nonce.value)
+        cases = TransportCases(
+            msgspec.msgpack.encode(shm_hello), base, NUM_BYTES, source.ctypes.data
+        )
         connect = partial(connect_unix, here.socket_name)
     before = refused(server)[1]
-    door = Door(server, f"KV transport {transport}")
-    with door.checking(lambda: load(server.address, transport)):
-        num_answered = send_raw(door, connect, cases.make)
+    target = FuzzTarget(server, f"KV transport {transport}")
+    with target.checking(lambda: load(server.address, transport)):
+        num_answered = send_raw(target, connect, cases.make)
     assert num_answered
-    cell.clear()
+    nonce.clear()
     eventually(lambda: refused(server)[1] > before, "refused descriptors in the log")
     assert "it does not have this agent's metadata" in server.log.read_text(errors="replace")
 
@@ -212,4 +214,4 @@ def describe(server: Pod) -> Description:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.linger = 0
         peer.connect(f"tcp://{server.address}:{KV_PORT}")
-        return shake_hands(peer, None)
+        return handshake(peer, None)

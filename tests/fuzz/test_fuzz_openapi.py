@@ -1,4 +1,4 @@
-"""Schemathesis: random requests of `/openapi.json`, and whether the responses agree with it."""
+"""Schemathesis sends random requests of `/openapi.json`. The responses agree with the document."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from baton_gateway.endpoints.openapi.operations import OPERATIONS
-from baton_protocol.pooling import Task
+from baton_protocol.pooling_params import Task
 from baton_text.tokenizer import Tokenizer
-from support.fuzz.door import NUM_CASES, SEED, TIMEOUT_S
+from support.fuzz.fuzz_target import NUM_CASES, SEED, TIMEOUT_S
 from support.gateway.gateway_rig import GatewayRig
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
@@ -29,7 +29,7 @@ CHECKS = (
 async def test_responses_agree_with_the_document(
     checkpoint: Path, tmp_path: Path, task: Task
 ) -> None:
-    """Other endpoints than those of the model's task return 400, which the document has too."""
+    """Endpoints of another task return 400, as the document says."""
     rig = GatewayRig(tmp_path, Tokenizer.from_folder(checkpoint))
     try:
         engine = rig.engine("d", "decode")

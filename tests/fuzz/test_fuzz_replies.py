@@ -1,6 +1,6 @@
-"""Replies in every format give the same result, however their text is cut.
+"""Replies in every format give the same result for every division of their text into pieces.
 
-The texts are random, and full of the texts of their own format, whole and in pieces.
+The texts are random, and contain whole and cut markers of their format.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import itertools
 import json
 import random
 
-from baton_text.replies.reasoning import REASONING_FORMATS, ReasoningFormat
-from baton_text.replies.reply_parser import ReplyDelta, ReplyParser
-from baton_text.replies.tool_formats import TOOL_FORMATS, ToolFormat
-from support.fuzz.door import FIRST, NUM_CASES, SEED, case_rng
+from baton_text.reply_parsing.reasoning import REASONING_FORMATS, ReasoningFormat
+from baton_text.reply_parsing.reply_parser import ReplyDelta, ReplyParser
+from baton_text.reply_parsing.tool_formats import TOOL_FORMATS, ToolFormat
+from support.fuzz.fuzz_target import FIRST, NUM_CASES, SEED, case_rng
 
 TOOLS = ("add", "get_weather")
 ARGUMENTS = (
     *('{"a": 1}', "{}", '{"city": "Malmö", "d": [1]}', '{"a": "\\ud800"}', '{"a": "\n"}'),
     *('{"note": "a \\"}]</tool_call> b"}', '"{\\"a\\": 1}"', "null"),
 )
-#: Calls that no layout writes.
+#: Calls that differ from those of `ToolFormat.layout`.
 CALLS = {
     "json": ('{"name": "add", "parameters": null}', '{"name": "add"}'),
     "pythonic": ("[add(a=1)]", "[get_weather(city='Malm\\'ö', d=[{'a': None}]), add()]"),
@@ -48,7 +48,7 @@ def written(rng: random.Random, tool_format: ToolFormat) -> str:
 
 
 def random_text(rng: random.Random, name: str, reasoning: ReasoningFormat | None) -> str:
-    """Return a text with texts of the format in it."""
+    """Return a random text that contains markers and calls of the format."""
     tool_format = TOOL_FORMATS[name]
     own = [*tool_format.markers, *tool_format.ignored, *tool_format.special_texts()]
     if reasoning is not None:
@@ -68,7 +68,7 @@ def random_text(rng: random.Random, name: str, reasoning: ReasoningFormat | None
         else:
             pieces.append(rng.choice(CALLS.get(name, ARGUMENTS)))
     text = "".join(pieces)
-    if rng.random() < 0.2:  # something is missing
+    if rng.random() < 0.2:  # up to three characters are missing
         at = rng.randrange(len(text) + 1)
         text = text[:at] + text[at + rng.randrange(4) :]
     return text
@@ -80,7 +80,7 @@ def random_pieces(rng: random.Random, text: str) -> list[str]:
 
 
 def parse(parser: ReplyParser, pieces: list[str], *, is_truncated: bool) -> dict[str, object]:
-    """Return the reply that all pieces together make."""
+    """Parse the pieces, and return the whole reply."""
     deltas = [parser.push(piece) for piece in pieces]
     deltas.append(parser.finish(is_truncated=is_truncated))
     whole = ReplyDelta.join(deltas)

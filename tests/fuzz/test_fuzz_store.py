@@ -1,4 +1,4 @@
-"""Random messages to the rendezvous store of a rank. See support/fuzz/door.py."""
+"""Random messages to the rendezvous store of a rank. See support/fuzz/fuzz_target.py."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from functools import partial
 import msgspec
 import pytest
 
-from baton_engine.distributed.store.handshake import Hello, Proof, authenticate, store_secret
+from baton_engine.distributed.store.handshake import Proof, StoreHello, authenticate, store_secret
 from baton_engine.distributed.store.wire import (
     LENGTH,
     MAX_MESSAGE_BYTES,
     MAX_REQUEST_BYTES,
     Add,
-    Answer,
     Append,
     Check,
     CompareSet,
@@ -26,12 +25,13 @@ from baton_engine.distributed.store.wire import (
     Get,
     Set,
     StoreAddress,
+    StoreReply,
     connect,
     exchange,
     frame,
 )
 from baton_protocol.service_key import ServiceKey
-from support.fuzz.door import TIMEOUT_S, Door
+from support.fuzz.fuzz_target import TIMEOUT_S, FuzzTarget
 from support.fuzz.mutations import mutate_bytes
 from support.fuzz.raw_client import connect_tcp, send_raw
 from support.fuzz.store_server import PORT
@@ -50,7 +50,7 @@ REQUESTS: list[msgspec.Struct] = [
     Delete("k2"),
     CountKeys(),
 ]
-HANDSHAKE: list[msgspec.Struct] = [Hello(bytes(32)), Proof(bytes(32)), *REQUESTS[:2]]
+HANDSHAKE: list[msgspec.Struct] = [StoreHello(bytes(32)), Proof(bytes(32)), *REQUESTS[:2]]
 ODD_LENGTHS = (0, MAX_REQUEST_BYTES, MAX_REQUEST_BYTES + 1, MAX_MESSAGE_BYTES, 2**31, 2**32 - 1)
 
 
@@ -107,33 +107,33 @@ def connect_to(store: Pod, secret: bytes) -> socket.socket:
 def check_answers(store: Pod, secret: bytes) -> None:
     """Set, get and delete a key."""
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    expected: list[tuple[msgspec.Struct, Answer]] = [
-        (Set({"honest": b"v"}), Answer()),
-        (Get(["honest"]), Answer([b"v"])),
-        (Delete("honest"), Answer(number=1)),
+    expected: list[tuple[msgspec.Struct, StoreReply]] = [
+        (Set({"honest": b"v"}), StoreReply()),
+        (Get(["honest"]), StoreReply([b"v"])),
+        (Delete("honest"), StoreReply(number=1)),
     ]
     with connect_to(store, secret) as connection:
         for request, answer in expected:
-            assert exchange(connection, frame(request), Answer, deadline) == answer
+            assert exchange(connection, frame(request), StoreReply, deadline) == answer
 
 
 @pytest.mark.parametrize("is_keyed", [False, True], ids=["no key", "key"])
 def test_clients(start: Callable[[str], Pod], key_file: str, is_keyed: bool) -> None:
-    """Clients that may connect: any without a key, or those with the key."""
+    """Clients that may connect: all if the server has no key, else those with the key."""
     store = start(key_file if is_keyed else "")
     secret = store_secret(ServiceKey.load(key_file) if is_keyed else None)
-    door = Door(store, f"rank store, {'keyed' if is_keyed else 'open'}")
-    with door.checking(lambda: check_answers(store, secret)):
-        num_answered = send_raw(door, partial(connect_to, store, secret), partial(make, REQUESTS))
+    target = FuzzTarget(store, f"rank store, {'keyed' if is_keyed else 'open'}")
+    with target.checking(lambda: check_answers(store, secret)):
+        num_answered = send_raw(target, partial(connect_to, store, secret), partial(make, REQUESTS))
     assert num_answered
     assert "the rendezvous store dropped a client" in store.log.read_text()
 
 
 def test_strangers(start: Callable[[str], Pod], key_file: str) -> None:
-    """Clients without the key, which fail in the handshake."""
+    """Clients without the key fail in the handshake."""
     store = start(key_file)
     secret = store_secret(ServiceKey.load(key_file))
-    door = Door(store, "rank store, strangers")
-    with door.checking(lambda: check_answers(store, secret)):
-        send_raw(door, partial(connect_tcp, store.address, PORT), partial(make, HANDSHAKE))
+    target = FuzzTarget(store, "rank store, strangers")
+    with target.checking(lambda: check_answers(store, secret)):
+        send_raw(target, partial(connect_tcp, store.address, PORT), partial(make, HANDSHAKE))
     assert "the rendezvous store dropped a client" in store.log.read_text()

@@ -13,7 +13,7 @@ import torch
 from baton_engine import LLM, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
 from baton_engine.worker.model_runner import ModelRunner
-from baton_protocol import sampling
+from baton_protocol import sampling_params
 from baton_protocol.options.config import CompilationConfig, SchedulerConfig
 from support.engine.step_driver import Request, StepDriver, runner_config
 
@@ -174,7 +174,9 @@ def test_with_asynchronous_scheduling_the_host_waits_only_for_earlier_tokens(
         runner.warm_up()
         driver = StepDriver(runner, num_blocks=128)
         requests = [
-            Request(str(n), prompt, NUM_TOKENS, sampling.SamplingParams(**kinds[n % len(kinds)]))
+            Request(
+                str(n), prompt, NUM_TOKENS, sampling_params.SamplingParams(**kinds[n % len(kinds)])
+            )
             for n, prompt in enumerate(PROMPTS)
         ]
         while not all(request.generated for request in requests):

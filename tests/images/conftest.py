@@ -27,7 +27,7 @@ BUILD_IMAGES = _build_images()
 
 @pytest.fixture(scope="session")
 def images() -> Iterator[dict[str, Image]]:
-    """Every image but the one for CUDA, by the name of its Dockerfile."""
+    """Name of the Dockerfile -> image, without the CUDA image."""
     if shutil.which("buildah") is None:
         pytest.fail("buildah is not installed: run apt-get install buildah, and then make images")
     opened: dict[str, Image] = {}

@@ -39,7 +39,7 @@ def test_the_commands_are_those_of_the_component(images: dict[str, Image]) -> No
 
 
 def test_no_compiler_no_triton_no_pip(image: Image) -> None:
-    """A CPU needs no Triton, which has a gigabyte."""
+    """CPUs do not use Triton, which has a size of one gigabyte."""
     assert not [path for path in ("gcc", "g++", "cc") if (image.root / "usr/bin" / path).exists()]
     assert not {"triton", "pip"} & {path.name for path in image.site_packages.iterdir()}
 
@@ -63,7 +63,7 @@ def packages_of_last_layer(name: str) -> set[str]:
 
 
 def test_the_last_layer_has_the_code_without_its_dependencies(image: Image, name: str) -> None:
-    """A change of the code then makes a layer of megabytes."""
+    """So a code change rebuilds only this layer, of a few megabytes."""
     found = packages_of_last_layer(name)
     assert "baton_protocol" in found
     assert found <= set(PACKAGES)

@@ -53,7 +53,7 @@ def operator(images: dict[str, Image], tmp_path: Path) -> Iterator[Pod]:
     plane.start(timeout_s=60)
     config = tmp_path / "config"
     config.mkdir()
-    (config / "kubeconfig").write_bytes(plane.kubeconfig.read_bytes())  # readable for all
+    (config / "kubeconfig").write_bytes(plane.kubeconfig.read_bytes())  # readable by every user
     command = images["operator"].command(
         *images["operator"].config["Entrypoint"],
         *("--kubeconfig", f"{CONFIG}/kubeconfig"),
@@ -137,5 +137,5 @@ async def test_a_request_is_answered_with_a_hand_off(service: tuple[Pod, Pod]) -
 
 
 def test_the_engine_has_the_compiled_products(images: dict[str, Image]) -> None:
-    program = "from baton_kernels.cpu.libraries import BUILT; print(*BUILT.glob('*.so'))"
+    program = "from baton_kernels.cpu.instruction_sets import BUILT; print(*BUILT.glob('*.so'))"
     assert ".so" in images["engine-cpu"].run("python", "-c", program)

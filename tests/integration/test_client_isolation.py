@@ -100,7 +100,7 @@ async def probe(gateway: Pod, seed: int, salt: str = "") -> tuple[int, int]:
     """Let A send a prompt of 100 tokens, then B, then A again.
 
     Returns:
-        The cached tokens that B and then A see.
+        The cached tokens in the response to B, and in the second response to A.
     """
     prompt = new_prompt(seed)
     assert await cached_tokens(gateway, "team-a", prompt, salt) == 0
@@ -124,7 +124,7 @@ async def test_clients_share_the_cache_of_the_service_if_it_is_configured(
 
 
 async def test_prompts_in_host_memory_are_isolated_too(stack: Stack) -> None:
-    """A's prompt has left the prefix cache of both engines for the offload tier."""
+    """Both engines have moved A's prompt from the prefix cache to the offload tier."""
 
     def restored() -> float:
         name = "baton:offload_blocks_restored_total"

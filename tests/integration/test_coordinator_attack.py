@@ -35,10 +35,10 @@ from baton_protocol.topology import (
     COORDINATOR_HTTP_PORT,
     COORDINATOR_PORT,
     Generation,
-    Member,
     RankPhase,
     StartWave,
     Status,
+    TopologyMember,
 )
 from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.load import Load, Stream
@@ -97,7 +97,7 @@ class Attacker:
     def register_as_rank(self) -> bool:
         """Register under a member's name, which would replace the member."""
         name = min(self._group.ranks)
-        forged = Member(name, "forged", self._group.coordinator.address, 1, 2, 3)
+        forged = TopologyMember(name, "forged", self._group.coordinator.address, 1, 2, 3)
         generation = Generation(
             10**9,
             "1000000000.x",
@@ -153,11 +153,11 @@ def link_ports(rank: Pod) -> list[int]:
     }
     ports = sorted(listening - {ENGINE_PORT})
     with ThreadPoolExecutor() as threads:
-        speaks = threads.map(lambda port: _speaks_zmtp(rank.address, port), ports)
-        return [port for port, is_link in zip(ports, speaks, strict=True) if is_link]
+        are_links = threads.map(lambda port: _uses_zmtp(rank.address, port), ports)
+        return [port for port, is_link in zip(ports, are_links, strict=True) if is_link]
 
 
-def _speaks_zmtp(host: str, port: int) -> bool:
+def _uses_zmtp(host: str, port: int) -> bool:
     """Return whether a server sends a ZMTP greeting. gloo sends nothing."""
     silent = contextlib.suppress(TimeoutError, ConnectionError)
     with silent, socket.create_connection((host, port), 2.0) as connection:

@@ -18,7 +18,7 @@ works = workload.sample(scale=0.1)
 runs = [memory.occupancy(works, 512, way) for way in (memory.PAGED, memory.RESERVED)]
 print(json.dumps([run["waste_percent"] for run in runs]))
 """
-#: Two repeats, in which prompts of 960 tokens take these seconds.
+#: Two repeats with fake engines that take the given seconds.
 REPEATS = """
 import contextlib, io, json
 from beside_peers import Measurement
@@ -37,7 +37,7 @@ with contextlib.redirect_stdout(io.StringIO()):
     measurement.prefill()
 print(json.dumps(measurement.rows("tokens/s", {"Baton": 100, "vLLM, default": 50})))
 """
-#: Servers whose tokens per second and latencies are a number each.
+#: Fake servers. One number is the throughput and all latencies of a server.
 SERVERS = """
 import contextlib, io, json, serving
 
@@ -68,7 +68,7 @@ with contextlib.redirect_stdout(io.StringIO()):
     rows, goals = serving.measure(Peers(), 2, 0.1)
 print(json.dumps([rows, {goal.name: goal.value for goal in goals}]))
 """
-#: Engines whose runs take 2 s and 5 s. Their embeddings of a prompt are equal.
+#: Fake engines whose runs take 2 s and 5 s. Their embeddings of a prompt are equal.
 EMBEDDINGS = """
 import contextlib, io, json, tempfile
 from pathlib import Path

@@ -109,9 +109,9 @@ def test_a_deleted_group_finishes_its_requests_and_exits(
 def test_a_rank_that_hangs_in_a_step_is_removed_and_its_requests_resume(
     checkpoint: Path, model: torch.nn.Module, tmp_path: Path
 ) -> None:
-    """One of its workers is frozen, while its engine responds.
+    """One worker of the rank is frozen, but its engine responds.
 
-    Takes `step_stall_after_s` and `stall_after_s`.
+    The removal takes the sum of `step_stall_after_s` and `stall_after_s`.
     """
     with pods(tmp_path, 38) as processes:
         group = ExpertGroup(processes, checkpoint, tensor_parallel_size=2)

@@ -17,7 +17,7 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_protocol.engine_client.engine_client import EngineClient
 from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
 from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.elastic.expert_group import ExpertGroup
 from support.parity import assert_greedy, prompts, reference_model
 from support.pods import Pods, pods

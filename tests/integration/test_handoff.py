@@ -19,9 +19,9 @@ from baton_protocol.options.config import (
     KVRole,
     SchedulerConfig,
 )
-from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
-from baton_text.replies.reasoning import REASONING_FORMATS
-from baton_text.replies.reply_grammar import ReplyGrammar
+from baton_protocol.sampling_params import SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_text.reply_parsing.reasoning import REASONING_FORMATS
+from baton_text.reply_parsing.reply_grammar import ReplyGrammar
 from baton_text.tokenizer import Tokenizer
 from support.integration.completions import (
     VOCAB,
@@ -123,7 +123,7 @@ async def test_samples_of_a_prompt_cost_one_prefill_and_one_transfer(stack, max_
                         second,
                         params,
                         sample_index=index,
-                        cache_salt="computed anew",
+                        cache_salt="computed again",
                         group_id="g",
                     ),
                 )
@@ -274,7 +274,7 @@ async def test_sigterm_drains_running_streams_and_exits_zero(own_stack) -> None:
 async def test_an_overloaded_prefill_engine_leaves_no_prompt_to_the_decode_engine(
     stack, tmp_path
 ) -> None:
-    """Twelve clients share an engine that runs four requests. Their loads wait for memory, too."""
+    """Twelve clients share an engine that runs four requests. Their loads also wait for memory."""
     if stack.arch != "qwen3":
         pytest.skip("one architecture is enough here")
     rng = random.Random(5)

@@ -34,7 +34,7 @@ from baton_protocol.options.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from pocketkube.ports import free_ports
 from support.parity import assert_greedy, prompts, reference_model
 from support.pods import KV_TRANSPORT
@@ -55,14 +55,14 @@ STEPS = 20_000
 
 
 class StagedWorker(Worker):
-    """Stages its blocks in host memory, as for a GPU, with fewer slots than blocks."""
+    """A worker that stages blocks in host memory, as for a GPU, with fewer slots than blocks."""
 
     def make_peer_memory(self, cache: torch.Tensor, layout: KVCacheLayout) -> PeerMemory:
         return PeerMemory(cache, layout, 24 * layout.block_nbytes, staged=True)
 
 
 class SpoilingWorker(Worker):
-    """Its second rank requests blocks that the producer does not have."""
+    """A worker whose second rank requests blocks that the producer does not have."""
 
     def execute_model(self, step: SchedulerOutput) -> None:
         if self.rank == 1:

@@ -16,8 +16,8 @@ from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.llm.engine_args import EngineArgs, engine_config
 from baton_protocol.engine_messages import EngineCoreRequest
-from baton_text.replies.reasoning import REASONING_FORMATS
-from baton_text.replies.reply_grammar import ReplyGrammar
+from baton_text.reply_parsing.reasoning import REASONING_FORMATS
+from baton_text.reply_parsing.reply_grammar import ReplyGrammar
 from baton_text.tokenizer import Tokenizer
 from support.parity import prompts
 
@@ -62,7 +62,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> Tokens:
-    """Return the tokens of each prompt alone, in an engine with enough blocks."""
+    """Generate each prompt alone, in an engine with enough blocks. Return the tokens."""
     with make_llm(checkpoint) as llm:
         return [sampled(llm, [index])[0] for index in range(len(PROMPTS))]
 

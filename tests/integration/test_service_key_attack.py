@@ -1,7 +1,7 @@
 """Untrusted processes attack running engines: they get no data and change nothing.
 
 An attacker has no key, the key of another service, or only the servers' public key. It uses Baton's
-own clients, so an engine that accepted its messages would understand them.
+own clients, so an engine that accepted its messages would process them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from baton_kv_transfer import auth, side_channel
 from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError
 from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
+    ClientHello,
     EngineCoreRequest,
     EngineCoreRequestType,
-    Hello,
     KVSide,
     KVTransferParams,
     PrefillResult,
@@ -42,7 +42,7 @@ from baton_protocol.options.config import (
     KV_PORT,
     KVRole,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from baton_protocol.service_key import ServiceKey
 from support.integration.completions import VOCAB, complete, engine_client, generate
 from support.parity import prompts
@@ -54,7 +54,8 @@ KEY = ServiceKey(KEY_TEXT.encode())
 DEADLINE_S = 60.0
 #: File descriptors that metrics and requests of users need briefly.
 SPARE = 4
-#: How long an attacker waits for a response that must not come. A valid one takes milliseconds.
+#: Time for which an attacker waits for a response that must not arrive. A valid one takes
+#: milliseconds.
 SILENCE_S = 1.0
 
 
@@ -222,7 +223,10 @@ async def test_an_engine_ignores_requests_of_an_attacker(service: Service, attac
                     key.protect_client(dealer)
                 dealer.connect(f"tcp://{pod.address}:{ENGINE_PORT}")
                 for kind, payload in (
-                    (EngineCoreRequestType.HELLO, Hello(PROTOCOL_VERSION, "thief", kv_events=True)),
+                    (
+                        EngineCoreRequestType.HELLO,
+                        ClientHello(PROTOCOL_VERSION, "thief", kv_events=True),
+                    ),
                     (
                         EngineCoreRequestType.ADD,
                         EngineCoreRequest(request_id, list(range(50)), greedy(5)),
@@ -447,7 +451,7 @@ async def test_two_hundred_connections_of_attackers_leave_no_file_descriptor(
                 assert not left, f"additional descriptors: {left}"
                 return True
 
-            # The attackers still hold their ends open.
+            # The attackers' connections are still open.
             await asyncio.to_thread(
                 eventually, are_closed, timeout_s=DEADLINE_S, what="closed descriptors"
             )

@@ -1,7 +1,7 @@
 """Helpers of the tests.
 
-A folder has the helpers of one package's unit tests, or of the chaos, install, integration or
-service tests. These modules serve several of them:
+A folder has the helpers of one package's unit tests, or of the chaos, conformance, install,
+integration or service tests. These modules serve several of them:
 
 - `waiting`: wait for a condition with a deadline.
 - `pods`: engines, gateways and coordinators as processes.

@@ -1,1 +1,1 @@
-"""Engines that users would choose instead, each in a virtual environment of its own."""
+"""Other inference engines, each in its own virtual environment."""

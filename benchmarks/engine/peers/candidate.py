@@ -1,6 +1,7 @@
-"""An engine in a process of its own, with the Python that has its packages.
+"""A measured engine in its own process, with the Python interpreter that has its packages.
 
-A candidate that does not run is stopped by SIGSTOP, so that its threads take no core from others.
+SIGSTOP suspends the process between calls, so that its threads do not use the cores of another
+engine.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ LOAD_TIMEOUT_S = 900.0
 
 @dataclass(frozen=True)
 class Run:
-    """One call.
+    """Duration and result of one call.
 
     Attributes:
-        seconds: from the first request to the last result.
+        seconds: time from the first request to the last result.
         result: the generated token IDs of each request, or the embedding of each prompt.
     """
 
@@ -37,7 +38,7 @@ class Candidate:
         python: interpreter with the engine's packages.
         module: file in `runners/`, without its suffix, that defines `Runner`.
         log: file that gets the engine's output.
-        environment: variables for the process, besides this one's.
+        environment: variables that are added to the environment of this process.
         options: keyword arguments of `Runner`.
 
     Raises:

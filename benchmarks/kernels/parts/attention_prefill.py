@@ -24,7 +24,7 @@ POINTS = [
 ]
 GOAL_LENGTH = 8192
 NUM_LAYERS = 4
-MOST_FOR_MATH = 8192  #: Torch's "math" backend stores its score matrix.
+MOST_FOR_MATH = 8192  #: Maximum length for torch's "math" backend, which stores its scores.
 MOST_FOR_FLEX = 8192
 
 

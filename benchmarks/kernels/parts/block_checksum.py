@@ -45,7 +45,7 @@ def run(setting: Setting) -> Result:
             check(f"sums of {kib} KiB", block_sums(runs, few, 0, 1).cpu(), expected, 0)
             seconds: list[float] = []
             read: list[float] = []
-            # Alternates, because other processes change the memory bandwidth.
+            # Measure both in turn, because other processes change the memory bandwidth.
             for _ in range(1 if setting.quick else setting.repeats):
                 once = Setting(setting.device, setting.quick, repeats=1)
                 read.append(_read_bandwidth(once))

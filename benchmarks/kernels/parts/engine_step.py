@@ -12,16 +12,17 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import costs
 import msgspec
 import torch
 from goals import reached
-from measure import Call, Result, Rows, Setting, WrongResultError, us
+from measure import Call, Result, Rows, Setting, WrongResultError, gb_s, us
 from torch import Tensor
 
 from baton_engine.executor.step import (
@@ -46,7 +47,7 @@ from baton_protocol.options.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -97,7 +98,7 @@ def run(setting: Setting) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY if setting.quick else LLAMA_8B))
         for way, (compilation, on_gpu) in ways.items():
-            # An empty compilation cache, so that the warm-up is a first one.
+            # An empty compilation cache, so that the warm-up compiles everything.
             compilation = msgspec.structs.replace(compilation, cache_dir=f"{folder}/compiled")
             runner = _make_runner(setting, folder, points, num_steps, compilation)
             is_as_meant = (
@@ -147,7 +148,7 @@ def run(setting: Setting) -> Result:
                 gc.collect()
     ratios = []
     for point in points:  # after all steps, because it writes to the cache
-        alone = _alone(setting, runner.model, runner.kv_cache, *point)
+        alone, linear_gb_s = _alone(setting, runner.model, runner.kv_cache, *point)
         total = sum(alone.values())
         ratios.append(seconds[SERVED, point] / total)
         rows.append(
@@ -156,6 +157,7 @@ def run(setting: Setting) -> Result:
                 "batch x context": f"{point[0]} x {point[1]}",
                 **{name: us(one) for name, one in alone.items()},
                 "sum": us(total),
+                "linear GB/s": linear_gb_s,
                 "step of sum": round(ratios[-1], 3),
             }
         )
@@ -291,8 +293,12 @@ class _Steps:
 
 def _alone(
     setting: Setting, model: CausalLM, kv_cache: Tensor, num_seqs: int, num_tokens: int
-) -> dict[str, float]:
-    """Return the seconds of each kind of kernel in a step, as the sum over all layers."""
+) -> tuple[dict[str, float], float]:
+    """Time the kernels of a step, one kind after the other.
+
+    Returns:
+        Seconds of each kind, as the sum over all layers, and the rate of the linear layers in GB/s.
+    """
     config, layers = model.config, list(model.layers)
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
     device, dtype = kv_cache.device, kv_cache.dtype
@@ -317,22 +323,27 @@ def _alone(
     lengths = torch.full((num_seqs,), num_tokens, dtype=torch.int32, device=device)
     slots = tables[:, -1].long() * BLOCK_SIZE + (num_tokens - 1) % BLOCK_SIZE
     caches = [kv_cache[:, :, index].unbind(2) for index in range(len(layers))]
-    write_plan = plan_write(slots, caches[0][0])
+    write_plan = plan_write(caches[0][0], slots)
     plan = plan_attention(query, caches[0][0], tables, starts, lengths, max_seqlen_q=1)
 
-    def products(weight_of: Callable[[torch.nn.Module], Tensor], y: Tensor) -> list[Call]:
+    def products(
+        weight_of: Callable[[torch.nn.Module], Tensor], y: Tensor
+    ) -> list[partial[Tensor]]:
         return [partial(linear, y, weight_of(layer)) for layer in layers]
 
     assert model.lm_head is not None
     norms = [layer.input_layernorm.weight for layer in layers] + [
         layer.post_attention_layernorm.weight for layer in layers
     ]
-    calls: dict[str, list[Call]] = {
+    linears = {
         "qkv": products(lambda layer: layer.self_attn.qkv_proj.weight, x),
         "o": products(lambda layer: layer.self_attn.o_proj.weight, attended),
         "gate up": products(lambda layer: layer.mlp.gate_up_proj.weight, x),
         "down": products(lambda layer: layer.mlp.down_proj.weight, inside),
         "lm head": [partial(linear, x, model.lm_head.weight)],
+    }
+    calls: dict[str, Sequence[Call]] = {
+        **linears,
         "attention": [
             partial(paged_attention, query, *cache, plan, head_dim**-0.5) for cache in caches
         ],
@@ -343,7 +354,9 @@ def _alone(
         "RoPE": [partial(rotate_qk, qkv, heads, kv_heads, angle, angle)] * len(layers),
         "SiLU-mul": [partial(silu_and_mul, gate_up)] * len(layers),
     }
-    return {name: setting.seconds(one) * len(one) for name, one in calls.items()}
+    seconds = {name: setting.seconds(one) * len(one) for name, one in calls.items()}
+    nbytes = sum(costs.linear(*call.args).nbytes for one in linears.values() for call in one)
+    return seconds, gb_s(nbytes, sum(seconds[name] for name in linears))
 
 
 def _weight_nbytes(model: CausalLM) -> int:

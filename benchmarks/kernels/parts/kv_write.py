@@ -31,7 +31,7 @@ def run(setting: Setting) -> Result:
             )
             for _ in range(num_layers)
         ]
-        plan = plan_write(slots, cache[:, :, 0, 0])
+        plan = plan_write(cache[:, :, 0, 0], slots)
         block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE
 
         def ours(layer: int, kv: list[Tensor] = kv, slots: Tensor = slots, plan=plan) -> None:  # type: ignore[no-untyped-def]

@@ -1,8 +1,8 @@
 """Chooses launch configurations: tries all candidates and keeps the fastest with a right result.
 
 A kernel's launcher requests the configuration of its shape class from
-`baton_kernels.configurations`. During tuning, the tuner answers this request. Therefore the tuner
-cannot measure one shape class and record another.
+`baton_kernels.launch_configurations`, which the tuner overrides. So the tuner cannot measure one
+shape class and record another.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from baton_kernels.configurations import Answer, Configuration, answering
+from baton_kernels.launch_configurations import Configuration, Lookup, overriding
 
 T = TypeVar("T")
 Key = tuple[str, str]  #: (operation, shape class).
@@ -43,20 +43,21 @@ class Subject:
     call: Callable[[], object]
     correct: Callable[[], bool]  #: Runs the launch and returns whether the result is right.
     seconds: Callable[[], float]  #: Returns the time of a call.
-    candidates: Callable[[str, str], Iterable[Configuration]]  #: By operation and shape class.
+    #: (operation, shape class) -> configurations to try.
+    candidates: Callable[[str, str], Iterable[Configuration]]
 
 
-def asked_by(call: Callable[[], object]) -> dict[Key, Configuration]:
+def requested_by(call: Callable[[], object]) -> dict[Key, Configuration]:
     """Return the configurations that `call` requests, with the default of each."""
-    asked: dict[Key, Configuration] = {}
+    requested: dict[Key, Configuration] = {}
 
-    def answer(operation: str, shape_class: str, default: Configuration) -> Configuration:
-        asked[operation, shape_class] = default
+    def record(operation: str, shape_class: str, default: Configuration) -> Configuration:
+        requested[operation, shape_class] = default
         return default
 
-    with answering(answer):
+    with overriding(record):
         call()
-    return asked
+    return requested
 
 
 def choose(
@@ -81,12 +82,12 @@ def choose(
     Raises:
         RuntimeError: the default configuration gives a wrong result.
     """
-    asked = asked_by(subject.call)
-    best = dict(asked)
+    requested = requested_by(subject.call)
+    best = dict(requested)
     if not _with(best, subject.correct):
         raise RuntimeError(f"{subject.name}: the default configuration gives a wrong result")
     choices = []
-    for key, default in asked.items():
+    for key, default in requested.items():
         candidates = [
             one
             for one in subject.candidates(*key)
@@ -107,7 +108,7 @@ def choose(
                     choice.wrong.append(dict(candidate))
                     continue
                 seconds = _with(trial, subject.seconds)
-            except Exception:  # of the compiler, the driver or the launcher
+            except Exception:  # an error of the compiler, the driver or the launcher
                 choice.num_failed += 1
                 continue
             if seconds < min(choice.seconds, (1 - GAIN) * default_seconds):
@@ -118,13 +119,13 @@ def choose(
     return choices
 
 
-def _with(answers: Mapping[Key, Configuration], call: Callable[[], T]) -> T:
-    with answering(_answer_with(answers)):
+def _with(configs: Mapping[Key, Configuration], call: Callable[[], T]) -> T:
+    with overriding(_lookup_in(configs)):
         return call()
 
 
-def _answer_with(answers: Mapping[Key, Configuration]) -> Answer:
-    return lambda operation, shape_class, default: answers.get((operation, shape_class), default)
+def _lookup_in(configs: Mapping[Key, Configuration]) -> Lookup:
+    return lambda operation, shape_class, default: configs.get((operation, shape_class), default)
 
 
 def _compile(

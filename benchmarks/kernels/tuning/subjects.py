@@ -12,7 +12,7 @@ from paged_batch import BLOCK_SIZE, NUM_HEADS, NUM_KV_HEADS, Paged, random_cache
 from parts import moe
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration
+from baton_kernels.launch_configurations import Configuration
 from tuning.selection import Subject
 
 Make = Callable[[], Subject]
@@ -344,7 +344,7 @@ def _subject(
 
 def _candidates(operation: str, shape_class: str) -> Sequence[Configuration]:
     """Return the candidates of the kernel to which `shape_class` belongs."""
-    from baton_kernels.attention.triton_kernel import DECODE_CANDIDATES, PREFILL_CANDIDATES
+    from baton_kernels.attention.triton_plan import DECODE_CANDIDATES, PREFILL_CANDIDATES
     from baton_kernels.moe.routing_triton import ROUTING_CANDIDATES
 
     of_kernel: dict[str, list[Configuration]] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton_engine.checkpoint.tokenizer_files import SPECIAL_TOKENS
-from baton_protocol.pooling import Task
+from baton_protocol.pooling_params import Task
 
 if TYPE_CHECKING:
     import torch

@@ -59,7 +59,7 @@ class Dispatch(NamedTuple):
 NO_GRAPH = Dispatch(GraphKind.NONE, None)
 
 
-class Dispatcher:
+class CudagraphDispatcher:
     """Chooses the captured graph for each step.
 
     Args:

@@ -31,7 +31,7 @@ class InductorCompiler:
     """Compiles each distinct piece once with Inductor, and keeps the results in a disk cache.
 
     The cache contains code that the engine executes. The cache folder must therefore belong to this
-    user or root, and must not be writable for everybody. Otherwise compiled pieces are kept only
+    user or root, and must not be writable by every user. Otherwise compiled pieces are kept only
     while this process runs.
 
     Args:
@@ -136,13 +136,13 @@ def _create_private(folder: Path) -> None:
     """Create the folder if it does not exist, and check that no other user controls its content.
 
     Raises:
-        OSError: the folder cannot be created or written, is writable for everybody, or belongs to a
+        OSError: the folder cannot be created or written, is writable by every user, or belongs to a
             user who is neither this process's user nor root.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o002:
-        raise PermissionError(f"{folder} belongs to another user or is writable for everybody")
+        raise PermissionError(f"{folder} belongs to another user or is writable by every user")
     if not os.access(folder, os.W_OK):
         raise PermissionError(f"{folder} is not writable")
 

@@ -4,6 +4,6 @@ engine_core         `EngineCore.step()`, and the same step with several batches 
 pause               pausing the scheduler, sleeping and waking up
 request_validation  checks of a request before it is queued
 scheduler_setup     the scheduler of a configuration and a loaded model
-model_length        the longest request that the KV memory can hold
+max_model_len       the longest request that the KV memory can hold
 crash_dump          the input of a failed step, as a JSON file
 """

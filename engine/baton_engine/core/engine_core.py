@@ -16,8 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
@@ -54,15 +53,18 @@ class StepFailedError(RuntimeError):
     """
 
 
-class _InFlight(NamedTuple):
+@dataclass(slots=True)
+class _InFlight:
     """A step that has started and has not finished."""
 
     step: SchedulerOutput
     output: Future[ModelRunnerOutput]
-    #: `time.monotonic()` when the step was sent to the executor.
-    started: float
     #: Seconds that the scheduling of the step took.
     schedule_s: float
+    #: `time.monotonic()` when the step was sent to the executor.
+    started: float
+    #: Number of sequences that decode in the step. `_measure` counts them for the log.
+    num_decodes: int = 0
 
 
 class EngineCore:
@@ -125,6 +127,8 @@ class EngineCore:
         )
         #: Oldest first.
         self._in_flight: deque[_InFlight] = deque()
+        #: Seconds that the last call to `Scheduler.schedule` took.
+        self._schedule_s = 0.0
         self._last_step_ended = -math.inf
         #: Outputs that `take_outputs` has not returned yet.
         self._outputs: list[EngineCoreOutput] = []
@@ -154,7 +158,7 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Schedule a step, run it and return the outputs for clients."""
         if self._can_step():
-            self._execute(*self._schedule())
+            self._execute(self._schedule())
         return self._end_step()
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
@@ -166,12 +170,12 @@ class EngineCore:
         The scheduler decides which requests may be in two steps at once, see `RunAhead`.
         """
         if self._can_step() and self._has_room:
-            step, schedule_s = self._schedule()
+            step = self._schedule()
             has_content = bool(step.reaches_model_runner or step.connector)
             # If all requests are in flight, an empty step would only collect completed transfers,
             # as the steps in flight already do.
             if has_content or not self._in_flight:
-                self._execute(step, schedule_s)
+                self._execute(step)
             if has_content and self._has_room and not self._in_flight[0].output.done():
                 self.made_progress = True
                 return self.take_outputs()
@@ -199,40 +203,36 @@ class EngineCore:
     def _can_step(self) -> bool:
         return self.scheduler.has_work and not self._pause.memory_dropped
 
-    def _schedule(self) -> tuple[SchedulerOutput, float]:
-        """Schedule a step. Return the step, and the seconds that its scheduling took."""
+    def _schedule(self) -> SchedulerOutput:
+        """Schedule the next step."""
         before = time.monotonic()
         with self._dumping(None):
             step = self.scheduler.schedule()
-        return step, time.monotonic() - before
+        self._schedule_s = time.monotonic() - before
+        return step
 
-    def _execute(self, step: SchedulerOutput, schedule_s: float) -> None:
-        """Send a scheduled step to the executor. `_finish_oldest` processes the result."""
+    def _execute(self, step: SchedulerOutput) -> None:
+        """Send the step that was scheduled last to the executor.
+
+        `_finish_oldest` processes the result.
+        """
         started = time.monotonic()
         with self._dumping(step):
             self.executor.execute_model(step)
             grammar = self.scheduler.grammar_output(step)  # while the model runs
             output = self.executor.sample_tokens(grammar)
-        self._in_flight.append(_InFlight(step, output, started, schedule_s))
+        self._in_flight.append(_InFlight(step, output, self._schedule_s, started))
 
     def _finish_oldest(self) -> None:
-        step, future, started, schedule_s = self._in_flight.popleft()
-        logs = bool(self.config.observability.log_iterations and step.num_scheduled_tokens)
-        num_decodes = self.scheduler.num_decodes(step) if logs else 0
-        with self._dumping(step):
-            output = self._wait(future)
-            ended = time.monotonic()
+        """Wait for the result of the oldest step, and update the scheduler with it."""
+        in_flight = self._in_flight.popleft()
+        with self._dumping(in_flight.step):
+            output = self._wait(in_flight.output)
+            self._measure(in_flight)
             self.scheduler.abort_requests(self._take_aborts())
-            self.scheduler.observe_duration(step, ended - max(started, self._last_step_ended))
-            outputs = self.scheduler.update_from_output(step, output)
-        self._last_step_ended = ended
-        self.request_metrics.on_step(step.total_num_scheduled_tokens, started)
-        self.request_metrics.on_outputs(outputs)
+            outputs = self.scheduler.update_from_output(in_flight.step, output)
+        self._record(in_flight, outputs)
         self._outputs += outputs
-        if logs:
-            self._log_iteration(
-                step, num_decodes, schedule_s, ended - started, time.monotonic() - ended
-            )
 
     def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
         """Return the output of a step.
@@ -267,6 +267,48 @@ class EngineCore:
         self._executor_failure = reason
         self._on_failure(reason)
 
+    # Records of steps: durations, metrics, log lines and crash dumps
+
+    def _measure(self, in_flight: _InFlight) -> None:
+        """Pass the duration of a step to the scheduler, and count its decodes for the log.
+
+        Call this when the result arrives, before `Scheduler.update_from_output`.
+        """
+        ended = time.monotonic()
+        self.scheduler.observe_duration(
+            in_flight.step, ended - max(in_flight.started, self._last_step_ended)
+        )
+        self._last_step_ended = ended
+        if self.config.observability.log_iterations:
+            in_flight.num_decodes = self.scheduler.num_decodes(in_flight.step)
+
+    def _record(self, in_flight: _InFlight, outputs: list[EngineCoreOutput]) -> None:
+        """Add a finished step, which `_measure` has measured, and its outputs to the metrics.
+
+        Log the step if `observability.log_iterations` is set.
+        """
+        step = in_flight.step
+        self.request_metrics.on_step(step.total_num_scheduled_tokens, in_flight.started)
+        self.request_metrics.on_outputs(outputs)
+        if self.config.observability.log_iterations and step.num_scheduled_tokens:
+            update_s = time.monotonic() - self._last_step_ended
+            stats = self.scheduler.stats()
+            logger.info(
+                "step %d: %d prefill tokens of %d requests, %d decode tokens; "
+                "%d running, %d waiting, %.1f %% of KV blocks in use; "
+                "schedule %.2f ms, model %.2f ms, update %.2f ms",
+                step.step_id,
+                step.total_num_scheduled_tokens - in_flight.num_decodes,
+                len(step.num_scheduled_tokens) - in_flight.num_decodes,
+                in_flight.num_decodes,
+                stats.num_requests_running,
+                stats.num_requests_waiting,
+                stats.kv_cache_usage * 100,
+                in_flight.schedule_s * 1e3,
+                (self._last_step_ended - in_flight.started) * 1e3,
+                update_s * 1e3,
+            )
+
     @contextmanager
     def _dumping(self, step: SchedulerOutput | None) -> Iterator[None]:
         """If the `with` block fails, write a crash dump and raise StepFailedError.
@@ -293,31 +335,6 @@ class EngineCore:
             return self.scheduler.stats()
         except Exception:  # the scheduler may be what failed
             return None
-
-    def _log_iteration(
-        self,
-        step: SchedulerOutput,
-        num_decodes: int,
-        schedule_s: float,
-        model_s: float,
-        update_s: float,
-    ) -> None:
-        stats = self.scheduler.stats()
-        logger.info(
-            "step %d: %d prefill tokens of %d requests, %d decode tokens; "
-            "%d running, %d waiting, %.1f %% of KV blocks in use; "
-            "schedule %.2f ms, model %.2f ms, update %.2f ms",
-            step.step_id,
-            step.total_num_scheduled_tokens - num_decodes,
-            len(step.num_scheduled_tokens) - num_decodes,
-            num_decodes,
-            stats.num_requests_running,
-            stats.num_requests_waiting,
-            stats.kv_cache_usage * 100,
-            schedule_s * 1e3,
-            model_s * 1e3,
-            update_s * 1e3,
-        )
 
     # Requests
 

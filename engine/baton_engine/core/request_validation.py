@@ -12,7 +12,7 @@ import itertools
 from baton_engine.scheduling.request_limits import RequestRefusedError
 from baton_protocol.engine_messages import EngineCoreRequest, ErrorCode, KVSide, KVTransferParams
 from baton_protocol.options.config import KVRole
-from baton_protocol.pooling import NO_SAMPLING, Task
+from baton_protocol.pooling_params import NO_SAMPLING, Task
 
 #: Maximum length of a request id, transfer id or group id, in characters.
 MAX_ID_LENGTH = 256

@@ -6,7 +6,7 @@ import logging
 
 import msgspec
 
-from baton_engine.core.model_length import fit_max_model_len
+from baton_engine.core.max_model_len import fit_max_model_len
 from baton_engine.executor.base import ModelInfo, load_class
 from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.kv_cache.kv_cache_manager import KVCacheManager

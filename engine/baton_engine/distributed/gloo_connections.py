@@ -42,7 +42,7 @@ _opening_device = threading.Lock()
 Address = tuple[str, int]
 
 
-class Connection(NamedTuple):
+class GlooConnection(NamedTuple):
     """A socket of this process. The inode shows whether `fd` still refers to this socket."""
 
     fd: int
@@ -76,7 +76,7 @@ def open_device(host: str) -> tuple[Any, Address]:
     )
 
 
-def connections_among(listening: Collection[Address]) -> list[Connection]:
+def connections_among(listening: Collection[Address]) -> list[GlooConnection]:
     """Return this process's connections to or from these addresses.
 
     If several ranks are threads of this process, the list has the connections of all these ranks.
@@ -121,7 +121,7 @@ def reject_non_members(
     return _num_sockets(rejected)
 
 
-def _num_sockets(connections: Iterable[Connection]) -> int:
+def _num_sockets(connections: Iterable[GlooConnection]) -> int:
     # Another thread that lists sockets duplicates each descriptor for a moment.
     return len({connection.inode for connection in connections})
 
@@ -158,7 +158,7 @@ def _drop_new_connections(listener: socket.socket) -> None:
         )
 
 
-def end_connections(connections: Collection[Connection]) -> None:
+def end_connections(connections: Collection[GlooConnection]) -> None:
     """Shut connections down, so that operations fail on both sides. Gloo closes the descriptors."""
     for connection in connections:
         if tcp := _copy_of(connection.fd, connection.inode):
@@ -166,11 +166,15 @@ def end_connections(connections: Collection[Connection]) -> None:
                 tcp.shutdown(socket.SHUT_RDWR)
 
 
-def _connected() -> Iterator[tuple[Connection, Address, Address]]:
+def _connected() -> Iterator[tuple[GlooConnection, Address, Address]]:
     """Yield (connection, own address, peer's address) for each TCP connection of this process."""
     for fd, inode, tcp in _tcp_sockets():
         with contextlib.suppress(OSError):  # not connected
-            yield Connection(fd, inode), _address(tcp.getsockname()), _address(tcp.getpeername())
+            yield (
+                GlooConnection(fd, inode),
+                _address(tcp.getsockname()),
+                _address(tcp.getpeername()),
+            )
 
 
 def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:

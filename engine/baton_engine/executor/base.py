@@ -14,7 +14,7 @@ from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, Schedul
 from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.options.config import EngineConfig
-from baton_protocol.pooling import PairFormat, Task
+from baton_protocol.pooling_params import PairFormat, Task
 
 #: Classes by the short names of `ParallelConfig.executor_class`.
 EXECUTORS = {

@@ -80,7 +80,7 @@ class Shutdown:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CommandFailure:
     """A worker's exception in a form that can be pickled."""
 
     rank: int
@@ -93,7 +93,7 @@ class Failure:
     group_broken: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, rank: int) -> Failure:
+    def of(cls, error: BaseException, rank: int) -> CommandFailure:
         """Create the Failure for an exception that worker `rank` raised."""
         configuration = (
             (type(error), error.reason, error.message)
@@ -134,7 +134,7 @@ class Started:
 class StartFailed:
     """Answer: the worker could not be created."""
 
-    failure: Failure
+    failure: CommandFailure
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ class TransfersEnded:
 class StepFailed:
     """Answer: a step failed, and the engine cannot continue."""
 
-    failure: Failure
+    failure: CommandFailure
 
 
 @dataclass(slots=True)
@@ -167,7 +167,7 @@ class StepBroken:
     """
 
     number: int
-    failure: Failure
+    failure: CommandFailure
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ class CallFailed:
     """Answer: the exception of a `Call` on one worker."""
 
     call_id: int
-    failure: Failure
+    failure: CommandFailure
 
 
 @dataclass(slots=True)

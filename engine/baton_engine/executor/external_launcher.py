@@ -25,7 +25,7 @@ from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.distributed.store.wire import StoreAddress
 from baton_engine.executor.base import ModelInfo, WorkerError
-from baton_engine.executor.commands import Failure
+from baton_engine.executor.commands import CommandFailure
 from baton_engine.executor.startup import (
     JOIN_TIMEOUT_S,
     initialize_workers,
@@ -198,7 +198,7 @@ class ExternalLauncherExecutor(UniProcExecutor):
         except ConfigurationError as error:
             encoded = msgspec.msgpack.encode(_Result(error=error.message, reason=error.reason))
         except Exception as error:
-            text = str(Failure.of(error, self._rank).exception(method))
+            text = str(CommandFailure.of(error, self._rank).exception(method))
             encoded = msgspec.msgpack.encode(_Result(error=text))
         results = [msgspec.msgpack.decode(part, type=_Result) for part in self._gather(encoded)]
         for result in results:

@@ -27,7 +27,7 @@ class Core(NamedTuple):
     cpus: tuple[int, ...]
 
 
-class Place(NamedTuple):
+class WorkerPlacement(NamedTuple):
     """The CPUs and the number of threads of one worker."""
 
     cpus: frozenset[int]
@@ -36,7 +36,9 @@ class Place(NamedTuple):
     num_threads: int
 
 
-def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None) -> list[Place]:
+def place(
+    cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None
+) -> list[WorkerPlacement]:
     """Divide the cores among the ranks. Every rank gets the same number of cores.
 
     - Fewer cores than ranks: every rank gets all cores.
@@ -68,11 +70,12 @@ def place(cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None)
     if not share:
         runs = [list(cores)] * num_ranks
     return [
-        Place(frozenset(cpu for core in run for cpu in core.cpus), most) for run in runs[:num_ranks]
+        WorkerPlacement(frozenset(cpu for core in run for cpu in core.cpus), most)
+        for run in runs[:num_ranks]
     ]
 
 
-def place_here(num_ranks: int) -> list[Place]:
+def place_here(num_ranks: int) -> list[WorkerPlacement]:
     """Divide the CPUs that this process may use. Return one Place per rank."""
     return place(usable_cores(os.sched_getaffinity(0)), num_ranks, cpu_limit())
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError, WorkerError
-from baton_engine.executor.commands import Failure
+from baton_engine.executor.commands import CommandFailure
 from baton_engine.executor.futures import reject, resolve
 from baton_engine.executor.startup import (
     JOIN_TIMEOUT_S,
@@ -291,7 +291,7 @@ class RayExecutor(Executor):
                 )
                 return
             result = answer.result()
-            if not isinstance(result, Failure):
+            if not isinstance(result, CommandFailure):
                 take(result)
             elif step:
                 self._fail(result.exception(doing), died=False)
@@ -331,7 +331,7 @@ class _RankActor:
         self._config = config
         self._instance_id = instance_id
         self._rank = rank
-        self._failure: Failure | None = None
+        self._failure: CommandFailure | None = None
         self._worker: Any = None
 
     def hold(self) -> None:
@@ -342,7 +342,7 @@ class _RankActor:
         context = _import_ray().get_runtime_context()
         return _Place(context.get_node_id(), context.get_accelerator_ids()["GPU"])
 
-    def create_worker(self, places: list[_Place]) -> Failure | None:
+    def create_worker(self, places: list[_Place]) -> CommandFailure | None:
         """Create the worker. The engine's workers on one node share the cores of the node.
 
         Each worker sees the GPUs of all these workers, so that NCCL can copy between the GPUs.
@@ -363,7 +363,7 @@ class _RankActor:
             config = share_threads(self._config, len(local))
             self._worker = load_worker_class(config)(config, self._instance_id, self._rank)
         except Exception as error:
-            return Failure.of(error, self._rank)
+            return CommandFailure.of(error, self._rank)
         return None
 
     def join_groups(self, store_address: tuple[str, int], secret: bytes) -> Any:
@@ -376,14 +376,14 @@ class _RankActor:
                 args = (lambda: None,)  # no connector can wake the engine
             return getattr(self._worker, method)(*args)
         except Exception as error:
-            return Failure.of(error, self._rank)
+            return CommandFailure.of(error, self._rank)
 
     def execute_model(self, step: SchedulerOutput) -> None:
         try:
             if self._failure is None:
                 self._worker.execute_model(step)
         except Exception as error:
-            self._failure = Failure.of(error, self._rank)
+            self._failure = CommandFailure.of(error, self._rank)
 
     def sample_tokens(self, grammar: GrammarOutput | None, is_output: bool) -> Any:
         try:
@@ -393,7 +393,7 @@ class _RankActor:
                     return None
                 return output.result() if isinstance(output, PendingOutput) else output
         except Exception as error:
-            self._failure = Failure.of(error, self._rank)
+            self._failure = CommandFailure.of(error, self._rank)
         return self._failure
 
 

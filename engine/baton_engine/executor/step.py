@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from baton_kv_transfer.connector import ConnectorMetadata, ConnectorOutput
 from baton_protocol.engine_messages import PromptLogprobs, RoutedExperts, TokenLogprobs
-from baton_protocol.pooling import PoolingParams
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.pooling_params import PoolingParams
+from baton_protocol.sampling_params import SamplingParams
 
 
 class BlockCopy(NamedTuple):

@@ -14,7 +14,7 @@ from concurrent.futures import wait as wait_for_futures
 from typing import Any
 
 from baton_engine.executor.base import Executor, ModelInfo
-from baton_engine.executor.commands import Failure
+from baton_engine.executor.commands import CommandFailure
 from baton_engine.executor.futures import complete
 from baton_engine.executor.startup import (
     initialize_workers,
@@ -97,7 +97,7 @@ class UniProcExecutor(Executor):
             try:
                 return getattr(self._worker, method)(*args)
             except Exception as error:
-                raise Failure.of(error, rank=0).exception(method) from error
+                raise CommandFailure.of(error, rank=0).exception(method) from error
 
         future = self._thread.submit(call)
         try:

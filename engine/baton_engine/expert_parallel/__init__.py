@@ -5,5 +5,5 @@ dp_engine_core       the steps of a rank: exchange votes, run with other ranks, 
 control_group        the exchange of votes between the ranks of a generation
 standby_generation   the preparation of a generation while another generation serves
 retired_groups       control groups that are closed after a grace period
-rank_report          the rank's status for the coordinator and for metrics
+rank_status          the rank's status for the coordinator and for metrics
 """

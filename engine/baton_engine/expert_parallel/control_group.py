@@ -12,7 +12,7 @@ import torch
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.process_group import join_generation
 from baton_engine.elastic.rank.waves import StepVote
-from baton_protocol.topology import Generation, Member, StartWave
+from baton_protocol.topology import Generation, StartWave, TopologyMember
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ class WaveCalls(Protocol):
     A wave is a period in which all ranks step together.
     """
 
-    def set_peers(self, members: Sequence[Member]) -> None: ...
+    def set_peers(self, members: Sequence[TopologyMember]) -> None: ...
 
     def start_wave(self, start: StartWave) -> None:
         """Send a StartWave to all peers, and repeat it until `end_start` is called."""

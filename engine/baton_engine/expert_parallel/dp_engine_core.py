@@ -28,7 +28,7 @@ from baton_engine.elastic.rank.waves import StepDecision, StepVote, Waves, vote_
 from baton_engine.executor.base import Executor
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.expert_parallel.control_group import ControlGroup, WaveCalls
-from baton_engine.expert_parallel.rank_report import RankReport
+from baton_engine.expert_parallel.rank_status import RankReport
 from baton_engine.expert_parallel.retired_groups import RetiredGroups
 from baton_engine.expert_parallel.standby_generation import (
     CALL_TIMEOUT_S,
@@ -47,10 +47,10 @@ from baton_protocol.topology import (
     Activity,
     Directive,
     Generation,
-    Member,
     RankPhase,
     StartWave,
     Status,
+    TopologyMember,
 )
 
 logger = logging.getLogger(__name__)
@@ -73,10 +73,10 @@ class DPEngineCore(EngineCore):
         config: EngineConfig,
         executor: Executor,
         *,
-        member: Member,
+        member: TopologyMember,
         calls: WaveCalls,
         join: Join,
-        unreachable: Callable[[Sequence[Member]], tuple[str, ...]] = lambda members: (),
+        unreachable: Callable[[Sequence[TopologyMember]], tuple[str, ...]] = lambda members: (),
         wakeup: Callable[[], None],
         pauses: Mapping[str, Histogram] | None = None,
         **hooks: Any,
@@ -388,7 +388,7 @@ class DPEngineCore(EngineCore):
         self.made_progress = steps and (self.scheduler.made_progress or self._must_step)
         return self.take_outputs()
 
-    def _schedule(self) -> tuple[SchedulerOutput, float]:
+    def _schedule(self) -> SchedulerOutput:
         if self.phase is RankPhase.SERVING:
             return super()._schedule()
         # Without the other ranks' experts no tokens can run. Transfers continue.
@@ -403,7 +403,7 @@ class DPEngineCore(EngineCore):
 
         If all ranks voted for the next generation, commit the generation after the step.
         """
-        step, schedule_s = self._schedule()
+        step = self._schedule()
         decision: StepDecision | None = None
         voted: StandbyGeneration | None = None
         if self._waves is not None and (step.num_scheduled_tokens or self._must_step):
@@ -417,7 +417,7 @@ class DPEngineCore(EngineCore):
                 step = step.without_tokens()
         if step.reaches_model_runner or step.connector or self.scheduler.has_work:
             try:
-                self._execute(step, schedule_s)
+                self._execute(step)
                 self._finish_oldest()
             except GroupBrokenError as error:
                 self.scheduler.discard(step)

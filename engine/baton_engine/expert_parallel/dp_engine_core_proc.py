@@ -31,12 +31,24 @@ from baton_engine.expert_parallel.standby_generation import POLL_INTERVAL_S
 from baton_engine.metrics.topology_stats import commit_pauses
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.server.admin_server import ProbeResult
-from baton_engine.server.engine_core_proc import IDLE_INTERVAL_S, EngineCoreProc, Shutdown, State
+from baton_engine.server.engine_core_proc import (
+    IDLE_INTERVAL_S,
+    EngineCoreProc,
+    ShutdownKind,
+    State,
+)
 from baton_engine.server.engine_io import Input
 from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
 from baton_protocol.engine_messages import Pong
 from baton_protocol.options.config import EngineConfig
-from baton_protocol.topology import Directive, Generation, Member, RankPhase, StartWave, Status
+from baton_protocol.topology import (
+    Directive,
+    Generation,
+    RankPhase,
+    StartWave,
+    Status,
+    TopologyMember,
+)
 
 #: Phases in which requests are accepted. In BROKEN, requests wait for the next
 #: generation.
@@ -59,8 +71,8 @@ class DPEngineCoreProc(EngineCoreProc):
         name = rank_name(config)
         if not RANK_NAME.fullmatch(name):
             message = (
-                f"parallel.rank_name: {name!r} is no DNS label: use at most 63 characters of a-z, "
-                "0-9 and -, and start and end with a letter or digit"
+                f"parallel.rank_name: {name!r} is not a DNS label: use at most 63 characters of "
+                "a-z, 0-9 and -, and start and end with a letter or digit"
             )
             raise ConfigurationError("InvalidConfig", message)
         super().__init__(config, host)
@@ -68,7 +80,7 @@ class DPEngineCoreProc(EngineCoreProc):
         self.commit_pauses = commit_pauses()
         self._host = host
         self._core: DPEngineCore | None = None
-        self._member: Member
+        self._member: TopologyMember
         #: This rank's rendezvous store. It is open as long as this process runs.
         self._store: StoreServer
         #: The generation of the last INIT sent to clients.
@@ -89,7 +101,7 @@ class DPEngineCoreProc(EngineCoreProc):
 
     def run(self) -> int:
         self._store = open_store(self._host, secret=store_secret(self.access.key))
-        self._member = Member(
+        self._member = TopologyMember(
             name=rank_name(self.config),
             instance_id=self.instance_id,
             host=self._host,
@@ -233,7 +245,7 @@ class DPEngineCoreProc(EngineCoreProc):
         # Other ranks need this rank's experts until a generation without this rank is committed.
         needed = rank.generation is not None and rank.generation.size > 1
         in_time = (
-            self._shutdown is Shutdown.DRAIN
+            self._shutdown is ShutdownKind.DRAIN
             and deadline is not None
             and time.monotonic() < deadline
         )

@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("httpx2").setLevel(logging.WARNING)
-    progress = progress_server.Progress()
+    progress = progress_server.FetchProgress()
     progress.start_logging()
     if args.http_port is not None:
         try:

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
-from baton_engine.fetch.fetch_progress import Progress
+from baton_engine.fetch.fetch_progress import FetchProgress
 from baton_engine.fetch.folder import Partial
 from baton_engine.fetch.sources.source import RemoteFile, Source
 from baton_engine.fetch.verify import verify
@@ -65,7 +65,7 @@ class Download:
         revision: str,
         partial: Partial,
         retries: RetryPolicy,
-        progress: Progress,
+        progress: FetchProgress,
     ) -> None:
         self._source, self._revision = source, revision
         self._partial, self._retries, self._progress = partial, retries, progress

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from baton_engine.fetch.download import Download, RetryPolicy
 from baton_engine.fetch.fetch_errors import FetchError, TransientError
-from baton_engine.fetch.fetch_progress import Progress
+from baton_engine.fetch.fetch_progress import FetchProgress
 from baton_engine.fetch.folder import Marker, Partial, read_complete
 from baton_engine.fetch.lock import FetchLock
 from baton_engine.fetch.selection import Only, select
@@ -33,7 +33,7 @@ class FetchRequest:
     max_bytes: int | None = None
 
 
-def fetch(request: FetchRequest, progress: Progress, retries: RetryPolicy) -> Marker:
+def fetch(request: FetchRequest, progress: FetchProgress, retries: RetryPolicy) -> Marker:
     """Download the model unless its folder is complete. Return the content of the marker file.
 
     Raises:
@@ -66,7 +66,7 @@ def fetch(request: FetchRequest, progress: Progress, retries: RetryPolicy) -> Ma
 
 
 def _fetch_once(
-    request: FetchRequest, source: Source, progress: Progress, retries: RetryPolicy
+    request: FetchRequest, source: Source, progress: FetchProgress, retries: RetryPolicy
 ) -> Marker:
     """Download the selected files of the model, and commit them as the model's folder.
 

@@ -19,7 +19,7 @@ LOG_EVERY_S = 10.0
 MAX_ERROR_CHARS = 1000
 
 
-class Progress:
+class FetchProgress:
     """The progress of a fetch, written by the fetcher and read by the HTTP server's threads."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class Progress:
 
 
 class _Server(BoundedHTTPServer):
-    progress: Progress
+    progress: FetchProgress
 
 
 class _Handler(BoundedHandler, BaseHTTPRequestHandler):
@@ -89,7 +89,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             )
 
 
-def serve(progress: Progress, host: str, port: int) -> int:
+def serve(progress: FetchProgress, host: str, port: int) -> int:
     """Serve the progress as `GET /health` in a daemon thread.
 
     Returns:

@@ -22,7 +22,7 @@ from baton_protocol.checkpoint_files import (
     parse_object,
     read_file,
 )
-from baton_protocol.sampling import JSON_FORMAT, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling_params import JSON_FORMAT, StructuredOutput, StructuredOutputKind
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -140,7 +140,7 @@ class GrammarCompiler:
                 # ids.
                 _check_ids(content)
                 tokenizer = LLTokenizer(content, eos_token=eos_token_ids)
-        except BaseException as error:  # a panic of the library's Rust code is no Exception
+        except BaseException as error:  # a panic of the library's Rust code is not an Exception
             raise ValueError(f"structured_output cannot use {file}: {error}") from error
         limits = LLParserLimits(
             max_grammar_size=MAX_GRAMMAR_SIZE,

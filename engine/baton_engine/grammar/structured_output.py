@@ -23,10 +23,10 @@ import numpy as np
 import numpy.typing as npt
 
 from baton_engine.grammar.compiler import NUM_THREADS, GrammarCompiler, reason_of
-from baton_engine.grammar.fair_pool import FairPool
-from baton_engine.grammar.trial import GrammarTrial
+from baton_engine.grammar.fair_thread_pool import FairPool
+from baton_engine.grammar.sandboxed_compile import GrammarTrial
 from baton_protocol.engine_messages import CLIENT_CHARS
-from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKind
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -80,7 +80,7 @@ class Allowance:
         return self._left_s < 0 and seconds > own_s
 
 
-class Client:
+class GrammarClient:
     """What the running grammars of one client share."""
 
     def __init__(self) -> None:
@@ -91,7 +91,9 @@ class Client:
 class Grammar:
     """The state of one request in its compiled grammar. Not thread-safe."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: frozenset[int], client: Client) -> None:
+    def __init__(
+        self, matcher: LLMatcher, eos_token_ids: frozenset[int], client: GrammarClient
+    ) -> None:
         self.matcher = matcher
         self._eos_token_ids = eos_token_ids
         self._client = client
@@ -187,7 +189,7 @@ class StructuredOutputManager:
         self._compiled: OrderedDict[_Key, tuple[LLMatcher, int]] = OrderedDict()
         self._pool = FairPool(NUM_THREADS, "grammar")
         #: By the beginning of their cache salts. A client without running grammars is forgotten.
-        self._clients: WeakValueDictionary[str, Client] = WeakValueDictionary()
+        self._clients: WeakValueDictionary[str, GrammarClient] = WeakValueDictionary()
 
     def compile(self, spec: StructuredOutput, cache_salt: str = "") -> Future[Grammar]:
         """Return the grammar of a specification. Compile it in another thread if necessary.
@@ -202,7 +204,7 @@ class StructuredOutputManager:
         """
         key = (cache_salt, spec.kind, spec.spec)
         name = cache_salt[:CLIENT_CHARS]
-        client = self._clients.setdefault(name, Client())
+        client = self._clients.setdefault(name, GrammarClient())
         if (matcher := self._find(key)) is None:
             future = self._pool.submit(name, lambda: self._compile(spec, key, client))
         else:  # it does not wait for specifications that are being compiled
@@ -241,7 +243,7 @@ class StructuredOutputManager:
         grammar.spend(time.thread_time() - started)
         return bitmask
 
-    def _compile(self, spec: StructuredOutput, key: _Key, client: Client) -> Grammar:
+    def _compile(self, spec: StructuredOutput, key: _Key, client: GrammarClient) -> Grammar:
         matcher = self._find(key)  # another sample of the request may have compiled it
         if matcher is None:
             num_bytes = self._trial.check(spec) + len(spec.spec)
@@ -261,5 +263,5 @@ class StructuredOutputManager:
             self._compiled.move_to_end(key)
             return self._compiled[key][0]
 
-    def _grammar(self, matcher: LLMatcher, client: Client) -> Grammar:
+    def _grammar(self, matcher: LLMatcher, client: GrammarClient) -> Grammar:
         return Grammar(matcher.deep_copy(), self._eos_token_ids, client)

@@ -23,7 +23,7 @@ from baton_protocol.engine_messages import (
     RoutedExperts,
     TokenLogprobs,
 )
-from baton_protocol.pooling import dot, unpack_vector
+from baton_protocol.pooling_params import dot, unpack_vector
 from baton_text.output import (
     OutputProcessor,
     prompt_token_logprobs,

@@ -29,7 +29,7 @@ from baton_engine.llm.prompt_inputs import (
 )
 from baton_engine.llm.step_loop import ProgressBar, StepLoop
 from baton_protocol.engine_messages import EngineCoreRequest
-from baton_protocol.pooling import PoolingParams
+from baton_protocol.pooling_params import PoolingParams
 from baton_text.tokenizer import Tokenizer
 
 
@@ -130,7 +130,7 @@ class LLM:
             add_generation_prompt: end each prompt with the start of an assistant message.
             chat_template_kwargs: additional variables of the template, such as enable_thinking.
             tools: tools in OpenAI's form, which the template describes to the model.
-                `baton_text.replies` finds calls in the outputs' texts.
+                `baton_text.reply_parsing` finds calls in the outputs' texts.
 
         Returns:
             One output per conversation, in the order of the conversations.

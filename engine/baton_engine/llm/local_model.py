@@ -25,7 +25,7 @@ from baton_engine.llm.params import SamplingParams
 from baton_engine.llm.prompt_inputs import Message, as_conversations, render_conversation
 from baton_engine.metrics.prometheus import engine_registry
 from baton_protocol.engine_messages import EngineCoreRequest
-from baton_protocol.pooling import NO_SAMPLING, PairFormat, PoolingParams
+from baton_protocol.pooling_params import NO_SAMPLING, PairFormat, PoolingParams
 from baton_text.chat_template import ChatTemplate
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.score_prompts import encode_pair
@@ -35,7 +35,7 @@ _Params = TypeVar("_Params", SamplingParams, PoolingParams)
 
 
 class LocalModel:
-    """What `LLM` and `AsyncLLM` share.
+    """The model, tokenizer and defaults of an `LLM` or `AsyncLLM`.
 
     Args:
         model, seed, generation_config, revision, download_dir, args: as in `LLM`.

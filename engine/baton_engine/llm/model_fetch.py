@@ -13,7 +13,7 @@ from baton_engine.fetch.cached_model import GIVE_UP_AFTER_S, CachedModel
 from baton_engine.fetch.download import RetryPolicy
 from baton_engine.fetch.fetch import FetchRequest, fetch
 from baton_engine.fetch.fetch_errors import FetchError
-from baton_engine.fetch.fetch_progress import Progress
+from baton_engine.fetch.fetch_progress import FetchProgress
 
 #: Interval between two updates of the progress bar.
 _UPDATE_S = 0.2
@@ -26,7 +26,7 @@ def fetch_model(model: CachedModel) -> None:
         FetchError: the model cannot be downloaded. The message says what to do.
         OSError: the cache is not writable.
     """
-    progress = Progress()
+    progress = FetchProgress()
     retries = RetryPolicy(give_up_after_s=GIVE_UP_AFTER_S)
     try:
         with _progress_bar(progress, model.name):
@@ -40,7 +40,7 @@ def fetch_model(model: CachedModel) -> None:
 
 
 @contextlib.contextmanager
-def _progress_bar(progress: Progress, name: str) -> Iterator[None]:
+def _progress_bar(progress: FetchProgress, name: str) -> Iterator[None]:
     """Show the progress in a thread from the first byte on."""
     end = threading.Event()
     thread = threading.Thread(target=_show, args=(progress, name, end), daemon=True)
@@ -52,7 +52,7 @@ def _progress_bar(progress: Progress, name: str) -> Iterator[None]:
         thread.join()
 
 
-def _show(progress: Progress, name: str, end: threading.Event) -> None:
+def _show(progress: FetchProgress, name: str, end: threading.Event) -> None:
     with contextlib.ExitStack() as stack:
         bar: tqdm[Any] | None = None
         has_ended = False

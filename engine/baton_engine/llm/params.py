@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from baton_protocol.sampling import MAX_BEAM_WIDTH, StructuredOutput
-from baton_protocol.sampling import SamplingParams as WireSamplingParams
+from baton_protocol.sampling_params import MAX_BEAM_WIDTH, StructuredOutput
+from baton_protocol.sampling_params import SamplingParams as WireSamplingParams
 from baton_text.requests.structured_outputs import StructuredOutputsParams, bad_words_token_ids
 from baton_text.tokenizer import Tokenizer
 

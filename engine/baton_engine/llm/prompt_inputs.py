@@ -8,8 +8,8 @@ from typing import Any, TypedDict, cast
 import msgspec
 
 from baton_engine.llm.collectors import Prompt
+from baton_text.chat_messages import ChatMessage, template_messages
 from baton_text.chat_template import ChatTemplate
-from baton_text.messages import ChatMessage, template_messages
 from baton_text.tokenizer import Tokenizer
 
 

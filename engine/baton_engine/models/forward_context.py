@@ -105,7 +105,7 @@ class ForwardContext:
         if plan is None:
             cache = self.kv_cache[:, :, 0, 0]
             plan = self._plans[window] = LayerPlan(
-                plan_write(self.slot_mapping, cache),
+                plan_write(cache, self.slot_mapping),
                 plan_attention(
                     query,
                     cache,

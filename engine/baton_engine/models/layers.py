@@ -40,7 +40,7 @@ from baton_kernels.decoder_layers import DecoderLayers
 from baton_kernels.linear import PackedWeight, QuantizedWeight, linear
 from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotate_qk
-from baton_protocol.pooling import Task
+from baton_protocol.pooling_params import Task
 
 
 class RMSNorm(nn.Module):

@@ -9,7 +9,7 @@ batch_admission    which waiting request joins the batch, or starts to load its 
 preemption         which request loses its KV blocks, and which swapped request gets blocks back
 step               a step under construction, what the worker has of each request, and results
 handoff            requests whose prompt a peer computes, or whose KV a peer reads
-groups             samples of one prompt, and beam search
+sequence_groups    samples of one prompt, and beam search
 grammar_queue      compiles grammars, and holds requests that wait for a grammar
 stop_rules         when a request ends
 request_limits     which requests are refused

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from baton_engine.kv_cache.kv_cache_manager import CachedBlock
+from baton_engine.kv_cache.kv_cache_manager import CachedBlock, KVCacheManager
 from baton_engine.scheduling.decisions import (
     Admitted,
     AdmittedLoaded,
@@ -26,20 +26,28 @@ from baton_engine.scheduling.decisions import (
     Preempted,
     WaitsForPrompt,
 )
+from baton_engine.scheduling.queues import RunningRequests, SwappedRequests, WaitingRequests
 from baton_engine.scheduling.request import Request
-from baton_engine.scheduling.scheduler_state import SchedulerState
+from baton_engine.scheduling.sequence_groups.samples import SampleGroups
 from baton_engine.scheduling.step.builder import StepBuilder
 
 
 @dataclass(slots=True)
-class Admission:
+class BatchAdmission:
     """Selects the waiting requests that start in a step, in order.
 
     `admit_loaded` and `admit` yield decisions. The caller applies each decision before it takes the
     next one.
     """
 
-    state: SchedulerState
+    kv: KVCacheManager
+    queues: WaitingRequests
+    running: RunningRequests
+    swapped: SwappedRequests
+    groups: SampleGroups
+    enable_chunked_prefill: bool
+    #: Blocks that stay free when a request is admitted beside running requests.
+    watermark_blocks: int
 
     def admit_loaded(
         self, step: StepBuilder
@@ -52,21 +60,18 @@ class Admission:
         """
         while (
             step.budget > 0
-            and self.state.running.has_places(1)
-            and (first := self.state.queues.loaded.peek()) is not None
+            and self.running.has_places(1)
+            and (first := self.queues.loaded.peek()) is not None
         ):
-            earlier = None if self.state.swapped else self.state.queues.waiting.first_before(first)
-            if (
-                earlier is not None
-                and self.state.queues.waiting_to_load.first_before(earlier) is None
-            ):
+            earlier = None if self.swapped else self.queues.waiting.first_before(first)
+            if earlier is not None and self.queues.waiting_to_load.first_before(earlier) is None:
                 # `earlier` would starve if loaded requests took every place that becomes free.
-                if not self.state.running.has_places(earlier.max_seqs):
+                if not self.running.has_places(earlier.max_seqs):
                     return
                 if (decision := self._admit_first(earlier, step)) is not None:
                     yield decision
                     continue
-            if self.state.kv.can_allocate(first, first.num_tokens):
+            if self.kv.can_allocate(first, first.num_tokens):
                 yield AdmittedLoaded(first)
             else:  # the prefill stage sent more tokens than the load reserved blocks for
                 yield Preempted(first)
@@ -76,14 +81,14 @@ class Admission:
     ) -> Iterator[Admitted | AdmittedSharing | WaitsForPrompt | LoadStarted]:
         """Yield decisions to start waiting requests or KV loads, until one of them does not fit."""
         while True:
-            to_load = self.state.queues.waiting_to_load.peek()
-            to_run = self.state.queues.waiting.peek() if step.budget > 0 else None
-            if to_run is not None and not self.state.running.has_places(to_run.max_seqs):
+            to_load = self.queues.waiting_to_load.peek()
+            to_run = self.queues.waiting.peek() if step.budget > 0 else None
+            if to_run is not None and not self.running.has_places(to_run.max_seqs):
                 to_run = None
             decision: Admitted | AdmittedSharing | WaitsForPrompt | LoadStarted | None = None
             if to_load is not None and (to_run is None or to_load.order < to_run.order):
                 decision = self._start_load(
-                    to_load, keep_for=self.state.queues.waiting.first_before(to_load)
+                    to_load, keep_for=self.queues.waiting.first_before(to_load)
                 )
             elif to_run is not None:
                 decision = self._admit_first(to_run, step)
@@ -102,9 +107,9 @@ class Admission:
             None if too few blocks are free, or if the request needs a step of its own.
         """
         group = request.group
-        if group is not None and self.state.groups.is_computing_prompt(group, step):
+        if group is not None and self.groups.is_computing_prompt(group, step):
             return WaitsForPrompt(request)
-        source = self.state.groups.source(request, step) if request.may_reuse_kv else None
+        source = self.groups.source(request, step) if request.may_reuse_kv else None
         return (
             self._admit_sharing(request, source)
             if source is not None
@@ -117,17 +122,13 @@ class Admission:
         Returns:
             None if too few blocks are free, or if the request needs a step of its own.
         """
-        sequence, kv = request.sequences[0], self.state.kv
+        sequence, kv = request.sequences[0], self.kv
         cached: list[CachedBlock] = []
         if request.may_reuse_kv:
             # The last token always runs, because its logits are needed.
             cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1)
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
-        if (
-            not self.state.config.enable_chunked_prefill
-            and num_uncached > step.budget
-            and step.ranges
-        ):
+        if not self.enable_chunked_prefill and num_uncached > step.budget and step.ranges:
             return None  # A preempted request that outgrew the budget starts in a step of its own.
         keep_free = self._keep_free
         if request.beams is not None:
@@ -144,7 +145,7 @@ class Admission:
         Returns:
             None if too few blocks are free for the tokens that the request does not share.
         """
-        kv = self.state.kv
+        kv = self.kv
         num_full_blocks = request.num_shared_tokens // kv.block_size
         num_new = kv.num_blocks_for(request.num_tokens) - num_full_blocks
         if num_new + self._keep_free > kv.num_free_blocks:
@@ -154,7 +155,7 @@ class Admission:
     @property
     def _keep_free(self) -> int:
         """Number of free blocks that an admission leaves for running requests to grow."""
-        return self.state.watermark_blocks if len(self.state.running) else 0
+        return self.watermark_blocks if len(self.running) else 0
 
     @property
     def _keep_free_of_loads(self) -> int:
@@ -163,11 +164,7 @@ class Admission:
         A load takes blocks long before its request runs. Without this reserve, loads could take all
         blocks, and running requests would preempt each other.
         """
-        num_growing = (
-            self.state.running.num_seqs
-            + len(self.state.queues.loading)
-            + len(self.state.queues.loaded)
-        )
+        num_growing = self.running.num_seqs + len(self.queues.loading) + len(self.queues.loaded)
         return max(self._keep_free, num_growing)
 
     def _start_load(self, request: Request, keep_for: Request | None) -> LoadStarted | None:
@@ -180,7 +177,7 @@ class Admission:
         Returns:
             None if too few blocks are free.
         """
-        kv = self.state.kv
+        kv = self.kv
         if keep_for is not None:
             wanted = kv.num_blocks_for(request.num_tokens + 1) + kv.num_blocks_for(
                 keep_for.num_tokens

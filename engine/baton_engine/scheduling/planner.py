@@ -12,17 +12,24 @@ from dataclasses import dataclass, field
 
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
 from baton_engine.scheduling.preemption import Preemptor
+from baton_engine.scheduling.prompt_budget import PromptBudget
+from baton_engine.scheduling.queues import RequestQueue, RunningRequests
 from baton_engine.scheduling.request import BeamGroup, Request, RequestStatus
-from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.step.builder import StepBuilder
+from baton_engine.scheduling.step.in_flight import RunAhead
 
 
 @dataclass(slots=True)
 class RunningPlanner:
     """Distributes a step's token budget over the running requests."""
 
-    state: SchedulerState
+    running: RunningRequests
+    waiting: RequestQueue
     preemptor: Preemptor
+    prompt_budget: PromptBudget
+    run_ahead: RunAhead
+    #: 0: no limit.
+    long_prefill_token_threshold: int
     #: Running requests with more than one token to compute, collected for the current step.
     _prefills: list[Request] = field(default_factory=list, init=False)
 
@@ -37,14 +44,14 @@ class RunningPlanner:
         prefills.clear()
         decodes_in_flight = False
         running = RequestStatus.RUNNING  # reading the enum's member per request takes time
-        for request in self.state.running.values():
+        for request in self.running.values():
             if step.budget == 0:
                 break
             if request.status is not running:
                 continue  # this step has preempted the request to free blocks for an earlier one
             if request.beams is not None:
                 yield from self._plan_beams(step, request, request.beams)
-            elif not request.num_in_flight or self.state.run_ahead.allows(request):
+            elif not request.num_in_flight or self.run_ahead.allows(request):
                 if request.num_uncomputed_tokens > 1:
                     prefills.append(request)
                 elif step.may_write(request):
@@ -54,7 +61,7 @@ class RunningPlanner:
             elif request.num_uncomputed_tokens <= 1:
                 decodes_in_flight = True
         if step.ranges or decodes_in_flight:  # a long step delays the next token of each decode
-            step.budget = self.state.prompt_budget.limit(step.budget)
+            step.budget = self.prompt_budget.limit(step.budget)
         for sequence in prefills:
             if step.budget == 0:
                 break
@@ -69,14 +76,14 @@ class RunningPlanner:
         blocks of `sequence` must be allocated.
         """
         num_tokens = min(sequence.num_uncomputed_tokens, step.budget)
-        threshold = self.state.config.long_prefill_token_threshold
+        threshold = self.long_prefill_token_threshold
         if 0 < threshold < num_tokens and self._shorter_prompt_waits(sequence):
             num_tokens = threshold
         step.run(sequence, num_tokens)
 
     def _shorter_prompt_waits(self, sequence: Request) -> bool:
         num_tokens = sequence.num_uncomputed_tokens
-        first = self.state.queues.waiting.peek()
+        first = self.waiting.peek()
         return (
             first is not None and first is not sequence and first.num_uncomputed_tokens < num_tokens
         ) or any(

@@ -14,10 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedIn, SwappedOut
-from baton_engine.scheduling.queues import by_order
+from baton_engine.scheduling.queues import (
+    RequestQueue,
+    RunningRequests,
+    SwappedRequests,
+    by_order,
+)
 from baton_engine.scheduling.request import Request
-from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import ErrorCode, FinishReason
 
 
@@ -25,7 +30,13 @@ from baton_protocol.engine_messages import ErrorCode, FinishReason
 class Preemptor:
     """Selects the requests to preempt and the swapped requests to resume."""
 
-    state: SchedulerState
+    mode: str  # `SchedulerConfig.preemption_mode`
+    kv: KVCacheManager
+    running: RunningRequests
+    loaded: RequestQueue
+    swapped: SwappedRequests
+    #: Blocks that stay free when swapped requests are resumed beside running requests.
+    watermark_blocks: int
 
     def preempt_for(self, request: Request) -> Preempted | SwappedOut | Finished | None:
         """Return the decision that frees blocks so that the running `request` can continue.
@@ -45,7 +56,7 @@ class Preemptor:
         if victim is None or victim is request:
             # A loaded request holds memory while it waits for a place in the batch. `request` has a
             # place and would wait for the memory, so both would wait for each other.
-            loaded = max(self.state.queues.loaded, key=by_order, default=None)
+            loaded = max(self.loaded, key=by_order, default=None)
             if loaded is not None and loaded.order > request.order:
                 return Preempted(loaded)
         if victim is None:
@@ -59,22 +70,22 @@ class Preemptor:
 
         The caller applies each decision before it takes the next one.
         """
-        while (unit := self.state.swapped.first()) is not None:
+        while (unit := self.swapped.first()) is not None:
             sequences = [sequence for request in unit for sequence in request.sequences]
             num_seqs = sum(request.max_seqs for request in unit)
             in_flight = any(sequence.num_in_flight for sequence in sequences)
-            if in_flight or not self.state.running.has_places(num_seqs):
+            if in_flight or not self.running.has_places(num_seqs):
                 return
             # Without room to grow, these requests would be swapped out again in the next step. They
             # need room even if no other request runs, because transfers also hold memory.
-            if len(self.state.running):
-                keep_free = self.state.watermark_blocks + num_seqs
+            if len(self.running):
+                keep_free = self.watermark_blocks + num_seqs
             else:
                 num_blocks = len(
                     {block.block_id for sequence in sequences for block in sequence.swapped_blocks}
                 )
-                keep_free = min(num_seqs, self.state.kv.pool.num_blocks - num_blocks)
-            if not self.state.kv.can_swap_in(sequences, keep_free=keep_free):
+                keep_free = min(num_seqs, self.kv.pool.num_blocks - num_blocks)
+            if not self.kv.can_swap_in(sequences, keep_free=keep_free):
                 return
             yield SwappedIn(unit)
 
@@ -87,7 +98,7 @@ class Preemptor:
         Returns:
             None if all these requests compute KV for a peer.
         """
-        for request in reversed(self.state.running.in_order):
+        for request in reversed(self.running.in_order):
             if not request.produces:
                 return request
             if request is first:
@@ -102,30 +113,29 @@ class Preemptor:
         """
         group = victim.group
         if group is None or group is not beneficiary.group:
-            in_order = self.state.running.in_order
+            in_order = self.running.in_order
             members = (
                 [victim] if group is None else [other for other in in_order if other.group is group]
             )
             sequences = [sequence for member in members for sequence in member.sequences]
-            if self._wants_swap(members) and self.state.kv.can_swap_out(sequences):
+            if self._wants_swap(members) and self.kv.can_swap_out(sequences):
                 return SwappedOut(members)
         return Preempted(victim)
 
     def _wants_swap(self, members: list[Request]) -> bool:
-        mode = self.state.config.preemption_mode
-        if mode == "auto":
+        if self.mode == "auto":
             return sum(len(member.sequences) for member in members) > 1
-        return mode == "swap"
+        return self.mode == "swap"
 
     def _holds_all_memory(self, search: Request) -> bool:
         """Return whether the search holds all blocks that are not free."""
         own = {block.block_id for beam in search.sequences for block in beam.blocks}
-        return len(own) + self.state.kv.num_free_blocks == self.state.kv.pool.num_blocks
+        return len(own) + self.kv.num_free_blocks == self.kv.pool.num_blocks
 
     def _out_of_memory(self, search: Request) -> Finished:
         message = (
             f"beam_width={search.sampling_params.beam_width} has used up all "
-            f"{self.state.kv.pool.num_blocks} KV blocks; "
+            f"{self.kv.pool.num_blocks} KV blocks; "
             "use fewer beams, fewer tokens or an engine with more KV memory"
         )
         return Finished.without_token(search, FinishReason.LENGTH, ErrorCode.LENGTH, message)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from baton_engine.grammar.structured_output import Grammar
 from baton_engine.kv_cache.kv_sequence import KVSequence
-from baton_engine.scheduling.groups.beam_search import BeamConfig, FinishedBeams
+from baton_engine.scheduling.sequence_groups.beam_search import BeamConfig, FinishedBeams
 from baton_protocol.engine_messages import (
     BeamOutput,
     EngineCoreEvent,

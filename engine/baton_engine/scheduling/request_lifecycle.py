@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from baton_engine.kv_cache.kv_cache_manager import CachedBlock
 from baton_engine.scheduling.decisions import Finished, Queued
-from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.scheduler_state import SchedulerState
+from baton_engine.scheduling.sequence_groups.beams import BeamSearches
 from baton_engine.scheduling.step.builder import StepBuilder
 from baton_protocol.engine_messages import EngineCoreEventType, ErrorCode, FinishReason
 

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.metrics.engine_stats import EngineStats
-from baton_engine.scheduling.batch_admission import Admission
+from baton_engine.scheduling.batch_admission import BatchAdmission
 from baton_engine.scheduling.decisions import (
     Admitted,
     AdmittedLoaded,
@@ -35,7 +35,6 @@ from baton_engine.scheduling.decisions import (
     WaitsForPrompt,
 )
 from baton_engine.scheduling.grammar_queue import accept_tokens
-from baton_engine.scheduling.groups.beams import BeamSearches
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
@@ -43,6 +42,7 @@ from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.request_lifecycle import RequestLifecycle
 from baton_engine.scheduling.request_limits import RequestRefusedError, check_request
 from baton_engine.scheduling.scheduler_state import PauseState, SchedulerState
+from baton_engine.scheduling.sequence_groups.beams import BeamSearches
 from baton_engine.scheduling.step.builder import StepBuilder
 from baton_engine.scheduling.step.in_flight import ScheduledRange
 from baton_engine.scheduling.step.results import StepResults
@@ -69,12 +69,54 @@ class Scheduler:
         self.made_progress = False
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
-        self._beams = BeamSearches(state)
-        self._preemptor = Preemptor(state)
-        self._planner = RunningPlanner(state, self._preemptor)
-        self._admission = Admission(state)
-        self._remote_prefill = RemotePrefill(state)
-        self._results = StepResults(state, self._beams)
+        self._beams = BeamSearches(
+            kv=state.kv,
+            worker=state.worker,
+            max_model_len=state.max_model_len,
+            stop_rules=state.stop_rules,
+        )
+        self._preemptor = Preemptor(
+            mode=state.config.preemption_mode,
+            kv=state.kv,
+            running=state.running,
+            loaded=state.queues.loaded,
+            swapped=state.swapped,
+            watermark_blocks=state.watermark_blocks,
+        )
+        self._planner = RunningPlanner(
+            running=state.running,
+            waiting=state.queues.waiting,
+            preemptor=self._preemptor,
+            prompt_budget=state.prompt_budget,
+            run_ahead=state.run_ahead,
+            long_prefill_token_threshold=state.config.long_prefill_token_threshold,
+        )
+        self._admission = BatchAdmission(
+            kv=state.kv,
+            queues=state.queues,
+            running=state.running,
+            swapped=state.swapped,
+            groups=state.groups,
+            enable_chunked_prefill=state.config.enable_chunked_prefill,
+            watermark_blocks=state.watermark_blocks,
+        )
+        self._remote_prefill = RemotePrefill(
+            kv=state.kv,
+            handoff=state.handoff,
+            queues=state.queues,
+            stop_rules=state.stop_rules,
+            counters=state.counters,
+            fail_on_load_error=state.fail_on_load_error,
+        )
+        self._results = StepResults(
+            kv=state.kv,
+            worker=state.worker,
+            running=state.running,
+            beams=self._beams,
+            stop_rules=state.stop_rules,
+            outputs=state.outputs,
+            counters=state.counters,
+        )
         self._lifecycle = RequestLifecycle(state, self._beams, self._remote_prefill)
 
     # Build a step

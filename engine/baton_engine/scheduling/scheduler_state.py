@@ -9,13 +9,13 @@ from baton_engine.grammar.structured_output import StructuredOutputManager
 from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.grammar_queue import GrammarQueue
-from baton_engine.scheduling.groups.samples import SampleGroups
 from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
 from baton_engine.scheduling.prompt_budget import PromptBudget
 from baton_engine.scheduling.queues import RunningRequests, SwappedRequests, WaitingRequests
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.request_limits import RequestLimits
 from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.sequence_groups.samples import SampleGroups
 from baton_engine.scheduling.step.in_flight import RunAhead
 from baton_engine.scheduling.step.worker_mirror import WorkerMirror
 from baton_engine.scheduling.stop_rules import StopRules

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from baton_engine.scheduling.grammar_queue import accept_tokens
 from baton_engine.scheduling.request import Request
 from baton_protocol.engine_messages import ErrorCode, FinishReason
-from baton_protocol.sampling import RepetitionDetection
+from baton_protocol.sampling_params import RepetitionDetection
 
 
 class StopRules:

@@ -71,7 +71,7 @@ class DrainStatus(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class PendingResult:
     """The result of a utility call that continues after the HTTP response."""
 
 
@@ -96,7 +96,7 @@ class EngineAdmin(Protocol):
         """Call a utility method with arguments from a URL's query.
 
         Returns:
-            The method's result, or `Pending` if the call continues.
+            The method's result, or `PendingResult` if the call continues.
 
         Raises:
             ValueError: the arguments are wrong.
@@ -216,7 +216,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         except Exception as error:
             self._send_reason(409, "Failed", f"{method}: {error}")
         else:
-            if isinstance(result, Pending):
+            if isinstance(result, PendingResult):
                 self._send_reason(
                     202,
                     "Pending",

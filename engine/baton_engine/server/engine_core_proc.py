@@ -35,7 +35,7 @@ from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
 from baton_engine.scheduling.scheduler_state import PauseState
 from baton_engine.server import utility_calls
 from baton_engine.server.access import Access
-from baton_engine.server.admin_server import DrainStatus, Pending, ProbeResult
+from baton_engine.server.admin_server import DrainStatus, PendingResult, ProbeResult
 from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
 from baton_engine.server.request_owners import RequestOwners
 from baton_protocol.engine_messages import (
@@ -84,7 +84,7 @@ class State(enum.Enum):
     FAILED = "Failed"
 
 
-class Shutdown(enum.IntEnum):
+class ShutdownKind(enum.IntEnum):
     """The kind of shutdown that was requested. A later request can only raise the value."""
 
     NONE = 0
@@ -152,7 +152,7 @@ class EngineCoreProc:
         #: None while the model loads, and for an engine that exchanges no KV blocks.
         self._kv: KVCompatibility | None = None
         self._drain_requested = False
-        self._shutdown = Shutdown.NONE
+        self._shutdown = ShutdownKind.NONE
         self._shutdown_deadline: float | None = None
 
     def run(self) -> int:
@@ -208,7 +208,7 @@ class EngineCoreProc:
             on_executor_failure=self._on_executor_failure,
         )
 
-    def request_shutdown(self, how: Shutdown = Shutdown.DRAIN) -> None:
+    def request_shutdown(self, how: ShutdownKind = ShutdownKind.DRAIN) -> None:
         """Make `run` shut the engine down and return. Callable from any thread or signal handler.
 
         Args:
@@ -229,10 +229,10 @@ class EngineCoreProc:
         def handle(signum: int, frame: FrameType | None) -> None:
             if self.state is State.LOADING:
                 raise SystemExit(0)
-            if self._shutdown is Shutdown.NONE:
-                self.request_shutdown(Shutdown.DRAIN)
+            if self._shutdown is ShutdownKind.NONE:
+                self.request_shutdown(ShutdownKind.DRAIN)
                 return
-            self.request_shutdown(Shutdown.AT_ONCE)
+            self.request_shutdown(ShutdownKind.AT_ONCE)
             # A third signal must end the process even if a step hangs.
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
@@ -320,7 +320,7 @@ class EngineCoreProc:
         """Call a utility method with arguments from a URL's query.
 
         Returns:
-            The method's result, or `Pending` if the call takes longer than ADMIN_TIMEOUT_S.
+            The method's result, or `PendingResult` if the call takes longer than ADMIN_TIMEOUT_S.
 
         Raises:
             UtilityCallError: there is no such method, or its arguments are wrong.
@@ -339,7 +339,7 @@ class EngineCoreProc:
             return result
         wait_for_futures([result], timeout=max(0.0, deadline - time.monotonic()))
         if not result.done():
-            return Pending()
+            return PendingResult()
         self._ask_loop(lambda core: None)  # refreshes the stats
         return result.result()
 
@@ -441,7 +441,7 @@ class EngineCoreProc:
         frozen = stats.paused and (
             stats.num_requests_running == 0 or core.pause_state is PauseState.PAUSED_ALL
         )
-        if self._shutdown is Shutdown.DRAIN and now < self._shutdown_deadline and not frozen:
+        if self._shutdown is ShutdownKind.DRAIN and now < self._shutdown_deadline and not frozen:
             return False
         why = (
             "paused"

@@ -27,12 +27,12 @@ from baton_engine.untrusted import SparseLog, one_line
 from baton_engine.wake_pipe import WakePipe
 from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
+    ClientHello,
     Dead,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreResponseType,
     ErrorCode,
-    Hello,
     Init,
     KVEvent,
     KVEventBatch,
@@ -40,7 +40,7 @@ from baton_protocol.engine_messages import (
     Pong,
     PrefillResult,
     Ready,
-    Refused,
+    RequestRefused,
     UtilityRequest,
 )
 from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
@@ -131,7 +131,7 @@ class _Close(enum.Enum):
 
 
 _MESSAGE_TYPES: dict[bytes, Any] = {
-    RequestType.HELLO: Hello,
+    RequestType.HELLO: ClientHello,
     RequestType.PING: Ping,
     RequestType.ADD: EngineCoreRequest,
     RequestType.ABORT: list[str],
@@ -333,7 +333,7 @@ class EngineIO:
     def _refuse(self, client: bytes, reason: str, request_id: str = "") -> None:
         reason = one_line(reason)  # may contain text of the client
         self._refusals.warning("refused a message of client %s: %s", self._name(client), reason)
-        self._reply(client, ResponseType.REFUSED, Refused(reason, request_id))
+        self._reply(client, ResponseType.REFUSED, RequestRefused(reason, request_id))
 
     def _receive_all(self) -> None:
         for _ in range(1000):  # a limit, so that outputs are not delayed
@@ -424,7 +424,7 @@ class EngineIO:
         else:
             self._refuse(client, f"{kind.name}: {reason}", getattr(message, "request_id", ""))
 
-    def _hello(self, client: bytes, hello: Hello) -> None:
+    def _hello(self, client: bytes, hello: ClientHello) -> None:
         if hello.protocol_version != PROTOCOL_VERSION:
             self._refuse(
                 client,

@@ -8,10 +8,11 @@ input_batch.py       the persistent batch and the tensors of a step
 sampled_tokens.py    the sampled tokens of a step, which may still be on their way to the host
 static_inputs.py     buffers at fixed addresses for captured graphs
 dummy_steps.py       steps without requests, for warm-up and memory profiling
-reports.py           prompt log-probabilities and routed experts
+optional_outputs.py  prompt log-probabilities and routed experts
 pooler.py            the vectors of prompts of a pooling model
 packed_weights.py    weights packed or quantized for a CPU
 devices.py           the device and the dtype
+kv_role_checks.py    settings with which workers cannot exchange KV blocks
 profiler.py          torch's profiler
 sampling/            logits processing, sampling, log-probabilities
 memory/              number of KV blocks, KV memory, the memory that peers access

@@ -9,7 +9,7 @@ from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.worker.forward_runner import ForwardRunner
 from baton_engine.worker.sampling.sampler import SamplingInput, sample
 from baton_kernels.sampling import greedy
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 #: Number of tokens of the prompt in the first warm-up step, on any device.
 WARM_UP_TOKENS = 32

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from baton_engine.compilation.cudagraph_dispatcher import (
     BatchDescriptor,
+    CudagraphDispatcher,
     CudagraphMode,
     Dispatch,
-    Dispatcher,
     GraphKind,
 )
 from baton_engine.compilation.graphs import CudaGraphs, GraphBackend, PieceGraphs
@@ -67,7 +67,9 @@ class ForwardRunner:
         self.backend: PiecewiseBackend | None = None
         if plan.mode != "none":
             self._set_up_compiler(plan)
-        self._dispatcher = Dispatcher(plan.cudagraph_mode, plan.capture_sizes, plan.max_num_seqs)
+        self._dispatcher = CudagraphDispatcher(
+            plan.cudagraph_mode, plan.capture_sizes, plan.max_num_seqs
+        )
         self._graph_backend = graph_backend
         self._static: StaticInputs | None = None
         self._full: dict[BatchDescriptor, Callable[[], Tensor]] = {}
@@ -140,7 +142,9 @@ class ForwardRunner:
             mode = self._dispatcher.mode
             if mode.has_pieces:
                 mode = CudagraphMode.FULL_DECODE_ONLY
-            self._dispatcher = Dispatcher(mode, self.plan.capture_sizes, self.plan.max_num_seqs)
+            self._dispatcher = CudagraphDispatcher(
+                mode, self.plan.capture_sizes, self.plan.max_num_seqs
+            )
 
     @torch.inference_mode()
     def estimate_graph_bytes(self, kv_cache: Tensor) -> int:
@@ -200,7 +204,7 @@ class ForwardRunner:
             logger.warning(
                 "CUDA graphs could not be captured, so steps run without them", exc_info=True
             )
-            self._dispatcher = Dispatcher(CudagraphMode.NONE, (), self.plan.max_num_seqs)
+            self._dispatcher = CudagraphDispatcher(CudagraphMode.NONE, (), self.plan.max_num_seqs)
 
     def _capture_all(self, wanted: list[Dispatch], kv_cache: Tensor) -> None:
         assert self._graph_backend is not None, "a plan without a GPU has no graphs"

@@ -18,8 +18,8 @@ from baton_engine.models.forward_context import ForwardBatch, ForwardContext
 from baton_engine.worker.devices import to_device
 from baton_engine.worker.sampled_tokens import BoolArray, Int64Array, SampledTokens
 from baton_engine.worker.sampling.logits_processing import SamplingInput
-from baton_protocol.pooling import PoolingParams
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.pooling_params import PoolingParams
+from baton_protocol.sampling_params import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
 

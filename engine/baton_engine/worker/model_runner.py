@@ -57,10 +57,10 @@ from baton_engine.worker.memory.block_budget import (
 from baton_engine.worker.memory.freed_memory import keep_freed_memory, return_freed_memory
 from baton_engine.worker.memory.host_memory import available_host_memory
 from baton_engine.worker.memory.kv_memory import KVMemory
+from baton_engine.worker.optional_outputs import prompt_logprobs_of, routed_experts_of
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.pooler import Pooler
 from baton_engine.worker.profiler import Profiler
-from baton_engine.worker.reports import prompt_logprobs_of, routed_experts_of
 from baton_engine.worker.sampled_tokens import Int64Array, SampledTokens
 from baton_engine.worker.sampling.logprobs import count_nans
 from baton_engine.worker.sampling.sampler import fallback_token, report_logprobs, sample
@@ -70,7 +70,7 @@ from baton_kernels.sampling import greedy
 from baton_kv_transfer.memory.layout import KVCacheLayout
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.options.config import EngineConfig, compatibility_hash, container_path
-from baton_protocol.pooling import PairFormat, Task
+from baton_protocol.pooling_params import PairFormat, Task
 
 if TYPE_CHECKING:  # an engine without expert parallelism never imports worker.experts
     from baton_engine.worker.experts.expert_steps import ExpertSteps

@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from baton_engine.models.checkpoint.pooling_config import PoolingConfig, PoolingType
 from baton_engine.worker.devices import to_device
 from baton_engine.worker.input_batch import InputBatch, ScheduledRows
-from baton_protocol.pooling import PoolingParams, Task
+from baton_protocol.pooling_params import PoolingParams, Task
 
 
 class Pooler:

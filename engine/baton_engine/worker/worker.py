@@ -37,6 +37,7 @@ from baton_engine.executor.step import (
 )
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.devices import resolve_device
+from baton_engine.worker.kv_role_checks import check_kv_transfer
 from baton_engine.worker.memory.peer_memory import PeerMemory
 from baton_engine.worker.model_runner import ModelRunner
 from baton_kv_transfer import side_channel
@@ -124,7 +125,7 @@ class Worker:
         """
         self._runner = runner = ModelRunner(self.config, self.parallel)
         if self._transfers:
-            self._check_transfers(runner)
+            check_kv_transfer(self.config, runner.model_config)
         runner.load_model()
         if self.config.parallel.enable_expert_parallel:
             self._generations = self._make_generations(runner)
@@ -426,29 +427,3 @@ class Worker:
     @property
     def _transfers(self) -> bool:
         return self.config.kv_transfer.role is not KVRole.NONE
-
-    def _check_transfers(self, runner: ModelRunner) -> None:
-        role, parallel = self.config.kv_transfer.role.value, self.config.parallel
-        if runner.model_config.pooling is not None:
-            raise ConfigurationError(
-                "KVTransferInvalid",
-                f"kv_transfer.role is {role}, but the model pools prompts, and no KV blocks are "
-                "needed after a prompt; set kv_transfer.role to none (in an LLMService: remove "
-                "prefill), or model.runner to generate",
-            )
-        if parallel.pipeline_parallel_size > 1:
-            raise ConfigurationError(
-                "KVTransferInvalid",
-                f"kv_transfer.role is {role}, but KV blocks move only between workers that have "
-                f"all layers and pipeline_parallel_size is {parallel.pipeline_parallel_size}; set "
-                "it to 1 (tensor_parallel_size may be more), or kv_transfer.role to none",
-            )
-        num_heads = runner.model_config.num_kv_heads
-        if parallel.tensor_parallel_size > num_heads:
-            raise ConfigurationError(
-                "KVTransferInvalid",
-                f"tensor_parallel_size is {parallel.tensor_parallel_size} and the model has "
-                f"{num_heads} KV heads, but kv_transfer.role is {role} and workers without KV "
-                "heads of their own exchange no KV blocks; lower tensor_parallel_size (in an "
-                "LLMService: parallelism.tensor), or set kv_transfer.role to none",
-            )

@@ -22,7 +22,7 @@ from zmq.utils.monitor import parse_monitor_message
 from baton_protocol.engine_client.heartbeat import (
     HEARTBEAT_INTERVAL_S,
     HEARTBEAT_TIMEOUT_S,
-    Heartbeat,
+    HeartbeatMonitor,
 )
 from baton_protocol.engine_client.request_stream import (
     EngineDeadError,
@@ -31,6 +31,7 @@ from baton_protocol.engine_client.request_stream import (
 )
 from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
+    ClientHello,
     Dead,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -39,13 +40,12 @@ from baton_protocol.engine_messages import (
     EngineCoreResponseType,
     ErrorCode,
     FinishReason,
-    Hello,
     Init,
     KVEventBatch,
     Pong,
     PrefillResult,
     Ready,
-    Refused,
+    RequestRefused,
     UtilityOutput,
     UtilityRequest,
 )
@@ -111,7 +111,7 @@ class EngineClient:
         self._service_key = service_key
         self._wants_kv_events = on_kv_events is not None
         self._notify_available = on_available or (lambda: None)
-        self._heartbeat = Heartbeat(heartbeat_interval_s, heartbeat_timeout_s)
+        self._heartbeat = HeartbeatMonitor(heartbeat_interval_s, heartbeat_timeout_s)
         #: Whether requests were abandoned since the engine last made progress.
         self._has_abandoned = False
         self._init: asyncio.Future[Init] | None = None
@@ -131,7 +131,7 @@ class EngineClient:
             (EngineCoreResponseType.INIT, Init, self._on_init),
             (EngineCoreResponseType.READY, Ready, self._on_ready),
             (EngineCoreResponseType.PONG, Pong, self._on_pong),
-            (EngineCoreResponseType.REFUSED, Refused, self._on_refused),
+            (EngineCoreResponseType.REFUSED, RequestRefused, self._on_refused),
             (EngineCoreResponseType.DEAD, Dead, self._on_dead),
         ]
         if on_kv_events is not None:
@@ -208,7 +208,7 @@ class EngineClient:
                 self._watch_connection(monitor), name=f"engine-client-monitor {self.address}"
             ),
         ]
-        hello = Hello(PROTOCOL_VERSION, self._client_id, self._wants_kv_events)
+        hello = ClientHello(PROTOCOL_VERSION, self._client_id, self._wants_kv_events)
         self._send(EngineCoreRequestType.HELLO, hello, instance_id="")
         try:
             # Before Python 3.12, wait_for loses a cancellation that arrives with the result.
@@ -449,7 +449,7 @@ class EngineClient:
         self.readiness = next(_readiness_numbers)
         self._notify_available()
 
-    def _on_refused(self, refused: Refused) -> None:
+    def _on_refused(self, refused: RequestRefused) -> None:
         stream = self._streams.pop(refused.request_id, None)
         if stream is not None:
             stream.put(

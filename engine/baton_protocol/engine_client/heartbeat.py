@@ -15,7 +15,7 @@ LOADING_FACTOR = 5
 SUSPECT_AFTER_INTERVALS = 2
 
 
-class Heartbeat:
+class HeartbeatMonitor:
     """Measures how long an engine has sent no message, in intervals that begin with a PING.
 
     An interval counts for at most twice `interval_s`. If an interval lasts longer, this process

@@ -409,7 +409,7 @@ class AccessConfig(_Config, frozen=True):
     ] = None
 
 
-#: The formats of `baton_text.replies`.
+#: The formats of `baton_text.reply_parsing`.
 TOOL_PARSERS = (
     "deepseek_v3",
     "deepseek_v31",

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from baton_protocol.sampling import MAX_LOGPROBS
+from baton_protocol.sampling_params import MAX_LOGPROBS
+from baton_text.chat_messages import ChatMessage, template_messages
 from baton_text.errors import RequestError, quote
-from baton_text.messages import ChatMessage, template_messages
 from baton_text.requests.generation_request import GenerationRequest, check_max_tokens
 
 #: OpenAI's limit.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from baton_protocol.sampling import MAX_LOGPROBS
+from baton_protocol.sampling_params import MAX_LOGPROBS
 from baton_text.errors import RequestError
 from baton_text.requests.generation_request import GenerationRequest, check_max_tokens
 from baton_text.requests.prompt_forms import PromptForms, num_prompts, prompt_list

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from baton_protocol.sampling import (
+from baton_protocol.sampling_params import (
     MAX_BEAM_WIDTH,
     RepetitionDetection,
     SamplingParams,

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
+from baton_text.chat_messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.errors import RequestError, quote
-from baton_text.messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.generation_request import JSONSchemaFormat, ResponseFormat
 
@@ -47,7 +47,7 @@ class InputMessage(msgspec.Struct, kw_only=True):
     content: str | list[ContentBlock]
 
 
-class Tool(msgspec.Struct, kw_only=True):
+class MessagesTool(msgspec.Struct, kw_only=True):
     #: Name of the tool. Bounds: 1..64 letters, digits, underscores, dots and hyphens.
     name: str
     #: JSON schema of the arguments.
@@ -108,7 +108,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     #: The system prompt: a text, or blocks of type text.
     system: str | list[ContentBlock] | None = None
     #: Tools that the answer may call.
-    tools: list[Tool] | None = None
+    tools: list[MessagesTool] | None = None
     #: Whether the answer calls tools. Unset: auto.
     tool_choice: ToolChoice | None = None
     #: Whether the model reasons. Unset: the template decides, and the response has no reasoning.
@@ -297,7 +297,7 @@ def _text(content: str | list[ContentBlock], where: str) -> str:
     return "\n".join(block.text or "" for block in content)
 
 
-def _chat_tool(tool: Tool, where: str) -> dict[str, Any]:
+def _chat_tool(tool: MessagesTool, where: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestError(
             f"{where}.type {quote(tool.type)} is not supported by this server; use 'custom'",

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from baton_protocol.pooling import PoolingParams
+from baton_protocol.pooling_params import PoolingParams
 from baton_text.errors import RequestError
 from baton_text.requests.generation_request import check_32_bits, check_cache_salt
 from baton_text.requests.prompt_forms import PromptForms, num_prompts, prompt_list

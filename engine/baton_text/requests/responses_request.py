@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from baton_text.chat_messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.errors import RequestError, quote
-from baton_text.messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.generation_request import (
     JSONSchemaFormat,
@@ -122,7 +122,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     #: Name of the served model. It may be left out.
     model: str | None = None
     #: A system message before the conversation. It is not kept for later responses. The response
-    #: repeats it, if it has at most MAX_RETURNED_BYTES.
+    #: repeats it, if it has at most MAX_RETURNED_BYTES bytes.
     instructions: str | None = None
     #: Continue the conversation of this response.
     previous_response_id: str | None = None

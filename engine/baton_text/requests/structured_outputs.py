@@ -7,7 +7,12 @@ from typing import Any
 
 import msgspec
 
-from baton_protocol.sampling import MAX_BAD_WORDS, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling_params import (
+    MAX_BAD_WORDS,
+    MAX_SPEC_LENGTH,
+    StructuredOutput,
+    StructuredOutputKind,
+)
 from baton_text.tokenizer import Tokenizer
 
 #: Maximum number of bad words. A word may need two token sequences: one at the start of a text, and
@@ -58,24 +63,38 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
                 f"{given[1]} cannot be combined with {given[0]}: a text can have only one structure"
             )
         if self.json is not None:
-            return StructuredOutput(StructuredOutputKind.JSON, _schema_text(self.json))
+            return _bounded(StructuredOutputKind.JSON, _schema_text(self.json))
         if self.regex is not None:
-            return StructuredOutput(StructuredOutputKind.REGEX, self.regex)
+            return _bounded(StructuredOutputKind.REGEX, self.regex)
         if self.choice is not None:
             if not self.choice:
                 raise ValueError("choice must hold at least one string")
-            return StructuredOutput(StructuredOutputKind.CHOICE, jsonlib.dumps(self.choice))
+            _check_length(StructuredOutputKind.CHOICE, sum(map(len, self.choice)))
+            return _bounded(StructuredOutputKind.CHOICE, jsonlib.dumps(self.choice))
         if self.grammar is not None:
-            return StructuredOutput(StructuredOutputKind.GRAMMAR, self.grammar)
+            return _bounded(StructuredOutputKind.GRAMMAR, self.grammar)
         return StructuredOutput(StructuredOutputKind.JSON_OBJECT)
+
+
+def _bounded(kind: StructuredOutputKind, spec: str) -> StructuredOutput:
+    _check_length(kind, len(spec))
+    return StructuredOutput(kind, spec)
+
+
+def _check_length(kind: StructuredOutputKind, length: int) -> None:
+    """Raise ValueError if a specification is too long, before it is converted or parsed."""
+    if length > MAX_SPEC_LENGTH:
+        raise ValueError(f"{kind.value} must have at most {MAX_SPEC_LENGTH} characters")
 
 
 def _schema_text(schema: dict[str, Any] | str | bool) -> str:
     if not isinstance(schema, str):
         try:
+            _check_length(StructuredOutputKind.JSON, len(msgspec.json.encode(schema)))
             return jsonlib.dumps(schema)
         except RecursionError as error:
             raise ValueError("json is nested too deeply") from error
+    _check_length(StructuredOutputKind.JSON, len(schema))
     try:
         jsonlib.loads(schema)
     except (ValueError, RecursionError) as error:

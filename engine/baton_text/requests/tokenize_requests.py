@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from baton_text.chat_messages import ChatMessage
 from baton_text.errors import RequestError
-from baton_text.messages import ChatMessage
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

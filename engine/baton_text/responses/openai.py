@@ -205,7 +205,7 @@ class Completion(ModelResponse, kw_only=True):
     object: str = "text_completion"
 
 
-class Model(msgspec.Struct, kw_only=True):
+class ModelCard(msgspec.Struct, kw_only=True):
     #: Name of the model.
     id: str
     #: Unix time at which the gateway started, in seconds.
@@ -220,7 +220,7 @@ class Model(msgspec.Struct, kw_only=True):
 
 class ModelList(msgspec.Struct, kw_only=True):
     #: The served model.
-    data: list[Model]
+    data: list[ModelCard]
     #: Kind of the response.
     object: str = "list"
 

@@ -53,7 +53,7 @@ class Admission:
             )
 
     @contextmanager
-    def request(self, client: str | None) -> Iterator[Place]:
+    def request(self, client: str | None) -> Iterator[AdmittedRequest]:
         """Count a request in flight, in the place of one sequence, until the `with` block ends.
 
         Args:
@@ -75,7 +75,7 @@ class Admission:
                 self._idle.set()
 
     @contextmanager
-    def place(self, client: str | None) -> Iterator[Place]:
+    def place(self, client: str | None) -> Iterator[AdmittedRequest]:
         """Take the place of one sequence until the `with` block ends.
 
         Requests take a place before their body is read, so that clients that send slowly count.
@@ -89,7 +89,7 @@ class Admission:
                 gateway accepts no more requests.
         """
         self.check_open()
-        place = Place(self, client)
+        place = AdmittedRequest(self, client)
         place.resize(1)
         try:
             yield place
@@ -168,7 +168,7 @@ class Admission:
         return True
 
 
-class Place:
+class AdmittedRequest:
     """The sequences in flight of one request."""
 
     def __init__(self, admission: Admission, client: str | None) -> None:

@@ -83,10 +83,8 @@ class GracefulShutdown:
         self._admission.is_closed = True
         if await self._unless_ended(self._admission.wait_idle(timeout_s)):
             return
-        logger.warning(
-            "the graceful shutdown has ended, by drain_timeout_s or a second signal: requests "
-            "that still run fail"
-        )
+        cause = "a second signal" if self._end.is_set() else f"drain_timeout_s ({timeout_s:g} s)"
+        logger.warning("%s has ended the graceful shutdown: requests that still run fail", cause)
         for requests in self._requests:
             requests.fail_all()
         await self._admission.wait_idle(FAIL_S)

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from baton_gateway.errors import APIError
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.engine_pool import EnginePool
 
 #: Interval between keep-alive comments in the stream of a waiting request. Proxies close
 #: connections that are silent for a minute.

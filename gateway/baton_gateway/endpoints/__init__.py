@@ -1,7 +1,6 @@
 """The endpoints that clients call.
 
 Modules:
-    routes: the URL table and the middleware.
     generation_endpoint: the endpoints that generate text.
     writers: the APIs that generate text: their requests and the JSON of their responses.
     stored_responses: GET and DELETE of `/v1/responses/{id}`.

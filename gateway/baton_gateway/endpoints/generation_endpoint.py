@@ -28,28 +28,23 @@ from baton_gateway.endpoints.writers.response_writer import (
 from baton_gateway.errors import APIError, bad_request, error_event
 from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.http.event_stream import EventStream
-from baton_gateway.http.request_body import INLINE_BODY_BYTES
+from baton_gateway.http.middlewares import CLIENT_CLOSED_REQUEST, FINAL_STATUS
+from baton_gateway.http.request_body import INLINE_BODY_BYTES, VALUE_BYTES, bound_values
 from baton_gateway.http.slow_clients import abort_if_unread, send_json
-from baton_gateway.requests.generation import Generator
+from baton_gateway.requests.generator import Generator
 from baton_gateway.requests.job import Choice, Job
 from baton_gateway.requests.job_builder import JobBuilder
 from baton_gateway.requests.output_queue import CollectedOutput
-from baton_gateway.thread_pool import run_off_loop
+from baton_gateway.thread_pool import run_encoding, run_off_loop
 from baton_text.errors import RequestError
 from baton_text.output import TextOutput
 from baton_text.requests.generation_request import MAX_RESPONSE_LOGPROBS
 
 logger = logging.getLogger(__name__)
 
-#: nginx's status for a client that disconnected. Metrics count it, but it is never sent.
-CLIENT_CLOSED_REQUEST = 499
-
 #: Header with the same meaning as the field data_parallel_rank of the body.
 DATA_PARALLEL_RANK = "X-Data-Parallel-Rank"
 _RANK = re.compile("[0-9]{1,9}")
-
-#: Status that metrics count for a stream that began with 200 and failed later.
-FINAL_STATUS = web.RequestKey("final_status", int)
 
 #: Limit on the tokens and log-probabilities of a response or chunk that is encoded on the event
 #: loop. A larger one is encoded in a thread.
@@ -78,11 +73,13 @@ class GenerationEndpoint(Generic[Body]):
         builder: JobBuilder,
         generator: Generator,
     ) -> None:
-        self.path = api.path
         self._api = api
         self._services = services
         self._builder = builder
         self._generator = generator
+
+    def route(self) -> web.RouteDef:
+        return web.post(self._api.path, self.handle)
 
     async def handle(self, http: web.Request) -> web.StreamResponse:
         """Serve one request and return the response.
@@ -136,7 +133,7 @@ class GenerationEndpoint(Generic[Body]):
         body, size = await self._services.reader.read(http, charge, self._api.body)
         find_earlier = partial(self._api.earlier, body, http.get(CLIENT))
         earlier = await run_off_loop(find_earlier, size, INLINE_BODY_BYTES)
-        charge.add(len(earlier))
+        charge.add(len(earlier) + VALUE_BYTES * bound_values(earlier))
         size += len(earlier)
         convert = partial(self._api.request, body, earlier)
         request = await run_off_loop(convert, size, INLINE_BODY_BYTES)
@@ -185,7 +182,7 @@ class GenerationEndpoint(Generic[Body]):
                         param="logprobs",
                     )
 
-            return await run_off_loop(body, job.num_entries, INLINE_ENTRIES, LARGE_ENTRIES)
+            return await run_encoding(body, job.num_entries, INLINE_ENTRIES, LARGE_ENTRIES)
 
     async def _stream(
         self,
@@ -247,10 +244,11 @@ async def _send_all(
                 await send(encoded(writer.events(choice, output, offset)))
             else:
                 await send(
-                    await run_off_loop(
+                    await run_encoding(
                         lambda: encoded(writer.events(choice, output, offset)),
                         size,
                         INLINE_ENTRIES,
+                        LARGE_ENTRIES,
                     )
                 )
         if output.prompt_logprobs is not None:  # streamed only with echo

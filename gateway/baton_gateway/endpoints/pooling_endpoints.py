@@ -21,8 +21,8 @@ from baton_gateway.requests.pooling import (
     PoolingJobBuilder,
     PoolingRunner,
 )
-from baton_gateway.thread_pool import run_off_loop
-from baton_protocol.pooling import unpack_vector
+from baton_gateway.thread_pool import run_encoding
+from baton_protocol.pooling_params import unpack_vector
 from baton_text.requests.pooling_requests import (
     EmbeddingRequest,
     PoolingRequest,
@@ -59,6 +59,13 @@ class PoolingEndpoints:
         self._services = services
         self._builder = builder
         self._runner = runner
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post("/v1/embeddings", self.embed),
+            web.post("/v1/score", self.score),
+            web.post("/v1/rerank", self.rerank),
+        ]
 
     async def embed(self, http: web.Request) -> web.StreamResponse:
         async def build(body: EmbeddingRequest, size: int, client: str | None) -> Work:
@@ -110,7 +117,7 @@ class PoolingEndpoints:
                     job, respond = await build(body, size, client)
             async with deadline.enforced():
                 await self._runner.run(job, started)
-            encoded = await run_off_loop(
+            encoded = await run_encoding(
                 lambda: msgspec.json.encode(respond()),
                 sum(map(len, job.vectors)),
                 INLINE_VECTOR_BYTES,

@@ -10,7 +10,7 @@ from baton_gateway.errors import APIError, check_model
 from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.http.request_body import UnknownFields, parse_body
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.engine_pool import EnginePool
 from baton_text.requests.parsing import Checked
 
 _Body = TypeVar("_Body", bound=Checked)

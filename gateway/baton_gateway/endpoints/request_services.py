@@ -10,7 +10,7 @@ from baton_gateway.access.scale_from_zero_queue import ScaleFromZeroQueue
 from baton_gateway.endpoints.request_reader import RequestReader
 from baton_gateway.http.body_budget import BodyBudget
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.engine_pool import EnginePool
 from baton_protocol.options.config import GatewayConfig
 
 

@@ -12,17 +12,35 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
 from baton_gateway.endpoints.request_services import RequestServices
 from baton_gateway.errors import check_model, unavailable
-from baton_text.responses.openai import Model, ModelList, Version
+from baton_text.responses.openai import ModelCard, ModelList, Version
 
 
 class StatusEndpoints:
-    """The endpoints `/`, `/v1/models`, `/health`, `/ready`, `/metrics` and `/version`."""
+    """The endpoints of both ports about the service and its model."""
 
     def __init__(self, services: RequestServices, shutdown: GracefulShutdown) -> None:
         self._services = services
         self._shutdown = shutdown
         self._created = int(time.time())
         self._has_been_ready = False
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self.get_models),
+            web.get("/v1/models/{model:.+}", self.get_model),
+            web.get("/", self.get_root),
+            web.get("/health", self.get_health),
+            web.get("/ready", self.get_ready),
+            web.get("/version", self.get_version),
+        ]
+
+    def metrics_routes(self) -> list[web.RouteDef]:
+        """Return the routes for the kubelet, Prometheus and the operator. They need no API key."""
+        return [
+            web.get("/health", self.get_health),
+            web.get("/ready", self.get_ready),
+            web.get("/metrics", self.get_metrics),
+        ]
 
     async def get_models(self, _: web.Request) -> web.Response:
         return _json(ModelList(data=[self._model()]))
@@ -31,8 +49,8 @@ class StatusEndpoints:
         check_model(http.match_info["model"], self._services.served_name)
         return _json(self._model())
 
-    def _model(self) -> Model:
-        return Model(
+    def _model(self) -> ModelCard:
+        return ModelCard(
             id=self._services.served_name,
             created=self._created,
             max_model_len=self._services.pool.max_model_len,

@@ -7,6 +7,7 @@ from aiohttp import web
 
 from baton_gateway.access.api_keys import CLIENT
 from baton_gateway.endpoints.request_services import RequestServices
+from baton_gateway.errors import RESPONSES_PATH
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.response_store import ResponseStore
 from baton_text.responses.responses_api import DeletedResponse
@@ -22,6 +23,10 @@ class StoredResponses:
     def __init__(self, services: RequestServices, store: ResponseStore) -> None:
         self._services = services
         self._store = store
+
+    def routes(self) -> list[web.RouteDef]:
+        path = f"{RESPONSES_PATH}/{{response}}"
+        return [web.get(path, self.get), web.delete(path, self.delete)]
 
     async def get(self, http: web.Request) -> web.StreamResponse:
         with self._services.admission.place(http.get(CLIENT)):

@@ -6,18 +6,19 @@ The limits of admission count a request as one sequence.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from aiohttp import web
 
 from baton_gateway.access.api_keys import CLIENT
 from baton_gateway.endpoints.request_services import RequestServices
+from baton_gateway.errors import MESSAGES_PATH
 from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.http.request_body import INLINE_BODY_BYTES
 from baton_gateway.http.slow_clients import send_json
 from baton_gateway.requests.prompts import PromptBounds, PromptReader, TextBounds
-from baton_gateway.thread_pool import run_off_loop
+from baton_gateway.thread_pool import run_off_loop, run_tokenization
 from baton_text.requests.messages_request import CountTokensRequest
 from baton_text.requests.tokenize_requests import DetokenizeRequest, TokenizeRequest
 from baton_text.responses.anthropic import InputTokens
@@ -37,6 +38,13 @@ class TokenizeEndpoints:
         self._services = services
         self._tokenizer = tokenizer
         self._reader = PromptReader(tokenizer)
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.post(f"{MESSAGES_PATH}/count_tokens", self.count_tokens),
+            web.post("/tokenize", self.tokenize),
+            web.post("/detokenize", self.detokenize),
+        ]
 
     async def tokenize(self, http: web.Request) -> web.StreamResponse:
         return await self._serve(http, TokenizeRequest, self._tokenize)
@@ -72,7 +80,7 @@ class TokenizeEndpoints:
         max_prompt_tokens = self._services.config.access.max_prompt_tokens
         bounds = TextBounds(PromptBounds(max_model_len or UNKNOWN_MODEL_LEN, max_prompt_tokens))
         text = await self._text(request, bounds, size)
-        return await run_off_loop(
+        return await run_tokenization(
             lambda: msgspec.json.encode(answer(request, text, bounds, max_model_len)),
             max(size, len(text)),
         )
@@ -86,25 +94,25 @@ class TokenizeEndpoints:
         """Return the text to tokenize. It is empty for a request with tokens."""
         if isinstance(request, DetokenizeRequest):
             return ""
-        tools: list[dict[str, Any]] | None = None
         if isinstance(request, CountTokensRequest):
             chat = await run_off_loop(request.chat_request, size, INLINE_BODY_BYTES)
-            messages, tools = chat.messages, chat.template_tools
-            variables: dict[str, Any] | None = chat.template_variables
-            add_generation_prompt = True
-        else:
-            if request.prompt is not None:
-                return request.prompt
-            assert request.messages is not None  # see TokenizeRequest.validate
-            messages, variables = request.messages, request.chat_template_kwargs
-            add_generation_prompt = request.add_generation_prompt is not False
+            return await self._reader.render(
+                chat.messages,
+                chat.template_variables,
+                bounds,
+                add_generation_prompt=True,
+                size=size,
+                tools=chat.template_tools,
+            )
+        if request.prompt is not None:
+            return request.prompt
+        assert request.messages is not None  # see TokenizeRequest.validate
         return await self._reader.render(
-            messages,
-            variables,
+            request.messages,
+            request.chat_template_kwargs,
             bounds,
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=request.add_generation_prompt is not False,
             size=size,
-            tools=tools,
         )
 
     def _tokenize(

@@ -7,6 +7,7 @@ Modules:
     event_stream: the server-sent events of one response.
     slow_clients: responses to clients that do not read.
     request_id: the id of a request, in its response and in log lines.
+    middlewares: request counts, error responses, authentication.
     connections: limits on connections and on idle time, and the response to invalid HTTP.
     listener: the listening sockets.
     tls: the server's certificate, which is read again when its files change.

@@ -68,9 +68,9 @@ class Connections:
         self.limit = limit
         self._metrics = metrics
         #: The TCP transports of all connections.
-        self._open: dict[Connection, asyncio.Transport] = {}
+        self._open: dict[ClientConnection, asyncio.Transport] = {}
         #: Deadlines of the connections that wait for a request. The longest wait is the first.
-        self._waiting: dict[Connection, float] = {}
+        self._waiting: dict[ClientConnection, float] = {}
         self._is_sweeping = False
         self._next_warning = 0.0
 
@@ -78,7 +78,7 @@ class Connections:
     def num_open(self) -> int:
         return len(self._open)
 
-    def add(self, connection: Connection, transport: asyncio.Transport) -> bool:
+    def add(self, connection: ClientConnection, transport: asyncio.Transport) -> bool:
         """Count a new connection. Close a connection if there are too many.
 
         Returns:
@@ -100,28 +100,28 @@ class Connections:
             loop.call_later(SWEEP_S, self._sweep)
         return True
 
-    def on_bytes(self, connection: Connection) -> None:
+    def on_bytes(self, connection: ClientConnection) -> None:
         """Shorten the deadline of a waiting connection, because a request has begun to arrive."""
         if connection in self._waiting:
             latest = asyncio.get_running_loop().time() + HEAD_TIMEOUT_S
             self._waiting[connection] = min(self._waiting[connection], latest)
 
-    def on_request(self, connection: Connection) -> None:
+    def on_request(self, connection: ClientConnection) -> None:
         """End the wait of a connection, because the head of a request is complete."""
         self._waiting.pop(connection, None)
 
-    def on_response(self, connection: Connection, timeout_s: float) -> None:
+    def on_response(self, connection: ClientConnection, timeout_s: float) -> None:
         """Begin a wait of the connection, for the end of its response or for its next request."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = asyncio.get_running_loop().time() + timeout_s
 
-    def on_large_head(self, connection: Connection) -> None:
+    def on_large_head(self, connection: ClientConnection) -> None:
         """Close a connection whose requests have too large heads."""
         if connection in self._open:
             self._close(connection, "large_head")
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: ClientConnection) -> None:
         """Stop counting a connection that is closed."""
         self._open.pop(connection, None)
         self._waiting.pop(connection, None)
@@ -136,7 +136,7 @@ class Connections:
         if self._is_sweeping:
             loop.call_later(SWEEP_S, self._sweep)
 
-    def _close(self, connection: Connection, reason: str) -> None:
+    def _close(self, connection: ClientConnection, reason: str) -> None:
         self._waiting.pop(connection, None)
         self._open.pop(connection).abort()
         self._metrics.closed_connections.labels(reason).inc()
@@ -157,7 +157,7 @@ def response_headers(request: web.BaseRequest) -> dict[str, str]:
     return {hdrs.SERVER: "baton", REQUEST_ID_HEADER: request_id(request)}
 
 
-class Connection(web.RequestHandler):
+class ClientConnection(web.RequestHandler):
     """A connection that `connections` counts, and that answers malformed HTTP like OpenAI.
 
     The path of malformed HTTP is unknown. Other failures have the shape of the path's API. Neither
@@ -261,7 +261,7 @@ class Connection(web.RequestHandler):
         else:
             problem = type(exc).__name__
             logger.info("[%s] %s sent no valid HTTP request: %s", name, request.remote, problem)
-            message = f"This is no valid HTTP request: {problem}."
+            message = f"This is not a valid HTTP request: {problem}."
             error = APIError(status, message, code="invalid_http")
         response = web.Response(
             status=error.status,
@@ -275,7 +275,7 @@ class Connection(web.RequestHandler):
 
 def wait_for_client(request: web.BaseRequest) -> None:
     """Let a new connection close the connection of `request`, whose response is delayed."""
-    assert isinstance(request.protocol, Connection)
+    assert isinstance(request.protocol, ClientConnection)
     request.protocol.end_request()
 
 
@@ -296,7 +296,7 @@ class TLSHandshake(asyncio.Protocol):
     """
 
     def __init__(
-        self, connection: Connection, connections: Connections, context: ssl.SSLContext
+        self, connection: ClientConnection, connections: Connections, context: ssl.SSLContext
     ) -> None:
         self._connection = connection
         self._connections = connections

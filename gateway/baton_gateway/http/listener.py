@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import hdrs, web
 from aiohttp.http import RawRequestMessage
 
-from baton_gateway.http.connections import Connection, Connections, TLSHandshake
+from baton_gateway.http.connections import ClientConnection, Connections, TLSHandshake
 from baton_gateway.http.cors import CORS
 
 #: Limit on the connections that the kernel queues until the gateway accepts them.
@@ -53,13 +53,13 @@ async def listen(
     def on_request(
         message: RawRequestMessage, payload: Any, connection: web.RequestHandler, *rest: Any
     ) -> web.BaseRequest:
-        assert isinstance(connection, Connection)
+        assert isinstance(connection, ClientConnection)
         connection.request_received()
         message = ignore_expectation(normalize_path(message))
         return make_request(message, payload, connection, *rest)
 
     def make_protocol() -> asyncio.Protocol:
-        connection = Connection(manager, connections, cors)
+        connection = ClientConnection(manager, connections, cors)
         return connection if context is None else TLSHandshake(connection, connections, context)
 
     manager.request_factory = on_request

@@ -9,13 +9,13 @@ parsed.
 from __future__ import annotations
 
 import logging
-import re
 from typing import TypeVar
 
 from baton_gateway.http.body_budget import BodyCharge
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.thread_pool import run_off_loop
 from baton_text.errors import RequestError
+from baton_text.json_values import STRING, count_punctuation, count_values
 from baton_text.requests.parsing import Checked, parse_request, unknown_fields
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ MAX_SKIPPED_STRINGS = 256
 MAX_LOGGED_FIELDS = 100
 #: Number of characters of an unknown field's name to log.
 MAX_LOGGED_NAME_LENGTH = 64
-
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 
 _Request = TypeVar("_Request", bound=Checked)
 
@@ -106,12 +104,12 @@ def bound_values(body: bytes) -> int:
     values = start = 0
     for _ in range(MAX_SKIPPED_STRINGS):
         quote = body.find(b'"', start)
-        string = None if quote < 0 else _STRING.match(body, quote)
+        string = None if quote < 0 else STRING.match(body, quote)
         if string is None:
             break
-        values += _count(body, start, quote)[0]
+        values += count_punctuation(body, start, quote)[0]
         start = string.end()
-    return values + _count(body, start, len(body))[0]
+    return values + count_punctuation(body, start, len(body))[0]
 
 
 def check_values(body: bytes, max_values: int, max_containers: int) -> None:
@@ -121,19 +119,7 @@ def check_values(body: bytes, max_values: int, max_containers: int) -> None:
         max_values: limit on values of any type. An entry of an object counts as two values.
         max_containers: limit on arrays and objects.
     """
-    values, containers = _count(body, 0, len(body))
-    if values <= max_values and containers <= max_containers:
-        return
-    # The first count includes punctuation inside strings, so count again without strings.
-    values = containers = start = 0
-    while values <= max_values and containers <= max_containers:
-        quote = body.find(b'"', start)
-        found = _count(body, start, len(body) if quote < 0 else quote)
-        values, containers = values + found[0], containers + found[1]
-        string = None if quote < 0 else _STRING.match(body, quote)
-        if string is None:  # the end, or invalid JSON
-            break
-        start = string.end()
+    values, containers = count_values(body, max_values, max_containers)
     for count, limit, name in (
         (values, max_values, "values"),
         (containers, max_containers, "arrays and objects"),
@@ -143,12 +129,3 @@ def check_values(body: bytes, max_values: int, max_containers: int) -> None:
                 f"The body has more than {limit} {name}; send less at once",
                 code="request_too_large",
             )
-
-
-def _count(body: bytes, start: int, end: int) -> tuple[int, int]:
-    """Return the number of JSON values, and the number of arrays and objects, in a part of `body`.
-
-    Brackets, commas and colons are counted, including those in strings.
-    """
-    containers = body.count(b"[", start, end) + body.count(b"{", start, end)
-    return containers + body.count(b",", start, end) + body.count(b":", start, end), containers

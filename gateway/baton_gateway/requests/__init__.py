@@ -6,7 +6,7 @@ Modules:
     cache_salts: keeps the cached prompts of clients apart.
     response_store: keeps the conversations of `/v1/responses`.
     prompts: converts messages and texts to token ids, within length bounds.
-    generation: runs a job's sequences and yields their text.
+    generator: runs a job's sequences and yields their text.
     output_queue: the outputs of a job that wait for its endpoint.
     pooling: jobs for pooling models, and their vectors.
 """

@@ -26,7 +26,7 @@ class Choice:
 
 
 @dataclass
-class Run:
+class SampleRun:
     """One sequence and its choices: one choice, or one per beam of a beam search."""
 
     sequence: Sequence
@@ -46,7 +46,7 @@ class PromptJob:
     """
 
     token_ids: list[int]
-    runs: list[Run]
+    runs: list[SampleRun]
     logprobs: PromptLogprobs = field(default_factory=list)
     logprobs_known: asyncio.Event = field(default_factory=asyncio.Event)
     _num_shared: int = 0
@@ -55,7 +55,7 @@ class PromptJob:
     def choices(self) -> list[Choice]:
         return [choice for run in self.runs for choice in run.choices]
 
-    async def share_logprobs(self, run: Run, output: EngineCoreOutput) -> PromptLogprobs:
+    async def share_logprobs(self, run: SampleRun, output: EngineCoreOutput) -> PromptLogprobs:
         """Return the prompt's logprobs, which all runs of the prompt share.
 
         The engine sends the prompt logprobs only to the prompt's first run, in the first output of

@@ -15,18 +15,18 @@ import msgspec
 from baton_gateway.errors import check_task, context_length_exceeded
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.requests.cache_salts import CacheSalts
-from baton_gateway.requests.job import Choice, Job, PromptJob, Run
+from baton_gateway.requests.job import Choice, Job, PromptJob, SampleRun
 from baton_gateway.requests.prompts import PromptBounds, PromptReader
-from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.engine_pool import EnginePool
 from baton_gateway.routing.sequence import SampleGroup, Sequence
-from baton_gateway.thread_pool import run_off_loop
+from baton_gateway.thread_pool import run_tokenization
 from baton_protocol.options.config import AccessConfig
-from baton_protocol.pooling import Task
-from baton_protocol.sampling import SamplingParams, StructuredOutput
+from baton_protocol.pooling_params import Task
+from baton_protocol.sampling_params import SamplingParams, StructuredOutput
 from baton_text.errors import RequestError
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.output import OutputProcessor
-from baton_text.replies.reply_format import Reply, ReplyFormat
+from baton_text.reply_parsing.reply_format import Reply, ReplyFormat
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
 from baton_text.requests.generation_request import GenerationRequest
@@ -100,7 +100,7 @@ class JobBuilder:
                 tools=request.template_tools,
             )
             size = max(size, len(text))
-        return await run_off_loop(
+        return await run_tokenization(
             lambda: self._job(request, text, started, bounds, cache_salt), size
         )
 
@@ -124,7 +124,7 @@ class JobBuilder:
         else:
             prefix, field = "cmpl", "prompt"
             prompts, echoes = self._completion_prompts(request, bounds)
-            structures = [self._structure(request, token_ids) for token_ids in prompts]
+            structures = self._structures(request, prompts)
         job_id = f"{prefix}-{uuid.uuid4().hex}"
         arrival = time.time()
         self._defaults.fill(request)
@@ -159,7 +159,7 @@ class JobBuilder:
                 sequence = _sequence(
                     request, request_id, arrival, token_ids, params, sample_index, group, cache_salt
                 )
-                runs.append(Run(sequence, part))
+                runs.append(SampleRun(sequence, part))
             jobs.append(PromptJob(token_ids, runs))
         return Job(job_id, request, int(arrival), started, jobs)
 
@@ -172,32 +172,40 @@ class JobBuilder:
         """
         prompts = request.prompts()
         add_special = request.add_special_tokens is not False
-        token_ids = [
-            self._reader.token_ids(prompt, "prompt", bounds, add_special_tokens=add_special)
-            for prompt in prompts
-        ]
-        echoes = [""] * len(prompts)
-        if request.echo:
-            echoes = [
-                prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-                for prompt in prompts
-            ]
-            num_characters = sum(map(len, echoes)) * request.num_candidates
+        token_ids: list[list[int]] = []
+        echoes: list[str] = []
+        num_characters = 0
+        for prompt in prompts:
+            ids = self._reader.token_ids(prompt, "prompt", bounds, add_special_tokens=add_special)
+            self._max_tokens(request, len(ids), "prompt", bounds)  # before the next is tokenized
+            token_ids.append(ids)
+            echo = ""
+            if request.echo:
+                echo = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+            echoes.append(echo)
+            num_characters += len(echo) * request.num_candidates
             if num_characters > MAX_ECHO_CHARACTERS:
                 raise RequestError(
-                    f"the response would repeat {num_characters} characters of prompts, and at "
-                    f"most {MAX_ECHO_CHARACTERS} are allowed; send fewer or shorter prompts, or a "
-                    "smaller n",
+                    f"the response would repeat {num_characters} characters of prompts or more, "
+                    f"and at most {MAX_ECHO_CHARACTERS} are allowed; send fewer or shorter "
+                    "prompts, or a smaller n",
                     param="echo",
                 )
         return token_ids, echoes
 
-    def _structure(self, request: CompletionRequest, prompt: list[int]) -> StructuredOutput | None:
-        """Return the grammar that enforces `thinking_budget` after a prompt. None: no grammar."""
+    def _structures(
+        self, request: CompletionRequest, prompts: list[list[int]]
+    ) -> list[StructuredOutput | None]:
+        """Return the grammar after each prompt that enforces `thinking_budget`. None: no grammar.
+
+        Prompts with equal ends share a grammar.
+        """
         if request.thinking_budget is None:
-            return None
-        end = self.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        return self._format.limit_reasoning(request, end, self.tokenizer.special_token_id)
+            return [None] * len(prompts)
+        decode, special = self.tokenizer.decode, self.tokenizer.special_token_id
+        ends = [decode(prompt[-PROMPT_END:], skip_special_tokens=False) for prompt in prompts]
+        grammars = {end: self._format.limit_reasoning(request, end, special) for end in set(ends)}
+        return [grammars[end] for end in ends]
 
     def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
         """Return the sampling parameters for each max_tokens in `lengths`.

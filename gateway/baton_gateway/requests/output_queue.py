@@ -12,8 +12,8 @@ import msgspec
 from baton_gateway.requests.job import Choice
 from baton_protocol.engine_messages import PromptLogprobs, TokenLogprobs
 from baton_text.output import TextOutput
-from baton_text.replies.reply_parser import ReplyDelta
-from baton_text.replies.tool_formats import ToolCallDelta
+from baton_text.reply_parsing.reply_parser import ReplyDelta
+from baton_text.reply_parsing.tool_formats import ToolCallDelta
 
 #: This many outputs wait as they are. Later outputs of a choice are joined.
 MAX_SINGLE_OUTPUTS = 8

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from baton_gateway.errors import EngineRefusalError, bad_request, check_task, internal, unavailable
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.requests.cache_salts import CacheSalts
-from baton_gateway.requests.generation import SEQUENCE_TOKENS, STAGGERED_TOKENS
+from baton_gateway.requests.generator import SEQUENCE_TOKENS, STAGGERED_TOKENS
 from baton_gateway.requests.job_builder import check_priority
 from baton_gateway.requests.prompts import PromptBounds, PromptReader
-from baton_gateway.routing.dispatch import Dispatcher
-from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.dispatcher import Dispatcher
+from baton_gateway.routing.engine_pool import EnginePool
 from baton_gateway.routing.sequence import Sequence
-from baton_gateway.thread_pool import run_off_loop
+from baton_gateway.thread_pool import run_tokenization
 from baton_protocol.options.config import AccessConfig
-from baton_protocol.pooling import (
+from baton_protocol.pooling_params import (
     NO_SAMPLING,
     PairFormat,
     PoolingParams,
@@ -137,7 +137,7 @@ class PoolingJobBuilder:
                 for prompt in request.prompts
             ]
 
-        return self._job(request, await run_off_loop(prompts, size), client)
+        return self._job(request, await run_tokenization(prompts, size), client)
 
     async def pair_job(
         self,
@@ -184,7 +184,7 @@ class PoolingJobBuilder:
             }
             return [(self._token_ids(text, names[text], bounds, True), unit) for text in places]
 
-        job = self._job(request, await run_off_loop(prompts, max(size, num_characters)), client)
+        job = self._job(request, await run_tokenization(prompts, max(size, num_characters)), client)
         embedded = [(places[first], places[second]) for first, second in pairs] if places else None
         return PairJob(job, embedded)
 

@@ -10,10 +10,10 @@ from typing import Any
 from baton_gateway import thread_pool
 from baton_gateway.errors import prompt_too_long, unavailable
 from baton_gateway.thread_pool import run_template
-from baton_protocol.pooling import PairFormat
+from baton_protocol.pooling_params import PairFormat
+from baton_text.chat_messages import ChatMessage, template_messages
 from baton_text.chat_template import ChatTemplateError, TemplateProcessError
 from baton_text.errors import RequestError
-from baton_text.messages import ChatMessage, template_messages
 from baton_text.score_prompts import PairPrompt, encode_pair
 from baton_text.tokenizer import Tokenizer, TokenizerError
 
@@ -22,6 +22,11 @@ logger = logging.getLogger(__name__)
 #: A text with more than this many characters per allowed token is first tokenized in pieces. A
 #: text that cannot fit is then refused before all of it was tokenized.
 LONG_TEXT = 8
+#: Limit on the characters of a text per allowed token. Only texts that repeat one character have
+#: longer tokens.
+MAX_CHARACTERS_PER_TOKEN = 32
+#: Limit on the characters of one text. Tokenizing it takes a hundred times its bytes of memory.
+MAX_TEXT_CHARACTERS = 2**22
 #: A text to tokenize may have this many times the tokens of the longest prompt.
 TEXT_FACTOR = 4
 #: Minimum number of characters of a piece. A cut changes only the tokens of the words beside it, so
@@ -141,7 +146,7 @@ class PromptReader:
             name = f"chat_template_kwargs.{min(reserved)}"
             raise RequestError(f"{name} cannot be set: it is a field of the request", param=name)
         bounds.check(len(messages), "messages")
-        bounds.check(self._tokenizer.fewest_tokens(_texts(messages)), "messages")
+        bounds.check(self._tokenizer.fewest_tokens(_num_characters(messages)), "messages")
         template = self._tokenizer.chat_template
         if template is None:
             raise RequestError(
@@ -252,7 +257,14 @@ class PromptReader:
         A long text exceeds them if its pieces have more than twice as many tokens as allowed,
         because cutting a text into pieces adds only a few tokens.
         """
-        bounds.check(self._tokenizer.fewest_tokens(text), field)
+        bounds.check(self._tokenizer.fewest_tokens(len(text)), field)
+        longest = min(MAX_CHARACTERS_PER_TOKEN * bounds.max_tokens, MAX_TEXT_CHARACTERS)
+        if len(text) > longest:
+            raise RequestError(
+                f"{field} may have at most {longest} characters, got {len(text)}",
+                param=field,
+                code="prompt_too_long",
+            )
         if len(text) <= LONG_TEXT * bounds.max_tokens:
             return
         num_tokens, piece = 0, max(_MIN_PIECE, LONG_TEXT * bounds.max_tokens)
@@ -264,12 +276,11 @@ class PromptReader:
                 bounds.check(num_tokens // 2, field)
 
 
-def _texts(messages: list[ChatMessage]) -> str:
-    """Return the texts of all messages, joined."""
-    texts = []
-    for message in messages:
-        if isinstance(message.content, str):
-            texts.append(message.content)
-        else:
-            texts += [part.text or "" for part in message.content or ()]
-    return "".join(texts)
+def _num_characters(messages: list[ChatMessage]) -> int:
+    """Return the number of characters of the texts of all messages."""
+    return sum(
+        len(message.content or "")
+        if not isinstance(message.content, list)
+        else sum(len(part.text or "") for part in message.content)
+        for message in messages
+    )

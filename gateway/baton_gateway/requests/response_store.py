@@ -12,7 +12,7 @@ import msgspec
 
 from baton_gateway.errors import APIError
 from baton_protocol.process.control_groups import memory_limit
-from baton_text.messages import ChatMessage
+from baton_text.chat_messages import ChatMessage
 from baton_text.responses.responses_api import Response
 
 #: Limit on the bytes of all stored conversations, and the part of the container's memory limit that

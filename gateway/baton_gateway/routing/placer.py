@@ -10,8 +10,8 @@ from functools import partial
 
 from baton_gateway.errors import APIError, engine_failure, see_log, unavailable
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.member import PoolMember
-from baton_gateway.routing.pool import EnginePool
+from baton_gateway.routing.engine_pool import EnginePool
+from baton_gateway.routing.pool_member import PoolMember
 from baton_gateway.routing.retry_state import RetryState
 from baton_gateway.routing.sequence import Placement, Sequence
 from baton_protocol.engine_messages import ErrorCode

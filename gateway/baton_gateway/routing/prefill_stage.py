@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from baton_gateway.metrics import GatewayMetrics
-from baton_gateway.routing.member import PoolMember
+from baton_gateway.routing.pool_member import PoolMember
 from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError, RequestStream
 from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
 

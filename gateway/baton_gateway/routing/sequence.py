@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton_gateway.routing.member import PoolMember
+from baton_gateway.routing.pool_member import PoolMember
 from baton_protocol.engine_messages import EngineCoreRequest, KVSide, KVTransferParams
-from baton_protocol.pooling import PoolingParams
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.pooling_params import PoolingParams
+from baton_protocol.sampling_params import SamplingParams
 
 
 class Placement:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.launch_configurations import Configuration, configuration
 
 #: Configurations that the tuner measures. tile: number of elements per program.
 CANDIDATES: list[Configuration] = [
@@ -17,6 +19,7 @@ CANDIDATES: list[Configuration] = [
 ]
 
 
+@functools.cache
 def shape_class(num_rows: int, dim: int) -> str:
     """Return the shape class under which a launch's tuned configuration is stored.
 

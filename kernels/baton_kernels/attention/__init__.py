@@ -43,7 +43,7 @@ from baton_kernels import cpu
 from baton_kernels.attention.torch_cpu import GatherPlan, paged_attention_cpu
 
 if TYPE_CHECKING:
-    from baton_kernels.attention.triton_kernel import Launch
+    from baton_kernels.attention.triton_plan import Launch
 
 
 #: triton: on a GPU, and in tests in Triton's interpreter.
@@ -105,7 +105,7 @@ def plan_attention(
         implementation = _choose(key_cache, soft_cap)
     launch = gather = None
     if implementation == "triton":
-        from baton_kernels.attention.triton_kernel import plan_launch
+        from baton_kernels.attention.triton_plan import plan_launch
 
         launch = plan_launch(query, key_cache, block_tables, len(seq_lens), window, max_seqlen_q)
     elif implementation == "torch":

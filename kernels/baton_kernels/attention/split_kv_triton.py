@@ -14,7 +14,7 @@ from torch import Tensor
 from baton_kernels.kernel_arguments import Heads
 
 
-class Batch(NamedTuple):
+class SplitKVBatch(NamedTuple):
     """Number and lengths of a step's sequences."""
 
     cu_seqlens_q_ptr: tl.tensor  #: int32 [num_seqs + 1].
@@ -42,7 +42,7 @@ def _segments_of(tiles, tiles_per_segment):
 
 
 @triton.jit
-def _count_tiles(seqs, in_batch, batch: Batch, KV_TILE: tl.constexpr, WINDOW: tl.constexpr):
+def _count_tiles(seqs, in_batch, batch: SplitKVBatch, KV_TILE: tl.constexpr, WINDOW: tl.constexpr):
     """Return the number of key tiles that each sequence's queries attend to.
 
     The number is 0 for sequences outside of the batch.
@@ -59,7 +59,7 @@ def _count_tiles(seqs, in_batch, batch: Batch, KV_TILE: tl.constexpr, WINDOW: tl
 @triton.jit
 def find_segment(
     item,
-    batch: Batch,
+    batch: SplitKVBatch,
     target_segments,
     KV_TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,

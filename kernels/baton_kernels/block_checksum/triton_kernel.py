@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_kernels.block_checksum.reference import OUTER_OFFSET, PERIOD, WORD_BYTES, factors
-from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.launch_configurations import Configuration, configuration
 
 #: Configurations that the tuner measures. tile: words per tile, a divisor of PERIOD. tiles: tiles
 #: per program.

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.launch_configurations import Configuration, configuration
 
 #: Configurations that the tuner measures. tile: number of words per tile. A word has 1, 2, 4 or 8
 #: bytes.

@@ -5,8 +5,8 @@ were not compiled, or if the processor lacks the instructions. Then the torch ve
 operations run. The environment variable BATON_CPU_KERNELS=torch always selects the torch versions.
 BATON_CPU_KERNELS=avx2 selects the operations for processors without AVX-512.
 
-    libraries   the compiled files, one per instruction set, and which one this processor loads
-    build       compiles the operations
+    instruction_sets  one compiled file per instruction set, and which one this processor loads
+    build             compiles the operations
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton_kernels.cpu.libraries import choose, library_file, processor_flags
+from baton_kernels.cpu.instruction_sets import choose, library_file, processor_flags
 
 #: The dtypes of the operations. Dispatchers use the torch versions for other dtypes.
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})

@@ -20,13 +20,13 @@ from pathlib import Path
 
 import torch
 
-from baton_kernels.cpu.libraries import (
+from baton_kernels.cpu.instruction_sets import (
     BUILT,
     FLAGS,
     SOURCES,
     InstructionSet,
-    instruction_sets,
     library_file,
+    sets_for_machine,
 )
 
 #: Compiles with OpenMP, but links no OpenMP library. torch has already loaded one, and a second
@@ -95,7 +95,7 @@ def main() -> int:
 
     A compilation that fails is not an error, because torch versions replace missing operations.
     """
-    wanted = instruction_sets()
+    wanted = sets_for_machine()
     command = compiler()
     if not wanted or command is None:
         missing = "C++ compiler" if command is None else f"C++ kernels for {platform.machine()}"

@@ -25,12 +25,12 @@ from baton_kernels.kv_write.torch_cpu import Slots, write_kv_cpu
 __all__ = ["Slots", "plan_write", "write_kv"]
 
 
-def plan_write(slot_mapping: Tensor, key_cache: Tensor) -> Slots | None:
+def plan_write(key_cache: Tensor, slot_mapping: Tensor) -> Slots | None:
     """Prepare the KV write of a step, once for all layers.
 
     Args:
+        key_cache: the key cache of any layer. All layers have the same shape and dtype.
         slot_mapping: the same as in `write_kv`.
-        key_cache: the same as in `write_kv`, of any layer.
 
     Returns:
         Block and offset of each slot, or None for Triton and C++, which need no plan.
@@ -46,7 +46,7 @@ def write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
-    plan: Slots | None = None,
+    plan: Slots | None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
 ) -> None:
@@ -59,7 +59,7 @@ def write_kv(
         value_cache: like key_cache, with the same strides.
         slot_mapping: slot of each token, int64 of shape [num_tokens]. A token with a negative slot
             is not stored. All other slots are distinct.
-        plan: result of `plan_write` for this slot mapping. None: this call computes it if needed.
+        plan: result of `plan_write` for this slot mapping.
         key_scale: float32 of shape [num_kv_heads]; None means 1. An fp8 cache stores keys that are
             divided by the scale and saturated.
         value_scale: the same for values. Give both scales or neither.
@@ -77,9 +77,8 @@ def write_kv(
     else:
         if key_cache.dtype == torch.float8_e4m3fn:
             key, value = to_fp8(key, key_scale), to_fp8(value, value_scale)
-        write_kv_cpu(
-            key, value, key_cache, value_cache, plan or Slots(slot_mapping, key_cache.shape[2])
-        )
+        assert plan is not None
+        write_kv_cpu(key, value, key_cache, value_cache, plan)
 
 
 def _is_compiled_for(cache: Tensor) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration, configuration
 from baton_kernels.kernel_arguments import Caches, Heads
+from baton_kernels.launch_configurations import Configuration, configuration
 
 #: Configurations that the tuner measures. heads: number of heads per program, a power of two.
 CANDIDATES: list[Configuration] = [
@@ -16,6 +18,7 @@ CANDIDATES: list[Configuration] = [
 ]
 
 
+@functools.cache
 def shape_class(num_tokens: int, num_kv_heads: int, head_dim: int) -> str:
     """Return the shape class under which a launch's tuned configuration is stored."""
     return f"{'few' if num_tokens <= 256 else 'many'}/kv_heads={num_kv_heads}/head_dim={head_dim}"

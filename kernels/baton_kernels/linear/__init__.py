@@ -12,6 +12,11 @@ For output o and input i, with values in [-127, 127] or [-8, 7]:
 
     int8        W[o, i] ~ values[o, i] * scales[o]
     int4        W[o, i] ~ values[o, i] * scales[o, i // 32]
+
+Counted cost (`benchmarks/kernels/costs.py`):
+
+    bytes       the weight and the bias, read once, x, read, and y, written
+    operations  2 * in_features * out_features per row of x
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration
+from baton_kernels.launch_configurations import Configuration
 
 
 @triton.jit

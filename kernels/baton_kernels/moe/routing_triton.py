@@ -8,6 +8,7 @@ The pairs of an expert keep their order, so a repeated step gives the same bits.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.launch_configurations import Configuration, configuration
 
 ROUTING_DEFAULT: Configuration = {"ROWS": 1, "num_warps": 1}
 #: Configurations that the tuner measures (benchmarks/kernels/tuning). ROWS: tokens per program.
@@ -74,6 +75,7 @@ def _route_kernel(
     tl.store(expert_ids_ptr + target, chosen.to(tl.int64), mask=mask)
 
 
+@functools.cache
 def routing_shape_class(num_experts: int, top_k: int) -> str:
     """Return the shape class under which a routing launch's tuned configuration is stored."""
     return f"routing/experts={num_experts}/top_k={top_k}"

@@ -12,11 +12,13 @@ Constants of a launch:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.launch_configurations import Configuration, configuration
 from baton_kernels.moe.gemm_triton import run_experts_gemm
 from baton_kernels.moe.gemv_triton import run_experts_gemv
 from baton_kernels.moe.routing_triton import route_top_k_triton
@@ -130,6 +132,7 @@ def default_configuration(
     return _gemm(128, 256, 64 // halves, 8, 0, 8, 3)
 
 
+@functools.cache
 def shape_class(
     num_tokens: int,
     num_experts: int,

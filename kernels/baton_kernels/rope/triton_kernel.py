@@ -5,12 +5,14 @@ One launch reads the query and key heads of qkv in place, and writes both result
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.launch_configurations import Configuration, configuration
 
 #: Configurations that the tuner measures. heads: number of heads per program.
 CANDIDATES: list[Configuration] = [
@@ -18,6 +20,7 @@ CANDIDATES: list[Configuration] = [
 ]
 
 
+@functools.cache
 def shape_class(num_tokens: int, head_dim: int) -> str:
     """Return the shape class under which a launch's tuned configuration is stored."""
     return f"{'few' if num_tokens <= 256 else 'many'}/head_dim={head_dim}"

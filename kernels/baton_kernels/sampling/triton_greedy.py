@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.configurations import configuration
+from baton_kernels.launch_configurations import configuration
 from baton_kernels.sampling.parameters import BestTokens
 from baton_kernels.sampling.triton_kernel import DEFAULT, shape_class
 from baton_kernels.sampling.triton_search import logit_key

@@ -25,6 +25,7 @@ the maxima by the gathered tokens, or by the score and token of each tile's winn
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,7 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration, configuration
+from baton_kernels.launch_configurations import Configuration, configuration
 from baton_kernels.sampling.parameters import MIN_TEMPERATURE, DrawParams
 from baton_kernels.sampling.triton_search import (
     LOWEST,
@@ -73,6 +74,7 @@ CANDIDATES: list[Configuration] = [
 DEFAULT: Configuration = {"tile": 1024, "num_warps": 4, "row_tile": 1024, "row_warps": 8}
 
 
+@functools.cache
 def shape_class(num_rows: int, vocab_size: int) -> str:
     """Return the shape class under which the tuned configuration of a batch is stored."""
     return f"{'few' if num_rows <= 16 else 'many'}/vocab={triton.next_power_of_2(vocab_size)}"

@@ -41,9 +41,6 @@ from baton_kv_transfer.agent.agent import (
     KnownPeer,
     RegDescs,
     XferHandle,
-    check_post,
-    pair,
-    unknown_peer,
 )
 from baton_kv_transfer.agent.descriptors import (
     XferDescs,
@@ -53,6 +50,7 @@ from baton_kv_transfer.agent.descriptors import (
     locate,
     run_starts,
 )
+from baton_kv_transfer.agent.transfer_checks import check_post, pair, unknown_peer
 from baton_kv_transfer.transports.transfer import (
     Descriptors,
     Post,

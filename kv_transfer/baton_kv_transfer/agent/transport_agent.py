@@ -23,9 +23,6 @@ from baton_kv_transfer.agent.agent import (
     KnownPeer,
     RegDescs,
     XferHandle,
-    check_post,
-    pair,
-    unknown_peer,
 )
 from baton_kv_transfer.agent.descriptors import (
     XferDescs,
@@ -36,7 +33,8 @@ from baton_kv_transfer.agent.descriptors import (
     may_merge,
     merge,
 )
-from baton_kv_transfer.transports.choose import choose_transports
+from baton_kv_transfer.agent.transfer_checks import check_post, pair, unknown_peer
+from baton_kv_transfer.transports.selection import choose_transports
 from baton_kv_transfer.transports.transfer import Descriptors, Region, Transfer, TransportError
 from baton_kv_transfer.transports.transport import Transport, TransportContext
 from baton_kv_transfer.transports.transport_thread import TransportThread
@@ -164,7 +162,7 @@ class TransportAgent(Agent):
             Region(address, length, mem_type, device_id)
             for address, length, device_id, _ in reg_list
         ]
-        self._thread.mailbox.call(lambda: self._add_regions(regions, kinds))
+        self._thread.commands.call(lambda: self._add_regions(regions, kinds))
         with self._lock:
             self._regions += regions
         return RegDescs(regions)
@@ -175,7 +173,7 @@ class TransportAgent(Agent):
                 self._regions.remove(region)
             # Lists that were prepared for this agent have indices of the old list of regions.
             self._peers.pop(self.name, None)
-        self._thread.mailbox.call(lambda: self._forget_regions(dereg_list.regions))
+        self._thread.commands.call(lambda: self._forget_regions(dereg_list.regions))
 
     def get_agent_metadata(self) -> bytes:
         with self._lock:
@@ -332,7 +330,7 @@ class TransportAgent(Agent):
         with self._lock:
             self._require_open()
             self._peers.clear()
-            self._thread.mailbox.call(
+            self._thread.commands.call(
                 lambda: [transport.fence() for transport in self._transports.values()]
             )
 

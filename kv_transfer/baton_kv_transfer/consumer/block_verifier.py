@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from baton_kv_transfer.connector import FailureReason
 from baton_kv_transfer.consumer.load_state import LoadState, RankTransfer
 from baton_kv_transfer.consumer.peer import Peer
-from baton_kv_transfer.consumer.read_window import Batch, ReadWindow, blocks_per_batch
+from baton_kv_transfer.consumer.read_window import ReadBatch, ReadWindow, blocks_per_batch
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.transports.transfer import TransportError
@@ -32,8 +32,8 @@ class BlockVerifier:
         self._context = context
         self._agent, self._memory, self._stats = context.agent, context.memory, context.stats
         self._windows: dict[Peer, ReadWindow] = {}
-        self._in_flight: list[Batch] = []
-        self._arrived: deque[Batch] = deque()
+        self._in_flight: list[ReadBatch] = []
+        self._arrived: deque[ReadBatch] = deque()
 
     @property
     def has_unverified(self) -> bool:
@@ -63,7 +63,7 @@ class BlockVerifier:
             part = positions[start : start + step]
             rank_transfer.num_batches += 1
             self._arrived.append(
-                Batch(
+                ReadBatch(
                     rank_transfer,
                     part,
                     [load.slots[position] for position in part],
@@ -111,7 +111,7 @@ class BlockVerifier:
         Call this only after `Agent.fence` or `Agent.close`, when no transfer touches the memory.
         """
         for batch in self._in_flight:
-            self._ended(batch)
+            self._release_window(batch)
             self._discard(batch)
         self._in_flight.clear()
         while self._arrived:
@@ -134,8 +134,8 @@ class BlockVerifier:
                     self._agent.transfer(handle)
                 except (KeyError, ValueError, TransportError) as error:
                     # The agent has removed the peer.
-                    self._ended(batch)
-                    self._read_failed(batch, str(error))
+                    self._release_window(batch)
+                    self._fail_read(batch, str(error))
                 else:
                     batch.handle = handle
                     self._in_flight.append(batch)
@@ -153,24 +153,24 @@ class BlockVerifier:
             if outcome == "PROC":
                 in_flight.append(batch)
                 continue
-            self._ended(batch)
+            self._release_window(batch)
             self._agent.release_xfer_handle(batch.handle)
             if outcome == "DONE":
                 self._arrived.append(batch)
             else:
-                self._read_failed(batch, batch.handle.error)
+                self._fail_read(batch, batch.handle.error)
         self._in_flight = in_flight
 
-    def _ended(self, batch: Batch) -> None:
+    def _release_window(self, batch: ReadBatch) -> None:
         assert batch.window is not None
         batch.window.release(batch)
 
-    def _read_failed(self, batch: Batch, error: str) -> None:
+    def _fail_read(self, batch: ReadBatch, error: str) -> None:
         peer = batch.rank_transfer.peer
         peer.fail(FailureReason.PEER_LOST, f"reading from {peer.name} failed: {error}")
         self._discard(batch)
 
-    def _verify(self, batch: Batch) -> list[int]:
+    def _verify(self, batch: ReadBatch) -> list[int]:
         """Copy the blocks whose checksums match into the KV cache (`SlotMemory.commit`).
 
         Blocks that differ from their checksums are read again, unless a block of the batch differs
@@ -213,7 +213,7 @@ class BlockVerifier:
             self.read(rank_transfer, wrong)
         return twice
 
-    def _discard(self, batch: Batch) -> None:
+    def _discard(self, batch: ReadBatch) -> None:
         """Remove a batch from its per-rank transfer, and release the slots that the batch owns."""
         batch.rank_transfer.num_batches -= 1
         if batch.owns_slots:

@@ -49,9 +49,8 @@ class ConsumerSide:
         """
         self._context = context
         self._agent, self._clock = context.agent, context.clock
-        #: Whether the last `advance` has called `Agent.fence`. The agent then has new metadata and
-        #: no peers, which also concerns the producer side.
-        self.has_fenced = False
+        #: Whether `advance` has called `Agent.fence` since the last `take_fence`.
+        self._has_fenced = False
         #: Loads that wait for memory: transfer id to the first worker of the producer.
         self._expected: dict[str, Peer] = {}
         self._peers = PeerRegistry(context)
@@ -88,9 +87,8 @@ class ConsumerSide:
                 request.remote_host, request.remote_port, request.peer_instance_id, now
             )
         except zmq.ZMQError as error:  # not an address, or no socket is left
-            self._context.stats.count_failure(FailureReason.PEER_LOST)
-            reason = f"cannot connect to {request.remote_host}:{request.remote_port}: {error}"
-            self._loads.finished.append((request.transfer_id, LoadResult(0, reason)))
+            why = f"cannot connect to {request.remote_host}:{request.remote_port}: {error}"
+            self._loads.reject(request, FailureReason.PEER_LOST, why)
             return
         self._loads.begin(request, first, now)
 
@@ -129,7 +127,6 @@ class ConsumerSide:
             The transfer id and the result of each load that has ended. The engine waits for the
             results, so they come before RELEASE messages are sent and new messages are received.
         """
-        self.has_fenced = False
         yield from self._loads.take_finished()  # ended by `begin` or `cancel`
         if notifications := list(self._notifications()):
             for peer, notification in notifications:
@@ -150,6 +147,14 @@ class ConsumerSide:
         yield from self._loads.advance_all(now)
         self._send_heartbeats(now)
 
+    def take_fence(self) -> bool:
+        """Return whether `advance` has called `Agent.fence` since the last call of this function.
+
+        After a fence the agent has no peers, including the peers of the producer side.
+        """
+        has_fenced, self._has_fenced = self._has_fenced, False
+        return has_fenced
+
     def _verify_blocks(self) -> None:
         for rank_transfer, wrong in self._blocks.advance():
             self._loads.record_verified(rank_transfer, wrong, self._clock())
@@ -159,7 +164,7 @@ class ConsumerSide:
 
         None means that only an event makes `advance` necessary.
         """
-        is_due = self._loads.finished or self._blocks.has_unverified
+        is_due = self._loads.has_finished or self._blocks.has_unverified
         if is_due or any(peer.error for peer in self._peers):
             return 0.0
         deadlines = [peer.handshake_deadline for peer in self._peers if not peer.is_ready]
@@ -216,13 +221,13 @@ class ConsumerSide:
             "connect again: %s",
             why,
         )
-        self.has_fenced = True
+        self._has_fenced = True
         self._context.stats.memory_fences += 1
         self._agent.fence()
         if self._blocks.is_reading:
             raise RuntimeError("transfers continue after a fence: the transport is defective")
         self._blocks.discard_all()
-        self._context.renew()
+        self._context.drop_local_slots()
         for load in self._loads:
             self._loads.fail(
                 load, FailureReason.PEER_LOST, f"peers were cut off from the KV memory: {why}", now

@@ -61,7 +61,7 @@ class LoadManager:
         self._blocks = blocks
         self._loads: dict[str, Load] = {}
         #: Transfer ids and results of ended loads, until `take_finished` removes them.
-        self.finished: deque[tuple[str, LoadResult]] = deque()
+        self._finished: deque[tuple[str, LoadResult]] = deque()
         #: Loads with push that wait for slots, the oldest first.
         self._want_slots: dict[str, Load] = {}
         #: RELEASE messages to send. They are sent after the LoadResults, because the engine waits
@@ -78,10 +78,20 @@ class LoadManager:
     def get(self, transfer_id: str) -> Load | None:
         return self._loads.get(transfer_id)
 
+    @property
+    def has_finished(self) -> bool:
+        """Whether `take_finished` yields a result."""
+        return bool(self._finished)
+
     def take_finished(self) -> Iterator[tuple[str, LoadResult]]:
         """Remove and yield the transfer ids and results of ended loads."""
-        while self.finished:
-            yield self.finished.popleft()
+        while self._finished:
+            yield self._finished.popleft()
+
+    def reject(self, request: LoadRequest, reason: FailureReason, error: str) -> None:
+        """Record the failed LoadResult of a load that cannot begin."""
+        self._context.stats.count_failure(reason)
+        self._finished.append((request.transfer_id, LoadResult(0, error)))
 
     def begin(self, request: LoadRequest, first_worker: Peer, now: float) -> None:
         num_blocks = len(request.block_ids)
@@ -313,7 +323,7 @@ class LoadManager:
         else:
             stats.transfers_completed += 1
         stats.receive_seconds += now - load.started
-        self.finished.append((load.transfer_id, load.result()))
+        self._finished.append((load.transfer_id, load.result()))
 
     def check_deadlines(self, now: float) -> None:
         for load in self:

@@ -19,7 +19,7 @@ BATCH_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class ReadBatch:
     """Blocks that are verified together after one read or write. All belong to `rank_transfer`."""
 
     rank_transfer: RankTransfer
@@ -81,7 +81,7 @@ class ReadWindow:
             self._stats.queued_bytes -= len(rank_transfer.queued) * rank_transfer.block_nbytes
             rank_transfer.queued.clear()
 
-    def take_batch(self, memory: SlotMemory) -> Batch | None:
+    def take_batch(self, memory: SlotMemory) -> ReadBatch | None:
         """Return the next batch to read, with its slots; None if no batch can be read now.
 
         A batch must fit into the limit for bytes in flight, and needs free slots. A batch larger
@@ -116,12 +116,12 @@ class ReadWindow:
             self._inflight_bytes += nbytes
             self._stats.queued_bytes -= nbytes
             self._stats.inflight_bytes += nbytes
-            return Batch(
+            return ReadBatch(
                 rank_transfer, positions, slots, owns_slots=load.slots is None, window=self
             )
         return None
 
-    def release(self, batch: Batch) -> None:
+    def release(self, batch: ReadBatch) -> None:
         """Remove a batch from the bytes in flight. Call this after its read has ended."""
         self._inflight_bytes -= batch.nbytes
         self._stats.inflight_bytes -= batch.nbytes

@@ -22,7 +22,7 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer.sessions import Session
-from baton_kv_transfer.producer.transfer_state import Block, Subscriber, checksum_blocks
+from baton_kv_transfer.producer.transfer_state import OfferedBlock, Subscriber, checksum_blocks
 from baton_kv_transfer.side_channel import PublishedBlock
 from baton_kv_transfer.transports.transfer import TransportError
 
@@ -67,7 +67,7 @@ class BlockWriter:
         self._windows: dict[str, _PeerWindow] = {}  # by agent name
         self._in_flight: list[_Write] = []
 
-    def enqueue(self, subscriber: Subscriber, blocks: list[Block]) -> None:
+    def enqueue(self, subscriber: Subscriber, blocks: list[OfferedBlock]) -> None:
         """Queue blocks to write. Their checksums are computed when the write is posted."""
         if not blocks:
             return
@@ -83,7 +83,7 @@ class BlockWriter:
             self._stats.queued_bytes -= len(subscriber.queue) * self._nbytes(subscriber)
             subscriber.queue.clear()
 
-    def any_to(self, session: Session) -> bool:
+    def has_writes_to(self, session: Session) -> bool:
         """Return whether a write to the memory of the session's consumer is in flight."""
         return any(write.subscriber.session is session for write in self._in_flight)
 
@@ -126,7 +126,7 @@ class BlockWriter:
                 yield EndedWrite(subscriber, [], str(error))
 
     def _begin(
-        self, window: _PeerWindow, subscriber: Subscriber, blocks: list[Block], nbytes: int
+        self, window: _PeerWindow, subscriber: Subscriber, blocks: list[OfferedBlock], nbytes: int
     ) -> None:
         published = checksum_blocks(self._context.memory, subscriber, blocks)
         handle = self._make(subscriber, published)

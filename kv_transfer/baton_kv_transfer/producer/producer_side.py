@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from baton_kv_transfer import side_channel
+from baton_kv_transfer.connector import BlockSave
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer.block_writer import BlockWriter
 from baton_kv_transfer.producer.sessions import Session, SessionRegistry
@@ -84,7 +85,7 @@ class ProducerSide:
         self._handshakes = watch_handshakes(router) if context.service_key is not None else None
         self._unreachable: set[bytes] = set()
         self._writes = BlockWriter(context)
-        self.transfers = TransferManager(context, self._writes, self._send)
+        self._transfers = TransferManager(context, self._writes, self._send)
         self._sessions = SessionRegistry(context)
         self._last_round = context.clock()
         self._last_empty = self._last_round
@@ -96,13 +97,31 @@ class ProducerSide:
             self._handshakes.close()
         self._router.close(linger=0)
 
-    def memory_fenced(self) -> None:
+    def fail_push_sessions(self) -> None:
         """Fail the sessions that use push, after a fence (`Agent.fence`).
 
         The fence has removed the consumers' agents, so these consumers must connect again.
         """
         lost = self._sessions.fail_all("the producer cut all its peers off")
-        self.transfers.sessions_lost(lost)
+        self._transfers.drop_sessions(lost)
+
+    # From the scheduler
+
+    def offer(self, transfer_id: str, peer_instance_id: str) -> None:
+        self._transfers.offer(transfer_id, peer_instance_id)
+
+    def save(self, save: BlockSave) -> None:
+        self._transfers.save(save)
+
+    def cancel(self, transfer_id: str) -> None:
+        self._transfers.cancel(transfer_id)
+
+    def end_all(self, reason: str) -> list[str]:
+        """End every transfer without waiting for consumers. Call only after closing the agent.
+
+        Return the ids that `advance` has not returned.
+        """
+        return self._transfers.end_all(reason)
 
     # From the thread's loop
 
@@ -120,29 +139,31 @@ class ProducerSide:
         if drained:
             self._last_empty = now
         self._advance_writes()
-        self.transfers.expose_waiting()
+        self._transfers.expose_waiting()
         self._advance_writes()
         # Leases must not end while messages of their consumers may be unread.
         if (drained or now - self._last_empty > MAX_UNREAD_S) and now >= self._no_expiry_before:
-            for session in self.transfers.expire(now):
+            for session in self._transfers.expire(now):
                 self._cut_off(session, f"writes to it did not end within {DRAIN_TIMEOUT_S:g} s")
             for identity in self._sessions.take_silent(now):
                 self._send(identity, side_channel.Pending([]))  # finds connections that are lost
-        for session in [one for one in self._sessions.failed if not self._writes.any_to(one)]:
+        for session in [
+            one for one in self._sessions.failed if not self._writes.has_writes_to(one)
+        ]:
             self._forget(session.identity, session.error)
             self._send(session.identity, side_channel.Refused(session.error))
         while self._unreachable:
             self._forget(self._unreachable.pop(), "the connection is lost")
         if self._handshakes is not None:
             self._stats.handshakes_refused += count_refused(self._handshakes)
-        return self.transfers.take_finished()
+        return self._transfers.take_finished()
 
     def next_deadline(self) -> float | None:
         """Return the time at which `advance` must run even without an event.
 
         None means that only an event makes `advance` necessary.
         """
-        deadline = max(self.transfers.next_deadline(), self._no_expiry_before)
+        deadline = max(self._transfers.next_deadline(), self._no_expiry_before)
         return deadline if deadline < math.inf else None
 
     def _receive(self, now: float) -> bool:
@@ -181,7 +202,7 @@ class ProducerSide:
                 return
             case side_channel.Describe():
                 answer, lost = self._sessions.handle_describe(identity, message, now)
-                self.transfers.sessions_lost(lost)
+                self._transfers.drop_sessions(lost)
                 self._answer(identity, answer)
                 return
         session = self._sessions.find(identity, now)
@@ -190,25 +211,25 @@ class ProducerSide:
             return
         match message:
             case side_channel.Subscribe():
-                self.transfers.subscribe(session, message)
+                self._transfers.subscribe(session, message)
             case side_channel.Release():
-                self.transfers.release(session, message)
+                self._transfers.release(session, message)
             case side_channel.Heartbeat(transfer_ids=transfer_ids):
-                self.transfers.heartbeat(session, transfer_ids)
+                self._transfers.heartbeat(session, transfer_ids)
 
     def _advance_writes(self) -> None:
         for subscriber, blocks, error in self._writes.advance():
             if error and not subscriber.session.error:
                 self._cut_off(subscriber.session, f"writing to the consumer failed: {error}")
-            self.transfers.record_written(subscriber, blocks)
+            self._transfers.record_written(subscriber, blocks)
 
     def _cut_off(self, session: Session, reason: str) -> None:
         logger.warning("disconnecting the consumer %s: %s", session.instance_id, reason)
-        self.transfers.sessions_lost(self._sessions.fail(session, reason))
+        self._transfers.drop_sessions(self._sessions.fail(session, reason))
 
     def _forget(self, identity: bytes, reason: str) -> None:
         """Remove the session of a connection, and stop publishing and writing to it."""
-        self.transfers.sessions_lost(self._sessions.forget(identity, reason))
+        self._transfers.drop_sessions(self._sessions.forget(identity, reason))
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         """Refuse an invalid message. The consumer has to connect again."""

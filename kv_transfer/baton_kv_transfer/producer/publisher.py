@@ -15,7 +15,7 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.producer.block_writer import BlockWriter
 from baton_kv_transfer.producer.sessions import Send
 from baton_kv_transfer.producer.transfer_state import (
-    Block,
+    OfferedBlock,
     Subscriber,
     SubscriberState,
     checksum_blocks,
@@ -42,7 +42,7 @@ class Publisher:
         self._writes = writes
         self._send = send
 
-    def send_blocks(self, subscriber: Subscriber, blocks: Sequence[Block]) -> None:
+    def send_blocks(self, subscriber: Subscriber, blocks: Sequence[OfferedBlock]) -> None:
         """Publish the blocks that the subscriber requested. With push, queue their writes."""
         first = subscriber.first_block_index
         end = first + len(subscriber.slots) if subscriber.push else math.inf

@@ -21,14 +21,14 @@ from baton_kv_transfer.connector import BlockSave
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory.layout import HeadRange
 from baton_kv_transfer.producer.block_writer import BlockWriter
-from baton_kv_transfer.producer.early_messages import EarlyMessages, refuse_subscription
+from baton_kv_transfer.producer.early_subscriptions import EarlySubscriptions, refuse_subscription
 from baton_kv_transfer.producer.publisher import Publisher
 from baton_kv_transfer.producer.sessions import Send, Session
 from baton_kv_transfer.producer.transfer_state import (
-    Block,
+    OfferedBlock,
+    OfferedTransfer,
     Subscriber,
     SubscriberState,
-    Transfer,
     TransferState,
     explain_invalid,
     explain_refusal,
@@ -67,13 +67,13 @@ class TransferManager:
         self._lease_s = context.config.lease_s
         self._memory, self._stats, self._clock = context.memory, context.stats, context.clock
         self._send = send
-        self._transfers: dict[str, Transfer] = {}
+        self._transfers: dict[str, OfferedTransfer] = {}
         #: Ids of ended transfers, until `take_finished` removes them.
         self._finished: list[str] = []
-        self._early = EarlyMessages(self._lease_s, send, self._clock)
+        self._early = EarlySubscriptions(self._lease_s, send, self._clock)
         self._ended: OrderedDict[str, str] = OrderedDict()  # transfer id -> why
         #: Transfers that wait for slots, in the order in which they began to wait.
-        self._waiting_for_slots: dict[str, Transfer] = {}
+        self._waiting_for_slots: dict[str, OfferedTransfer] = {}
         #: No lease ends before this time. Heartbeats leave it unchanged; `expire` updates it.
         self._next_expiry = math.inf
 
@@ -84,7 +84,7 @@ class TransferManager:
             logger.warning("transfer %s was offered twice; ignoring the second offer", transfer_id)
             return
         self._ended.pop(transfer_id, None)
-        self._transfers[transfer_id] = Transfer(
+        self._transfers[transfer_id] = OfferedTransfer(
             transfer_id, peer_instance_id, self._deadline_in(self._lease_s)
         )
         for session, message in self._early.take(transfer_id):
@@ -215,7 +215,7 @@ class TransferManager:
         if pending:
             self._send(session.identity, side_channel.Pending(pending))
 
-    def sessions_lost(self, sessions: Iterable[Session]) -> None:
+    def drop_sessions(self, sessions: Iterable[Session]) -> None:
         """Stop publishing and writing to sessions that have failed or were removed.
 
         Blocks that the consumer may still read stay allocated until its lease ends.
@@ -297,7 +297,7 @@ class TransferManager:
         deadline = min(self._next_expiry, self._early.next_expiry)
         return min(deadline, self._clock() + SLOT_RETRY_S) if self._waiting_for_slots else deadline
 
-    def _expire_transfer(self, transfer: Transfer, now: float) -> list[Session]:
+    def _expire_transfer(self, transfer: OfferedTransfer, now: float) -> list[Session]:
         """End what has expired of one transfer, and return the sessions to cut off."""
         stalled = []
         for subscriber in list(transfer.subscribers.values()):
@@ -305,7 +305,7 @@ class TransferManager:
                 continue
             if subscriber.state is not SubscriberState.LEFT:
                 was_held = subscriber.deadline == subscriber.last_sent_at + MAX_HOLD_S
-                self._expired(transfer, MAX_HOLD_S if was_held else None)
+                self._record_expiry(transfer, MAX_HOLD_S if was_held else None)
                 self._publisher.stop(subscriber, "the producer's lease expired")
                 self._leave(subscriber)
             elif subscriber.num_writes:
@@ -313,7 +313,7 @@ class TransferManager:
                 stalled.append(subscriber.session)
         if transfer.is_waiting_for_subscribers and now >= transfer.deadline:
             was_held = transfer.deadline == transfer.held_since + MAX_WAIT_S
-            self._expired(transfer, MAX_WAIT_S if was_held else None)
+            self._record_expiry(transfer, MAX_WAIT_S if was_held else None)
             self._close(transfer, "its lease expired")
         elif transfer.waiting and now >= transfer.slots_deadline:
             self._close(
@@ -342,7 +342,7 @@ class TransferManager:
 
     def _add_subscriber(
         self,
-        transfer: Transfer,
+        transfer: OfferedTransfer,
         session: Session,
         message: side_channel.Subscribe | side_channel.Release,
         heads: HeadRange,
@@ -374,7 +374,7 @@ class TransferManager:
 
     # One transfer
 
-    def _expose(self, transfer: Transfer) -> None:
+    def _expose(self, transfer: OfferedTransfer) -> None:
         """Publish the blocks that wait for slots, one BlockSave at a time, while slots are free."""
         while transfer.waiting:
             save = transfer.waiting[0]
@@ -386,7 +386,7 @@ class TransferManager:
             transfer.slots_deadline = 0.0
             rows = zip(slots, save.block_hashes, strict=True)
             blocks = [
-                Block(save.first_block_index + row, slot, chain_hash)
+                OfferedBlock(save.first_block_index + row, slot, chain_hash)
                 for row, (slot, chain_hash) in enumerate(rows)
             ]
             transfer.blocks += blocks
@@ -396,11 +396,11 @@ class TransferManager:
                     self._publisher.send_blocks(subscriber, blocks)
         self._waiting_for_slots.pop(transfer.transfer_id, None)
 
-    def _wait_for_slots(self, transfer: Transfer) -> None:
+    def _wait_for_slots(self, transfer: OfferedTransfer) -> None:
         self._waiting_for_slots.setdefault(transfer.transfer_id, transfer)
         transfer.slots_deadline = transfer.slots_deadline or self._deadline_in(self._lease_s)
 
-    def _close(self, transfer: Transfer, reason: str) -> None:
+    def _close(self, transfer: OfferedTransfer, reason: str) -> None:
         """Close a transfer, so that no further subscriber is admitted.
 
         Each ACTIVE subscriber receives CANCELLED. Its lease is renewed a last time, so that it can
@@ -415,7 +415,7 @@ class TransferManager:
                 subscriber.deadline = self._deadline_in(self._lease_s)
         self._confirm_and_end(transfer)
 
-    def _confirm_and_end(self, transfer: Transfer) -> None:
+    def _confirm_and_end(self, transfer: OfferedTransfer) -> None:
         """End the transfer if all subscribers have left and no further subscriber is expected.
 
         With push, first send RELEASED to each subscriber that is STOPPED or LEFT and has no write
@@ -439,7 +439,7 @@ class TransferManager:
         if left and (transfer.has_all_subscribers or transfer.state is TransferState.CLOSED):
             self._end(transfer)
 
-    def _end(self, transfer: Transfer) -> None:
+    def _end(self, transfer: OfferedTransfer) -> None:
         del self._transfers[transfer.transfer_id]
         self._waiting_for_slots.pop(transfer.transfer_id, None)
         self._remember(transfer.transfer_id, transfer.closed or "released")
@@ -452,7 +452,7 @@ class TransferManager:
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)
 
-    def _expired(self, transfer: Transfer, limit_s: float | None) -> None:
+    def _record_expiry(self, transfer: OfferedTransfer, limit_s: float | None) -> None:
         """Count and log the end of a lease.
 
         Args:

@@ -53,7 +53,7 @@ class SubscriberState(enum.Enum):
 class Subscriber:
     """A worker of the consumer that fetches a transfer's blocks."""
 
-    transfer: Transfer
+    transfer: OfferedTransfer
     session: Session
     generation: int
     heads: HeadRange
@@ -70,7 +70,7 @@ class Subscriber:
     #: Whether RELEASED was sent.
     confirmed: bool = False
     #: Push: blocks whose writes are not posted yet.
-    queue: deque[Block] = field(default_factory=deque)
+    queue: deque[OfferedBlock] = field(default_factory=deque)
     #: Number of writes in flight.
     num_writes: int = 0
     #: Whether a posted write ended in ERR. Its bytes may still arrive, so RELEASED is never sent.
@@ -90,7 +90,7 @@ class Subscriber:
 
 
 @dataclass(slots=True)
-class Block:
+class OfferedBlock:
     """A published block."""
 
     #: Index of the block in the sequence.
@@ -104,7 +104,7 @@ class Block:
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class OfferedTransfer:
     """An offered transfer."""
 
     transfer_id: str
@@ -119,7 +119,7 @@ class Transfer:
     #: Key: `Subscribe.subscriber`.
     subscribers: dict[int, Subscriber] = field(default_factory=dict)
     #: Published blocks, each in a slot of this worker's memory.
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[OfferedBlock] = field(default_factory=list)
     #: Saves that wait for free slots. The transfer also holds the blocks of these saves.
     waiting: deque[BlockSave] = field(default_factory=deque)
     #: Time until which the first waiting save must get its slots; 0: no save waits.
@@ -207,7 +207,9 @@ def explain_invalid(
 
 
 def explain_refusal(
-    transfer: Transfer, session: Session, message: side_channel.Subscribe | side_channel.Release
+    transfer: OfferedTransfer,
+    session: Session,
+    message: side_channel.Subscribe | side_channel.Release,
 ) -> str:
     """Return why a transfer refuses the request of a consumer's worker; empty if it accepts it.
 
@@ -235,11 +237,12 @@ def explain_refusal(
 
 
 def checksum_blocks(
-    memory: SlotMemory, subscriber: Subscriber, blocks: Sequence[Block]
+    memory: SlotMemory, subscriber: Subscriber, blocks: Sequence[OfferedBlock]
 ) -> list[PublishedBlock]:
     """Return `blocks` as entries of a PUBLISH, with checksums of the subscriber's heads.
 
-    The checksums are computed from `Block.sums`. Missing sums are computed first, in one call.
+    The checksums are computed from `OfferedBlock.sums`. Missing sums are computed first, in one
+    call.
     """
     heads, transfer_id = subscriber.heads, subscriber.transfer.transfer_id
     unknown = [block for block in blocks if heads not in block.sums]

@@ -1,7 +1,7 @@
 """The thread that does the work of an agent's transports: sockets, commands, timers and copies.
 
 Several copies take turns, one batch at a time. A *user* is another thread that waits for the agent
-in `waiting`, and may do the work itself, instead of the transports' thread (see `work_loan`).
+in `waiting`. It may do the work instead of the transports' thread (see `progress_handoff`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from baton_kv_transfer.transports.mailbox import Mailbox
+from baton_kv_transfer.transports.command_queue import CommandQueue
+from baton_kv_transfer.transports.progress_handoff import ProgressHandoff
 from baton_kv_transfer.transports.transfer import CopyError
-from baton_kv_transfer.transports.work_loan import WorkLoan
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class SteppedCopy(Protocol):
     target: bytes
 
     @property
-    def done(self) -> bool: ...
+    def is_done(self) -> bool: ...
 
     def step(self) -> None:
         """Copy the next batch.
@@ -48,7 +48,7 @@ class SteppedCopy(Protocol):
         """
 
 
-class Job:
+class TransportJob:
     """A copy that this process makes, for a read of its own or for a write of a peer."""
 
     def __init__(self, copy: SteppedCopy, finish: Callable[[str], None], owner: object) -> None:
@@ -65,32 +65,32 @@ class Job:
 
 
 class _Waiting:
-    """The context that `waiting` returns: on entry the user borrows the work, on exit it works.
+    """The context that `waiting` returns: on entry the user may take the work, on exit it works.
 
     `with` gives the descriptor to wait for, or None if another thread has the work. This is a class
     because a context manager made from a generator function would be slower.
     """
 
     def __init__(
-        self, borrow: Callable[[], bool], leave: Callable[[bool], None], epoll: select.epoll
+        self, enter: Callable[[], bool], leave: Callable[[bool], None], epoll: select.epoll
     ) -> None:
-        self._borrow = borrow
+        self._enter = enter
         self._leave = leave
         self._epoll = epoll
-        self._borrowed = False
+        self._has_work = False
 
     def __enter__(self) -> int | None:
-        self._borrowed = self._borrow()
-        return self._epoll.fileno() if self._borrowed else None
+        self._has_work = self._enter()
+        return self._epoll.fileno() if self._has_work else None
 
     def __exit__(self, *reason: object) -> None:
-        self._leave(self._borrowed)
+        self._leave(self._has_work)
 
 
 class TransportThread:
     """The thread that all transports of an agent share.
 
-    Any thread may use `mailbox`, `waiting`, `on_event`, `start` and `close`. After `start`, only
+    Any thread may use `commands`, `waiting`, `on_event`, `start` and `close`. After `start`, only
     handlers, commands, timers and copies, which run in the thread that does the work, may call the
     other methods.
     """
@@ -101,7 +101,7 @@ class TransportThread:
         Args:
             name: name of the thread.
         """
-        self.jobs: deque[Job] = deque()
+        self.jobs: deque[TransportJob] = deque()
         #: By file descriptor: the epoll events to wait for, and the handler.
         self._handlers: dict[int, tuple[int, Callable[[], None]]] = {}
         self._progress: Callable[[], bool] = lambda: False
@@ -114,10 +114,10 @@ class TransportThread:
         #: Ident of the thread that does the work now. A command from this thread needs no signal,
         #: because the thread runs all commands at the end of its turn.
         self._worker: int | None = None
-        self.mailbox = Mailbox(self._signal)
+        self.commands = CommandQueue(self._signal)
         #: Held during each turn of the work.
         self._work = threading.Lock()
-        self._loan = WorkLoan()
+        self._handoff = ProgressHandoff()
         #: Exception that was raised while a user did the work. The thread reports it.
         self._failure: Exception | None = None
         #: Why the thread ended; empty while it runs, and after `close`.
@@ -144,8 +144,8 @@ class TransportThread:
     def close(self) -> None:
         if self._thread.ident is None:  # never started
             self._close()
-        elif self.mailbox.close():
-            self._loan.close()  # after the mailbox, so that the thread does not rest again
+        elif self.commands.close():
+            self._handoff.close()  # after the queue, so that the thread does not rest again
             self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 logger.error(
@@ -162,11 +162,11 @@ class TransportThread:
         """
         self._has_event = True
         me = threading.get_ident()
-        return self._loan.num_users > 1 or me != self._worker or me == self._thread.ident
+        return self._handoff.num_users > 1 or me != self._worker or me == self._thread.ident
 
     def waiting(self) -> AbstractContextManager[int | None]:
         """Return the context of Agent.waiting. On exit, the caller does the work of this thread."""
-        return _Waiting(self._loan.borrow, self._leave, self._epoll)
+        return _Waiting(self._handoff.enter, self._leave, self._epoll)
 
     def watch(self, fd: int, handler: Callable[[], None]) -> None:
         """Call `handler` whenever the descriptor is readable. See also `watch_writable`."""
@@ -193,7 +193,7 @@ class TransportThread:
     def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
         heapq.heappush(self._later, (time.monotonic() + delay_s, next(self._serial), command))
 
-    def take_jobs(self, of: object) -> list[Job]:
+    def take_jobs(self, of: object) -> list[TransportJob]:
         """Remove and return the jobs whose owner is `of`."""
         taken = [job for job in self.jobs if job.owner is of]
         for job in taken:
@@ -202,10 +202,10 @@ class TransportThread:
 
     # Waiting users
 
-    def _leave(self, borrowed: bool) -> None:
-        if borrowed:
-            self._loan.give_back(self._help())
-        self._loan.leave()
+    def _leave(self, has_work: bool) -> None:
+        if has_work:
+            self._handoff.hand_back(self._help())
+        self._handoff.leave()
 
     def _help(self) -> bool:
         """Do the work as a user that leaves `waiting`. Return whether work is left."""
@@ -215,7 +215,7 @@ class TransportThread:
         try:
             with self._work:
                 while more and not (
-                    self._has_event or self.mailbox.closed or time.monotonic() > until
+                    self._has_event or self.commands.closed or time.monotonic() > until
                 ):
                     more = self._turn()
         except Exception as error:  # the thread reports the error, which is not the user's fault
@@ -227,7 +227,7 @@ class TransportThread:
     def _run(self) -> None:
         try:
             more = True
-            while not self.mailbox.closed:
+            while not self.commands.closed:
                 if not more:
                     self._wait()
                 if self._failure is not None:
@@ -242,24 +242,26 @@ class TransportThread:
             )
             self.failure = f"the thread {self._thread.name} failed: {error!r}; restart the engine"
         with self._work:
-            self._loan.close()  # no user may begin to poll descriptors that are about to be closed
-            self.mailbox.finish()  # so that no caller waits for an answer without end
+            # No user may begin to poll descriptors that are about to be closed.
+            self._handoff.close()
+            self.commands.finish()  # so that no caller waits for an answer without end
             self._at_end()
         self._close()
 
     def _wait(self) -> None:
-        """Wait for an event or a timer, then until no user does the work (see `work_loan`).
+        """Wait for an event or a timer, then until no user does the work (see `progress_handoff`).
 
         If a timer is due while a user waits, do one turn of the work and wake the user.
         """
-        self._loan.rest()
+        self._handoff.rest()
         poller = select.poll()
         poller.register(self._epoll.fileno(), select.POLLIN)
-        poller.register(self._loan.taken_fd, select.POLLIN)
-        if any(fd == self._loan.taken_fd for fd, _ in poller.poll(self._time_left_s(1e6) * 1000)):
-            os.eventfd_read(self._loan.taken_fd)
-        while not self._loan.resume():
-            has_expired = self._loan.alarm.wait(self._time_left_s(MAX_PARKED_S))
+        taken_fd = self._handoff.taken_fd
+        poller.register(taken_fd, select.POLLIN)
+        if any(fd == taken_fd for fd, _ in poller.poll(self._time_left_s(1e6) * 1000)):
+            os.eventfd_read(taken_fd)
+        while not self._handoff.resume():
+            has_expired = self._handoff.reclaim_timer.wait(self._time_left_s(MAX_PARKED_S))
             if not has_expired and not self._time_left_s(MAX_PARKED_S):
                 with self._work:
                     self._turn()
@@ -268,11 +270,11 @@ class TransportThread:
     def _close(self) -> None:
         # The last turn may have consumed the event that woke a user.
         os.eventfd_write(self._event_fd, 1)
-        if not self._loan.await_user(CLOSE_TIMEOUT_S):
+        if not self._handoff.await_user(CLOSE_TIMEOUT_S):
             return  # a user still polls these descriptors, so their numbers must not be reused
         self._epoll.close()
         os.close(self._event_fd)
-        self._loan.close_descriptors()
+        self._handoff.close_descriptors()
 
     # The work
 
@@ -291,7 +293,7 @@ class TransportThread:
                     handler[1]()
             self._copy_batch()
             self._run_due()
-            self.mailbox.run()
+            self.commands.run()
             more = self._progress()
         finally:
             self._worker = None
@@ -318,7 +320,7 @@ class TransportThread:
             job.copy.step()
         except CopyError as failure:
             error = str(failure)
-        if error or job.copy.done:
+        if error or job.copy.is_done:
             job.finish(error)
         else:
             self.jobs.append(job)

@@ -12,7 +12,7 @@ from baton_local.preview.simulated_coordinator import NEVER
 from baton_local.preview.steps import Action, ActionName, MemberRow, Preview, Step
 from baton_local.preview.target import (
     COORDINATOR,
-    Target,
+    PreviewTarget,
     field_changes,
     group_changes,
     object_changes,
@@ -25,14 +25,16 @@ from baton_operator.plan.plan_expert_group import ExpertGroupPlan
 from baton_operator.plan.plan_group import GroupPlan, Member
 from baton_operator.plan.plan_members import plan_members, update_of
 from baton_operator.plan.topology_view import TopologyView, record
-from baton_operator.revisions import held_back, previous_revisions_of, with_sizes
+from baton_operator.revision_history import held_back, previous_revisions_of, with_sizes
 
 START = datetime(2000, 1, 1, tzinfo=UTC)
 #: A rollout has stopped if nothing changes for this time plus the longest deadline of the spec.
 PATIENCE = timedelta(seconds=60)
 
 
-def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: int) -> Preview:
+def preview(
+    old: PreviewTarget | None, new: PreviewTarget, conditions: Conditions, max_steps: int
+) -> Preview:
     """Return all steps of an edit from `old` to `new`.
 
     Args:
@@ -63,7 +65,9 @@ def preview(old: Target | None, new: Target, conditions: Conditions, max_steps: 
 class _Rollout:
     """Simulates the operator's reconciles of one service after an edit of its spec."""
 
-    def __init__(self, old: Target | None, new: Target, conditions: Conditions) -> None:
+    def __init__(
+        self, old: PreviewTarget | None, new: PreviewTarget, conditions: Conditions
+    ) -> None:
         self.steps: list[Step] = []
         self._now = START
         self._owner, self._templates = new.resolved, new.desired.members
@@ -79,7 +83,7 @@ class _Rollout:
         """Simulated seconds since the edit."""
         return (self._now - START).total_seconds()
 
-    def _pods_of(self, old: Target) -> Iterator[Pod]:
+    def _pods_of(self, old: PreviewTarget) -> Iterator[Pod]:
         """Yield all members of `old` as ready pods."""
         for role, template in old.desired.members.items():
             for ordinal in range(old.resolved.replicas(role)):

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from baton_local.preview.simulated_coordinator import NEVER, Coordinator
+from baton_local.preview.simulated_coordinator import NEVER, SimulatedCoordinator
 from baton_local.preview.steps import State
 from baton_operator import names
 from baton_operator.plan.plan_group import Member
@@ -72,7 +72,9 @@ class Cluster:
         """Create a cluster with `pods`, all of which are ready."""
         self._conditions = conditions
         self.pods = {pod.name: pod for pod in pods}
-        self.coordinator = Coordinator(name for name, pod in self.pods.items() if pod.expert_group)
+        self.coordinator = SimulatedCoordinator(
+            name for name, pod in self.pods.items() if pod.expert_group
+        )
 
     def of_role(self, role: names.MemberRole) -> list[Pod]:
         return sorted(

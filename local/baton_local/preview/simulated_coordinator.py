@@ -22,7 +22,7 @@ PREPARE = timedelta(seconds=5)  #: Simulated duration of the preparation of a to
 COMMIT = timedelta(seconds=1)  #: Simulated duration of its commit.
 
 
-class Coordinator:
+class SimulatedCoordinator:
     """Prepares a topology generation for each topology request, then commits the generation."""
 
     def __init__(self, ranks: Iterable[str]) -> None:

@@ -19,7 +19,7 @@ from baton_operator.reconcile.desired import Desired, compute_desired
 COORDINATOR = "192.0.2.1"
 
 
-class Target(msgspec.Struct, frozen=True):
+class PreviewTarget(msgspec.Struct, frozen=True):
     """One LLMService and its desired state."""
 
     spec: Object
@@ -27,7 +27,7 @@ class Target(msgspec.Struct, frozen=True):
     desired: Desired
 
 
-def target_of(service: Object) -> Target:
+def target_of(service: Object) -> PreviewTarget:
     """Compute the desired state of the LLMService in a manifest.
 
     Raises:
@@ -42,19 +42,19 @@ def target_of(service: Object) -> Target:
         coordinator=COORDINATOR if spec.decode.parallelism.expert else None,
         sizes={role: settings.initial for role, settings in settings_of(spec).items()},
     )
-    return Target(
+    return PreviewTarget(
         service["spec"], resolved, compute_desired(resolved, "policy/v1", http_routes=True)
     )
 
 
-def field_changes(old: Target, new: Target) -> Iterator[FieldChange]:
+def field_changes(old: PreviewTarget, new: PreviewTarget) -> Iterator[FieldChange]:
     """Yield each field in which the two specs differ. Unset fields count as their defaults."""
     return _differences(
         msgspec.to_builtins(old.resolved.spec), msgspec.to_builtins(new.resolved.spec), "spec"
     )
 
 
-def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
+def group_changes(old: PreviewTarget | None, new: PreviewTarget) -> list[GroupChange]:
     groups = []
     for role, template in new.desired.members.items():
         update = update_of(new.resolved, role)
@@ -72,7 +72,7 @@ def group_changes(old: Target | None, new: Target) -> list[GroupChange]:
     return groups
 
 
-def object_changes(old: Target | None, new: Target) -> dict[str, list[str]]:
+def object_changes(old: PreviewTarget | None, new: PreviewTarget) -> dict[str, list[str]]:
     """Return the objects, except member pods, that an edit creates, changes and deletes.
 
     The result maps `creates`, `changes` and `deletes` to the kinds and names of objects.

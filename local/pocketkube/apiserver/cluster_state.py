@@ -5,13 +5,13 @@ from __future__ import annotations
 import ipaddress
 
 from pocketkube.apiserver.objects.deletion import Deletion
-from pocketkube.apiserver.objects.garbage_collection import Collector
+from pocketkube.apiserver.objects.garbage_collection import GarbageCollector
 from pocketkube.apiserver.objects.object_registry import Registry, WriteOptions
 from pocketkube.apiserver.objects.subresources import Scale
-from pocketkube.apiserver.objects.tokens import Tokens
+from pocketkube.apiserver.objects.tokens import ServiceAccountTokens
 from pocketkube.apiserver.resources import RequestInfo
 from pocketkube.apiserver.schema.catalog import Catalog
-from pocketkube.apiserver.store import DEFAULT_WINDOW, Event, Store
+from pocketkube.apiserver.store import DEFAULT_WINDOW, Store, StoreEvent
 
 _BY_CLUSTER = WriteOptions("pocketkube")
 
@@ -29,15 +29,15 @@ class ClusterState:
         self.catalog = Catalog()
         self.registry = Registry(self.store, self.catalog, ipaddress.IPv4Network(service_network))
         self.deletion = Deletion(self.store)
-        self.collector = Collector(self.store, self.catalog, self.deletion)
+        self.collector = GarbageCollector(self.store, self.catalog, self.deletion)
         self.scale = Scale(self.registry, self.catalog)
-        self.tokens = Tokens(self.registry, admin_token)
+        self.tokens = ServiceAccountTokens(self.registry, admin_token)
         self.store.listen(self._default_account)
         namespaces = RequestInfo(self.catalog.builtin("namespaces"))
         for name in ("default", "kube-system", "kube-public", "kube-node-lease"):
             self.registry.create(namespaces, {"metadata": {"name": name}}, _BY_CLUSTER)
 
-    def _default_account(self, storage: str, event: Event) -> None:
+    def _default_account(self, storage: str, event: StoreEvent) -> None:
         """Create the service account `default` in new namespaces. Recreate it if it is deleted."""
         if storage == "namespaces" and event.type == "ADDED":
             namespace = event.object["metadata"]["name"]

@@ -27,7 +27,7 @@ class ExpiredError(Exception):
 
 
 @dataclass(frozen=True)
-class Event:
+class StoreEvent:
     """One change of an object.
 
     Attributes:
@@ -49,8 +49,8 @@ class _Collection:
     #: Versions up to this one are not in `history`.
     floor: int
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
-    history: deque[Event] = field(default_factory=deque)
-    subscribers: set[asyncio.Queue[Event | None]] = field(default_factory=set)
+    history: deque[StoreEvent] = field(default_factory=deque)
+    subscribers: set[asyncio.Queue[StoreEvent | None]] = field(default_factory=set)
 
 
 def _terms(storage: str, obj: Object) -> Iterator[Term]:
@@ -77,13 +77,13 @@ class Store:
         self._collections: dict[str, _Collection] = {}
         self._index: dict[Term, dict[Key, Object]] = {}
         self._version = 1
-        self._listeners: list[Callable[[str, Event], None]] = []
+        self._listeners: list[Callable[[str, StoreEvent], None]] = []
 
     @property
     def version(self) -> int:
         return self._version
 
-    def listen(self, listener: Callable[[str, Event], None]) -> None:
+    def listen(self, listener: Callable[[str, StoreEvent], None]) -> None:
         """Call `listener(storage, event)` after each change, before the write returns."""
         self._listeners.append(listener)
 
@@ -157,7 +157,9 @@ class Store:
         collection.objects[key] = stored
         self._publish(
             storage,
-            Event("MODIFIED" if previous else "ADDED", self._version, key[0], stored, previous),
+            StoreEvent(
+                "MODIFIED" if previous else "ADDED", self._version, key[0], stored, previous
+            ),
         )
         return stored
 
@@ -169,10 +171,10 @@ class Store:
             **previous,
             "metadata": {**previous["metadata"], "resourceVersion": str(self._version)},
         }
-        self._publish(storage, Event("DELETED", self._version, namespace, last, previous))
+        self._publish(storage, StoreEvent("DELETED", self._version, namespace, last, previous))
         return last
 
-    def _publish(self, storage: str, event: Event) -> None:
+    def _publish(self, storage: str, event: StoreEvent) -> None:
         self._reindex(storage, event)
         collection = self._collections[storage]
         collection.history.append(event)
@@ -189,7 +191,7 @@ class Store:
         for listener in self._listeners:
             listener(storage, event)
 
-    def _reindex(self, storage: str, event: Event) -> None:
+    def _reindex(self, storage: str, event: StoreEvent) -> None:
         key = (storage, event.namespace, event.object["metadata"]["name"])
         for term in set(_terms(storage, event.previous)) if event.previous else ():
             del self._index[term][key]
@@ -198,7 +200,7 @@ class Store:
         for term in _terms(storage, event.object) if event.type != "DELETED" else ():
             self._index.setdefault(term, {})[key] = event.object
 
-    def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[Event | None]:
+    def subscribe(self, storage: str, since: int | None) -> asyncio.Queue[StoreEvent | None]:
         """Return a queue of the events after version `since`.
 
         If `since` is None, the queue has only new events. A None in the queue ends the stream.
@@ -208,7 +210,7 @@ class Store:
                 latter happens after a restart of the server.
         """
         collection = self._collections[storage]
-        queue: asyncio.Queue[Event | None] = asyncio.Queue()
+        queue: asyncio.Queue[StoreEvent | None] = asyncio.Queue()
         if since is not None:
             if since < collection.floor or since > self._version:
                 raise ExpiredError(f"too old resource version: {since} ({collection.floor})")
@@ -218,6 +220,6 @@ class Store:
         collection.subscribers.add(queue)
         return queue
 
-    def unsubscribe(self, storage: str, queue: asyncio.Queue[Event | None]) -> None:
+    def unsubscribe(self, storage: str, queue: asyncio.Queue[StoreEvent | None]) -> None:
         if collection := self._collections.get(storage):
             collection.subscribers.discard(queue)

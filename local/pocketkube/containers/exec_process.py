@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from pocketkube.containers import guardian
+from pocketkube.containers.container_reaper import kill_all
 from pocketkube.containers.process import (
     EXEC_MARKER,
-    Process,
+    ContainerProcess,
     StartError,
     exit_code,
     on_exit,
@@ -72,7 +72,9 @@ class ExecProcess:
         on_exit(popen.pid, self._on_exit)
 
     @classmethod
-    def start(cls, container: Process, argv: list[str], streams: ExecStreams) -> ExecProcess:
+    def start(
+        cls, container: ContainerProcess, argv: list[str], streams: ExecStreams
+    ) -> ExecProcess:
         """Start a command in the container whose main process is `container`.
 
         The end of the container kills the command.
@@ -184,7 +186,7 @@ class ExecProcess:
         if not self._exited.is_set():
             # Kill the processes also if the caller is cancelled before a thread is free.
             await asyncio.shield(
-                asyncio.to_thread(guardian.kill_all, {self._popen.pid}, self._marker, _KILL_S)
+                asyncio.to_thread(kill_all, {self._popen.pid}, self._marker, _KILL_S)
             )
 
     def _on_exit(self) -> None:

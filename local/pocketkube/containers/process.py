@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from pocketkube.containers import guardian
+from pocketkube.containers import container_reaper
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.lifecycle import kill_at_end_of_parent, wait_up_to
 from pocketkube.private_folder import create_private_folder
@@ -43,12 +43,12 @@ class StartError(Exception):
     """The command did not start (waiting reason CreateContainerError)."""
 
 
-class Guard:
-    """Starts the guardian process, and sends it the sessions of the containers.
+class ContainerReaper:
+    """Starts the reaper process, and sends it the sessions of the containers.
 
-    The guardian kills the processes of these sessions when the kubelet ends.
+    The reaper kills the processes of these sessions when the kubelet ends.
 
-    The guardian holds the lock of the state folder until all processes of containers have ended. A
+    The reaper holds the lock of the state folder until all processes of containers have ended. A
     new kubelet waits for the lock.
     """
 
@@ -61,7 +61,7 @@ class Guard:
         self._stopping = False
 
     async def start(self, lock_timeout_s: float = 40.0) -> None:
-        """Lock the state folder and start the guardian.
+        """Lock the state folder and start the reaper.
 
         Raises:
             PermissionError: other users control the state folder.
@@ -85,7 +85,7 @@ class Guard:
         self._spawn()
 
     def watch(self, session: int) -> None:
-        """Register `session`: the guardian kills its processes when the kubelet ends."""
+        """Register `session`: the reaper kills its processes when the kubelet ends."""
         self._sessions.add(session)
         self._send(f"+{session}\n")
 
@@ -95,12 +95,12 @@ class Guard:
         self._send(f"-{session}\n")
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop the guardian, which first kills the containers' remaining processes.
+        """Stop the reaper, which first kills the containers' remaining processes.
 
         Then release the lock of the state folder.
 
         Args:
-            timeout_s: maximum wait for the guardian.
+            timeout_s: maximum wait for the reaper.
         """
         self._stopping = True
         if self._process is not None and self._process.stdin is not None:
@@ -110,30 +110,31 @@ class Guard:
                     await asyncio.to_thread(self._process.wait)
             except TimeoutError:
                 logger.warning(
-                    "the guardian is still killing the containers' processes after %g s; the next "
+                    "the container reaper is still killing processes after %g s; the next "
                     "kubelet waits for its end",
                     timeout_s,
                 )
         os.close(self._lock)
 
     def _spawn(self) -> None:
+        marker = f"{KUBELET_MARKER}={self.kubelet_id}"
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", guardian.__file__, f"{KUBELET_MARKER}={self.kubelet_id}"],
+            [sys.executable, "-I", "-S", container_reaper.__file__, marker],
             stdin=subprocess.PIPE,
             start_new_session=True,
             pass_fds=(self._lock,),
             cwd="/",
         )
-        on_exit(self._process.pid, self._on_guardian_exit)
+        on_exit(self._process.pid, self._on_reaper_exit)
         for session in self._sessions:
             self._send(f"+{session}\n")
 
-    def _on_guardian_exit(self) -> None:
+    def _on_reaper_exit(self) -> None:
         assert self._process is not None
         self._process.wait()
         if not self._stopping:
             logger.error(
-                "the guardian has ended with exit code %s; starting another one",
+                "the container reaper has ended with exit code %s; starting another one",
                 self._process.returncode,
             )
             self._spawn()
@@ -141,15 +142,15 @@ class Guard:
     def _send(self, line: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        if self._stopping:  # the guardian is killing everything
+        if self._stopping:  # the reaper is killing everything
             return
-        # After the end of a guardian, _on_guardian_exit() sends all sessions to the next one.
+        # After the end of a reaper, _on_reaper_exit() sends all sessions to the next one.
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode())
             self._process.stdin.flush()
 
 
-class Process:
+class ContainerProcess:
     """The processes of a container: a command and its descendants. Create it with `start()`.
 
     Attributes:
@@ -160,7 +161,7 @@ class Process:
     def __init__(
         self,
         popen: subprocess.Popen[bytes],
-        guard: Guard,
+        reaper: ContainerReaper,
         marker: str,
         log: ContainerLog,
         environment: dict[str, str],
@@ -170,13 +171,13 @@ class Process:
         self.environment = environment
         self.cwd = cwd
         self._popen = popen
-        self._guard = guard
+        self._reaper = reaper
         self._marker = marker
         self._exited = asyncio.Event()
         #: Open pipes by file descriptor.
         self._pipes: dict[int, IO[bytes]] = {}
         self._drained = asyncio.Event()
-        guard.watch(self.pid)
+        reaper.watch(self.pid)
         for stream, pipe in (("stdout", popen.stdout), ("stderr", popen.stderr)):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -192,21 +193,21 @@ class Process:
         argv: list[str],
         env: dict[str, str],
         cwd: Path,
-        guard: Guard,
+        reaper: ContainerReaper,
         container_id: str,
         log: ContainerLog,
-    ) -> Process:
+    ) -> ContainerProcess:
         """Start a command as the leader of a new session.
 
         Raises:
             StartError: the command was not found or could not be started.
         """
-        marked = {**env, KUBELET_MARKER: guard.kubelet_id, CONTAINER_MARKER: container_id}
+        marked = {**env, KUBELET_MARKER: reaper.kubelet_id, CONTAINER_MARKER: container_id}
         popen = spawn(argv, marked, cwd, subprocess.DEVNULL, subprocess.PIPE, subprocess.PIPE)
-        return cls(popen, guard, f"{CONTAINER_MARKER}={container_id}", log, marked, cwd)
+        return cls(popen, reaper, f"{CONTAINER_MARKER}={container_id}", log, marked, cwd)
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Whether the main process is running."""
         return not self._exited.is_set()
 
@@ -224,12 +225,12 @@ class Process:
 
     def terminate(self) -> None:
         """Send SIGTERM to the main process."""
-        if self.running:
+        if self.is_running:
             self._popen.send_signal(signal.SIGTERM)
 
     async def finish(self) -> None:
         """Kill the container's remaining processes, and read the rest of their output."""
-        while not await asyncio.to_thread(guardian.kill_all, {self.pid}, self._marker, 5.0):
+        while not await asyncio.to_thread(container_reaper.kill_all, {self.pid}, self._marker, 5.0):
             logger.warning(
                 "processes with %s in their environment survive SIGKILL; a device may hang: see "
                 "`dmesg`",
@@ -239,7 +240,7 @@ class Process:
         if not await wait_up_to(_DRAIN_S, self._drained):
             for fd in list(self._pipes):  # a process outside the container holds the pipe open
                 self._close(fd)
-        self._guard.forget(self.pid)
+        self._reaper.forget(self.pid)
 
     def _on_exit(self) -> None:
         self._popen.wait()

@@ -14,40 +14,40 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
-class Usage:
+class ResourceUsage:
     """CPU time that was used since the start of a process or the machine, and memory in use now."""
 
     cpu_s: float = 0.0
     memory_bytes: int = 0
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(self.cpu_s + other.cpu_s, self.memory_bytes + other.memory_bytes)
+    def __add__(self, other: ResourceUsage) -> ResourceUsage:
+        return ResourceUsage(self.cpu_s + other.cpu_s, self.memory_bytes + other.memory_bytes)
 
 
-def container_usage() -> dict[str, Usage]:
+def container_usage() -> dict[str, ResourceUsage]:
     """Return the usage of each container, by the container id that the pod's status shows.
 
     The usage is the sum over the container's running processes. Memory is resident memory, and a
     page that several processes share counts for each of them.
     """
-    found: dict[str, Usage] = {}
+    found: dict[str, ResourceUsage] = {}
     for pid, container_id, _ in container_processes():
         with contextlib.suppress(OSError):  # the process has ended
             # The command's name may contain any byte. Field 3 follows the last parenthesis.
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
             utime, stime, resident = (int(fields[number - 3]) for number in (14, 15, 24))
-            usage = Usage((utime + stime) / _TICKS_PER_S, resident * _PAGE_BYTES)
-            found[container_id] = found.get(container_id, Usage()) + usage
+            usage = ResourceUsage((utime + stime) / _TICKS_PER_S, resident * _PAGE_BYTES)
+            found[container_id] = found.get(container_id, ResourceUsage()) + usage
     return found
 
 
-def machine_usage() -> Usage:
+def machine_usage() -> ResourceUsage:
     """Return the usage of this machine: of all CPUs, and the memory that is not available."""
     cpu = Path("/proc/stat").read_text().partition("\n")[0].split()
     user, nice, system, _idle, _iowait, irq, softirq, steal = (int(text) for text in cpu[1:9])
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     memory = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines}
-    return Usage(
+    return ResourceUsage(
         (user + nice + system + irq + softirq + steal) / _TICKS_PER_S,
         memory["MemTotal"] - memory["MemAvailable"],
     )

@@ -17,7 +17,7 @@ from pocketkube.apiserver.cluster_state import ClusterState
 from pocketkube.apiserver.serving.api_server import ApiServer
 from pocketkube.apiserver.store import DEFAULT_WINDOW
 from pocketkube.certificates import create_certificates
-from pocketkube.children import ComponentError
+from pocketkube.child_processes import ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
 from pocketkube.lifecycle import run_until_terminated, until_stopped
 from pocketkube.ports import LOOPBACK

@@ -32,7 +32,7 @@ from pocketkube.certificates import (
     create_signing_key,
     write_private,
 )
-from pocketkube.children import Children, ComponentError
+from pocketkube.child_processes import Children, ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
 from pocketkube.ports import LOOPBACK, free_ports
 from pocketkube.private_folder import create_private_folder

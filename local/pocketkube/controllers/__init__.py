@@ -1,6 +1,8 @@
 """The controllers of the embedded control plane.
 
-- `controller_manager`: watches, work queue, and the binding of pods to the node.
+- `controller_manager`: watches, and writes of what the plans contain.
+- `scheduler`: the binding of pods to the node.
+- `work_queue`: keys to reconcile, with retries.
 - `deployment`: rolling updates, as a pure function.
 - `replicaset`: pods to create and to delete, as a pure function.
 """

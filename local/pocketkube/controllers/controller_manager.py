@@ -7,74 +7,22 @@ An object is reconciled after any change, after a failure and at each resync.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 from baton_kube.client import KubeClient, KubeError, Object
 from baton_kube.reflector import Reflector, key_of
-from pocketkube.conditions import has_condition
 from pocketkube.controllers.deployment import plan_deployment
 from pocketkube.controllers.replicaset import owned_by, plan_replica_set, pod_of
+from pocketkube.controllers.scheduler import Scheduler
+from pocketkube.controllers.work_queue import WorkQueue
 from pocketkube.event_recorder import EventRecorder
 from pocketkube.lifecycle import until_stopped
-
-logger = logging.getLogger(__name__)
 
 RESYNC_S = 15.0  # interval at which all objects are reconciled without an event
 #: Longest wait until the watched objects show the controller's own writes. After this time, the
 #: controller uses the objects as they are.
 EXPECTATION_S = 10.0
-
-
-class Queue:
-    """A queue of keys, reconciled one after the other. Failed keys are retried with backoff."""
-
-    def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]) -> None:
-        self._name = name
-        self._reconcile = reconcile
-        self._keys: dict[str, None] = {}
-        self._filled = asyncio.Event()
-        self._failures: dict[str, int] = {}
-
-    def add(self, key: str) -> None:
-        """Queue `key`, unless it is queued already."""
-        self._keys[key] = None
-        self._filled.set()
-
-    async def run(self) -> None:
-        """Reconcile queued keys until cancelled."""
-        while True:
-            await self._filled.wait()
-            key = next(iter(self._keys), None)
-            if key is None:
-                self._filled.clear()
-                continue
-            del self._keys[key]
-            try:
-                await self._reconcile(key)
-                self._failures.pop(key, None)
-            except KubeError as error:
-                self._again(key, str(error), expected=error.status in (404, 409))
-            except OSError as error:  # the API server does not answer
-                self._again(key, str(error), expected=True)
-            except Exception as error:
-                logger.exception("reconciling %s %s failed", self._name, key)
-                self._again(key, repr(error), expected=True)
-
-    def _again(self, key: str, why: str, *, expected: bool) -> None:
-        count = self._failures[key] = self._failures.get(key, 0) + 1
-        delay = min(0.1 * 2**count, 10.0)
-        logger.log(
-            logging.INFO if expected else logging.WARNING,
-            "reconciling %s %s failed: %s; retrying in %.1f s",
-            self._name,
-            key,
-            why,
-            delay,
-        )
-        asyncio.get_running_loop().call_later(delay, self.add, key)
 
 
 class Controllers:
@@ -87,9 +35,9 @@ class Controllers:
         self._replica_sets = Reflector(api, "/apis/apps/v1/replicasets")
         self._pods = Reflector(api, "/api/v1/pods")
         self._nodes = Reflector(api, "/api/v1/nodes")
-        self._deployment_queue = Queue("deployment", self._reconcile_deployment)
-        self._replica_set_queue = Queue("replicaset", self._reconcile_replica_set)
-        self._schedule_queue = Queue("schedule", self._schedule)
+        self._scheduler = Scheduler(api, self._events, self._pods, self._nodes)
+        self._deployment_queue = WorkQueue("deployment", self._reconcile_deployment)
+        self._replica_set_queue = WorkQueue("replicaset", self._reconcile_replica_set)
         #: ReplicaSet uid -> (names of the last pods created, names of the last pods deleted, time).
         #: The watched pods may not show these writes yet.
         self._expected: dict[str, tuple[set[str], set[str], float]] = {}
@@ -98,7 +46,6 @@ class Controllers:
         )
         self._replica_sets.subscribe(self._replica_set_changed)
         self._pods.subscribe(self._pod_changed)
-        self._nodes.subscribe(lambda old, new: self._schedule_pending())
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run the controllers until `stop` is set."""
@@ -110,8 +57,12 @@ class Controllers:
     async def _work(self, caches: tuple[Reflector, ...]) -> None:
         # With an incomplete cache, a controller would create objects that exist already.
         await asyncio.gather(*(cache.synced.wait() for cache in caches))
-        queues = (self._deployment_queue, self._replica_set_queue, self._schedule_queue)
-        await asyncio.gather(self._resync(), *(queue.run() for queue in queues))
+        await asyncio.gather(
+            self._resync(),
+            self._deployment_queue.run(),
+            self._replica_set_queue.run(),
+            self._scheduler.run(),
+        )
 
     async def _resync(self) -> None:
         while True:
@@ -119,7 +70,7 @@ class Controllers:
                 self._deployment_queue.add(key)
             for key in self._replica_sets.objects:
                 self._replica_set_queue.add(key)
-            self._schedule_pending()
+            self._scheduler.queue_pending()
             await asyncio.sleep(RESYNC_S)
 
     def _replica_set_changed(self, old: Object | None, new: Object | None) -> None:
@@ -128,12 +79,9 @@ class Controllers:
         self._add_owner(replica_set, "Deployment", self._deployment_queue)
 
     def _pod_changed(self, old: Object | None, new: Object | None) -> None:
-        pod = _newest(old, new)
-        self._add_owner(pod, "ReplicaSet", self._replica_set_queue)
-        if new is not None and not new["spec"].get("nodeName"):
-            self._schedule_queue.add(key_of(new))
+        self._add_owner(_newest(old, new), "ReplicaSet", self._replica_set_queue)
 
-    def _add_owner(self, obj: Object, kind: str, queue: Queue) -> None:
+    def _add_owner(self, obj: Object, kind: str, queue: WorkQueue) -> None:
         for reference in obj["metadata"].get("ownerReferences") or []:
             if reference.get("controller") and reference["kind"] == kind:
                 queue.add(f"{obj['metadata']['namespace']}/{reference['name']}")
@@ -235,40 +183,9 @@ class Controllers:
         if any(current.get(key, 0) != value for key, value in status.items()):
             await self._api.merge(f"{path}/status", {"status": status})
 
-    def _schedule_pending(self) -> None:
-        for key, pod in self._pods.objects.items():
-            if not pod["spec"].get("nodeName"):
-                self._schedule_queue.add(key)
-
-    async def _schedule(self, key: str) -> None:
-        pod = self._pods.objects.get(key)
-        if pod is None or pod["spec"].get("nodeName") or pod["metadata"].get("deletionTimestamp"):
-            return
-        ready = (name for name, node in self._nodes.objects.items() if _is_schedulable(node))
-        node = min(ready, default=None)
-        if node is None:
-            self._events.record(
-                pod, "Pod", "FailedScheduling", "no node is ready; is the kubelet running?"
-            )
-            return
-        metadata = pod["metadata"]
-        path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}"
-        binding: Object = {
-            "kind": "Binding",
-            "apiVersion": "v1",
-            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
-            "target": {"kind": "Node", "apiVersion": "v1", "name": node},
-        }
-        await self._api.create(f"{path}/binding", binding)
-        self._events.record(pod, "Pod", "Scheduled", f"Assigned {key} to {node}")
-
 
 def _newest(old: Object | None, new: Object | None) -> Object:
     """Return `new`, or the last known state `old` if the object was deleted."""
     obj = new or old
     assert obj is not None
     return obj
-
-
-def _is_schedulable(node: Object) -> bool:
-    return not (node.get("spec") or {}).get("unschedulable") and has_condition(node, "Ready")

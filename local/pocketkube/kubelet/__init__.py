@@ -3,7 +3,7 @@
 - `kubelet`: watches pods, and runs one worker per pod.
 - `pod_worker`: one pod from its arrival on the node to its deletion.
 - `pod_status`: the status of a pod from the states of its containers.
-- `addresses`: the addresses of pods.
+- `pod_addresses`: the addresses of pods.
 - `node`: the Node object and its lease.
 - `kubelet_server`: the HTTPS server for logs, exec, attach and port-forward.
 - `stats_summary`: the usage of the node and its containers.

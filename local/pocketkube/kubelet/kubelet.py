@@ -14,14 +14,14 @@ import aiohttp
 from baton_kube.client import KubeClient, KubeError, Object, connect
 from baton_kube.reflector import Reflector
 from pocketkube.containers.backoff import BackoffPolicy
+from pocketkube.containers.container_runner import Services
 from pocketkube.containers.environment import ConfigError, Lookup
-from pocketkube.containers.process import Guard
-from pocketkube.containers.runner import Services
+from pocketkube.containers.process import ContainerReaper
 from pocketkube.event_recorder import EventRecorder
 from pocketkube.kubeconfig import certificate_authority
-from pocketkube.kubelet.addresses import AddressPool
 from pocketkube.kubelet.kubelet_server import KubeletServer
 from pocketkube.kubelet.node import Node
+from pocketkube.kubelet.pod_addresses import AddressPool
 from pocketkube.kubelet.pod_worker import PodWorker
 from pocketkube.lifecycle import until_stopped, wait_up_to
 from pocketkube.loopback import LoopbackAddresses
@@ -65,8 +65,8 @@ class Kubelet:
             KubeError: the API server refuses to register the node.
         """
         config = self._config
-        guard = Guard(config.state_dir)
-        await guard.start()
+        reaper = ContainerReaper(config.state_dir)
+        await reaper.start()
         loopback = LoopbackAddresses(config.state_dir / "addresses.json")
         loopback.remove_stale()
         try:
@@ -76,16 +76,16 @@ class Kubelet:
                 connect(config.kubeconfig) as api,
                 aiohttp.ClientSession(connector=connector) as http,
             ):
-                await self._serve(stop, api, guard, pool, http)
+                await self._serve(stop, api, reaper, pool, http)
         finally:
-            await guard.stop()
+            await reaper.stop()
             loopback.remove_all()
 
     async def _serve(
         self,
         stop: asyncio.Event,
         api: KubeClient,
-        guard: Guard,
+        reaper: ContainerReaper,
         pool: AddressPool,
         http: aiohttp.ClientSession,
     ) -> None:
@@ -96,7 +96,7 @@ class Kubelet:
             api=api,
             ca_pem=authority,
             events=events,
-            guard=guard,
+            reaper=reaper,
             http=http,
             lookup=_lookup(api),
             backoff=config.backoff,

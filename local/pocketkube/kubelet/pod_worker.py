@@ -14,11 +14,11 @@ from baton_kube.client import KubeError, Object
 from baton_kube.reflector import key_of
 from pocketkube.conditions import TERMINAL_PHASES
 from pocketkube.containers.container_log import ContainerLog
+from pocketkube.containers.container_runner import ContainerRunner, PodContext, Services, log_file
 from pocketkube.containers.container_state import Waiting
 from pocketkube.containers.environment import ConfigError
-from pocketkube.containers.runner import ContainerRunner, PodContext, Services, log_file
 from pocketkube.containers.volumes import MountError, PodVolumes, with_service_account_token
-from pocketkube.kubelet.addresses import AddressPool
+from pocketkube.kubelet.pod_addresses import AddressPool
 from pocketkube.kubelet.pod_status import PodRuntime, inherited_state, pod_status
 from pocketkube.timestamps import parse_time
 

@@ -177,7 +177,7 @@ class _SpdyForward:
         self._encoder = spdy.FrameEncoder()
         #: Request id -> stream of errors, until the stream of data is open.
         self._error_streams: dict[str, int] = {}
-        #: By the stream of data.
+        #: Data stream id -> streams of the connection.
         self._streams: dict[int, _Streams] = {}
 
     async def run(self) -> None:
@@ -219,7 +219,7 @@ class _SpdyForward:
                 streams.task.cancel()
                 # kubectl waits for the end of this stream.
                 await self._send(spdy.Data(streams.errors, b"", fin=True))
-            case spdy.Ping():
+            case spdy.PingFrame():
                 await self._send(frame)
 
     def _open(self, stream: int, headers: Mapping[str, str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from pocketkube.containers.exec_process import ExecProcess, ExecStreams
-from pocketkube.containers.process import Process, StartError
+from pocketkube.containers.process import ContainerProcess, StartError
 from pocketkube.websockets import messages, run_until_closed
 
 PROTOCOLS = ("v5.channel.k8s.io", "v4.channel.k8s.io")
@@ -52,7 +52,10 @@ def internal_error(message: str) -> Status:
 
 
 async def run_command(
-    socket: web.WebSocketResponse, container: Process | None, argv: list[str], streams: ExecStreams
+    socket: web.WebSocketResponse,
+    container: ContainerProcess | None,
+    argv: list[str],
+    streams: ExecStreams,
 ) -> None:
     """Run a command until it ends or the client closes `socket`, which kills the command.
 

@@ -107,7 +107,7 @@ class RstStream:
 
 
 @dataclass(frozen=True)
-class Ping:
+class PingFrame:
     """The receiver returns a Ping with the same id."""
 
     id: int
@@ -132,7 +132,7 @@ class _Type(IntEnum):
     HEADERS = 8
 
 
-Frame: TypeAlias = SynStream | SynReply | Headers | Data | RstStream | Ping | GoAway
+Frame: TypeAlias = SynStream | SynReply | Headers | Data | RstStream | PingFrame | GoAway
 
 
 class FrameEncoder:
@@ -163,7 +163,7 @@ class FrameEncoder:
                 )
             case RstStream(stream, status):
                 return _control(_Type.RST_STREAM, struct.pack("!II", stream, status))
-            case Ping(number):
+            case PingFrame(number):
                 return _control(_Type.PING, struct.pack("!I", number))
             case GoAway(last, status):
                 return _control(_Type.GOAWAY, struct.pack("!II", last, status))
@@ -223,7 +223,7 @@ class FrameDecoder:
                 case _Type.RST_STREAM:
                     return RstStream(_number(body) & _STREAM_ID, _number(body, 4))
                 case _Type.PING:
-                    return Ping(_number(body))
+                    return PingFrame(_number(body))
                 case _Type.GOAWAY:
                     return GoAway(_number(body) & _STREAM_ID, _number(body, 4))
         except (struct.error, zlib.error) as error:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from baton_kube.client import Object
-from pocketkube.containers.usage import Usage, container_usage, machine_usage
+from pocketkube.containers.usage import ResourceUsage, container_usage, machine_usage
 from pocketkube.kubelet.pod_worker import PodWorker
 from pocketkube.timestamps import timestamp
 
@@ -37,7 +37,7 @@ async def measure(node_name: str, workers: Iterable[PodWorker]) -> Object:
     return {"node": node, "pods": pods}
 
 
-def _usage(before: Usage, after: Usage, elapsed_s: float) -> Object:
+def _usage(before: ResourceUsage, after: ResourceUsage, elapsed_s: float) -> Object:
     # The CPU time of processes that have ended is missing in `after`.
     nanocores = max(after.cpu_s - before.cpu_s, 0.0) / elapsed_s * 1e9
     now = timestamp()

@@ -15,7 +15,7 @@ import msgspec
 LONGEST_GAP_S = 120.0
 
 
-class Run(msgspec.Struct, frozen=True):
+class DecisionRun(msgspec.Struct, frozen=True):
     """A recommendation that stayed the same from `since` to `until`.
 
     Both times are in seconds, from the clock of the decisions.
@@ -48,7 +48,7 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     #: Recommendations, oldest first, without gaps.
-    runs: tuple[Run, ...] = ()
+    runs: tuple[DecisionRun, ...] = ()
     #: Recent size changes, oldest first. The last change is kept at any age.
     changes: tuple[Change, ...] = ()
     #: The last target that was missed after the size was reduced. None: there was none.
@@ -118,13 +118,13 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
         known = self.runs if self.knows(now) else ()
         runs = tuple(run for run in known if run.until >= now - keep_s)
         if runs and runs[-1].size == recommended:
-            runs = (*runs[:-1], Run(recommended, runs[-1].since, now))
+            runs = (*runs[:-1], DecisionRun(recommended, runs[-1].since, now))
         else:
             # The previous recommendation held until now, so that runs leave no gap.
             runs = (
                 *runs[:-1],
-                *(Run(run.size, run.since, now) for run in runs[-1:]),
-                Run(recommended, now, now),
+                *(DecisionRun(run.size, run.since, now) for run in runs[-1:]),
+                DecisionRun(recommended, now, now),
             )
         changes = (
             tuple(item for item in self.changes[:-1] if item.at > now - keep_s) + self.changes[-1:]

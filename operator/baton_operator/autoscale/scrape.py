@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 from prometheus_client import Counter
 
-from baton_operator.autoscale.windows import Sample, sample
+from baton_operator.autoscale.windows import ScrapedSample, sample
 from baton_operator.names import MemberRole, url_host
 
 #: Concurrent scrapes, over all services.
@@ -37,9 +37,9 @@ class ScrapeTarget(msgspec.Struct, frozen=True):
 class Scraped(msgspec.Struct, frozen=True):
     """The results of one round of scrapes."""
 
-    #: By container.
-    samples: dict[str, Sample]
-    #: Why a pod has no sample, by pod.
+    #: Id of the container -> sample.
+    samples: dict[str, ScrapedSample]
+    #: Name of the pod -> why it has no sample.
     errors: dict[str, str]
 
 
@@ -79,7 +79,7 @@ class Scraper:
         await asyncio.gather(*map(ask, targets))
         return scraped
 
-    async def _scrape(self, target: ScrapeTarget) -> Sample:
+    async def _scrape(self, target: ScrapeTarget) -> ScrapedSample:
         """Scrape one target, and return the parsed metrics.
 
         Raises:

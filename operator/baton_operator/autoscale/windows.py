@@ -49,7 +49,7 @@ _METRICS = (
 _READ = re.compile(rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join(_METRICS)})[_{{ ]")
 
 
-class Histogram(msgspec.Struct, frozen=True):
+class CumulativeHistogram(msgspec.Struct, frozen=True):
     """A cumulative histogram, since the start of a process or between two scrapes."""
 
     #: Number of observations up to each upper bound. The last bound is infinite.
@@ -65,23 +65,23 @@ class Histogram(msgspec.Struct, frozen=True):
         """Mean of the observations; None without observations."""
         return self.sum / self.count if self.count > 0 else None
 
-    def __add__(self, other: Histogram) -> Histogram:
+    def __add__(self, other: CumulativeHistogram) -> CumulativeHistogram:
         """Return a histogram with the observations of both.
 
         For a bound that one histogram lacks, that histogram's count at the next lower bound is
         used. So a quantile of the result is an upper estimate.
         """
         bounds = sorted({*self.buckets, *other.buckets})
-        return Histogram(
+        return CumulativeHistogram(
             {bound: self.at(bound) + other.at(bound) for bound in bounds}, self.sum + other.sum
         )
 
-    def since(self, before: Histogram) -> Histogram:
+    def since(self, before: CumulativeHistogram) -> CumulativeHistogram:
         """Return a histogram of the observations since `before`.
 
         `before` is an earlier histogram of the same process.
         """
-        return Histogram(
+        return CumulativeHistogram(
             {bound: count - before.at(bound) for bound, count in self.buckets.items()},
             self.sum - before.sum,
         )
@@ -117,20 +117,20 @@ class Histogram(msgspec.Struct, frozen=True):
         return lower
 
 
-class Sample(msgspec.Struct, frozen=True):
+class ScrapedSample(msgspec.Struct, frozen=True):
     """The metrics that decisions need, from one scrape of one container."""
 
     #: Role of the engine. None: a gateway.
     role: MemberRole | None
     gauges: dict[str, float]
-    histograms: dict[str, Histogram]
+    histograms: dict[str, CumulativeHistogram]
     #: Number of generation requests that a gateway has answered since its start, excluding client
     #: errors.
     requests: float = 0.0
     #: Seconds for which an engine has run steps since its start. None: the metric is missing.
     busy_s: float | None = None
 
-    def began_after(self, before: Sample) -> bool:
+    def began_after(self, before: ScrapedSample) -> bool:
         """Return whether the process was restarted after the sample `before`.
 
         True if a counter is lower than in `before`.
@@ -147,7 +147,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     #: Time of the scrapes in seconds.
     at: float
     #: Samples by container id: the pod's uid and its number of restarts.
-    samples: dict[str, Sample]
+    samples: dict[str, ScrapedSample]
 
 
 class RoleWindow(msgspec.Struct, frozen=True, kw_only=True):
@@ -209,7 +209,7 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
     active_at: float | None = None
 
 
-def sample(role: MemberRole | None, text: str) -> Sample:
+def sample(role: MemberRole | None, text: str) -> ScrapedSample:
     """Parse the metrics from one scrape. Series of one metric with different labels are added up.
 
     Args:
@@ -224,7 +224,7 @@ def sample(role: MemberRole | None, text: str) -> Sample:
     if not lines:
         raise ValueError("the reply has no metric of an engine or a gateway")
     gauges: dict[str, float] = {}
-    histograms: dict[str, Histogram] = {}
+    histograms: dict[str, CumulativeHistogram] = {}
     requests = 0.0
     busy_s: float | None = None
     for family in text_string_to_metric_families("".join(lines)):
@@ -237,7 +237,7 @@ def sample(role: MemberRole | None, text: str) -> Sample:
                     buckets[bound] = buckets.get(bound, 0.0) + item.value
                 elif item.name.endswith("_sum"):
                     total += item.value
-            histograms[family.name] = Histogram(buckets, total)
+            histograms[family.name] = CumulativeHistogram(buckets, total)
         elif family.name == HTTP_REQUESTS:
             requests = sum(
                 item.value
@@ -252,7 +252,7 @@ def sample(role: MemberRole | None, text: str) -> Sample:
             gauges[family.name] = sum(item.value for item in family.samples)
             if not isfinite(gauges[family.name]):
                 raise ValueError(f"{family.name} is {gauges[family.name]}")
-    return Sample(role, gauges, histograms, requests, busy_s)
+    return ScrapedSample(role, gauges, histograms, requests, busy_s)
 
 
 def window(
@@ -272,7 +272,7 @@ def window(
     if not inside or inside[0].at == inside[-1].at:
         return None
     end = inside[-1].at
-    scrapes: dict[str, list[tuple[float, Sample]]] = {}
+    scrapes: dict[str, list[tuple[float, ScrapedSample]]] = {}
     for snapshot in inside:
         for container, scraped in snapshot.samples.items():
             scrapes.setdefault(container, []).append((snapshot.at, scraped))
@@ -308,11 +308,11 @@ def window(
 class _Series(msgspec.Struct, frozen=True):
     """The scrapes of one container in the order of time, and the growth of the counters."""
 
-    scrapes: list[tuple[float, Sample]]
+    scrapes: list[tuple[float, ScrapedSample]]
     #: Times of scrapes that showed a new answered request.
     answered: list[float]
     busy_s: float | None
-    histograms: dict[str, Histogram]
+    histograms: dict[str, CumulativeHistogram]
 
     @property
     def role(self) -> MemberRole | None:
@@ -341,22 +341,22 @@ class _Series(msgspec.Struct, frozen=True):
     def mean(self, gauge: str) -> float:
         return _mean(scraped.gauges.get(gauge, 0.0) for _, scraped in self.scrapes)
 
-    def total(self, histogram: str) -> Histogram:
-        return self.histograms.get(histogram, Histogram())
+    def total(self, histogram: str) -> CumulativeHistogram:
+        return self.histograms.get(histogram, CumulativeHistogram())
 
 
-def _series_of(scrapes: list[tuple[float, Sample]]) -> _Series:
-    answered, histograms = list[float](), dict[str, Histogram]()
+def _series_of(scrapes: list[tuple[float, ScrapedSample]]) -> _Series:
+    answered, histograms = list[float](), dict[str, CumulativeHistogram]()
     busy_s = None if scrapes[-1][1].busy_s is None else 0.0
     for (_, before), (at, after) in pairwise(scrapes):
-        origin = Sample(after.role, {}, {}) if after.began_after(before) else before
+        origin = ScrapedSample(after.role, {}, {}) if after.began_after(before) else before
         if after.requests > origin.requests:
             answered.append(at)
         if busy_s is not None:
             busy_s += max(0.0, (after.busy_s or 0.0) - (origin.busy_s or 0.0))
         for name, histogram in after.histograms.items():
-            grown = histogram.since(origin.histograms.get(name, Histogram()))
-            histograms[name] = histograms.get(name, Histogram()) + grown
+            grown = histogram.since(origin.histograms.get(name, CumulativeHistogram()))
+            histograms[name] = histograms.get(name, CumulativeHistogram()) + grown
     return _Series(scrapes, answered, busy_s, histograms)
 
 
@@ -387,8 +387,8 @@ def _role(series: list[_Series], live: list[_Series], span: float, quantile: flo
     )
 
 
-def _total(series: Iterable[_Series], histogram: str) -> Histogram:
-    return sum((each.total(histogram) for each in series), Histogram())
+def _total(series: Iterable[_Series], histogram: str) -> CumulativeHistogram:
+    return sum((each.total(histogram) for each in series), CumulativeHistogram())
 
 
 def _mean(values: Iterable[float]) -> float:

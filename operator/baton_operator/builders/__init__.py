@@ -9,7 +9,7 @@
 - `engine_settings`: the options of `baton-engine` that fields of the spec set.
 - `service_key_secret`: the Secret with the key that all processes of a service share.
 - `network_policy`, `disruption_budget`: the objects of those kinds.
-- `accounts`: ServiceAccounts, and the gateway's Role and RoleBinding.
+- `service_accounts`: ServiceAccounts, and the gateway's Role and RoleBinding.
 - `pod_template`: the parts that member pods and gateway pods share, and the user's changes.
-- `model`: the volume of the model, and the init container that fetches the model.
+- `model_volume`: the volume of the model, and the init container that fetches the model.
 """

@@ -14,7 +14,7 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS, DecodeAutoscaling
-from baton_operator.builders import engine_settings, model, service_key_secret
+from baton_operator.builders import engine_settings, model_volume, service_key_secret
 from baton_operator.builders.engine_settings import Setting
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_protocol.options.config import (
@@ -153,7 +153,7 @@ def gateway_config(resolved: ResolvedService) -> GatewayConfig:
 def _model_config(resolved: ResolvedService, role: names.ConfiguredRole) -> ModelConfig:
     source = resolved.spec.model
     return ModelConfig(
-        path=model.source(source, role, resolved.namespace).path,
+        path=model_volume.source(source, role, resolved.namespace).path,
         served_name=resolved.served_name,
         runner=source.runner or "auto",
         dtype=source.dtype,

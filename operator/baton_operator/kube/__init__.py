@@ -1,5 +1,5 @@
 """Access to the Kubernetes API for the operator, on top of `baton_kube`.
 
-- `kinds`: reads and writes of objects by kind.
+- `objects`: reads and writes of objects by kind.
 - `events`: Kubernetes Events about a service.
 """

@@ -9,7 +9,7 @@ import msgspec
 
 from baton_kube.client import KubeError, Object
 from baton_operator import names
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 
 logger = logging.getLogger(__name__)
 MAX_MESSAGE = 1024

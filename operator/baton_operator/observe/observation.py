@@ -16,11 +16,11 @@ from baton_operator.builders import service_key_secret
 from baton_operator.builders.gateway_objects import PORTS
 from baton_operator.builders.member_pods import CONTAINER
 from baton_operator.builders.resolved_service import Scheme, controlled_by
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient
 from baton_operator.plan.plan_group import Member
-from baton_operator.revisions import held_back, recorded_spec
+from baton_operator.revision_history import held_back, recorded_spec
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.process.health import Health
 from baton_protocol.service_key import ServiceKey

@@ -23,7 +23,7 @@ _DENIED = ("admission webhook", "ValidatingAdmissionPolicy")
 _REFUSING = (400, 403, 422)
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class PodRefusal(msgspec.Struct, frozen=True):
     """Why the API server refuses a pod: the reason and the message of a condition."""
 
     reason: str
@@ -34,7 +34,7 @@ class _Refused(msgspec.Struct, frozen=True):
     """The last refusal of a pod of one group, and when to create pods again."""
 
     revision: str
-    refusal: Refusal
+    refusal: PodRefusal
     delay_s: float
     retry_at: datetime
 
@@ -73,7 +73,7 @@ class RefusedPods:
         key: names.Key,
         role: names.Role,
         revision: str,
-        refusal: Refusal | None,
+        refusal: PodRefusal | None,
         now: datetime,
     ) -> float | None:
         """Record whether a pod was refused in this step.
@@ -93,7 +93,7 @@ class RefusedPods:
         )
         return delay_s
 
-    def get(self, key: names.Key, role: names.Role) -> Refusal | None:
+    def get(self, key: names.Key, role: names.Role) -> PodRefusal | None:
         """Return the last recorded refusal of a pod of `role`; None if there is none."""
         refused = self._refused.get((key, role))
         return refused.refusal if refused else None
@@ -104,13 +104,13 @@ class RefusedPods:
             self._refused.pop((key, role), None)
 
 
-def refusal_of(error: KubeError, pod: str) -> Refusal | None:
+def refusal_of(error: KubeError, pod: str) -> PodRefusal | None:
     """Return the refusal of `pod` that `error` reports.
 
     The result is None if the error has another cause, such as an overloaded API server.
     """
     reason = refusal_reason(str(error)) or (POD_REFUSED if error.status in _REFUSING else None)
-    return Refusal(reason, f"the API server refuses pod {pod}: {error}") if reason else None
+    return PodRefusal(reason, f"the API server refuses pod {pod}: {error}") if reason else None
 
 
 def refusal_reason(text: str) -> str | None:

@@ -13,6 +13,7 @@ import kopf
 
 from baton_operator.process import kopf_settings
 from baton_operator.process.runtime import Runtime
+from baton_operator.process.watch_session import WatchSession
 
 logger = logging.getLogger("baton_operator")
 
@@ -49,11 +50,12 @@ async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
     """
     while True:
         await runtime.wait_for_crd()
-        runtime.answered_at = time.monotonic()
+        session = WatchSession(runtime)
         why = "kopf ended"
         try:
             await run_first_of(
-                _check(runtime, runtime.kube.http_routes), run_kopf(runtime, namespaces)
+                _wait_for_restart(runtime, session, runtime.kube.http_routes),
+                run_kopf(runtime, session, namespaces),
             )
         except RestartError as error:
             why = str(error)
@@ -65,20 +67,23 @@ async def watch(runtime: Runtime, namespaces: Collection[str]) -> None:
         await asyncio.sleep(RESTART_S)
 
 
-async def _check(runtime: Runtime, had_routes: bool) -> None:
-    """Wait until kopf must be restarted, then raise RestartError.
+async def _wait_for_restart(runtime: Runtime, session: WatchSession, had_routes: bool) -> None:
+    """Wait until kopf must be restarted.
 
     Args:
         had_routes: whether the API server served HTTPRoutes when kopf was started.
+
+    Raises:
+        RestartError: always, with the reason.
     """
     while runtime.kube.http_routes == had_routes:
-        if time.monotonic() > runtime.answered_at + SILENCE_S:
+        if time.monotonic() > session.answered_at + SILENCE_S:
             raise RestartError(f"the watches got no answer for {SILENCE_S:g} s")
         await asyncio.sleep(CHECK_S)
     raise RestartError("the API server now serves HTTPRoutes")
 
 
-async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
+async def run_kopf(runtime: Runtime, session: WatchSession, namespaces: Collection[str]) -> None:
     """Run kopf in a thread until cancelled.
 
     The thread has its own event loop, because kopf cancels all tasks of its loop. In the main
@@ -94,7 +99,7 @@ async def run_kopf(runtime: Runtime, namespaces: Collection[str]) -> None:
     stop = asyncio.Event()
     threading.Thread(target=_run_loop, args=[kopf_loop], name="kopf", daemon=True).start()
     ended = asyncio.wrap_future(
-        asyncio.run_coroutine_threadsafe(_operate(runtime, namespaces, stop), kopf_loop)
+        asyncio.run_coroutine_threadsafe(_operate(runtime, session, namespaces, stop), kopf_loop)
     )
     try:
         await asyncio.shield(ended)
@@ -115,7 +120,9 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         runner.get_loop().run_forever()
 
 
-async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.Event) -> None:
+async def _operate(
+    runtime: Runtime, session: WatchSession, namespaces: Collection[str], stop: asyncio.Event
+) -> None:
     """Run kopf in the running event loop until `stop` is set or kopf ends.
 
     Raises:
@@ -130,7 +137,7 @@ async def _operate(runtime: Runtime, namespaces: Collection[str], stop: asyncio.
     asyncio.get_running_loop().set_exception_handler(ignore_late_errors)
     ignored = asyncio.all_tasks()
     try:
-        memo = kopf.Memo(runtime=runtime)
+        memo = kopf.Memo(runtime=runtime, watch_session=session)
         tasks = await kopf.spawn_tasks(
             memo=memo, clusterwide=not namespaces, namespaces=namespaces, stop_flag=stop
         )

@@ -22,7 +22,7 @@ from functools import partial
 import msgspec
 
 from baton_kube.client import KubeError, Object, error_text
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Election:
         return self._held_until - self.now()
 
     @property
-    def may_write_s(self) -> float:
+    def write_timeout_s(self) -> float:
         """Timeout for a write, in seconds. The write ends before another process holds the Lease.
 
         0: this process may not write.
@@ -110,7 +110,7 @@ class Election:
             or self.now() >= self._seen_at + self.seen.duration_s
         )
 
-    def wrote(self, record: Record, sent_at: float) -> None:
+    def record_write(self, record: Record, sent_at: float) -> None:
         """Record a successful write of the Lease.
 
         Args:
@@ -250,7 +250,7 @@ class Elector:
                 return False
             raise
         if not release:
-            election.wrote(_record(stored), sent_at)
+            election.record_write(_record(stored), sent_at)
         return True
 
 

@@ -74,21 +74,21 @@ class AddressError(Exception):
 
 @asynccontextmanager
 async def serve(
-    host: str, port: int, metrics: Metrics, stuck: Callable[[], str]
+    host: str, port: int, metrics: Metrics, explain_stuck: Callable[[], str]
 ) -> AsyncIterator[int]:
     """Serve /health and /metrics while the context is open. Yield the port.
 
     Args:
         port: 0 selects a free port.
-        stuck: returns why the process must be restarted; empty if no restart is needed. With a
-            reason, /health returns 503.
+        explain_stuck: returns why the process must be restarted; empty if no restart is needed.
+            With a reason, /health returns 503.
 
     Raises:
         AddressError: the address is in use, or does not belong to this machine.
     """
 
     async def health(_: web.Request) -> web.Response:
-        why = stuck()
+        why = explain_stuck()
         return web.Response(status=503, text=f"{why}\n") if why else web.Response(text="ok\n")
 
     async def expose(_: web.Request) -> web.Response:

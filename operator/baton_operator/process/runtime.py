@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import random
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,7 +19,7 @@ from baton_operator import names
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.builders.restrictions import Restrictions
-from baton_operator.kube.kinds import PLURALS, Kube, resource_of
+from baton_operator.kube.objects import Kube, resource_of
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.process.operator_metrics import Metrics
@@ -58,14 +57,12 @@ class Runtime:
         self.kube = kube
         self.metrics = metrics
         self.controller = Controller(self._reconcile, retried=metrics.retries.inc)
-        #: Monotonic time of the last successful response to a request of the watches.
-        self.answered_at = time.monotonic()
         self._step = reconcile
         self._autoscale = autoscale
         self._resync_s = resync_s
         self._service_paths: set[str] = set()  # API paths of the watched LLMService collections
         self._loop = asyncio.get_running_loop()
-        kube.client.on_request = self._count
+        kube.client.on_request = self.count_request
         metrics.queue.set_function(lambda: self.controller.queue_depth)
         metrics.services.set_function(lambda: len(self.controller))
 
@@ -89,7 +86,7 @@ class Runtime:
         finally:
             self.metrics.reconciles.labels(result).inc()
 
-    def _count(self, verb: str, path: str, code: int) -> None:
+    def count_request(self, verb: str, path: str, code: int) -> None:
         """Count a request to the API server in the metrics. Code 0: there was no response."""
         self.metrics.requests.labels(verb, resource_of(path), code).inc()
 
@@ -108,7 +105,7 @@ class Runtime:
                 logged = state
             await asyncio.sleep(CRD_POLL_S)
 
-    def changed(self, key: names.Key, kind: str, version: str) -> None:
+    def queue_reconcile(self, key: names.Key, kind: str, version: str) -> None:
         """Queue a reconcile of the service, after a watch event for one of its objects.
 
         Any thread may call this method.
@@ -125,37 +122,18 @@ class Runtime:
 
         self._loop.call_soon_threadsafe(observe)
 
-    def watch_session(self) -> aiohttp.ClientSession:
-        """Return the HTTP session for kopf's watches.
+    def queue_all(self, path: str) -> None:
+        """Queue a reconcile of every service, after a watch listed the collection at `path`.
 
-        A list request in this session queues a reconcile of every service, because events before
-        the list may have been missed.
+        The watch may have missed events before that list. Any thread may call this method.
         """
 
-        async def record(
-            request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
-        ) -> aiohttp.ClientResponse:
-            path, code = request.url.path, 0
-            verb = "list" if path.rpartition("/")[2] in PLURALS else "get"
-            if request.url.query.get("watch") == "true":
-                verb = "watch"
-            try:
-                response = await handler(request)
-                code = response.status
-            finally:
-                self._count(verb, path, code)
-            if code == 200:
-                self.answered_at = time.monotonic()
-                if verb == "list":
-                    self._loop.call_soon_threadsafe(self._relisted, path)
-            return response
+        def add_all() -> None:
+            if path.endswith(f"/{names.PLURAL}"):
+                self._service_paths.add(path)
+            self.controller.add_all()
 
-        return self.kube.client.http_session(record)
-
-    def _relisted(self, path: str) -> None:
-        if path.endswith(f"/{names.PLURAL}"):
-            self._service_paths.add(path)
-        self.controller.add_all()
+        self._loop.call_soon_threadsafe(add_all)
 
     async def resync(self) -> None:
         """List the LLMServices, and queue a reconcile of each one.
@@ -177,7 +155,7 @@ class Runtime:
             }
         self.controller.add_all(found)
 
-    def stuck(self) -> str:
+    def explain_stuck(self) -> str:
         """Return why the process must be restarted; empty if no restart is needed."""
         longest_s = self.controller.longest_s
         return f"a reconcile has not ended for {longest_s:.0f} s" if longest_s > STUCK_S else ""

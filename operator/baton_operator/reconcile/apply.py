@@ -15,19 +15,19 @@ from baton_operator.builders import service_key_secret
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService, controlled_by
 from baton_operator.kube.events import Events
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from baton_operator.observe.observation import Observation
 from baton_operator.plan.plan_group import Delete, GroupPlan
-from baton_operator.plan.refused_pods import Refusal, refusal_of
-from baton_operator.problems import (
+from baton_operator.plan.refused_pods import PodRefusal, refusal_of
+from baton_operator.reconcile.desired import Desired
+from baton_operator.reconcile_errors import (
     GatewayAPIMissing,
     NameConflict,
     Problem,
     ServiceKeyUnusable,
     problem_of,
 )
-from baton_operator.reconcile.desired import Desired
-from baton_operator.revisions import PreviousRevision
+from baton_operator.revision_history import PreviousRevision
 from baton_protocol.service_key import ServiceKey
 
 
@@ -158,7 +158,7 @@ async def apply_members(
     plan: GroupPlan,
     observed: Observation,
     now: datetime,
-) -> Refusal | None:
+) -> PodRefusal | None:
     """Take the planned step of one group: mark members as draining, delete and create members.
 
     If marking a pod fails, the step continues, and the error is raised at the end. After the first
@@ -226,7 +226,7 @@ async def _delete_pods(
 
 async def _create_pods(
     kube: Kube, events: Events, resolved: ResolvedService, pods: list[Object], service: Object
-) -> tuple[Refusal | None, list[NameConflict | KubeError]]:
+) -> tuple[PodRefusal | None, list[NameConflict | KubeError]]:
     """Create the pods in order, and stop at the first one that the API server refuses.
 
     Returns:

@@ -11,11 +11,11 @@ from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.rules import valid_spec
 from baton_operator.builders import (
-    accounts,
     config_maps,
     coordinator_objects,
     gateway_objects,
     network_policy,
+    service_accounts,
 )
 from baton_operator.builders.disruption_budget import disruption_budget
 from baton_operator.builders.http_route import http_route
@@ -24,7 +24,7 @@ from baton_operator.builders.member_pods import MemberTemplate, headless_service
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
 from baton_operator.observe.observation import Observation, gateway_schemes
-from baton_operator.problems import InvalidSpec
+from baton_operator.reconcile_errors import InvalidSpec
 
 #: Stands for the address of a coordinator that has none yet. It has no effect on checks.
 _ANY_ADDRESS = "192.0.2.1"
@@ -115,7 +115,7 @@ def compute_desired(
         ),
     ):
         parts.append(policy if is_wanted else (policy["kind"], policy["metadata"]["name"]))
-    parts.append(accounts.engine_account(resolved))
+    parts.append(service_accounts.engine_account(resolved))
     if resolved.is_expert_parallel:
         parts += [coordinator_objects.service(resolved), coordinator_objects.deployment(resolved)]
     elif not keep_coordinator:
@@ -123,9 +123,9 @@ def compute_desired(
             (kind, names.coordinator_name(resolved.name)) for kind in ("Deployment", "Service")
         ]
     parts += [
-        accounts.gateway_account(resolved),
-        accounts.gateway_role(resolved),
-        accounts.gateway_role_binding(resolved),
+        service_accounts.gateway_account(resolved),
+        service_accounts.gateway_role(resolved),
+        service_accounts.gateway_role_binding(resolved),
         headless_service(resolved),
         gateway_objects.service(resolved),
         gateway_deployment,

@@ -20,7 +20,7 @@ from baton_operator.builders import service_key_secret
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
 from baton_operator.kube.events import Events
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.observe.observation import Observation, observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
@@ -28,13 +28,6 @@ from baton_operator.plan.plan_expert_group import ExpertGroupPlan
 from baton_operator.plan.plan_members import plan_members
 from baton_operator.plan.refused_pods import RefusedPods
 from baton_operator.plan.topology_view import TopologyView, filter_by_service_key, recorded_for
-from baton_operator.problems import (
-    GatewayAPIMissing,
-    InvalidSpec,
-    Paused,
-    Problem,
-    problem_of,
-)
 from baton_operator.reconcile.apply import (
     apply_members,
     apply_objects,
@@ -44,13 +37,20 @@ from baton_operator.reconcile.apply import (
 from baton_operator.reconcile.controller import Outcome
 from baton_operator.reconcile.desired import Desired, compute_desired, resolve
 from baton_operator.reconcile.drain import drain_members
-from baton_operator.revisions import (
+from baton_operator.reconcile_errors import (
+    GatewayAPIMissing,
+    InvalidSpec,
+    Paused,
+    Problem,
+    problem_of,
+)
+from baton_operator.revision_history import (
     PreviousRevision,
     find_previous_revisions,
     recorded_name,
     recorded_spec,
 )
-from baton_operator.revisions import record as record_spec
+from baton_operator.revision_history import record as record_spec
 from baton_operator.status.report import report, report_defect
 from baton_operator.status.report_events import new_events
 from baton_operator.status.report_group import ReportedGroup, gateway_group, member_group

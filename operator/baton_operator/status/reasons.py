@@ -1,6 +1,6 @@
 """The reasons of conditions that this package decides.
 
-Other reasons come from `problems`, `plan.refused_pods`, `autoscale.policy` and replies to
+Other reasons come from `reconcile_errors`, `plan.refused_pods`, `autoscale.policy` and replies to
 `GET /health` of pods. A component also prints a reason before it exits, in a line `FATAL REASON:
 MESSAGE`.
 """

@@ -18,7 +18,7 @@ from baton_operator.api.llmservice import (
 from baton_operator.builders.gateway_objects import scheme_in_use
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import conditions
-from baton_operator.problems import Problem
+from baton_operator.reconcile_errors import Problem
 from baton_operator.status.diagnose import Verdict
 from baton_operator.status.reasons import (
     METRICS_MISSING,

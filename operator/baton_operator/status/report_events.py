@@ -10,7 +10,7 @@ from baton_operator.api.llmservice import Condition, Status
 from baton_operator.kube.events import Event
 from baton_operator.observe.observation import condition, conditions
 from baton_operator.plan.topology_view import recorded_for
-from baton_operator.problems import Problem
+from baton_operator.reconcile_errors import Problem
 from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_model import MODEL_AVAILABLE
 from baton_operator.status.report_topology import operation_events

@@ -13,7 +13,7 @@ from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import Observation, Reference, condition, is_ready
-from baton_operator.plan.refused_pods import POD_REFUSED, Refusal, refusal_reason
+from baton_operator.plan.refused_pods import POD_REFUSED, PodRefusal, refusal_reason
 from baton_operator.plan.topology_view import record, recorded_for, without_waiting_operation
 from baton_operator.status.diagnose import (
     Diagnosis,
@@ -56,7 +56,7 @@ class ReportedGroup(msgspec.Struct, frozen=True, kw_only=True):
     #: When unready pods were last found paused or asleep, by pod name.
     suspended_at: Mapping[str, datetime] = {}
     #: Why the API server refuses further pods. None: it does not.
-    refusal: Refusal | None = None
+    refusal: PodRefusal | None = None
     #: Secrets and ConfigMaps that pods wait for and that do not exist.
     missing: frozenset[Reference] = frozenset()
     #: Pods of the coordinator of an expert-parallel group. No group forms without a coordinator.
@@ -115,7 +115,7 @@ def member_group(
     template: MemberTemplate,
     observed: Observation,
     autoscaling: AutoscalingStatus | None,
-    refusal: Refusal | None,
+    refusal: PodRefusal | None,
 ) -> ReportedGroup:
     """Return the observed state of the prefill or decode group.
 
@@ -167,14 +167,14 @@ def gateway_group(
     )
 
 
-def refusal_of_deployment(deployment: Object) -> Refusal | None:
+def refusal_of_deployment(deployment: Object) -> PodRefusal | None:
     """Return why the API server refuses new pods of the Deployment; None if it does not."""
     failure = condition(deployment, "ReplicaFailure")
     if failure.get("status") != "True":
         return None
     text = failure.get("message") or failure.get("reason") or "no reason was given"
     what = f"the API server refuses pods of Deployment {deployment['metadata']['name']}"
-    return Refusal(refusal_reason(text) or POD_REFUSED, f"{what}: {text}")
+    return PodRefusal(refusal_reason(text) or POD_REFUSED, f"{what}: {text}")
 
 
 def _topology(observed: Observation, resolved: ResolvedService) -> GroupTopology:

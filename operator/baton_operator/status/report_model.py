@@ -9,7 +9,7 @@ import msgspec
 
 from baton_kube.client import Object
 from baton_operator.api.spec_model import Model, ModelStatus, is_fetched
-from baton_operator.builders.model import FETCHER, source
+from baton_operator.builders.model_volume import FETCHER, source
 from baton_operator.observe.observation import condition, is_ready
 from baton_operator.status.diagnose import Verdict, by_name, fatal, still_loading, tries_again
 from baton_operator.status.reasons import Failure, Progress, Settled

@@ -17,7 +17,7 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.builders.member_pods import CONTAINER
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from baton_operator.observe.observation import (
     Observation,
     Reference,

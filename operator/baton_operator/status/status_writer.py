@@ -10,7 +10,7 @@ import msgspec
 from baton_kube.client import KubeError, Object
 from baton_operator.api.llmservice import Status
 from baton_operator.kube.events import Event, Events
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 
 
 class StatusWriter:

@@ -37,7 +37,7 @@ def service(**spec: Any) -> dict[str, Any]:
 def test_kubectl_names_a_misspelled_field(api, services, namespace, how) -> None:
     document = service(decoder={"replicas": 1}, gateway={"apiKey": {"secretName": "s"}})
 
-    # With older servers kubectl validates against a schema that they publish a moment later.
+    # Older servers publish the schema that kubectl validates against after a short delay.
     def refused() -> bool:
         done = api.kubectl(*how, "-n", namespace, "-f", "-", stdin=document)
         if done.returncode == 0:
@@ -50,7 +50,7 @@ def test_kubectl_names_a_misspelled_field(api, services, namespace, how) -> None
 
 
 def test_without_strict_validation_an_unknown_field_is_dropped(api, services) -> None:
-    """The operator cannot warn of it, because the server does not store it."""
+    """The operator cannot warn of the field, because the server does not store it."""
     stored = api.post(services, service(decoder={"replicas": 1})).json()
     assert "decoder" not in stored["spec"]
 

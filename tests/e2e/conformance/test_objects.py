@@ -87,7 +87,7 @@ def test_generation_counts_changes_of_the_spec_only(api, relays) -> None:
 def test_generation_of_a_deployment_also_counts_changes_of_annotations(
     api, apps, deployment
 ) -> None:
-    deployment["spec"]["paused"] = True  # so that the controller leaves it alone
+    deployment["spec"]["paused"] = True  # so that the controller does not change it
     api.post(f"{apps}/deployments", deployment)
     path = f"{apps}/deployments/web"
     assert (
@@ -173,7 +173,7 @@ def test_bodies_of_an_unknown_media_type_are_refused(api, core, method) -> None:
     response = api.request(method, path, {"metadata": {"name": "x"}}, "text/plain")
     assert response.status_code == 415
     assert response.json()["reason"] == "UnsupportedMediaType"
-    if method != "PATCH":  # a router in front of the real one's decoders refuses patches
+    if method != "PATCH":  # kube-apiserver refuses patches before it selects a decoder
         assert response.json()["message"].startswith(
             "the body of the request was in an unknown format - accepted media types include: "
             "application/json, application/yaml"

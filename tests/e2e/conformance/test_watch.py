@@ -2,7 +2,7 @@
 
 from support.waiting import eventually
 
-#: How long a server that is busy may take to send what has happened already.
+#: Maximum delay of past events from a busy server, in seconds.
 WATCH_S = "4"
 
 

@@ -19,7 +19,7 @@ from kubernetes.client import ApiException
 from baton_kube.client import Object
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.names import ANNOTATION_EXPERT_GROUP, GROUP, PLURAL, VERSION
-from baton_operator.revisions import LIMIT
+from baton_operator.revision_history import LIMIT
 from pocketkube.control_plane.real import RealControlPlane, find_assets, missing_assets
 from support.install.audit import Audit, Right, granted
 from support.install.release_cluster import CHART, RELEASE, Cluster
@@ -72,7 +72,7 @@ def audited_plane(
 
 
 class Services:
-    """Plays the user and the kubelet of one namespace, with an administrator's rights."""
+    """Acts as the user and the kubelet of one namespace, with an administrator's rights."""
 
     def __init__(self, cluster: Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
@@ -134,7 +134,7 @@ class Services:
     def run_members(self) -> None:
         """Report pending pods as running and ready. No process listens at their address.
 
-        Ranks stay pending: one that has started leaves only by a topology, and no coordinator runs.
+        Ranks stay pending. A started rank leaves only by a topology, which needs a coordinator.
         """
         state = {"running": {"startedAt": "2020-01-01T00:00:00Z"}}
         container = {

@@ -1,4 +1,4 @@
-"""kubectl and the Python client reach into the pods of a pocketkube."""
+"""kubectl and the Python client run commands in pods of a pocketkube and forward their ports."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
         endpoint = cluster.wait_ready(NAME)["endpoint"]
         assert endpoint.startswith("https://")
         trusted = ssl.create_default_context(cafile=str(tmp_path / "tls/tls.crt"))
-        trusted.check_hostname = False  # the certificate cannot know the Service's address
+        trusted.check_hostname = False  # the certificate does not have the Service's address
         http = openai.DefaultHttpxClient(verify=trusted, trust_env=False)
         client = openai.OpenAI(
             base_url=f"{endpoint}/v1",
@@ -94,13 +94,13 @@ def test_only_clients_with_a_key_are_served_and_only_over_https(
                 return False
 
         def switched() -> bool:
-            # The new endpoint first: the old gateway stays until the new one serves.
+            # Check the new endpoint first, because the old gateway runs until the new one is ready.
             assert answers(plain) or answers(endpoint), "neither gateway serves"
             return bool(
                 cluster.get("llms", NAME)["status"]["endpoint"] == plain and not answers(endpoint)
             )
 
-        eventually(switched, timeout_s=90, what="the gateway to speak HTTP only")
+        eventually(switched, timeout_s=90, what="the gateway to serve HTTP only")
         assert answers(plain)
     finally:
         cluster.kubectl("delete", "llms", NAME, "--wait=true")

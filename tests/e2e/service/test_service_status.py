@@ -16,7 +16,7 @@ OTHER_BLOCKS = {"spec": {"containers": [{"name": "engine", "args": ["--block-siz
 
 
 def wait_condition(cluster: LocalClusterUnderTest, kind: str, status: str, reason: str) -> str:
-    """The message of the condition once it is so."""
+    """Wait for the condition `kind` with this status and reason. Return its message."""
 
     def probe() -> str:
         found = cluster.condition(NAME, kind)

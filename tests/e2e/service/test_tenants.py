@@ -12,7 +12,7 @@ import pytest
 from baton_kube.client import Object, connect
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.control_plane.real import RealControlPlane
 from support.operator.operator_process import start_operator

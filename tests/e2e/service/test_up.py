@@ -1,4 +1,4 @@
-"""The `baton up` command: its output, and no process is left however it ends."""
+"""The `baton up` command: its output, and no process is left after any kind of end."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from baton_protocol.options.config import (
     KVTransferConfig,
     SchedulerConfig,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.kv_transfer.side_channel_proxy import Hook, Passing, SideChannelProxy, Verdict
 from support.parity import assert_greedy, reference_model
 from support.pods import KV_TRANSPORT, Network, Pod, Pods
@@ -48,7 +48,7 @@ from support.waiting import eventually
 
 LEASE_S = 1.5
 LOAD_TIMEOUT_S = 1.5
-#: How long the client waits for the first token before it reports a failed prefill.
+#: Time for which the client waits for the first token before it reports a failed prefill.
 PREFILL_S = 2.5
 #: Deadline of a request: the sum of all timeouts in sequence, on a busy machine.
 DEADLINE_S = 25.0

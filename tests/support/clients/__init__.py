@@ -1,1 +1,1 @@
-"""Programs of other clients, and a gateway with a scripted engine that they talk to."""
+"""Programs of other clients, and a gateway with a scripted engine that they connect to."""

@@ -1,4 +1,4 @@
-"""Questions about which tools an answer calls. Each one has the prompt "The choice is <word>."."""
+"""Requests with each choice of tools. Each one has the prompt "The choice is <word>."."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.clients.weather_agent import called
 TEXT = "It is cold."
 ADD = called("add", a=1, b=2)
 OSLO = called("get_weather", city="Oslo")
-#: The options, the model's answer, and the text and the calls that a client reads from it, by word.
+#: Word -> (the model's answer, the text and the calls that a client reads from it).
 CASES: dict[str, tuple[str, str, list[str]]] = {
     "auto": (TEXT, TEXT, []),
     "parallel": (f"I look.\n{OSLO}\n{ADD}", "I look.", ["get_weather", "add"]),  # with auto
@@ -24,11 +24,11 @@ SCRIPT = by_word({word: answer for word, (answer, _, _) in CASES.items()})
 
 
 def check_choices(clients: ClientRig, read: dict[str, Any]) -> None:
-    """Check the text and the calls of each answer, and what else each answer could have been.
+    """Check each answer, and which other answers the grammar allows or forbids.
 
     Args:
         clients: the gateway, which has had one request per word since the last `use`.
-        read: what the client has read, by word.
+        read: word -> the text and the calls that the client has read.
     """
     clients.check_answers()
     assert read == {

@@ -1,4 +1,4 @@
-"""A gateway with an engine whose answers follow from the prompts."""
+"""A gateway with an engine whose answers are determined by the prompts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ClientRig:
         return self._gateway.url
 
     def use(self, script: Callable[[str], str]) -> None:
-        """Let the model answer with `script` from now on, and forget the earlier requests."""
+        """Answer with `script` from now on, and drop the records of earlier requests."""
         self._script = script
         self._engine.adds.clear()
 
@@ -80,7 +80,7 @@ class ClientRig:
 
     @property
     def prompts(self) -> list[str]:
-        """The prompts since the last `use`."""
+        """The prompts of requests since the last `use`."""
         return [self._prompt(request) for request in self._engine.adds]
 
     def allows(self, number: int, text: str) -> bool:
@@ -124,7 +124,7 @@ async def client_rig(folder: Path) -> AsyncIterator[ClientRig]:
 
 
 def by_turn(*answers: str) -> Callable[[str], str]:
-    """Return a script that answers the first prompt of a conversation with the first text, etc."""
+    """Return a script that answers the n-th prompt of a conversation with the n-th text."""
 
     def script(prompt: str) -> str:
         turn = prompt.count("<|assistant|>") - 1
@@ -134,7 +134,7 @@ def by_turn(*answers: str) -> Callable[[str], str]:
 
 
 def by_word(answers: dict[str, str]) -> Callable[[str], str]:
-    """Return a script that answers with the text of the first word that the last message has."""
+    """Return a script that answers with the text of the first word found in the last message."""
 
     def script(prompt: str) -> str:
         last = prompt.split("<|")[-2]

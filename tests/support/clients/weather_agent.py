@@ -34,7 +34,7 @@ CALLS = [
     ["get_weather", {"city": "Oslo"}],
     ["add", {"a": 4, "b": 10}],
 ]
-#: The prompt of the last turn, which has all that came before.
+#: The prompt of the last turn, which contains all earlier turns.
 LAST_PROMPT = """\
 [get_weather]
 [add]
@@ -53,7 +53,7 @@ LAST_PROMPT = """\
 
 
 def check_agent(clients: ClientRig, answer: str | None, calls: list[Any]) -> None:
-    """Check the answer and the calls of an agent, and that its last turn sent everything."""
+    """Check an agent's answer and calls, and that its last turn sent the whole conversation."""
     clients.check_answers()
     assert answer == ANSWER
     assert calls == CALLS

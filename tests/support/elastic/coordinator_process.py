@@ -123,7 +123,7 @@ class LiveRanks(SimulatedRanks):
         return self._links[rank.id]
 
     def report(self, rank: SimulatedRank) -> None:
-        with contextlib.suppress(zmq.Again):  # the coordinator is away
+        with contextlib.suppress(zmq.Again):  # the coordinator is down
             self.link(rank).send(msgspec.msgpack.encode(rank.status()), zmq.NOBLOCK)
 
     def until(

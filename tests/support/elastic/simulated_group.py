@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.operation import Ended
-from baton_engine.elastic.coordinator.topology_controller import Controller
+from baton_engine.elastic.coordinator.topology_controller import TopologyController
 from baton_protocol.topology import (
     Activity,
     Directive,
     Generation,
-    Member,
     OperationPhase,
     RankPhase,
     Status,
+    TopologyMember,
     TopologyRequest,
     TopologyStatus,
 )
@@ -54,7 +54,7 @@ class SimulatedRanks:
     def add(self, name: str, **state: object) -> SimulatedRank:
         """Start a new process of the rank `name`. An earlier process of the rank keeps running."""
         number = len(self.ranks)
-        member = Member(name, f"{name}#{number}", f"10.0.0.{number}", 5555, 5561, 29500)
+        member = TopologyMember(name, f"{name}#{number}", f"10.0.0.{number}", 5555, 5561, 29500)
         rank = self.ranks[member.instance_id] = replace(SimulatedRank(member), **state)
         return rank
 
@@ -168,11 +168,11 @@ class SimulatedGroup(SimulatedRanks):
         self.ended: list[Ended] = []
         self.start_controller()
 
-    # Disturbances
+    # Faults and requests
 
     def start_controller(self) -> None:
         """Replace the controller by a new controller without state."""
-        self.controller = Controller(self._draw_nonce, self.config)
+        self.controller = TopologyController(self._draw_nonce, self.config)
         self._sent.clear()
         self.highest_target = 0
         self.open_commit = None
@@ -204,11 +204,11 @@ class SimulatedGroup(SimulatedRanks):
         start = self.now
         while not condition():
             if self.now - start > seconds:
-                raise AssertionError(f"{what} did not come within {seconds} s\n{self.picture()}")
+                raise AssertionError(f"not within {seconds} s: {what}\n{self.picture()}")
             self.step()
         return self.now - start
 
-    # Questions
+    # State
 
     def status(self) -> TopologyStatus:
         return self.controller.status(self.now)

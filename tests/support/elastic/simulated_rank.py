@@ -9,9 +9,9 @@ from baton_protocol.topology import (
     Directive,
     ExpertLoads,
     Generation,
-    Member,
     RankPhase,
     Status,
+    TopologyMember,
 )
 
 NUM_LAYERS, NUM_EXPERTS = 2, 4
@@ -21,7 +21,7 @@ NUM_LAYERS, NUM_EXPERTS = 2, 4
 class SimulatedRank:
     """One process of a rank."""
 
-    member: Member
+    member: TopologyMember
     phase: RankPhase = RankPhase.STANDBY
     generation: Generation | None = None
     #: The generation that it prepares or has prepared. Another target replaces it.

@@ -261,7 +261,7 @@ class Model:
         living = tuple(member for member in members if not ranks.ranks[member].dead)
         return self.generations.index(living, self._num_planned)
 
-    # What must hold
+    # Invariants
 
     def _check(self, state: State) -> None:
         for key in state.ranks:

@@ -15,7 +15,7 @@ from typing import Any
 
 from baton_protocol.engine_client.engine_client import EngineClient
 from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest, FinishReason
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.waiting import eventually
 
 HOST = "127.0.0.1"

@@ -15,7 +15,7 @@ from baton_engine.executor.step import (
 )
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 PROMPTS = {"a": list(range(5, 25)), "b": list(range(700, 733)), "c": [3, 1, 4, 1, 5]}
 NUM_TOKENS = 8

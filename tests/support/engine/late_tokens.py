@@ -14,13 +14,13 @@ from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.sampled_tokens import Int64Array, SampledTokens
 from baton_engine.worker.worker import Worker
 
-#: The value on the host before the token. Not a token id.
+#: The value on the host until the token is copied. It is not a token id.
 NOT_COPIED = -1
 WAIT_S = 60.0
 
 
 class LateTokens(SampledTokens):
-    """Tokens that reach the host when a thread waits for them and nothing holds them."""
+    """Tokens that reach the host when a thread waits for them, unless a test holds them."""
 
     #: Whether new tokens are held until `release`.
     are_held = False

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton_engine.worker.sampling import sampler
 from baton_engine.worker.sampling.sampler import SamplingInput
 from baton_protocol.engine_messages import TokenLogprobs
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 EOS = [2]
 

@@ -25,7 +25,7 @@ from baton_engine.executor.step import (
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.engine_messages import RoutedExperts, TokenLogprobs
 from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 NUM_SWAP_BLOCKS = 64

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections import Counter
 
-from support.fuzz.door import Door
+from support.fuzz.fuzz_target import FuzzTarget
 from support.fuzz.http_cases import HTTPCase, HTTPCases
 
 #: Connections at once.
@@ -24,15 +24,17 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class HTTPFuzzer:
-    """Sends the cases of a door.
+    """Sends the cases of a target.
 
     Args:
         cases: makes the cases.
         allowed: statuses of 500 and above that responses may have.
     """
 
-    def __init__(self, door: Door, port: int, cases: HTTPCases, *, allowed: set[int]) -> None:
-        self._door = door
+    def __init__(
+        self, target: FuzzTarget, port: int, cases: HTTPCases, *, allowed: set[int]
+    ) -> None:
+        self._target = target
         self._port = port
         self._cases = cases
         self._allowed = allowed
@@ -40,11 +42,11 @@ class HTTPFuzzer:
         self.statuses: Counter[int] = Counter()
 
     async def run(self) -> None:
-        numbers = self._door.numbers()
+        numbers = self._target.numbers()
 
         async def work() -> None:
             for number in numbers:
-                case = self._cases.make(self._door.rng(number))
+                case = self._cases.make(self._target.rng(number))
                 try:
                     await self._send(case)
                 except AssertionError as error:
@@ -54,11 +56,11 @@ class HTTPFuzzer:
         async with asyncio.TaskGroup() as group:
             for _ in range(WIDTH):
                 group.create_task(work())
-        print(f"{self._door.name}: statuses {dict(sorted(self.statuses.items()))}", flush=True)
+        print(f"{self._target.name}: statuses {dict(sorted(self.statuses.items()))}", flush=True)
 
     async def _send(self, case: HTTPCase) -> None:
         reader, writer = await asyncio.open_connection(
-            self._door.pod.address, self._port, limit=2**26
+            self._target.pod.address, self._port, limit=2**26
         )
         try:
             received = await self._exchange(case, reader, writer)

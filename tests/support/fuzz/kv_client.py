@@ -71,7 +71,7 @@ def answer_welcome(
     return Describe(proof, LAYOUT, memory)
 
 
-def shake_hands(
+def handshake(
     peer: zmq.Socket[bytes], key: ServiceKey | None, memory: MemoryDescription | None = None
 ) -> Description:
     """Open a session on a new connection."""

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from support.fuzz.door import Door
+from support.fuzz.fuzz_target import FuzzTarget
 from support.fuzz.mutations import mutate_bytes
 
 #: Connections at once.
@@ -39,9 +39,9 @@ def connect_unix(name: bytes) -> socket.socket:
 
 
 def send_raw(
-    door: Door, connect: Callable[[], socket.socket], make: Callable[[random.Random], bytes]
+    target: FuzzTarget, connect: Callable[[], socket.socket], make: Callable[[random.Random], bytes]
 ) -> int:
-    """Send the cases of a door, each over a new connection. Return the number of answered cases.
+    """Send the cases of a target, each over a new connection. Return the number of answered cases.
 
     A case is sent at once, or in two parts. Then the client waits for an answer for QUIET_S, or not
     at all, and closes or resets the connection.
@@ -54,7 +54,7 @@ def send_raw(
 
     async def send(number: int) -> None:
         nonlocal answered
-        rng = door.rng(number)
+        rng = target.rng(number)
         data = make(rng)
         at = rng.randrange(len(data) + 1) if rng.random() < 0.2 else len(data)
         waits = rng.random() < 0.9
@@ -76,7 +76,7 @@ def send_raw(
             await writer.wait_closed()
 
     async def run() -> None:
-        numbers = door.numbers()
+        numbers = target.numbers()
 
         async def work() -> None:
             for number in numbers:
@@ -91,7 +91,7 @@ def send_raw(
 
 
 def zmtp(rng: random.Random) -> bytes:
-    """Return bytes of a client of a ZeroMQ port: a damaged or foreign handshake, or junk."""
+    """Return bytes for a ZeroMQ port: a handshake, whole, damaged or cut off, or random bytes."""
     mechanism = rng.choice((b"NULL", b"CURVE", b"PLAIN", b"GSSAPI", b"X" * 20))
     greeting = _SIGNATURE + mechanism.ljust(20, b"\0") + rng.choice((b"\0", b"\1")) + bytes(31)
     handshake = _command(_CURVE_HELLO if mechanism == b"CURVE" else _READY)

@@ -11,7 +11,7 @@ import msgspec
 import zmq
 
 from baton_protocol.service_key import ServiceKey
-from support.fuzz.door import Door
+from support.fuzz.fuzz_target import FuzzTarget
 from support.fuzz.mutations import DEEP, mutate_bytes, mutate_value, random_value
 
 #: Cases after which the client waits until the server has read them.
@@ -24,7 +24,7 @@ _DEEP = b"\x91" * 3000 + b"\xc0"
 
 
 class ZMQFuzzer(ABC):
-    """Sends the cases of a door. A subclass knows the server's messages.
+    """Sends the cases of a target. A subclass makes the messages of its server.
 
     Args:
         address: ZMQ address of the server.
@@ -34,8 +34,8 @@ class ZMQFuzzer(ABC):
     #: Cases that one connection sends.
     cases_per_connection = CASES_PER_CHECK
 
-    def __init__(self, door: Door, address: str, key: ServiceKey | None = None) -> None:
-        self.door = door
+    def __init__(self, target: FuzzTarget, address: str, key: ServiceKey | None = None) -> None:
+        self.target = target
         self._address = address
         self._key = key
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -50,24 +50,24 @@ class ZMQFuzzer(ABC):
     def check(self, peer: zmq.Socket[bytes]) -> None:
         """Send a valid message on a new connection, and check the answer.
 
-        The server has then read the messages of the cases before.
+        The server has then read the messages of all earlier cases.
         """
 
-    def greet(self, peer: zmq.Socket[bytes], rng: random.Random) -> None:  # noqa: B027
+    def begin_connection(self, peer: zmq.Socket[bytes], rng: random.Random) -> None:  # noqa: B027
         """Send the messages with which a connection begins. By default, send none."""
 
     def run(self) -> None:
         peer: zmq.Socket[bytes] | None = None
         try:
-            for number in self.door.numbers():
+            for number in self.target.numbers():
                 if number % CASES_PER_CHECK == 0 and peer is not None:
                     self.settle()
                 if number % self.cases_per_connection == 0 or peer is None:
                     if peer is not None:
                         peer.close(linger=LINGER_MS)
                     peer = self.connect()
-                    self.greet(peer, self.door.rng(-number - 1))
-                peer.send_multipart(self.make(self.door.rng(number)))
+                    self.begin_connection(peer, self.target.rng(-number - 1))
+                peer.send_multipart(self.make(self.target.rng(number)))
                 with contextlib.suppress(zmq.Again):
                     while peer.recv_multipart(zmq.NOBLOCK):
                         self.num_answers += 1

@@ -34,7 +34,7 @@ from baton_protocol.engine_messages import (
     TokenLogprobs,
 )
 from baton_protocol.options.config import EngineEndpoint
-from baton_protocol.pooling import PairFormat, PoolingParams, Task
+from baton_protocol.pooling_params import PairFormat, PoolingParams, Task
 from support.waiting import until
 
 DEADLINE_S = 60.0
@@ -78,12 +78,12 @@ class FakeEngine:
         self.kv_transport = kv_transport
         self.instance_id = uuid.uuid4().hex
         self.max_model_len = 256
-        #: What the engine does. With EMBED, it answers each prompt with `vector_of`.
+        #: The task of the engine. With EMBED, it answers each prompt with `vector_of`.
         self.task = Task.GENERATE
         self.pair_format: PairFormat | None = None
         self.refuse: tuple[ErrorCode, str] | None = None
         self.die_on_add = False
-        #: After this many tokens it sends no more until `released` is set.
+        #: Number of tokens after which it sends no more until `released` is set.
         self.hold_after = hold_after
         self.released = asyncio.Event()
         self.offset_error = 0
@@ -93,7 +93,7 @@ class FakeEngine:
         self.repeats = False
         self.tokens_per_output = 1
         #: (number of tokens, error). Each request takes the next one, and fails with the error
-        #: after so many tokens. Engines may share them.
+        #: after that many tokens. Engines may share them.
         self.planned_errors: deque[tuple[int, ErrorCode]] = deque()
         self.rank, self.size = 0, 1
         self.draining = False
@@ -108,7 +108,7 @@ class FakeEngine:
         self.prefill_results: dict[str, PrefillResult] = {}
         self._results: dict[str, asyncio.Future[PrefillResult]] = {}
         self._work: dict[str, asyncio.Task[None]] = {}
-        #: Peer by request id.
+        #: Request id -> peer.
         self._peers: dict[str, bytes] = {}
         self._last_peer = b""
         self._thawed = asyncio.Event()
@@ -175,7 +175,7 @@ class FakeEngine:
         self.task = task
         if task is Task.CLASSIFY:
             self.pair_format = pair_format
-            self.max_model_len = 1024  # the conversation around a pair is long
+            self.max_model_len = 1024  # room for the conversation around a pair
 
     @property
     def _ready(self) -> Ready:

@@ -1,1 +1,1 @@
-"""Attacks by hostile checkpoints, for the tests of everything that reads a checkpoint."""
+"""Attacks by hostile checkpoints, for the tests of all readers of checkpoints."""

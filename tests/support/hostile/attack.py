@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-#: One entry of an attack per level makes JSON that is deeper than any parser should follow.
+#: Levels of nested JSON. A parser must refuse this depth.
 DEPTH = 200_000
 GIB = 2**30
 
@@ -87,7 +87,7 @@ def link_to(target: str) -> Callable[[Path], object]:
 
 
 def move_out(path: Path) -> None:
-    """Move the file to the parent folder, and leave a link to it: valid content, outside."""
+    """Replace the file by a link to its content, which is moved to the parent folder."""
     outside = path.parent.parent / f"outside-{path.name}"
     if path.exists():
         shutil.move(path, outside)
@@ -97,7 +97,7 @@ def move_out(path: Path) -> None:
 
 
 def file_attacks(file: str) -> list[Attack]:
-    """Return the attacks that no content of a file is needed for."""
+    """Return the attacks that need no knowledge of the file's content."""
     kinds = [
         Attack("fifo", file, fifo, "not a regular file"),
         Attack("folder", file, folder, "not a regular file"),

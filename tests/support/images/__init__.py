@@ -1,1 +1,1 @@
-"""What the images contain, and commands that run in them."""
+"""The contents of the images, and commands that run in them."""

@@ -47,8 +47,8 @@ class Image:
 
         Args:
             line: the command in the image; empty for the image's entry point.
-            folders: folders of this machine, and where the image sees them, read-only.
-            environment: variables besides those of the image.
+            folders: folder of this machine -> where it is mounted read-only in the image.
+            environment: variables in addition to those of the image.
         """
         root = shlex.quote(str(self.root))
         steps = [
@@ -72,8 +72,8 @@ class Image:
             *("env", "-i", *self.config["Env"], *variables),
             *(line or self.config["Entrypoint"]),
         ]
-        # The shell stays, because SIGKILL for unshare reaches only a child that is still root. With
-        # process 1 of their namespace, all processes end.
+        # The shell is process 1 of the namespace and stays root, because --kill-child kills only a
+        # child that is root. All processes of the namespace end with process 1.
         steps += ["set +e", shlex.join(inside), "exit $?"]
         enter = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c"]
         return [*enter, "\n".join(steps)]

@@ -1,4 +1,4 @@
-"""Which modules a command imports: the imports in the code, and the modules loaded by name."""
+"""The modules that a command imports with import statements or loads by name."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import openai
 from baton_protocol.engine_client.engine_client import EngineClient
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import ENGINE_PORT
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from baton_protocol.service_key import ServiceKey
 from support.pods import Pod
 

@@ -26,7 +26,7 @@ from baton_protocol.engine_messages import (
     FinishReason,
     TokenLogprobs,
 )
-from baton_protocol.sampling import (
+from baton_protocol.sampling_params import (
     RepetitionDetection,
     SamplingParams,
     StructuredOutput,

@@ -15,7 +15,8 @@ from triton.compiler import ASTSource
 
 from baton_kernels.activation.triton_kernel import _silu_and_mul_kernel
 from baton_kernels.attention.split_kv_triton import join_segments_kernel
-from baton_kernels.attention.triton_kernel import _paged_attention_kernel, default_configuration
+from baton_kernels.attention.triton_kernel import _paged_attention_kernel
+from baton_kernels.attention.triton_plan import default_configuration
 from baton_kernels.block_checksum.triton_kernel import _block_sums_kernel
 from baton_kernels.block_copy.triton_kernel import _copy_blocks_kernel
 from baton_kernels.kv_write.triton_kernel import _write_kv_kernel

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from baton_kernels.configurations import Configuration, answering
+from baton_kernels.launch_configurations import Configuration, overriding
 
 
 def launch_constants(config: Configuration | None) -> AbstractContextManager[None]:
     """Return a context in which launches and plans use `config`; None for the default constants."""
     if config is None:
         return nullcontext()
-    return answering(lambda operation, shape_class, default: {**default, **config})
+    return overriding(lambda operation, shape_class, default: {**default, **config})

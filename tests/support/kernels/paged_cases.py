@@ -14,7 +14,7 @@ from baton_kernels.attention import (
     paged_attention,
     plan_attention,
 )
-from baton_kernels.configurations import Configuration
+from baton_kernels.launch_configurations import Configuration
 from support.kernels.launch_constants import launch_constants
 
 # (query length, total length) per sequence

@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 
 
 @dataclass
-class Asked:
+class ReceivedRequest:
     """One received request."""
 
     method: str
@@ -38,13 +38,13 @@ class ApiServer:
     """An API server that records requests. Tests set `handler`, which replies to them."""
 
     handler: Handler = None
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ReceivedRequest] = field(default_factory=list)
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         text = await request.text()
         header = request.headers.get
         self.asked.append(
-            Asked(
+            ReceivedRequest(
                 request.method,
                 request.path,
                 dict(request.query),

@@ -155,7 +155,7 @@ class Worker:
             if isinstance(message, side_channel.Hello):
                 self.identity = identity
             elif identity != self.identity:
-                continue  # of a closed connection
+                continue  # the message is from a closed connection
             if kind is None or isinstance(message, kind):
                 return message
 
@@ -377,7 +377,7 @@ class Rig:
         self.clock.now += seconds
         for transfer_id, result in self.consumer.advance(self.clock.now):
             self._finish(transfer_id, result)
-        if self.consumer.has_fenced:
+        if self.consumer.take_fence():
             self.fenced.append(self.agent.num_fences)
 
     def receive(self) -> None:
@@ -398,7 +398,7 @@ class Rig:
         assert sockets[-1].poll(WAIT_MS), f"{type(message).__name__} did not arrive"
         self.advance()
 
-    def shake_hands(self, worker: Worker) -> None:
+    def handshake(self, worker: Worker) -> None:
         self.deliver(worker, worker.welcome(worker.receive(side_channel.Hello)))
         worker.described = worker.receive(side_channel.Describe).memory
         self.deliver(worker, worker.description())
@@ -410,7 +410,7 @@ class Rig:
         is_connected = any(peer.is_ready for peer in self.consumer.peers())
         self.begin(transfer_id, worker, block_ids, first)
         if not is_connected:
-            self.shake_hands(worker)
+            self.handshake(worker)
         return worker.receive(Subscribe)
 
     def holds(self, transfer_id: str, num_blocks: int) -> bool:

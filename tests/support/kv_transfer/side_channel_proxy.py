@@ -27,7 +27,7 @@ MORE, LONG, COMMAND = 1, 2, 4
 class Verdict(enum.Enum):
     PASS = enum.auto()
     DROP = enum.auto()
-    #: It and all later messages in its direction wait for `release`.
+    #: The message and all later messages in its direction wait for `release`.
     HOLD = enum.auto()
 
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from baton_kv_transfer.transports.iovec import pack
 from baton_kv_transfer.transports.sockets.peer_link import HELLO, encode_request
-from baton_kv_transfer.transports.sockets.rows import FRAME_BYTES
-from baton_kv_transfer.transports.tcp.tcp_server import Address, Hello
+from baton_kv_transfer.transports.sockets.row_io import FRAME_BYTES
+from baton_kv_transfer.transports.tcp.tcp_server import Address, TCPHello
 from baton_kv_transfer.transports.tcp.tcp_transport import TCPTransport
 from support.kv_transfer.transport_rig import TransportHere
 
@@ -39,7 +39,7 @@ class Raw:
         """Connect to `transport`. If `name` is given, send a valid hello."""
         raw = cls(socket.create_connection((transport.address.host, transport.address.port)))
         if name:
-            raw.send(HELLO, 0, msgspec.msgpack.encode(Hello(transport.address.secret, name)))
+            raw.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(transport.address.secret, name)))
         return raw
 
     def send(self, kind: int, number: int, payload: bytes = b"") -> None:

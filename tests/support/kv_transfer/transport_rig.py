@@ -78,7 +78,7 @@ class TransportHere:
         return msgspec.msgpack.decode(self.transport.address, type=self.address_class)
 
     def on_thread(self, function: Callable[[], Any]) -> Any:
-        return self.thread.mailbox.call(function)
+        return self.thread.commands.call(function)
 
     def deregister(self) -> None:
         """Deregister all memory."""

@@ -40,7 +40,7 @@ class Raw:
 
     def send_hello(self, transport: UCXTransportHere) -> None:
         self.send_message(
-            messages.Hello(transport.address.secret, self.session, "raw", self.worker.address)
+            messages.UCXHello(transport.address.secret, self.session, "raw", self.worker.address)
         )
 
     def send_message(self, message: messages.Message) -> None:

@@ -5,5 +5,5 @@
 - `operator_process`, `fake_members`: an operator process on a real API server.
 - `api_proxy`: injects faults between the operator and the API server.
 - `autoscale_pods`: pods with metrics for the autoscaler.
-- `http_routes`, `network_policies`, `pod_security`: what Kubernetes accepts.
+- `http_routes`, `network_policies`, `pod_security`: rules of Kubernetes that tests apply.
 """

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from baton_kube.client import Object, connect
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from baton_operator.names import GROUP
 from pocketkube.control_plane.real import find_assets
 from pocketkube.kubeconfig import write_account_kubeconfig

@@ -340,8 +340,8 @@ _JSON = """\
 {%- endfor %}
 {{- '\\nASSISTANT: ' if add_generation_prompt }}"""
 
-#: The template, and the texts before and after an assistant's message. Those of DeepSeek expect the
-#: text of arguments, and the others their object.
+#: Tool parser -> (template, texts before and after an assistant's message). DeepSeek's templates
+#: expect the arguments of calls as JSON text, the others as an object.
 CHAT_TEMPLATES = {
     "hermes": (_HERMES, "<|im_start|>assistant\n", "<|im_end|>"),
     "llama3_json": (_LLAMA3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),

@@ -1,4 +1,4 @@
-"""The checkpoint of the demo model: small, trained on the present data, and right often enough."""
+"""The checkpoint of the demo model: small, trained on the present data, and accurate enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training data of the demo model: true answers, and a held-out set that is not trained."""
+"""The training data of the demo model: true answers, and a held-out set that is not trained on."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from baton_gateway.http import body_budget, slow_clients
 from baton_text.requests import generation_request
 
-PAGE = Path(__file__).parents[3] / "docs" / "internals" / "gateway.md"
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = DOCS / "internals" / "gateway.md"
 
 
 @pytest.mark.parametrize(
@@ -35,3 +37,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "internals" / "gateway.md"
 )
 def test_a_limit_is_that_of_the_code(limit: str, value: str) -> None:
     assert f"| {limit} | {value}" in PAGE.read_text()
+
+
+def test_the_reference_gives_the_value_of_every_limit() -> None:
+    assert re.findall(r"MAX_\w+", (DOCS / "reference" / "openai.md").read_text()) == []

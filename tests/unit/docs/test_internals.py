@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from baton_kv_transfer.consumer.load_state import LoadState, RankTransferState
+
 ROOT = Path(__file__).parents[3]
 
 
@@ -117,3 +119,10 @@ def test_the_tables_of_the_index_are_in_alphabetical_order() -> None:
     for heading, rows in index():
         behaviours = [behaviour.replace("`", "").lower() for behaviour, _, _ in rows]
         assert behaviours == sorted(behaviours), heading
+
+
+def test_the_diagram_of_a_load_has_exactly_the_states_of_the_code() -> None:
+    source = (ROOT / "docs" / "internals" / "diagrams" / "load.dot").read_text()
+    boxes, _ = source.split("// Texts on the lines")
+    states = [state.name for kind in (LoadState, RankTransferState) for state in kind]
+    assert sorted(re.findall(r'label="([A-Z]+)\b', boxes)) == sorted(states)

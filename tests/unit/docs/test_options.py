@@ -1,4 +1,4 @@
-"""docs/reference/options.md has every option with what reads it, and an unread option is found."""
+"""docs/reference/options.md lists every option with its readers. An unread option is found."""
 
 from __future__ import annotations
 

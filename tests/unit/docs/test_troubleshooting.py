@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 OPERATOR = ROOT / "operator" / "baton_operator"
 WORD = re.compile(r"[A-Z]+[a-z]+[A-Za-z]*")
-#: CamelCase words in the operator's source that are neither reasons nor types of conditions. A new
-#: word is taken for a reason until it stands here.
+#: CamelCase words in the operator's source that are neither reasons nor types of conditions. The
+#: test takes every other CamelCase word for a reason, so add new words that are not reasons here.
 NOT_REASONS = {
     # Statuses of conditions, units, and names of requests.
     *("True", "False", "Unknown", "Normal", "Warning", "None", "KMGTki", "Ki", "Mi", "Gi", "Ti"),

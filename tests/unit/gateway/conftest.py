@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton_gateway.routing import file_discovery, pool
+from baton_gateway.routing import engine_pool, file_discovery
 from baton_text.chat_template import ChatTemplate
 from baton_text.tokenizer import Tokenizer
 from support.gateway.fake_engine import EOS_ID
@@ -57,7 +57,7 @@ async def make_rig(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[MakeRig]:
     monkeypatch.setattr(file_discovery, "FILE_POLL_S", 0.02)
-    monkeypatch.setattr(pool, "MAX_BACKOFF_S", 0.2)
+    monkeypatch.setattr(engine_pool, "MAX_BACKOFF_S", 0.2)
     rigs: list[GatewayRig] = []
 
     def make(**config: Any) -> GatewayRig:

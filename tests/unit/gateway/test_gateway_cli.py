@@ -115,10 +115,10 @@ def test_a_model_without_a_discovery_is_refused(tokenizer_folder: Path, capsys) 
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(None, "cannot be read"), ("short", "at least 16 bytes, this one 5")]
+    ("content", "message"), [(None, "cannot be read"), ("short", "at least 16 bytes, this one 5")]
 )
 def test_an_invalid_service_key_file_is_refused_with_its_path(
-    tmp_path: Path, tokenizer_folder: Path, capsys, content, says
+    tmp_path: Path, tokenizer_folder: Path, capsys, content, message
 ) -> None:
     path = tmp_path / "key"
     if content is not None:
@@ -134,7 +134,7 @@ def test_an_invalid_service_key_file_is_refused_with_its_path(
     assert main(flags) == 78
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith(f"FATAL ServiceKeyInvalid: service_key_file {path}")
-    assert says in last
+    assert message in last
 
 
 async def test_the_process_serves_on_its_pod_ip_and_exits_with_0_on_sigterm(

@@ -11,8 +11,7 @@ import yaml
 
 from baton_operator import names
 from baton_operator.builders.restrictions import Restrictions
-from baton_operator.cli import HTTP_PORT, _parser
-from baton_operator.process.run import restrictions_of
+from baton_operator.cli import HTTP_PORT, _parser, restrictions_of
 from baton_protocol.options.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT
 from baton_protocol.topology import COORDINATOR_HTTP_PORT
 from support.install.rendered_chart import (

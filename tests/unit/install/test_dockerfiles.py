@@ -34,7 +34,7 @@ PROJECT = PYPROJECT["project"]
 USER = "65532:65532"
 #: Shared libraries without a Python module. ucxx loads them.
 LIBRARIES = {"libucx-cu12"}
-#: What the commands import only on other devices or with other options.
+#: Modules that the commands import only on other devices or with other options.
 OPTIONAL: dict[str, set[str]] = {
     "engine-cpu.Dockerfile": {"nixl-cu12", "ray", "triton"},
     "engine-cuda.Dockerfile": {"ray"},

@@ -11,7 +11,7 @@ import pytest
 FOLDER = Path(__file__).parent
 HELPERS = FOLDER.parents[1] / "support" / "kernels"
 FILES = sorted([*FOLDER.rglob("*.py"), *HELPERS.glob("*.py")])
-OURS = {"baton_kernels", "support.kernels", "tuning"}
+OURS = {"baton_kernels", "support.kernels"}
 INSTALLED = {"torch", "triton", "numpy", "pytest"}
 
 

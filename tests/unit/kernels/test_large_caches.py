@@ -10,8 +10,8 @@ from baton_kernels.attention import paged_attention
 from baton_kernels.block_checksum.reference import word_sums_reference
 from baton_kernels.block_checksum.triton_kernel import block_sums_triton
 from baton_kernels.block_copy.triton_kernel import copy_blocks_triton
-from baton_kernels.configurations import Configuration
 from baton_kernels.kv_write.triton_kernel import write_kv_triton
+from baton_kernels.launch_configurations import Configuration
 from support.kernels.launch_constants import launch_constants
 from support.kernels.paged_cases import (
     assert_attends,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.kv_transfer.consumer_rig import Rig, Worker
-from support.kv_transfer.scripted_consumer import Producer
+from support.kv_transfer.producer_rig import Producer
 from support.kv_transfer.tcp_rig import TCPTransportHere
 
 
@@ -70,7 +70,7 @@ def tcp_transports() -> Iterator[Callable[..., TCPTransportHere]]:
 def tcp_pair(
     tcp_transports: Callable[..., TCPTransportHere],
 ) -> tuple[TCPTransportHere, TCPTransportHere]:
-    """Return a transport that knows the owner, and the owner."""
+    """Return a transport that has added the owner as a peer, and the owner."""
     one, owner = tcp_transports("one"), tcp_transports("owner")
     one.transport.add_peer("owner", owner.transport.address)
     return one, owner

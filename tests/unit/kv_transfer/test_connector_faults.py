@@ -92,9 +92,9 @@ def test_a_fence_of_the_consumer_side_fails_the_producer_sides_sessions(
 ) -> None:
     """Both sides have one agent, from which the fence removes all peers."""
     both, failed = side("B", KVRole.BOTH), threading.Event()
-    monkeypatch.setattr(both.connector._producer, "memory_fenced", failed.set)
+    monkeypatch.setattr(both.connector._producer, "fail_push_sessions", failed.set)
     monkeypatch.setattr(both.connector._consumer, "advance", lambda now: iter(()))
-    monkeypatch.setattr(both.connector._consumer, "has_fenced", True)
+    monkeypatch.setattr(both.connector._consumer, "_has_fenced", True)
     both.offer("t")
     assert failed.wait(timeout=60)
 

@@ -27,7 +27,7 @@ from baton_kv_transfer.side_channel import (
 )
 from support.kv_transfer.consumer_rig import HOST, Rig, Staging, Worker, failures, tensor_parallel
 from support.kv_transfer.consumer_rig import chain_hash as chain_hash_there
-from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, chain_hash
+from support.kv_transfer.producer_rig import LEASE_S, Consumer, Producer, chain_hash
 
 
 @pytest.fixture
@@ -57,8 +57,8 @@ def test_contradicting_workers_of_a_producer_fail_only_the_load(
     if theirs.end < right.end:
         second.ranks.append(RankAddress(HOST, 1, right))
     rig.begin("t", first, [3])
-    rig.shake_hands(first)
-    rig.shake_hands(second)
+    rig.handshake(first)
+    rig.handshake(second)
     assert failures(rig) == {FailureReason.PROTOCOL: 1}
     assert f"KV heads [1, {theirs.end}), " in rig.results["t"].error
 
@@ -158,7 +158,7 @@ def test_invalid_notifications_are_ignored(pushed: Rig, worker: Worker) -> None:
 def test_untrusted_peers_may_send_only_small_messages(
     made: Callable[[Any], Any], producer: Producer
 ) -> None:
-    stranger = made(Consumer(producer, greet=False))
+    stranger = made(Consumer(producer, handshake=False))
     much = Heartbeat(["x"] * side_channel.MAX_HANDSHAKE_BYTES)
     (refused,) = stranger.send(much)
     assert isinstance(refused, Refused)
@@ -181,7 +181,7 @@ def test_leases_end_while_an_untrusted_peer_floods(
     monkeypatch.setattr(side_channel, "MAX_MESSAGES_PER_ROUND", 1)
     producer.offer()
     producer.save([3], last=True)
-    stranger = made(Consumer(producer, greet=False))
+    stranger = made(Consumer(producer, handshake=False))
     for _ in range(int(LEASE_S + producer_side.MAX_UNREAD_S) + 2):
         for _ in range(3):
             stranger.socket.send(b"noise")
@@ -395,7 +395,7 @@ def test_every_load_ends_correctly_for_any_messages_of_a_producer(
         rig.begin(transfer_id, evil, blocks, first=rng.randrange(2))
         with contextlib.suppress(AssertionError):  # earlier messages may have broken the handshake
             if not any(peer.is_ready for peer in rig.consumer.peers()):
-                rig.shake_hands(evil)
+                rig.handshake(evil)
         subscriptions = [message for message in evil.poll() if isinstance(message, Subscribe)]
 
         def sent(subscriptions: list[Subscribe] = subscriptions) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from baton_local.kv_bytes import ask_kv_bytes, format_kv_bytes, kv_bytes_received
+from baton_local.kv_bytes import fetch_kv_bytes, format_kv_bytes, kv_bytes_received
 from baton_local.service_status import PodStatus, ServiceStatus
 from support.http_server import serving
 
@@ -23,7 +23,9 @@ async def test_kv_bytes_are_read_from_engines_that_respond(monkeypatch) -> None:
     ]
     async with serving(web.get("/health", health)) as port:
         monkeypatch.setattr("baton_local.kv_bytes.ENGINE_HTTP_PORT", port)
-        found = await ask_kv_bytes(ServiceStatus("demo", "default", "", "demo", [], pods, "", "/k"))
+        found = await fetch_kv_bytes(
+            ServiceStatus("demo", "default", "", "demo", [], pods, "", "/k")
+        )
     assert [bool(pod.kv_bytes) for pod in found.pods] == [True, True, False, False]
     received = kv_bytes_received(found.pods)
     assert received == {"ucx tcp/lo": 3 * 2**19}, "only bytes of decode pods count"

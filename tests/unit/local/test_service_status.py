@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from baton_local.service_status import FINAL_REASONS, Condition, ServiceStatus
-from baton_operator import problems
+from baton_local.service_status import FINAL_REASONS, ServiceCondition, ServiceStatus
 
 TROUBLESHOOTING = Path(__file__).parents[3] / "docs" / "operate" / "troubleshooting.md"
 
 
 def final_failure(*conditions: tuple[str, str, str]) -> str | None:
-    found = [Condition(kind, status, reason, "why") for kind, status, reason in conditions]
+    found = [ServiceCondition(kind, status, reason, "why") for kind, status, reason in conditions]
     status = ServiceStatus("demo", "default", "", "demo", found, [], "", "/k")
     return status.final_failure.type if status.final_failure else None
 
@@ -26,6 +25,10 @@ def final_failure(*conditions: tuple[str, str, str]) -> str | None:
         ([("Ready", "False", "Starting")], None),
         ([("Ready", "False", "NoCapacity"), ("ModelAvailable", "Unknown", "NotObserved")], None),
         ([("Ready", "False", "ModelSourceUnavailable")], None),
+        ([("Ready", "False", "ReconcileError")], None),
+        ([("Ready", "False", "InternalError")], None),
+        ([("Ready", "False", "InvalidSpec")], "Ready"),
+        ([("Ready", "False", "ServiceKeyUnusable")], "Ready"),
         ([("Ready", "True", "AllGroupsReady"), ("Updating", "False", "Paused")], None),
         ([("Available", "False", "Starting"), ("Ready", "False", "ModelNotFound")], "Ready"),
         ([("Ready", "False", "PodRefused"), ("ModelAvailable", "False", "ImageVolumeUnsupported")],
@@ -34,18 +37,6 @@ def final_failure(*conditions: tuple[str, str, str]) -> str | None:
 )  # fmt: skip
 def test_only_failures_that_waiting_does_not_end_are_final(conditions, failed) -> None:
     assert final_failure(*conditions) == failed
-
-
-def test_every_problem_that_is_not_retried_is_final() -> None:
-    found = [
-        kind
-        for kind in vars(problems).values()
-        if isinstance(kind, type) and issubclass(kind, problems.Problem)
-    ]
-    assert len(found) > 5
-    for problem in found:
-        if problem is not problems.Problem:
-            assert (problem.__name__ in FINAL_REASONS) != problem.is_retried, problem
 
 
 def test_every_reason_of_a_component_is_final_unless_free_memory_ends_it() -> None:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from baton_kube.client import KubeError
-from baton_local.service_status import Condition, PodStatus, ServiceStatus
+from baton_local.service_status import PodStatus, ServiceCondition, ServiceStatus
 from baton_local.state_dir import StateDir
 from baton_local.up import UpError, UpOptions, _printable, _Up, run_up
 
@@ -71,7 +71,7 @@ def make_up(tmp_path: Path) -> _Up:
 
 def status_with(reason: str, message: str = "", state: str = "False") -> ServiceStatus:
     pods = [PodStatus("demo-decode-0", "decode", "127.77.0.2", "Running", False, 1, "")]
-    conditions = [Condition("Ready", state, reason, message)]
+    conditions = [ServiceCondition("Ready", state, reason, message)]
     return ServiceStatus("demo", "default", "http://x", "demo", conditions, pods, "", "/k")
 
 

@@ -45,7 +45,7 @@ def kubeconfig(cluster: object) -> str:
 async def test_an_invalid_kubeconfig_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "kubeconfig"
     path.write_bytes(content)
-    with pytest.raises(ConfigException, match=f"{path} is no kubeconfig"):
+    with pytest.raises(ConfigException, match=f"{path} is not a kubeconfig"):
         async with connect(str(path)):
             pass
 
@@ -73,7 +73,7 @@ def test_the_operator_exits_with_one_line(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 78
     assert ended.stderr.splitlines()[-1].startswith(
-        f"FATAL ConfigurationError: cannot access the cluster: {path} is no "
+        f"FATAL ConfigurationError: cannot access the cluster: {path} is not a "
     )
     assert "Traceback" not in ended.stderr
 

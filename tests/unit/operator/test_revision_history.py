@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baton_operator import names
-from baton_operator.revisions import LIMIT, _pod_fields, held_back
-from support.operator.simulation.service import NAME, Service, settled
+from baton_operator.revision_history import LIMIT, _pod_fields, held_back
+from support.operator.simulation.simulated_service import NAME, Service, settled
 
 SPEC: dict[str, Any] = {"model": {"uri": "file:///m"}, "decode": {"replicas": 2}}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pocketkube.containers.container_log import ContainerLog
-from pocketkube.containers.process import Guard, Process
+from pocketkube.containers.process import ContainerProcess, ContainerReaper
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 
 
@@ -20,14 +20,14 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedControlP
 
 
 @pytest.fixture
-async def container(tmp_path: Path) -> AsyncIterator[tuple[Process, ContainerLog]]:
-    guard = Guard(tmp_path / "state")
-    await guard.start()
+async def container(tmp_path: Path) -> AsyncIterator[tuple[ContainerProcess, ContainerLog]]:
+    reaper = ContainerReaper(tmp_path / "state")
+    await reaper.start()
     log = ContainerLog(tmp_path / "log" / "0.log")
     folder = tmp_path / "work"
     folder.mkdir()
     environment = {**os.environ, "COLOUR": "green"}
-    process = Process.start(["sleep", "600"], environment, folder, guard, "some-id", log)
+    process = ContainerProcess.start(["sleep", "600"], environment, folder, reaper, "some-id", log)
     yield process, log
     await process.finish()
-    await guard.stop()
+    await reaper.stop()

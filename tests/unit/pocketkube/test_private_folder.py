@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from baton_local.state_dir import StateDir, StateDirError
-from pocketkube.containers.process import Guard
+from pocketkube.containers.process import ContainerReaper
 from pocketkube.control_plane.real import RealControlPlane
 from pocketkube.private_folder import create_private_folder
 
 
 def start_kubelet(folder: Path) -> None:
-    asyncio.run(Guard(folder).start())
+    asyncio.run(ContainerReaper(folder).start())
 
 
 def start_real_control_plane(folder: Path) -> None:

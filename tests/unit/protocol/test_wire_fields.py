@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_protocol import engine_messages, kv_compatibility, sampling, topology
+from baton_protocol import engine_messages, kv_compatibility, sampling_params, topology
 from baton_protocol.process import health
 
 ROOT = Path(__file__).parents[3]
@@ -101,7 +101,7 @@ def search(readers: ModuleType) -> Search:
 
 
 def structs() -> list[type[msgspec.Struct]]:
-    modules = (engine_messages, topology, health, kv_compatibility, sampling)
+    modules = (engine_messages, topology, health, kv_compatibility, sampling_params)
     return [
         value
         for module in modules

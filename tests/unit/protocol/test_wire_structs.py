@@ -20,7 +20,7 @@ from baton_protocol.options.config import (
     compatibility_hash,
     container_path,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.scheduling.block_hashes import hash_blocks
 
 TOKENS = st.lists(st.integers(0, 200_000), max_size=70)

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
+from baton_text.chat_messages import ChatMessage, template_messages
 from baton_text.chat_template import ChatTemplate
-from baton_text.messages import ChatMessage, template_messages
-from baton_text.replies.reply_format import ReplyFormat
-from baton_text.replies.reply_parser import ReplyDelta, ReplyParser
-from baton_text.replies.tool_formats import TOOL_FORMATS
+from baton_text.reply_parsing.reply_format import ReplyFormat
+from baton_text.reply_parsing.reply_parser import ReplyDelta, ReplyParser
+from baton_text.reply_parsing.tool_formats import TOOL_FORMATS
 from support.text.chat_templates import CHAT_TEMPLATES
 
 TOOLS: list[dict[str, Any]] = [
@@ -154,7 +154,7 @@ def test_conversations_render_as_in_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(CHAT_TEMPLATES))
 def test_the_format_that_a_template_shows_reads_the_calls_that_it_renders(name: str) -> None:
-    """A model that writes what its template has rendered for earlier calls, makes these calls."""
+    """A model repeats the format in which its template has rendered earlier calls."""
     source, begin, end = CHAT_TEMPLATES[name]
     chosen = ReplyFormat.choose("auto", "auto", source)
     assert chosen.tools is TOOL_FORMATS[name]

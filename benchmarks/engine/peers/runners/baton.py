@@ -1,4 +1,4 @@
-"""Baton, by `LLM.generate` and `LLM.embed`."""
+"""Runs Baton through `LLM.generate` and `LLM.embed`."""
 
 from baton_engine import LLM, SamplingParams
 

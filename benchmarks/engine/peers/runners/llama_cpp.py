@@ -1,4 +1,4 @@
-"""llama.cpp, by its server on loopback: the only way to its continuous batching."""
+"""Runs llama.cpp through its HTTP server, because only the server batches continuously."""
 
 import http.client
 import json

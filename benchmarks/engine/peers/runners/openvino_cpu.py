@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, by its continuous batching."""
+"""Runs OpenVINO GenAI through `ContinuousBatchingPipeline`."""
 
 import numpy as np
 import openvino

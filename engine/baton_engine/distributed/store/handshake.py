@@ -20,7 +20,7 @@ import socket
 
 import msgspec
 
-from baton_engine.distributed.store.wire import Answer, exchange, frame
+from baton_engine.distributed.store.wire import StoreReply, exchange, frame
 from baton_protocol.service_key import ServiceKey
 
 NONCE_BYTES = 32
@@ -32,7 +32,7 @@ def store_secret(key: ServiceKey | None) -> bytes:
     return b"" if key is None else key.secret("store")
 
 
-class Hello(msgspec.Struct, tag=True):
+class StoreHello(msgspec.Struct, tag="Hello"):
     nonce: bytes
 
 
@@ -54,7 +54,7 @@ class Authentication:
         #: Whether the client has shown that it has the secret.
         self.is_complete = False
 
-    def answer(self, payload: bytes) -> Challenge | Answer:
+    def answer(self, payload: bytes) -> Challenge | StoreReply:
         """Return the answer to a message of the handshake.
 
         Raises:
@@ -63,9 +63,11 @@ class Authentication:
         try:
             message = _decoder.decode(payload)
         except (ValueError, RecursionError):
-            raise ValueError("its first message is no handshake with the service's key") from None
+            raise ValueError(
+                "its first message is not a handshake with the service's key"
+            ) from None
         if (
-            isinstance(message, Hello)
+            isinstance(message, StoreHello)
             and self._nonces is None
             and len(message.nonce) == NONCE_BYTES
         ):
@@ -77,7 +79,7 @@ class Authentication:
             )
         if not self.is_complete:
             raise ValueError("it has another service's key")
-        return Answer()
+        return StoreReply()
 
 
 def authenticate(connection: socket.socket, secret: bytes, deadline: float) -> None:
@@ -85,21 +87,21 @@ def authenticate(connection: socket.socket, secret: bytes, deadline: float) -> N
 
     Raises:
         OSError: the store does not have the secret, or refused this client's proof.
-        ValueError: the store's answer is no Challenge.
+        ValueError: the store's answer is not a Challenge.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
-    challenge = exchange(connection, frame(Hello(nonce)), Challenge, deadline)
+    challenge = exchange(connection, frame(StoreHello(nonce)), Challenge, deadline)
     if not hmac.compare_digest(challenge.proof, _proof(secret, b"store", nonce, challenge.nonce)):
         raise ConnectionError("the rendezvous store has another service's key")
     exchange(
         connection,
         frame(Proof(_proof(secret, b"client", nonce, challenge.nonce))),
-        Answer,
+        StoreReply,
         deadline,
     )
 
 
-_decoder = msgspec.msgpack.Decoder(Hello | Proof)
+_decoder = msgspec.msgpack.Decoder(StoreHello | Proof)
 
 
 def _proof(secret: bytes, side: bytes, client_nonce: bytes, store_nonce: bytes) -> bytes:

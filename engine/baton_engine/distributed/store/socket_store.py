@@ -20,7 +20,6 @@ from torch.distributed import DistNetworkError, DistStoreError
 from baton_engine.distributed.store.handshake import authenticate
 from baton_engine.distributed.store.wire import (
     Add,
-    Answer,
     Append,
     Check,
     CompareSet,
@@ -30,6 +29,7 @@ from baton_engine.distributed.store.wire import (
     Request,
     Set,
     StoreAddress,
+    StoreReply,
     connect,
     exchange,
     frame,
@@ -118,13 +118,13 @@ class SocketStore(Store):
     def has_extended_api(self) -> bool:
         return True
 
-    def _ask(self, request: Request, timeout: timedelta | None = None) -> Answer:
+    def _ask(self, request: Request, timeout: timedelta | None = None) -> StoreReply:
         timeout_s = (self.timeout if timeout is None else timeout).total_seconds()
         where = f"the rendezvous store at {self._address.host}:{self._address.port}"
         message, deadline = frame(request), time.monotonic() + timeout_s
         try:
             with self._connection(deadline) as connection:
-                answer = exchange(connection, message, Answer, deadline)
+                answer = exchange(connection, message, StoreReply, deadline)
         except TimeoutError as error:
             raise DistStoreError(
                 f"{where} did not answer {request!r:.200} within {timeout_s:g} s"

@@ -26,13 +26,13 @@ from baton_engine.distributed.store.values import Values
 from baton_engine.distributed.store.wire import (
     RECEIVE_BYTES,
     Add,
-    Answer,
     Append,
     CompareSet,
     Get,
     Request,
     Set,
     StoreAddress,
+    StoreReply,
     listen,
     prepare,
 )
@@ -262,7 +262,7 @@ class StoreServer:
         try:
             answer = self._values.apply(request)
         except ValueError as error:
-            answer = Answer(error=str(error))
+            answer = StoreReply(error=str(error))
         client.send(answer)
         if not answer.error and isinstance(request, Set | Add | Append | CompareSet):
             for key in request.values if isinstance(request, Set) else [request.key]:
@@ -295,7 +295,7 @@ class StoreServer:
                 return 0
             answer = self._values.get(client.waits_for)
         except ValueError as error:
-            answer = Answer(error=str(error))
+            answer = StoreReply(error=str(error))
         client.waits_for = None
         client.send(answer)
         return sum(map(len, answer.values))

@@ -8,7 +8,6 @@ from baton_engine.distributed.store.wire import (
     MAX_MESSAGE_BYTES,
     MAX_REQUEST_BYTES,
     Add,
-    Answer,
     Append,
     Check,
     CompareSet,
@@ -16,6 +15,7 @@ from baton_engine.distributed.store.wire import (
     Delete,
     Request,
     Set,
+    StoreReply,
 )
 
 MAX_KEYS = 2**20
@@ -35,7 +35,7 @@ class Values:
         self._values: dict[str, bytes] = {}
         self._nbytes = 0
 
-    def apply(self, request: Request) -> Answer:
+    def apply(self, request: Request) -> StoreReply:
         """Apply a request other than Get, and return the answer.
 
         Raises:
@@ -48,7 +48,7 @@ class Values:
             case Add(key, amount):
                 total = _number(values.get(key, b"0")) + amount
                 self._put({key: str(total).encode()})
-                return Answer(number=total)
+                return StoreReply(number=total)
             case Append(key, value):
                 before = values.get(key, b"")
                 if len(before) + len(value) > MAX_REQUEST_BYTES:
@@ -57,14 +57,14 @@ class Values:
             case CompareSet(key, expected, desired):
                 if values.get(key, b"") == expected:
                     self._put({key: desired})
-                return Answer([values.get(key, expected)])
+                return StoreReply([values.get(key, expected)])
             case Check(keys):
-                return Answer(number=int(self.missing(keys) is None))
+                return StoreReply(number=int(self.missing(keys) is None))
             case Delete(key):
-                return Answer(number=int(self._remove(key)))
+                return StoreReply(number=int(self._remove(key)))
             case CountKeys():
-                return Answer(number=len(values))
-        return Answer()
+                return StoreReply(number=len(values))
+        return StoreReply()
 
     def missing(self, keys: Sequence[str]) -> str | None:
         """Return the first of these keys that does not exist, or None if all exist.
@@ -76,7 +76,7 @@ class Values:
             raise ValueError(f"a request has at most {MAX_KEYS_AT_ONCE} keys, got {len(keys)}")
         return next((key for key in keys if key not in self._values), None)
 
-    def get(self, keys: Sequence[str]) -> Answer:
+    def get(self, keys: Sequence[str]) -> StoreReply:
         """Return the values of these keys, which must all exist.
 
         Raises:
@@ -87,7 +87,7 @@ class Values:
             raise ValueError(
                 f"the values have {nbytes} bytes; a message holds at most {MAX_MESSAGE_BYTES}"
             )
-        return Answer([self._values[key] for key in keys])
+        return StoreReply([self._values[key] for key in keys])
 
     def forget(self, is_outdated: Callable[[str], bool]) -> None:
         """Remove all keys for which `is_outdated` is true."""

@@ -92,7 +92,7 @@ class CountKeys(msgspec.Struct, tag=True):
 Request = Set | Get | Add | Append | CompareSet | Check | Delete | CountKeys
 
 
-class Answer(msgspec.Struct):
+class StoreReply(msgspec.Struct):
     values: list[bytes] = []
     number: int = 0
     #: Why the request was refused; empty if it was not.

@@ -16,11 +16,15 @@ import time
 import msgspec
 import zmq
 
-from baton_engine.elastic.coordinator.checks import Refusal, check_status, truncate_failure
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
 from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
-from baton_engine.elastic.coordinator.topology_controller import Controller
+from baton_engine.elastic.coordinator.topology_controller import TopologyController
+from baton_engine.elastic.coordinator.validation import (
+    OperationRefusal,
+    check_status,
+    truncate_failure,
+)
 from baton_engine.untrusted import SparseLog
 from baton_engine.wake_pipe import WakePipe
 from baton_protocol.service_key import (
@@ -83,7 +87,7 @@ class Coordinator:
         self._key = key
         #: Guards the controller.
         self._lock = threading.Lock()
-        self._controller = Controller(lambda: secrets.token_hex(8), config)
+        self._controller = TopologyController(lambda: secrets.token_hex(8), config)
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
@@ -124,7 +128,7 @@ class Coordinator:
         with self._lock:
             return self._controller.status(time.monotonic())
 
-    def request_topology(self, request: TopologyRequest) -> Refusal | None:
+    def request_topology(self, request: TopologyRequest) -> OperationRefusal | None:
         with self._lock:
             refusal = self._controller.on_request(request)
         self._wake_pipe.wake()

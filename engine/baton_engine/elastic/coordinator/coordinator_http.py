@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from baton_engine.elastic.coordinator.checks import Refusal
+from baton_engine.elastic.coordinator.validation import OperationRefusal
 from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
 from baton_engine.untrusted import one_line
 from baton_protocol.service_key import AdminRequest
@@ -36,7 +36,7 @@ class TopologyAdmin(Protocol):
 
     def topology(self) -> TopologyStatus: ...
 
-    def request_topology(self, request: TopologyRequest) -> Refusal | None: ...
+    def request_topology(self, request: TopologyRequest) -> OperationRefusal | None: ...
 
     def request_rebalance(self) -> None: ...
 

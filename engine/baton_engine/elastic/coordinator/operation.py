@@ -8,12 +8,12 @@ from baton_engine.elastic.coordinator.roster import GenerationKey, Roster, key_o
 from baton_protocol.topology import (
     ACTIVE_PHASES,
     Generation,
-    Member,
     OperationPhase,
     OperationStatus,
     Placement,
     RankPhase,
     Status,
+    TopologyMember,
 )
 
 
@@ -29,25 +29,6 @@ class Rebalancing:
     before: float
     #: Imbalance of the new placement with the measured loads.
     after: float
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """The change of the topology that is needed now."""
-
-    #: form, scale, recover or rebalance.
-    kind: str
-    #: Names of the desired members.
-    wanted: frozenset[str]
-    #: Members of the generation that is possible now, in rank order.
-    members: tuple[Member, ...]
-    #: Names of desired members that cannot be members yet.
-    missing: tuple[str, ...] = ()
-    #: Whether the present generation is broken, so that members commit the next one without a vote.
-    urgent: bool = False
-    reason: str = ""
-    #: The automatic rebalance that is due, if `kind` is rebalance and it was not requested.
-    rebalancing: Rebalancing | None = None
 
 
 @dataclass(slots=True)
@@ -186,7 +167,7 @@ def preparation_failures(roster: Roster, target: Generation) -> dict[str, str]:
     }
 
 
-def unprepared(roster: Roster, target: Generation) -> list[Member]:
+def unprepared(roster: Roster, target: Generation) -> list[TopologyMember]:
     """Return the members that have neither prepared nor committed the target generation."""
     members = []
     for member in target.members:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.operation import is_in
 from baton_engine.elastic.coordinator.roster import Rank, Roster
-from baton_protocol.topology import Activity, Generation, Member, RankPhase
+from baton_protocol.topology import Activity, Generation, RankPhase, TopologyMember
 
 #: Maximum limit of a step, as a multiple of `step_stall_after_s`.
 MAX_LIMIT_FACTOR = 8
@@ -90,7 +90,7 @@ class Stalls:
             self._mark_stalled(stalled)
         return ", ".join(member.name for member in stalled)
 
-    def _mark_stalled(self, members: list[Member]) -> None:
+    def _mark_stalled(self, members: list[TopologyMember]) -> None:
         """Treat members as dead until their status shows progress."""
         self._limit_factor = 1
         self._roster.stalled.update(member.instance_id for member in members)

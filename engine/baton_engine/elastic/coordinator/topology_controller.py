@@ -1,7 +1,7 @@
-"""The controller: decides on the changes of a group's topology.
+"""The controller: changes a group's topology by at most one operation at a time.
 
-From desired members and statuses, the controller computes at most one operation, and a directive
-for each rank.
+`topology_planner` decides the next generation from desired members and statuses. The controller
+decides when to prepare and to commit this generation, and computes a directive for each rank.
 
 The controller is level-triggered: each decision depends on the reported statuses and not on earlier
 actions, so a restarted controller continues where another controller ended. The exception is a
@@ -16,12 +16,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from baton_engine.elastic.coordinator.checks import MAX_FAILURE, Refusal, check_request
+from baton_engine.elastic.coordinator.backoff import FEW_FAILURES, Retries
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
-from baton_engine.elastic.coordinator.group_observation import Observation
 from baton_engine.elastic.coordinator.operation import (
     Ended,
-    Need,
     Operation,
     commit_obstacle,
     is_partly_committed,
@@ -36,10 +34,11 @@ from baton_engine.elastic.coordinator.operation import (
 )
 from baton_engine.elastic.coordinator.placement.balance import Balance, experts_of
 from baton_engine.elastic.coordinator.placement.expert_placement import count_moves
-from baton_engine.elastic.coordinator.retries import FEW_FAILURES, Retries
-from baton_engine.elastic.coordinator.roster import Roster, key_of, nonce_of, serves_in
+from baton_engine.elastic.coordinator.roster import Roster, key_of, serves_in
 from baton_engine.elastic.coordinator.stalls import Stalls
+from baton_engine.elastic.coordinator.topology_planner import Need, TopologyPlanner
 from baton_engine.elastic.coordinator.topology_report import topology_status
+from baton_engine.elastic.coordinator.validation import MAX_FAILURE, OperationRefusal, check_request
 from baton_engine.untrusted import one_line
 from baton_protocol.topology import (
     Directive,
@@ -53,8 +52,8 @@ from baton_protocol.topology import (
 logger = logging.getLogger(__name__)
 
 
-class Controller:
-    """Decides which ranks form an expert-parallel group, and when they change. Not thread-safe."""
+class TopologyController:
+    """Changes the members of an expert-parallel group, and their experts. Not thread-safe."""
 
     def __init__(self, draw_nonce: Callable[[], str], config: ControllerConfig) -> None:
         self._draw_nonce = draw_nonce
@@ -103,7 +102,7 @@ class Controller:
             ):
                 self._inferred = generation
 
-    def on_request(self, request: TopologyRequest) -> Refusal | None:
+    def on_request(self, request: TopologyRequest) -> OperationRefusal | None:
         """Set the desired members, as PUT /topology requests. A repeated request changes nothing.
 
         Returns:
@@ -138,7 +137,7 @@ class Controller:
         self._settled = self._settled or self._has_settled(now)
         if self._settled:
             committed = self._operation is not None and self._operation.committed
-            self._released = not committed and self._observe(now).ends()
+            self._released = not committed and self._planner(now).ends()
             if self._released:
                 self._stranded_commit = None  # the members leave and need no generation
             if self._operation is not None and self._operation.committed:
@@ -192,7 +191,7 @@ class Controller:
 
     def status(self, now: float) -> TopologyStatus:
         """Return the topology for GET /topology."""
-        return topology_status(self._observe(now), self._operation, now)
+        return topology_status(self._planner(now), self._operation, now)
 
     # State
 
@@ -230,9 +229,13 @@ class Controller:
             return self._request.operation_id
         return "" if self._inferred is None else self._inferred.operation_id
 
-    def _observe(self, now: float) -> Observation:
-        return Observation(
-            self._roster, self._present, self._desired(), self._retries.excluded(now)
+    def _planner(self, now: float) -> TopologyPlanner:
+        return TopologyPlanner(
+            self._roster,
+            self._balance,
+            self._present,
+            self._desired(),
+            self._retries.excluded(now),
         )
 
     def _busy(self) -> bool:
@@ -268,7 +271,7 @@ class Controller:
         return True
 
     def _begin(self, now: float) -> None:
-        need = self._need(now)
+        need = self._planner(now).need(self._defect(), rebalance=self._rebalance, now=now)
         waiting = (
             self._operation if self._operation is not None and self._operation.active else None
         )
@@ -295,25 +298,8 @@ class Controller:
         waiting.reason = f"waiting for {', '.join(need.missing)}" if need.missing else need.reason
         if self._waits_for_members(waiting, need, now):
             return
-        if need.members and not self._is_present(need):
+        if need.members:
             self._prepare(waiting, need, now)
-
-    def _need(self, now: float) -> Need | None:
-        observation, present = self._observe(now), self._present
-        need = observation.need(self._defect())
-        if present is not None and (need is None or self._is_present(need)):
-            wanted = observation.wanted()
-            if self._rebalance:
-                reason = "a rebalance was requested"
-                return Need("rebalance", wanted, present.members, reason=reason)
-            due = self._balance.due(present, now)  # measures the imbalance, even if `need` waits
-            if due is not None and need is None:
-                reason = (
-                    f"the busiest rank has {due.before:.2f} times the mean load, and "
-                    f"{due.after:.2f} times after the moves"
-                )
-                return Need("rebalance", wanted, present.members, reason=reason, rebalancing=due)
-        return need
 
     def _defect(self) -> str:
         """Return why the present generation must be replaced although all its members serve.
@@ -335,22 +321,17 @@ class Controller:
     def _waits_for_members(self, operation: Operation, need: Need, now: float) -> bool:
         if not need.missing:
             return False
-        if need.kind != "form":
-            return now < operation.since + self._config.wait_s
+        if self._present is not None:
+            return (
+                need.members == self._present.members  # no scaling is possible yet
+                or now < operation.since + self._config.wait_s
+            )
         if not need.members:
             self._first_ready_at = None
             return True
         if self._first_ready_at is None:
             self._first_ready_at = now
         return now < self._first_ready_at + self._config.form_after_s
-
-    def _is_present(self, need: Need) -> bool:
-        """Return whether `need` is a scaling that changes nothing, for lack of new members."""
-        return (
-            need.kind == "scale"
-            and self._present is not None
-            and need.members == self._present.members
-        )
 
     def _acknowledge(self, now: float) -> None:
         """Complete a request that the present generation already satisfies."""
@@ -365,13 +346,14 @@ class Controller:
             self._operation.enter(OperationPhase.DONE, now)
 
     def _prepare(self, operation: Operation, need: Need, now: float) -> None:
-        number = max(self._roster.highest_number, self._highest_target) + 1
-        holder = self._retries.store_holder(need.members)
+        """Start to prepare the generation on which the planner decides."""
         try:
-            placement = (
-                self._balance.place(need.members, self._present, keep=need.urgent)
-                if need.rebalancing is None
-                else need.rebalancing.placement
+            target = self._planner(now).next_generation(
+                need,
+                number=max(self._roster.highest_number, self._highest_target) + 1,
+                drawn=self._draw_nonce(),
+                operation_id=operation.operation_id,
+                store=self._retries.store_holder(need.members),
             )
         except ValueError as error:
             self._fail(operation, now, str(error), ())
@@ -379,37 +361,28 @@ class Controller:
         if (
             operation.kind == "rebalance"
             and self._present is not None
-            and placement == self._present.placement
+            and target.placement == self._present.placement
         ):
             self._end(operation, OperationPhase.DONE, now, "the placement is already balanced")
             return
-        operation.target = Generation(
-            number=number,
-            nonce=nonce_of(number, self._draw_nonce()),
-            members=need.members,
-            placement=placement,
-            store_host=holder.host,
-            store_port=holder.store_port,
-            operation_id=operation.operation_id,
-            urgent=need.urgent,
-        )
-        before = experts_of(self._present) or (((),) * len(placement), ())
+        operation.target = target
+        before = experts_of(self._present) or (((),) * len(target.placement), ())
         operation.moves = count_moves(
-            before, (placement, [member.instance_id for member in need.members])
+            before, (target.placement, [member.instance_id for member in target.members])
         )
-        operation.moved_bytes = operation.moves * self._balance.expert_bytes(need.members)
+        operation.moved_bytes = operation.moves * self._balance.expert_bytes(target.members)
         operation.rebalancing = need.rebalancing
         operation.previous = None if self._present is None else key_of(self._present)
-        self._highest_target = number
-        self._nonces.add(operation.target.nonce)
+        self._highest_target = target.number
+        self._nonces.add(target.nonce)
         self._stalls.on_target()
         self._first_ready_at = None
         operation.enter(OperationPhase.PREPARING, now, need.reason)
         logger.info(
             "%s: preparing generation %d with members %s",
             operation.label,
-            number,
-            ", ".join(each.name for each in need.members),
+            target.number,
+            ", ".join(each.name for each in target.members),
         )
 
     # Progress of an operation
@@ -446,18 +419,18 @@ class Controller:
         if stalled := self._stalls.exclude_stalled(target, operation.since, now):
             self._update_roster(now)
             return f"the engine loop of {stalled} is stalled, although the process sends statuses"
-        observation = self._observe(now)
+        planner = self._planner(now)
         if (
             self._present is not None
             and not target.urgent
-            and (broken := self._defect() or observation.breakage())
+            and (broken := self._defect() or planner.breakage())
         ):
             return broken
         if lost := lost_members(self._roster, target):
             return f"{', '.join(lost)} cannot prepare generation {target.number}"
         if overtaken(self._roster, target):
             return "a rank has committed another generation"
-        if not target.urgent and operation.wanted != observation.wanted():
+        if not target.urgent and operation.wanted != planner.wanted():
             return "the desired members changed"
         return ""
 

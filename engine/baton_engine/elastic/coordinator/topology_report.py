@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from baton_engine.elastic.coordinator.group_observation import Observation
 from baton_engine.elastic.coordinator.operation import Operation
+from baton_engine.elastic.coordinator.topology_planner import TopologyPlanner
 from baton_protocol.topology import MemberStatus, TopologyStatus
 
 
 def topology_status(
-    observation: Observation, operation: Operation | None, now: float
+    planner: TopologyPlanner, operation: Operation | None, now: float
 ) -> TopologyStatus:
     """Return the response to GET /topology."""
-    present = observation.present
+    present = planner.present
     return TopologyStatus(
         generation=0 if present is None else present.number,
-        desired=sorted(observation.desired),
-        members=member_statuses(observation, now),
+        desired=sorted(planner.desired),
+        members=member_statuses(planner, now),
         operation=None if operation is None else operation.status(now),
         store="" if present is None else f"{present.store_host}:{present.store_port}",
     )
 
 
-def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:
+def member_statuses(planner: TopologyPlanner, now: float) -> list[MemberStatus]:
     """Return all registered instances, the members of the present generation first."""
-    roster, present = observation.roster, observation.present
+    roster, present = planner.roster, planner.present
     ranks = (
         {}
         if present is None
@@ -42,7 +42,7 @@ def member_statuses(observation: Observation, now: float) -> list[MemberStatus]:
         elif instance_id not in roster.living:
             reason = f"has sent no status for {now - rank.seen:.1f} s"
         elif instance_id not in ranks:
-            reason = observation.unfit(status) or reason
+            reason = planner.unfit(status) or reason
         members.append(
             MemberStatus(
                 name=status.member.name,

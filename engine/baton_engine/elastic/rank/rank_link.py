@@ -29,10 +29,10 @@ from baton_protocol.service_key import ServiceKey, watch_handshakes, why_handsha
 from baton_protocol.topology import (
     STATUS_INTERVAL_S,
     Directive,
-    Member,
     RankPhase,
     StartWave,
     Status,
+    TopologyMember,
 )
 
 logger = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class RankLink:
             self._next_status = 0.0
             self._wake_pipe.wake()
 
-    def set_peers(self, members: Sequence[Member]) -> None:
+    def set_peers(self, members: Sequence[TopologyMember]) -> None:
         """Set the ranks that receive StartWaves. Stop repeating the current StartWave."""
         addresses = [(member.host, member.link_port) for member in members]
         self._submit(lambda: self._connect(addresses))
@@ -274,7 +274,7 @@ class RankLink:
         self._wake_pipe.close()
 
 
-def unreachable(members: Sequence[Member]) -> tuple[str, ...]:
+def unreachable(members: Sequence[TopologyMember]) -> tuple[str, ...]:
     """Return the instance ids of members whose link port accepts no connection.
 
     A frozen process still accepts connections. The check takes up to PROBE_TIMEOUT_S per member.

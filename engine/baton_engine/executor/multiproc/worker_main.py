@@ -27,8 +27,8 @@ from baton_engine.executor.commands import (
     CallDone,
     CallFailed,
     Command,
+    CommandFailure,
     ExecuteModel,
-    Failure,
     SampleTokens,
     Shutdown,
     Started,
@@ -68,7 +68,7 @@ class WorkerProcess:
         #: The last results for `_results` to send.
         self._last_result: Future[None] | None = None
         #: Failure of the last `ExecuteModel`. None: it succeeded, and its tokens can be sampled.
-        self._broken: Failure | None = None
+        self._broken: CommandFailure | None = None
 
     def run(self) -> None:
         """Create the worker and run commands until Shutdown.
@@ -160,8 +160,8 @@ class WorkerProcess:
         with self._send_lock:
             self._connection.send_bytes(message)
 
-    def _failure(self, error: BaseException) -> Failure:
-        return Failure.of(error, self._start.rank)
+    def _failure(self, error: BaseException) -> CommandFailure:
+        return CommandFailure.of(error, self._start.rank)
 
 
 def main(connection_fd: int, parent_pid: int) -> None:

@@ -152,7 +152,7 @@ class ObjectStoreSource:
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
-            # The library panics on settings that it does not check. A panic is no Exception.
+            # The library panics on settings that it does not check. A panic is not an Exception.
             raise FetchError(
                 "ModelSourceInvalid",
                 f"{self._model.uri}: the library failed on the settings in the environment: "

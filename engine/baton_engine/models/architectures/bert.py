@@ -26,7 +26,7 @@ from baton_engine.models.operators import attend_to_prompt
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
 from baton_engine.models.registry import register
 from baton_kernels.linear import linear
-from baton_protocol.pooling import Task
+from baton_protocol.pooling_params import Task
 
 
 class LayerNorm(nn.Module):
@@ -151,7 +151,7 @@ class BertModel(Model):
         return hidden
 
     def classify(self, pooled: Tensor) -> Tensor:
-        assert self.classifier_head is not None, "the model is no classifier"
+        assert self.classifier_head is not None, "the model is not a classifier"
         return self.classifier_head(pooled).float()
 
     def weight_targets(self) -> WeightTargets:

@@ -17,7 +17,7 @@ from typing import Any
 from baton_engine.models.checkpoint.pooling_config import PoolingConfig, load_pooling_config
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
 from baton_protocol.checkpoint_files import read_json
-from baton_protocol.pooling import Task
+from baton_protocol.pooling_params import Task
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -184,7 +184,8 @@ def _parse(config: Json) -> CheckpointConfig:
     )
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"num_attention_heads={num_heads} is no multiple of num_key_value_heads={num_kv_heads}"
+            f"num_attention_heads={num_heads} is not a multiple of "
+            f"num_key_value_heads={num_kv_heads}"
         )
     hidden_size = _positive(config, "hidden_size")
     head_dim = _positive(config, "head_dim") if config.get("head_dim") else hidden_size // num_heads

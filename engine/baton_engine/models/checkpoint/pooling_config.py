@@ -15,7 +15,7 @@ from typing import Any
 
 from baton_engine.models.errors import ModelInvalid
 from baton_protocol.checkpoint_files import parse_json, read_file, read_json
-from baton_protocol.pooling import Task
+from baton_protocol.pooling_params import Task
 from baton_text.tokenizer import Tokenizer
 
 MODULES_FILE = "modules.json"
@@ -117,7 +117,7 @@ def _token_ids(path: Path, tokens: Sequence[str]) -> tuple[int, ...]:
     ids = [tokenizer.token_id(token) for token in tokens]
     for token, token_id in zip(tokens, ids, strict=True):
         if token_id is None:
-            raise ModelInvalid(f"{path}: classifier_from_token has {token!r}, which is no token")
+            raise ModelInvalid(f"{path}: classifier_from_token has {token!r}, which is not a token")
     return tuple(token_id for token_id in ids if token_id is not None)
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
+from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.decisions import Finished, Queued
+from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
+from baton_engine.scheduling.queues import WaitingRequests
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.scheduler_state import SchedulerState
+from baton_engine.scheduling.stop_rules import StopRules
 from baton_protocol.engine_messages import ErrorCode, FinishReason, PrefillResult
 
 #: Maximum number of prefill results that are kept for requests that have not arrived.
@@ -22,7 +26,13 @@ EARLY_RESULTS_KEPT = 1024
 class RemotePrefill:
     """Continues a request once both its block load and its prefill stage have ended."""
 
-    state: SchedulerState
+    kv: KVCacheManager
+    handoff: KVHandoff
+    queues: WaitingRequests
+    stop_rules: StopRules
+    counters: EngineStats
+    #: End a request whose KV load failed. If False, this engine computes the missing blocks.
+    fail_on_load_error: bool
     #: Results of requests that have not arrived, by request id. None: the request has ended or was
     #: refused, and a late result must not reach a later request with the same id.
     _early_results: OrderedDict[str, PrefillResult | None] = field(
@@ -61,24 +71,24 @@ class RemotePrefill:
         ):
             return []
         request.prefill_result = result
-        waiting_to_load = self.state.queues.waiting_to_load
+        waiting_to_load = self.queues.waiting_to_load
         if request in waiting_to_load:
-            if not result.token_ids and result.error and not self.state.fail_on_load_error:
+            if not result.token_ids and result.error and not self.fail_on_load_error:
                 # No peer computes the prompt, so it is computed here.
                 waiting_to_load.discard(request)
-                self.state.handoff.decline(request)
+                self.handoff.decline(request)
                 request.kv_transfer = None
                 num_cached = (
-                    len(self.state.kv.find_cached_prefix(request, request.num_arrival_tokens))
-                    * self.state.kv.block_size
+                    len(self.kv.find_cached_prefix(request, request.num_arrival_tokens))
+                    * self.kv.block_size
                 )
-                self.state.counters.kv_transfer_recomputed_tokens += (
+                self.counters.kv_transfer_recomputed_tokens += (
                     request.num_arrival_tokens - num_cached
                 )
                 return [Queued(request)]
             return []
         if result.error:
-            self.state.handoff.cancel_load(request)
+            self.handoff.cancel_load(request)
         return self.end_load_if_ready(request)
 
     def end_load_if_ready(self, request: Request) -> list[Finished | Queued]:
@@ -88,38 +98,38 @@ class RemotePrefill:
             The decision to continue or end the request, and the decisions to end the samples that
             wait for a failed load. Empty if the load or the prefill stage has not ended.
         """
-        result, prefill = self.state.handoff.load_result(request), request.prefill_result
+        result, prefill = self.handoff.load_result(request), request.prefill_result
         if result is None or prefill is None:
             return []
         num_cached = request.num_computed_tokens
         num_verified = min(
-            num_cached + result.num_valid_blocks * self.state.kv.block_size,
+            num_cached + result.num_valid_blocks * self.kv.block_size,
             request.num_arrival_tokens,
         )
-        if num_verified < request.num_arrival_tokens and self.state.fail_on_load_error:
+        if num_verified < request.num_arrival_tokens and self.fail_on_load_error:
             error = result.error or prefill.error or "the prefill side did not send all KV blocks"
             return [
                 Finished.without_token(sample, FinishReason.ERROR, ErrorCode.KV_LOAD, error)
                 for sample in _samples_of_load(request)
             ]
-        self.state.handoff.end_load(request)
-        del self.state.queues.loading[request.request_id]
+        self.handoff.end_load(request)
+        del self.queues.loading[request.request_id]
         request.kv_transfer = None  # the hand-off has ended
-        self.state.counters.prompt_tokens_remote += max(
+        self.counters.prompt_tokens_remote += max(
             0, min(num_verified, request.num_prompt_tokens) - num_cached
         )
-        self.state.counters.kv_transfer_recomputed_tokens += max(
+        self.counters.kv_transfer_recomputed_tokens += max(
             0, request.num_arrival_tokens - max(num_verified, num_cached)
         )
         request.token_ids.extend(prefill.token_ids)
         # Without a first token from the peer, the last token runs here for its logits.
         request.num_computed_tokens = min(num_verified, request.num_tokens - 1)
         if request.num_computed_tokens < num_cached:  # the last token's KV is in a shared block
-            self.state.kv.free(request)
+            self.kv.free(request)
             request.num_computed_tokens = 0
         else:
-            self.state.kv.cache_blocks(request, request.num_computed_tokens)
-            reason = self.state.stop_rules.reason(request) if prefill.token_ids else None
+            self.kv.cache_blocks(request, request.num_computed_tokens)
+            reason = self.stop_rules.reason(request) if prefill.token_ids else None
             if reason is not None:
                 return [Finished.without_token(request, reason)]
         return [Queued(request)]

@@ -6,12 +6,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton_engine.executor.step import ModelRunnerOutput
+from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
+from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.decisions import Finished, Queued
-from baton_engine.scheduling.groups.beams import BeamSearches
+from baton_engine.scheduling.queues import RunningRequests
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.scheduler_state import SchedulerState
+from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.sequence_groups.beams import BeamSearches
 from baton_engine.scheduling.step import in_flight
 from baton_engine.scheduling.step.in_flight import ScheduledRange
+from baton_engine.scheduling.step.worker_mirror import WorkerMirror
+from baton_engine.scheduling.stop_rules import StopRules
 from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 
 
@@ -19,8 +24,13 @@ from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishRe
 class StepResults:
     """Applies the results of steps, and decides which requests end or are queued again."""
 
-    state: SchedulerState
+    kv: KVCacheManager
+    worker: WorkerMirror
+    running: RunningRequests
     beams: BeamSearches
+    stop_rules: StopRules
+    outputs: RequestOutputs
+    counters: EngineStats
 
     def take(
         self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput
@@ -51,15 +61,11 @@ class StepResults:
                     f"the step was scheduled to sample {'a' if samples else 'no'} token"
                 )
             if start < request.num_prompt_tokens:
-                self.state.counters.prompt_tokens_computed += (
-                    min(end, request.num_prompt_tokens) - start
-                )
+                self.counters.prompt_tokens_computed += min(end, request.num_prompt_tokens) - start
             if num_preemptions == request.num_preemptions:  # else `blocks` has lost the KV
-                self.state.kv.cache_blocks(request, end)
+                self.kv.cache_blocks(request, end)
             if has_extras:
-                self.state.outputs.collect(
-                    request.root or request, start, ran, ran_as=request.request_id
-                )
+                self.outputs.collect(request.root or request, start, ran, ran_as=request.request_id)
             if vector is not None:
                 yield _pooled(request, vector)
             elif token_id is not None:
@@ -87,7 +93,7 @@ class StepResults:
             in_flight.take_back(entry)
             if request.status is RequestStatus.FINISHED:
                 continue
-            self.state.worker.forget(request)  # the worker may lack blocks that the step added
+            self.worker.forget(request)  # the worker may lack blocks that the step added
             if request.num_in_flight == 0 and request.status is RequestStatus.WAITING_FOR_STEPS:
                 yield Queued(request)
 
@@ -112,7 +118,7 @@ class StepResults:
                 "the beam search ended without a result: no token was possible for any beam",
             )
         best = beams[0]
-        self.state.counters.generation_tokens += len(best.token_ids)
+        self.counters.generation_tokens += len(best.token_ids)
         output = EngineCoreOutput(
             request_id=root.request_id,
             new_token_ids=best.token_ids,
@@ -130,21 +136,21 @@ class StepResults:
         A search may free blocks that the step under construction swaps in. No other swap-in or load
         of this step may write to these blocks.
         """
-        for request in self.state.running.values():
+        for request in self.running.values():
             if (finished := self.advance_beams(request)) is not None:
                 yield finished
 
     def _append(self, request: Request, token_id: int, ran: ModelRunnerOutput) -> Finished | None:
         request.token_ids.append(token_id)
-        self.state.counters.generation_tokens += 1
-        reason, error, error_code = self.state.stop_rules.take_token(request)
+        self.counters.generation_tokens += 1
+        reason, error, error_code = self.stop_rules.take_token(request)
         output = EngineCoreOutput(
             request_id=request.request_id,
             new_token_ids=[token_id],
             token_offset=len(request.token_ids) - request.num_prompt_tokens - 1,
             finish_reason=reason,
         )
-        if reason is FinishReason.STOP and self.state.stop_rules.is_stop_token(request, token_id):
+        if reason is FinishReason.STOP and self.stop_rules.is_stop_token(request, token_id):
             output.stop_token_id = token_id
         if error:
             output.error, output.error_code = error, error_code
@@ -153,10 +159,10 @@ class StepResults:
             output.new_logprobs = [logprobs]
         if ran.num_nans_in_logits:
             output.num_nans_in_logits = ran.num_nans_in_logits.get(request.request_id, 0)
-            self.state.counters.num_nans_in_logits += output.num_nans_in_logits
+            self.counters.num_nans_in_logits += output.num_nans_in_logits
         if reason is not None:
             return Finished(request, output)
-        self.state.outputs.emit(request, output)
+        self.outputs.emit(request, output)
         return None
 
     def _report_beam(

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from baton_engine.worker.devices import to_device
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 TokenIds = npt.NDArray[np.int64]
 

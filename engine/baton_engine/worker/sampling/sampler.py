@@ -41,10 +41,10 @@ from baton_kernels.sampling import draw_tokens, greedy
 from baton_kernels.sampling.noise import noise_key
 from baton_protocol.engine_messages import TokenLogprobs
 
-__all__ = ["Sample", "SamplingInput", "fallback_token", "report_logprobs", "sample"]
+__all__ = ["SamplerOutput", "SamplingInput", "fallback_token", "report_logprobs", "sample"]
 
 
-class Sample(NamedTuple):
+class SamplerOutput(NamedTuple):
     """One token per row, on the device of the logits."""
 
     #: int64 [rows].
@@ -67,7 +67,7 @@ def sample(
     inputs: Sequence[SamplingInput],
     eos_token_ids: Sequence[int],
     grammar_bitmask: Tensor | None = None,
-) -> Sample:
+) -> SamplerOutput:
     """Sample one token per row.
 
     Args:
@@ -97,12 +97,12 @@ def sample(
         else:
             index = to_device(np.array(random_rows), logits.device)
             token_ids[index] = draw_tokens(processed[index], params, keys)
-    return Sample(token_ids, is_impossible, processed)
+    return SamplerOutput(token_ids, is_impossible, processed)
 
 
 def report_logprobs(
     logits: Tensor,
-    sampled: Sample,
+    sampled: SamplerOutput,
     inputs: Sequence[SamplingInput],
     eos_token_ids: Sequence[int],
 ) -> list[TokenLogprobs | None]:

@@ -13,7 +13,12 @@ from aiohttp import hdrs, web
 
 from baton_gateway.access.api_keys import OPEN_PATHS
 from baton_gateway.endpoints.generation_endpoint import DATA_PARALLEL_RANK
-from baton_gateway.endpoints.openapi.operations import FAILURES, OPERATIONS, Operation, Struct
+from baton_gateway.endpoints.openapi.operations import (
+    FAILURES,
+    OPERATIONS,
+    OpenAPIOperation,
+    Struct,
+)
 from baton_gateway.endpoints.openapi.schemas import make_schemas, reference
 from baton_gateway.endpoints.writers.response_writer import ResponseWriter
 from baton_gateway.errors import MESSAGES_PATH, RESPONSES_PATH
@@ -38,6 +43,9 @@ class OpenAPIEndpoint:
         self._client_timeout_s = client_timeout_s
         self._document = b""
         self._lock = asyncio.Lock()
+
+    def route(self) -> web.RouteDef:
+        return web.get("/openapi.json", self.get)
 
     async def get(self, http: web.Request) -> web.StreamResponse:
         async with self._lock:
@@ -120,7 +128,9 @@ _PARAMETERS = {
 }
 
 
-def _operation(method: str, path: str, operation: Operation, *, needs_key: bool) -> dict[str, Any]:
+def _operation(
+    method: str, path: str, operation: OpenAPIOperation, *, needs_key: bool
+) -> dict[str, Any]:
     is_open = path in OPEN_PATHS
     errors = {*_COMMON_ERRORS, *operation.errors, *([401] if needs_key and not is_open else [])}
     shape = _error_shape(path)
@@ -145,7 +155,7 @@ def _operation(method: str, path: str, operation: Operation, *, needs_key: bool)
     return result
 
 
-def _success(path: str, operation: Operation) -> dict[str, Any]:
+def _success(path: str, operation: OpenAPIOperation) -> dict[str, Any]:
     """Return the response with status 200."""
     result: dict[str, Any] = {
         "description": "The response.",
@@ -166,7 +176,7 @@ def _success(path: str, operation: Operation) -> dict[str, Any]:
     return result
 
 
-def _event(path: str, operation: Operation) -> dict[str, Any]:
+def _event(path: str, operation: OpenAPIOperation) -> dict[str, Any]:
     """Return the schema of a server-sent event."""
     failure = responses_api.ResponseError if path == RESPONSES_PATH else _error_shape(path)
     data = {

@@ -10,10 +10,10 @@ from typing import Any, get_args
 import msgspec
 
 from baton_gateway.endpoints.openapi.operations import OPERATIONS, Struct
-from baton_protocol import sampling
+from baton_protocol import sampling_params
 from baton_protocol.options.field_comments import field_comments
-from baton_text import messages
-from baton_text.requests import completion_request, generation_request
+from baton_text import chat_messages
+from baton_text.requests import completion_request, generation_request, responses_request
 from baton_text.responses import anthropic, openai, responses_api
 
 #: The values of a field that is not supported.
@@ -23,10 +23,10 @@ _REF = "#/components/schemas/{name}"
 CONSTANTS: dict[str, object] = {
     **{
         name: value
-        for module in (sampling, generation_request, completion_request)
+        for module in (sampling_params, generation_request, completion_request, responses_request)
         for name, value in vars(module).items()
     },
-    "ROLES": ", ".join(sorted(messages.ROLES)),
+    "ROLES": ", ".join(sorted(chat_messages.ROLES)),
 }
 #: The keywords of a schema for bounds in comments of fields.
 _BOUNDS = (

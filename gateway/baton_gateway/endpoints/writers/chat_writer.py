@@ -16,7 +16,7 @@ from baton_gateway.endpoints.writers.response_writer import (
 )
 from baton_gateway.requests.job import Choice, Job
 from baton_text.output import TextOutput, chat_logprobs, prompt_token_logprobs
-from baton_text.replies.tool_formats import ToolCallDelta
+from baton_text.reply_parsing.tool_formats import ToolCallDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.responses.openai import (
     CalledFunctionDelta,

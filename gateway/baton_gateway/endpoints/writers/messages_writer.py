@@ -15,7 +15,7 @@ from baton_gateway.endpoints.writers.response_writer import (
 from baton_gateway.errors import MESSAGES_PATH
 from baton_gateway.requests.job import Choice, Job
 from baton_text.output import TextOutput
-from baton_text.replies.reply_parser import ReplyDelta
+from baton_text.reply_parsing.reply_parser import ReplyDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.messages_request import MessagesRequest
 from baton_text.responses.anthropic import (

@@ -19,9 +19,9 @@ from baton_gateway.requests.response_store import (
     ResponseStore,
     new_item_id,
 )
-from baton_text.messages import CalledFunction, ChatMessage, ToolCall
+from baton_text.chat_messages import CalledFunction, ChatMessage, ToolCall
 from baton_text.output import TextOutput
-from baton_text.replies.reply_parser import ReplyDelta
+from baton_text.reply_parsing.reply_parser import ReplyDelta
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.responses_request import MAX_RETURNED_BYTES, ResponsesRequest
 from baton_text.responses.responses_api import (

@@ -1,10 +1,11 @@
 """Reads the memory of another process with process_vm_readv. Each call verifies the process.
 
 A process id alone does not prove identity, because the kernel reuses ids. So each process has a
-`Cell`: random bytes whose address and content the process sends to its peers. Each batch reads the
-cell of the other process last, in the same call. If the cell has the expected content, the process
-is the right one and had not withdrawn its memory. A process that dies during the call keeps its
-memory until the end of the call. After a failed call, a pidfd shows whether the process is dead.
+`ProcessNonce`: random bytes whose address and content the process sends to its peers. Each batch
+reads the nonce of the other process last, in the same call. If the nonce has the expected content,
+the process is the right one and had not withdrawn its memory. A process that dies during the call
+keeps its memory until the end of the call. After a failed call, a pidfd shows whether the process
+is dead.
 """
 
 from __future__ import annotations
@@ -23,55 +24,55 @@ from typing import Any
 from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, pack_run, split, total_bytes
 from baton_kv_transfer.transports.transfer import CopyError
 
-CELL_BYTES = 16
-#: Maximum number of runs in a batch. IOV_MAX is 1024, and one run is the cell.
+NONCE_BYTES = 16
+#: Maximum number of runs in a batch. IOV_MAX is 1024, and one run is the nonce.
 MAX_RUNS = 1023
 #: Maximum size of a batch. A batch takes about a millisecond, after which the thread does other
 #: work.
 BATCH_BYTES = 4 * 2**20
 
 
-class Cell:
+class ProcessNonce:
     """Random bytes at a fixed address, by which peers identify this process until `clear`."""
 
     def __init__(self) -> None:
-        self.value = os.urandom(CELL_BYTES)
-        self._buffer = c.create_string_buffer(self.value, CELL_BYTES)
+        self.value = os.urandom(NONCE_BYTES)
+        self._buffer = c.create_string_buffer(self.value, NONCE_BYTES)
         self.address = c.addressof(self._buffer)
 
     def clear(self) -> None:
-        """Set the cell to zeros. Peers that check this cell can no longer read this memory."""
-        c.memset(self.address, 0, CELL_BYTES)
+        """Set the nonce to zeros. Peers that check this nonce can no longer read this memory."""
+        c.memset(self.address, 0, NONCE_BYTES)
 
 
-class Process:
-    """Another process whose memory may be read, identified by its cell."""
+class PeerProcess:
+    """Another process whose memory may be read, identified by its nonce."""
 
-    def __init__(self, pid: int, cell_address: int, cell: bytes) -> None:
-        """Open the process and verify its cell.
+    def __init__(self, pid: int, nonce_address: int, nonce: bytes) -> None:
+        """Open the process and verify its nonce.
 
         Args:
             pid: id of the process.
-            cell_address: address of the process's cell.
-            cell: expected content of the cell.
+            nonce_address: address of the process's nonce.
+            nonce: expected content of the nonce.
 
         Raises:
             OSError: there is no such process, or the process is not visible.
             OverflowError: the process id or the address is out of range.
-            CopyError: the cell has another content, or the memory may not be read.
+            CopyError: the nonce has another content, or the memory may not be read.
         """
         self.pid = pid
-        self._cell = cell
+        self._nonce = nonce
         self._lock = threading.Lock()
-        self._landing = c.create_string_buffer(CELL_BYTES)
-        self._landing_run = pack_run(c.addressof(self._landing), CELL_BYTES)
-        self._cell_run = pack_run(cell_address, CELL_BYTES)
+        self._landing = c.create_string_buffer(NONCE_BYTES)
+        self._landing_run = pack_run(c.addressof(self._landing), NONCE_BYTES)
+        self._nonce_run = pack_run(nonce_address, NONCE_BYTES)
         self._readv = _load_process_vm_readv()
         self.pidfd = os.pidfd_open(pid)
         self._poller = select.poll()
         self._poller.register(self.pidfd, select.POLLIN)
         try:
-            self.read(b"", b"", 0)  # only the cell
+            self.read(b"", b"", 0)  # only the nonce
         except CopyError:
             self.close()
             raise
@@ -92,29 +93,29 @@ class Process:
                 raise CopyError(f"process {self.pid} was given up")
             count = len(local) // RUN_BYTES + 1
             copied = self._readv(
-                self.pid, local + self._landing_run, count, remote + self._cell_run, count, 0
+                self.pid, local + self._landing_run, count, remote + self._nonce_run, count, 0
             )
             if copied < 0 and c.get_errno() in (errno.EPERM, errno.ENOSYS):
                 raise CopyError(
                     f"the memory of process {self.pid} may not be read: "
                     f"{os.strerror(c.get_errno())}"
                 )
-            if copied != nbytes + CELL_BYTES:
-                if (copied < 0 and c.get_errno() == errno.ESRCH) or not self.alive:
+            if copied != nbytes + NONCE_BYTES:
+                if (copied < 0 and c.get_errno() == errno.ESRCH) or not self.is_alive:
                     raise CopyError(f"process {self.pid} died")
                 raise CopyError(f"process {self.pid} does not have all of that memory any more")
-            if not hmac.compare_digest(self._landing.raw, self._cell):
+            if not hmac.compare_digest(self._landing.raw, self._nonce):
                 raise CopyError(
                     f"process {self.pid} withdrew its memory, or is another process now"
                 )
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether a read is in progress."""
         return self._lock.locked()
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         return not self._poller.poll(0)
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ class Process:
 class BatchedCopy:
     """A read of any length from another process. Each `step` reads one batch."""
 
-    def __init__(self, process: Process, local: bytes, remote: bytes) -> None:
+    def __init__(self, process: PeerProcess, local: bytes, remote: bytes) -> None:
         """Prepare the read.
 
         Args:
@@ -153,7 +154,7 @@ class BatchedCopy:
         return ends_of(self._local)
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return self._next == self._count
 
     def step(self) -> None:

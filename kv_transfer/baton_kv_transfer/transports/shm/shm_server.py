@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 
 from baton_kv_transfer.transports.iovec import check, count_outside, lengths_of
-from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, PeerProcess, ProcessNonce
 from baton_kv_transfer.transports.sockets.framed_socket import FramedSocket
 from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, WRITE, encode_request
 from baton_kv_transfer.transports.sockets.peer_server import (
     MAX_HELLO_BYTES,
     MAX_UNAUTHENTICATED,
-    Client,
+    PeerClient,
     PeerServer,
 )
 from baton_kv_transfer.transports.transfer import Region
-from baton_kv_transfer.transports.transport_thread import Job
+from baton_kv_transfer.transports.transport_thread import TransportJob
 
 #: Prefix of the names of the abstract unix sockets. Peers may name no other socket.
 SOCKET_PREFIX = b"\0baton-kv-"
@@ -36,25 +36,25 @@ class HostAddress(msgspec.Struct, array_like=True, frozen=True):
     pid_namespace: int
     network_namespace: int
     pid: int
-    #: Address of this process's `Cell`.
-    cell_address: int
-    #: Content of this process's `Cell`.
-    cell: bytes
+    #: Address of this process's `ProcessNonce`.
+    nonce_address: int
+    #: Content of this process's `ProcessNonce`.
+    nonce: bytes
     #: Name of the abstract unix socket on which this process listens.
     socket_name: bytes
 
 
-class Hello(msgspec.Struct, array_like=True):
+class SHMHello(msgspec.Struct, array_like=True):
     """First message on a connection, from the side that connects.
 
-    `peer_cell` is the content of the receiver's cell, which proves that the sender has the
+    `peer_nonce` is the content of the receiver's nonce, which proves that the sender has the
     receiver's metadata. The other fields describe the sender.
     """
 
-    peer_cell: bytes
+    peer_nonce: bytes
     name: str
-    cell_address: int
-    cell: bytes
+    nonce_address: int
+    nonce: bytes
 
 
 def encode_write(notif: bytes, source: bytes, target: bytes) -> bytes:
@@ -90,13 +90,13 @@ def get_location() -> tuple[str, int, int]:
     return boot_id, os.stat("/proc/self/ns/pid").st_ino, os.stat("/proc/self/ns/net").st_ino
 
 
-class _Client(Client):
+class _Client(PeerClient):
     """A process that connected. `process` is None until its HELLO was accepted."""
 
     def __init__(self, link: FramedSocket, pid: int) -> None:
         super().__init__(link, f"process {pid}")
         self.pid = pid
-        self.process: Process | None = None
+        self.process: PeerProcess | None = None
 
     def close(self) -> None:
         super().close()
@@ -115,8 +115,8 @@ class SHMServer(PeerServer[_Client]):
                 job.finish("the memory was deregistered")
 
     def open(self) -> None:
-        """Listen at a new address, with a new cell."""
-        self._cell = Cell()
+        """Listen at a new address, with a new nonce."""
+        self._nonce = ProcessNonce()
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         server.setblocking(False)
         server.bind(SOCKET_PREFIX + os.urandom(12).hex().encode())
@@ -126,12 +126,12 @@ class SHMServer(PeerServer[_Client]):
         here = get_location()
         self.address = msgspec.msgpack.encode(
             HostAddress(
-                *here, os.getpid(), self._cell.address, self._cell.value, server.getsockname()
+                *here, os.getpid(), self._nonce.address, self._nonce.value, server.getsockname()
             )
         )
 
     def close(self) -> None:
-        self._cell.clear()
+        self._nonce.clear()
         self._thread.unwatch(self._server.fileno())
         self._server.close()
         super().close()
@@ -147,10 +147,10 @@ class SHMServer(PeerServer[_Client]):
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
         if kind != HELLO:
             raise ConnectionError("its first message is not HELLO")
-        hello = msgspec.msgpack.decode(payload, type=Hello)
-        if not hello.name or not hmac.compare_digest(hello.peer_cell, self._cell.value):
+        hello = msgspec.msgpack.decode(payload, type=SHMHello)
+        if not hello.name or not hmac.compare_digest(hello.peer_nonce, self._nonce.value):
             raise ConnectionError("it does not have this agent's metadata")
-        client.process = Process(client.pid, hello.cell_address, hello.cell)
+        client.process = PeerProcess(client.pid, hello.nonce_address, hello.nonce)
         return hello.name
 
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
@@ -178,4 +178,4 @@ class SHMServer(PeerServer[_Client]):
                     self._context.deliver(client.name, notif)
             self._answer(client, number, error)
 
-        self._thread.jobs.append(Job(copy, finish, client))
+        self._thread.jobs.append(TransportJob(copy, finish, client))

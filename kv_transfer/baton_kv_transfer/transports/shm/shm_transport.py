@@ -7,7 +7,7 @@ Each side writes only to its own memory, and reads the memory of the other side 
             memory, copies from the memory of this side, and answers.
 
 Requests, replies and notifications are sent over a unix socket of the peer. The side that connects
-sends the peer's cell, which is in the peer's metadata. The kernel reports the process id of the
+sends the peer's nonce, which is in the peer's metadata. The kernel reports the process id of the
 side that connects (SO_PEERCRED). Both sides must have the same boot id, pid namespace and network
 namespace.
 """
@@ -20,11 +20,11 @@ import socket
 import msgspec
 
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, Cell, Process
+from baton_kv_transfer.transports.shm.cross_memory import BatchedCopy, PeerProcess, ProcessNonce
 from baton_kv_transfer.transports.shm.shm_server import (
     SOCKET_PREFIX,
-    Hello,
     HostAddress,
+    SHMHello,
     SHMServer,
     encode_write,
     get_location,
@@ -34,7 +34,7 @@ from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, WRITE, 
 from baton_kv_transfer.transports.sockets.socket_transport import SocketTransport
 from baton_kv_transfer.transports.transfer import CopyError, Transfer
 from baton_kv_transfer.transports.transport import TransportContext
-from baton_kv_transfer.transports.transport_thread import Job
+from baton_kv_transfer.transports.transport_thread import TransportJob
 
 logger = logging.getLogger(__name__)
 
@@ -58,19 +58,19 @@ class _SHMLink(PeerLink):
             CopyError: this process may not read the peer's memory.
         """
         super().__init__(context, peer)
-        self.process = Process(address.pid, address.cell_address, address.cell)
+        self.process = PeerProcess(address.pid, address.nonce_address, address.nonce)
         self._address = address
-        #: Cell of this process for this peer. After the cell is cleared, the peer can no longer
+        #: Nonce of this process for this peer. After the nonce is cleared, the peer can no longer
         #: read this process's memory.
-        self._cell = Cell()
+        self._nonce = ProcessNonce()
 
     def connect(self) -> FramedSocket:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             link = FramedSocket(end)
             end.connect(self._address.socket_name)
-            hello = Hello(
-                self._address.cell, self._context.name, self._cell.address, self._cell.value
+            hello = SHMHello(
+                self._address.nonce, self._context.name, self._nonce.address, self._nonce.value
             )
             link.send(HELLO, 0, msgspec.msgpack.encode(hello))
         except OSError:
@@ -79,7 +79,7 @@ class _SHMLink(PeerLink):
         return link
 
     def withdraw(self) -> None:
-        self._cell.clear()
+        self._nonce.clear()
 
     def give_up(self, reason: str) -> None:
         self.withdraw()
@@ -133,7 +133,7 @@ class SHMTransport(SocketTransport[_SHMLink]):
         except (msgspec.DecodeError, OSError, OverflowError, RecursionError, CopyError) as error:
             logger.info("KV transfers with %s cannot use the transport shm: %s", name, error)
             return
-        self._thread.mailbox.submit(
+        self._thread.commands.submit(
             lambda: self._thread.watch(link.process.pidfd, lambda: link.give_up(f"{name} died"))
         )
         self._links[name] = link
@@ -150,8 +150,8 @@ class SHMTransport(SocketTransport[_SHMLink]):
             )
             return True
         copy = BatchedCopy(link.process, pack(transfer.local), pack(transfer.remote))
-        if copy.nbytes > INLINE_BYTES or link.error or link.process.busy:
-            self._thread.mailbox.submit(lambda: self._read(link, transfer, copy))
+        if copy.nbytes > INLINE_BYTES or link.error or link.process.is_busy:
+            self._thread.commands.submit(lambda: self._read(link, transfer, copy))
         else:
             link.end_read(transfer, copy, _copy_all(copy))
         return True
@@ -174,13 +174,13 @@ class SHMTransport(SocketTransport[_SHMLink]):
             link.end_read(transfer, copy, link.error)
         else:
             self._thread.jobs.append(
-                Job(copy, lambda error: link.end_read(transfer, copy, error), link)
+                TransportJob(copy, lambda error: link.end_read(transfer, copy, error), link)
             )
 
 
 def _copy_all(copy: BatchedCopy) -> str:
     try:
-        while not copy.done:
+        while not copy.is_done:
             copy.step()
     except CopyError as error:
         return str(error)

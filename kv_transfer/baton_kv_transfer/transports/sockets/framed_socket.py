@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from baton_kv_transfer.transports.iovec import pack_run
-from baton_kv_transfer.transports.sockets.rows import FRAME_BYTES, Rows
+from baton_kv_transfer.transports.sockets.row_io import FRAME_BYTES, Rows
 
 #: Kind of the frames with data. All other kinds are messages.
 DATA = 0
@@ -108,7 +108,7 @@ class FramedSocket:
         return (
             self._sending is not None
             and self._sending[0] == number
-            and self._sending[1].in_last_frame
+            and self._sending[1].is_in_last_frame
         )
 
     def send(self, kind: int, number: int, payload: bytes = b"", rows: Rows | None = None) -> None:
@@ -226,7 +226,7 @@ class FramedSocket:
         del self._head[:of_head]
         if not rows.frame_missing:
             self._sending = None
-            if not rows.done:
+            if not rows.is_done:
                 self._waiting[number] = rows
         return sent
 
@@ -273,7 +273,7 @@ class FramedSocket:
             self._frame, self._payload, self._target = None, bytearray(), None
             if kind != DATA:
                 return kind, number, payload
-            if target is not None and target.done:
+            if target is not None and target.is_done:
                 del self._expected[number]
                 return kind, number, b""
         return None

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from baton_kv_transfer.transports.iovec import check
 from baton_kv_transfer.transports.sockets.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
-from baton_kv_transfer.transports.sockets.rows import Rows
+from baton_kv_transfer.transports.sockets.row_io import Rows
 from baton_kv_transfer.transports.transfer import Transfer, TransportError
 from baton_kv_transfer.transports.transport import TransportContext
 
@@ -130,9 +130,9 @@ class PeerLink(abc.ABC):
         return connection
 
     def _submit(self, command: Callable[[], None]) -> None:
-        # A closed mailbox accepts no command. The transports' thread gives up all links at its end.
+        # A closed queue accepts no command. The transports' thread gives up all links at its end.
         with contextlib.suppress(TransportError):
-            self._thread.mailbox.submit(command)
+            self._thread.commands.submit(command)
 
     # Called by the transports' thread
 

@@ -35,7 +35,7 @@ _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 logger = logging.getLogger(__name__)
 
 
-class Client:
+class PeerClient:
     """A peer that connected. `name` is empty until the peer's HELLO was accepted."""
 
     def __init__(self, link: FramedSocket, where: str) -> None:
@@ -53,7 +53,7 @@ class Client:
         self.link.close()
 
 
-_Client = TypeVar("_Client", bound=Client)
+_Client = TypeVar("_Client", bound=PeerClient)
 
 
 class PeerServer(abc.ABC, Generic[_Client]):

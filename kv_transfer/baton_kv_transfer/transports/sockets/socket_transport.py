@@ -33,8 +33,9 @@ class SocketTransport(Transport, Generic[_Link]):
         link = self._links.get(name)
         if link is not None:
             link.withdraw()
-            with contextlib.suppress(TransportError):  # if closed, all links are given up anyway
-                self._thread.mailbox.submit(lambda: link.give_up(f"agent {name} was removed"))
+            # A closed transport closes all links itself.
+            with contextlib.suppress(TransportError):
+                self._thread.commands.submit(lambda: link.give_up(f"agent {name} was removed"))
                 del self._links[name]
 
     def send_notif(self, name: str, message: bytes) -> bool:

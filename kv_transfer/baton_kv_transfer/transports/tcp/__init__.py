@@ -3,5 +3,5 @@
 tcp_transport   transfers that this side started
 tcp_server      the peers that connect, and their requests
 
-`sockets/rows.py` moves the bytes.
+`sockets/row_io.py` moves the bytes.
 """

@@ -15,10 +15,10 @@ from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, READ, W
 from baton_kv_transfer.transports.sockets.peer_server import (
     MAX_HELLO_BYTES,
     MAX_UNAUTHENTICATED,
-    Client,
+    PeerClient,
     PeerServer,
 )
-from baton_kv_transfer.transports.sockets.rows import Rows
+from baton_kv_transfer.transports.sockets.row_io import Rows
 from baton_kv_transfer.transports.transfer import Region
 from baton_kv_transfer.transports.transport import TransportContext
 
@@ -31,7 +31,7 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
     secret: bytes
 
 
-class Hello(msgspec.Struct, array_like=True):
+class TCPHello(msgspec.Struct, array_like=True):
     """First message on a connection, from the side that connects."""
 
     #: The receiver's secret, which proves that the sender has the receiver's metadata.
@@ -56,7 +56,7 @@ def set_options(end: socket.socket) -> None:
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENT_S // _PROBE_S - 1)
 
 
-class _Client(Client):
+class _Client(PeerClient):
     def __init__(self, link: FramedSocket, where: str) -> None:
         super().__init__(link, where)
         #: Notifications of WRITE transfers whose data is still arriving, by transfer number.
@@ -135,7 +135,9 @@ class TCPServer(PeerServer[_Client]):
             raise ConnectionError(f"message {number} of kind {kind} is invalid here")
 
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
-        hello = msgspec.msgpack.decode(payload, type=Hello) if kind == HELLO else Hello(b"", "")
+        hello = (
+            msgspec.msgpack.decode(payload, type=TCPHello) if kind == HELLO else TCPHello(b"", "")
+        )
         if not hello.name or not hmac.compare_digest(hello.secret, self._secret):
             raise ConnectionError("it does not have this agent's metadata")
         client.link.takes_data = True

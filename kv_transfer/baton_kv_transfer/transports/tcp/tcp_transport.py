@@ -29,9 +29,9 @@ from baton_kv_transfer.transports.sockets.peer_link import (
     PeerLink,
     encode_request,
 )
-from baton_kv_transfer.transports.sockets.rows import Rows
+from baton_kv_transfer.transports.sockets.row_io import Rows
 from baton_kv_transfer.transports.sockets.socket_transport import SocketTransport
-from baton_kv_transfer.transports.tcp.tcp_server import Address, Hello, TCPServer, set_options
+from baton_kv_transfer.transports.tcp.tcp_server import Address, TCPHello, TCPServer, set_options
 from baton_kv_transfer.transports.transfer import Transfer
 from baton_kv_transfer.transports.transport import TransportContext
 
@@ -51,7 +51,7 @@ class _TCPLink(PeerLink):
             error = end.connect_ex((where.host, where.port))
             if error not in (0, errno.EINPROGRESS):
                 raise OSError(error, os.strerror(error))
-            link.send(HELLO, 0, msgspec.msgpack.encode(Hello(where.secret, self._context.name)))
+            link.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(where.secret, self._context.name)))
         except OSError:
             end.close()
             raise

@@ -2,7 +2,7 @@
 
 ucx_transport   transfers of both sides, failures and the fence
 connection      a UCX endpoint and the requests that use it
-streams         the tag messages that carry the data of a transfer
+data_messages   the tag messages that carry the data of a transfer
 messages        requests and replies under the control tag
 worker          UCX's context and worker (from ucxx), and the libucp calls that move the bytes
 library         ctypes declarations of libucp

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from baton_kv_transfer.transports.transfer import Transfer
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.messages import Message
-from baton_kv_transfer.transports.ucx.worker import RENDEZVOUS_BYTES, Buffer, Request, UCXWorker
+from baton_kv_transfer.transports.ucx.worker import RENDEZVOUS_BYTES, Buffer, UCXRequest, UCXWorker
 
-if TYPE_CHECKING:  # streams imports this module
-    from baton_kv_transfer.transports.ucx.streams import Stream
+if TYPE_CHECKING:  # data_messages imports this module
+    from baton_kv_transfer.transports.ucx.data_messages import DataMessages
 
 
 class Outgoing:
@@ -23,13 +23,13 @@ class Outgoing:
     `is_answered` is True when the transfer waits only for the end of its data. A READ has no reply.
     """
 
-    def __init__(self, transfer: Transfer, stream: Stream) -> None:
+    def __init__(self, transfer: Transfer, data: DataMessages) -> None:
         self.transfer = transfer
-        self.stream = stream
+        self.data = data
         self.is_answered = transfer.op == "READ"
 
 
-class Connection:
+class UCXConnection:
     """A UCX endpoint, with the transfers and messages that use it."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Connection:
         #: Number of the transport's ticks since something arrived, while the connection is in use.
         self.silent_ticks = 0
         self.outgoing: dict[int, Outgoing] = {}
-        self.incoming: dict[int, Stream] = {}
+        self.incoming: dict[int, DataMessages] = {}
         self._worker = worker
         self._moved = moved
         self._lanes = ""
@@ -78,13 +78,13 @@ class Connection:
         self.error = self.error or reason
 
     def cut(self) -> None:
-        """Close the endpoint by force. Each stream ends when UCX has completed its requests."""
+        """Close the endpoint by force. Data ends once UCX has completed its requests."""
         self._outbox.clear()
         self._is_cut = True
         self._num_held += 1
         self._worker.disconnect(self._endpoint, self._release)
-        for stream in [*self.incoming.values(), *(out.stream for out in self.outgoing.values())]:
-            stream.stop(self.error)
+        for data in [*self.incoming.values(), *(out.data for out in self.outgoing.values())]:
+            data.stop(self.error)
 
     def drop(self) -> None:
         """Drop the reference to the endpoint. Call this before the UCX worker is destroyed."""
@@ -103,15 +103,15 @@ class Connection:
         if self._sending is None and not self.error:
             self._send_next()
 
-    def send(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+    def send(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> UCXRequest:
         self._num_held += 1
         return self._worker.send(self._endpoint, tag, buffer, self._counted(buffer.nbytes, on_end))
 
-    def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+    def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> UCXRequest:
         self._num_held += 1
         return self._worker.receive(tag, buffer, self._counted(buffer.nbytes, on_end))
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: UCXRequest) -> None:
         self._worker.cancel(request)
 
     def _counted(self, nbytes: int, on_end: Callable[[str], None]) -> Callable[[str], None]:

@@ -27,7 +27,7 @@ TRANSFER_BITS = 44
 MAX_MESSAGE_BYTES = 64 * 2**20
 
 
-class Hello(msgspec.Struct, array_like=True, tag=1):
+class UCXHello(msgspec.Struct, array_like=True, tag=1):
     secret: bytes  # the secret in the receiver's metadata
     session: int  # session id that the sender draws
     name: str  # name of the sender's agent
@@ -53,7 +53,7 @@ class Go(msgspec.Struct, array_like=True, tag=4):
     transfer: int
 
 
-class Refused(msgspec.Struct, array_like=True, tag=5):
+class UCXRefused(msgspec.Struct, array_like=True, tag=5):
     session: int
     transfer: int
     reason: str
@@ -69,7 +69,7 @@ class Notif(msgspec.Struct, array_like=True, tag=7):
     message: bytes
 
 
-Message = Hello | Read | Write | Go | Refused | Done | Notif
+Message = UCXHello | Read | Write | Go | UCXRefused | Done | Notif
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode

@@ -23,19 +23,19 @@ from baton_kv_transfer.transports.iovec import check, count_outside, pack
 from baton_kv_transfer.transports.transfer import Region, Transfer, TransportError
 from baton_kv_transfer.transports.transport import Transport, TransportContext
 from baton_kv_transfer.transports.ucx import capabilities, messages
-from baton_kv_transfer.transports.ucx.connection import Connection, Outgoing
+from baton_kv_transfer.transports.ucx.connection import Outgoing, UCXConnection
+from baton_kv_transfer.transports.ucx.data_messages import DataMessages
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_kv_transfer.transports.ucx.messages import (
     DATA_BIT,
     Done,
     Go,
-    Hello,
     Notif,
     Read,
-    Refused,
+    UCXHello,
+    UCXRefused,
     Write,
 )
-from baton_kv_transfer.transports.ucx.streams import Stream
 from baton_kv_transfer.transports.ucx.worker import SETTINGS, Buffer, UCXContext, UCXWorker
 
 logger = logging.getLogger(__name__)
@@ -86,9 +86,9 @@ class UCXTransport(Transport):
         )
         self.mem_types = ("DRAM", "VRAM") if self._ucx.has_cuda else ("DRAM",)
         self._peers: dict[str, PeerAddress] = {}
-        self._by_address: dict[bytes, Connection] = {}
-        self._by_session: dict[int, Connection] = {}
-        self._cut: list[Connection] = []
+        self._by_address: dict[bytes, UCXConnection] = {}
+        self._by_session: dict[int, UCXConnection] = {}
+        self._cut: list[UCXConnection] = []
         self._closed: list[int] = []  # sessions whose endpoints failed
         self._worker: UCXWorker | None = None
         #: While `_cut_all` cuts all connections: why. Empty: connections may be opened.
@@ -107,20 +107,20 @@ class UCXTransport(Transport):
         peer = self._peers.pop(name, None)
         if peer is not None:
             with contextlib.suppress(TransportError):  # if closed, all peers are disconnected
-                self._thread.mailbox.submit(
+                self._thread.commands.submit(
                     lambda: self._disconnect(peer, f"agent {name} was removed")
                 )
 
     def begin(self, transfer: Transfer) -> bool:
         peer = self._peers.get(transfer.peer)
         if peer is not None:
-            self._thread.mailbox.submit(lambda: self._begin(peer, transfer))
+            self._thread.commands.submit(lambda: self._begin(peer, transfer))
         return peer is not None
 
     def send_notif(self, name: str, message: bytes) -> bool:
         peer = self._peers.get(name)
         if peer is not None:
-            self._thread.mailbox.submit(lambda: self._notify(peer, name, message))
+            self._thread.commands.submit(lambda: self._notify(peer, name, message))
         return peer is not None
 
     # Transfers of this side
@@ -135,25 +135,25 @@ class UCXTransport(Transport):
                     "make smaller ones"
                 )
             number = secrets.randbits(messages.TRANSFER_BITS)
-            stream = Stream(
+            data = DataMessages(
                 connection,
                 number,
                 pack(transfer.local),
-                lambda stream: self._end_outgoing(connection, number),
+                lambda data: self._end_outgoing(connection, number),
             )
         except (UCXError, ValueError) as error:
             transfer.end(f"{transfer.op} of {transfer.peer}'s memory: {error}")
             self._context.wakeup()
             return
-        connection.outgoing[number] = Outgoing(transfer, stream)
+        connection.outgoing[number] = Outgoing(transfer, data)
         if transfer.op == "READ":
-            stream.receive()
+            data.receive()
             connection.send_message(Read(connection.session, number, remote))
         elif len(remote) + len(notif) > self._ucx.max_eager_bytes:
             connection.send_message(Write(connection.session, number, remote, notif, True))
         else:
             write = Write(connection.session, number, remote, notif, False)
-            connection.send_message(write, then=stream.send)
+            connection.send_message(write, then=data.send)
 
     def _notify(self, peer: PeerAddress, name: str, message: bytes) -> None:
         try:
@@ -172,8 +172,8 @@ class UCXTransport(Transport):
     def forget_region(self, region: Region) -> None:
         for connection in self._by_address.values():
             if any(
-                count_outside(stream.pieces.iovec, self._context.regions)
-                for stream in connection.incoming.values()
+                count_outside(data.pieces.iovec, self._context.regions)
+                for data in connection.incoming.values()
             ):
                 connection.fail("memory that was used was deregistered")
         if self._cut_failed() and not self._wait_for_memory():
@@ -241,7 +241,7 @@ class UCXTransport(Transport):
                 error,
             )
             return
-        if isinstance(message, Hello):
+        if isinstance(message, UCXHello):
             self._handle_hello(message)
             return
         connection = self._by_session.get(message.session)
@@ -252,10 +252,10 @@ class UCXTransport(Transport):
             self._serve(connection, message)
         elif message.session == connection.peer_session and isinstance(message, Notif):
             self._context.deliver(connection.peer_name, message.message)
-        elif message.session == connection.session and isinstance(message, Go | Refused | Done):
+        elif message.session == connection.session and isinstance(message, Go | UCXRefused | Done):
             self._take_answer(connection, message)
 
-    def _handle_hello(self, hello: Hello) -> None:
+    def _handle_hello(self, hello: UCXHello) -> None:
         if not hmac.compare_digest(hello.secret, self._secret):
             logger.info("ignoring a connection over UCX from a client without this agent's secret")
             return
@@ -275,7 +275,7 @@ class UCXTransport(Transport):
 
     # Transfers that peers began
 
-    def _serve(self, connection: Connection, request: Read | Write) -> None:
+    def _serve(self, connection: UCXConnection, request: Read | Write) -> None:
         try:
             check(request.rows)
             if refusal := self._context.refuse(request.rows):
@@ -283,40 +283,40 @@ class UCXTransport(Transport):
             if request.transfer in connection.incoming:
                 raise ValueError("two transfers have the same number")
 
-            def on_end(stream: Stream) -> None:
-                del connection.incoming[stream.transfer]
-                if isinstance(request, Write) and not stream.error:
+            def on_end(data: DataMessages) -> None:
+                del connection.incoming[data.transfer]
+                if isinstance(request, Write) and not data.error:
                     if request.notif:
                         self._context.deliver(connection.peer_name, request.notif)
                     connection.send_message(Done(request.session, request.transfer))
 
-            stream = Stream(connection, request.transfer, request.rows, on_end)
+            data = DataMessages(connection, request.transfer, request.rows, on_end)
         except ValueError as error:
-            connection.send_message(Refused(request.session, request.transfer, str(error)))
+            connection.send_message(UCXRefused(request.session, request.transfer, str(error)))
             return
-        connection.incoming[request.transfer] = stream
+        connection.incoming[request.transfer] = data
         if isinstance(request, Read):
-            stream.send()
+            data.send()
         else:
-            stream.receive()
+            data.receive()
             if request.awaits_go:
                 connection.send_message(Go(request.session, request.transfer))
 
-    def _take_answer(self, connection: Connection, answer: Go | Refused | Done) -> None:
+    def _take_answer(self, connection: UCXConnection, answer: Go | UCXRefused | Done) -> None:
         outgoing = connection.outgoing.get(answer.transfer)
         if outgoing is None:
             return
         if isinstance(answer, Go):
-            outgoing.stream.send()
+            outgoing.data.send()
         elif isinstance(answer, Done):
             outgoing.is_answered = True
             self._end_outgoing(connection, answer.transfer)
         else:
-            outgoing.stream.stop(answer.reason)
-            # The stream of a short WRITE has ended before the answer.
+            outgoing.data.stop(answer.reason)
+            # The data of a short WRITE has ended before the answer.
             self._end_outgoing(connection, answer.transfer)
 
-    def _end_outgoing(self, connection: Connection, number: int) -> None:
+    def _end_outgoing(self, connection: UCXConnection, number: int) -> None:
         """End a transfer that has failed or was answered, if UCX has completed its requests.
 
         Otherwise do nothing.
@@ -324,9 +324,9 @@ class UCXTransport(Transport):
         outgoing = connection.outgoing.get(number)
         if outgoing is None:
             return
-        stream, transfer = outgoing.stream, outgoing.transfer
-        error = stream.error or connection.error
-        if not stream.ended or not (error or outgoing.is_answered):
+        data, transfer = outgoing.data, outgoing.transfer
+        error = data.error or connection.error
+        if not data.has_ended or not (error or outgoing.is_answered):
             return
         del connection.outgoing[number]
         if error:
@@ -338,25 +338,25 @@ class UCXTransport(Transport):
 
     # Connections
 
-    def _connect(self, peer: PeerAddress, name: str) -> Connection:
+    def _connect(self, peer: PeerAddress, name: str) -> UCXConnection:
         connection = self._by_address.get(peer.worker) or self._open(peer.worker)
         if not connection.is_hello_sent:
             connection.is_hello_sent = True
             connection.peer_name = connection.peer_name or name
             assert self._worker is not None, "it is connected"
             connection.send_message(
-                Hello(peer.secret, connection.session, self._context.name, self._worker.address)
+                UCXHello(peer.secret, connection.session, self._context.name, self._worker.address)
             )
         return connection
 
-    def _open(self, address: bytes) -> Connection:
+    def _open(self, address: bytes) -> UCXConnection:
         if self._worker is None:
             raise UCXError(
                 "the transport lost its network, and UCX has no worker; restart the engine"
             )
         if self._cut_reason:
             raise UCXError(self._cut_reason)
-        connection = Connection(self._worker, address, self._closed.append, self._context.moved)
+        connection = UCXConnection(self._worker, address, self._closed.append, self._context.moved)
         self._by_address[address] = self._by_session[connection.session] = connection
         return connection
 
@@ -459,7 +459,7 @@ class UCXTransport(Transport):
                 self._use_worker(self._ucx.create_worker())
                 return
             except UCXError as error:
-                if time.monotonic() > deadline or self._thread.mailbox.closed:
+                if time.monotonic() > deadline or self._thread.commands.closed:
                     raise
                 logger.warning(
                     "cannot create a UCX worker, retrying for %g s: %s", NETWORK_TIMEOUT_S, error

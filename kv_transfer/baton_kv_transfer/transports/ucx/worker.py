@@ -172,7 +172,7 @@ class Buffer:
         return cls(run, c.addressof(run), 1 if nbytes else 0, nbytes)
 
 
-class Request:
+class UCXRequest:
     """A tag message that UCX sends or receives."""
 
     __slots__ = ("_buffer", "nbytes", "on_end", "pointer")
@@ -206,7 +206,7 @@ class UCXWorker:
         self.event_fd: int = worker.epoll_file_descriptor
         self.address: bytes = worker.address.tobytes()
         self._handle: int = worker.handle
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, UCXRequest] = {}
         self._next_key = 0
         self._ended: deque[tuple[int, int, int]] = deque()  # key, status, bytes
         self._info = library.TagInfo()
@@ -273,7 +273,7 @@ class UCXWorker:
 
     def send(
         self, endpoint: Any, tag: int, buffer: Buffer, on_end: Callable[[str], None]
-    ) -> Request:
+    ) -> UCXRequest:
         """Send a tag message.
 
         A later `progress` calls `on_end(error)` when UCX has released the memory.
@@ -285,7 +285,7 @@ class UCXWorker:
         )
         return self._begin(request, key, pointer, buffer.nbytes)
 
-    def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+    def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> UCXRequest:
         """Post a receive for a tag message, which must be exactly as long as the buffer.
 
         A later `progress` calls `on_end(error)` when UCX has released the memory.
@@ -306,7 +306,7 @@ class UCXWorker:
         message = self._ucp.ucp_tag_probe_nb(self._handle, tag, mask, 1, c.byref(self._info))
         return (message, self._info.length) if message else None
 
-    def take(self, message: int, buffer: Buffer, on_end: Callable[[str], None]) -> Request:
+    def take(self, message: int, buffer: Buffer, on_end: Callable[[str], None]) -> UCXRequest:
         """Receive the content of a message that `probe` returned."""
         request, key = self._new_request(buffer, on_end)
         self._receive.user_data = key
@@ -320,7 +320,7 @@ class UCXWorker:
         while arrived := self.probe(tag, mask):
             self.take(arrived[0], Buffer.of(0, 0), lambda error: None)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: UCXRequest) -> None:
         """Cancel a receive that no message has matched.
 
         Other requests end when their endpoint is closed.
@@ -390,12 +390,14 @@ class UCXWorker:
 
     def _new_request(
         self, buffer: Buffer | None, on_end: Callable[[str], None]
-    ) -> tuple[Request, int]:
+    ) -> tuple[UCXRequest, int]:
         self._next_key += 1
-        request = self._requests[self._next_key] = Request(buffer, on_end)
+        request = self._requests[self._next_key] = UCXRequest(buffer, on_end)
         return request, self._next_key
 
-    def _begin(self, request: Request, key: int, pointer: int | None, nbytes: int = 0) -> Request:
+    def _begin(
+        self, request: UCXRequest, key: int, pointer: int | None, nbytes: int = 0
+    ) -> UCXRequest:
         status = library.pointer_status(pointer)
         if status == library.INPROGRESS:
             request.pointer = pointer

@@ -20,7 +20,7 @@ from pocketkube.apiserver.objects.deletion import (
 )
 from pocketkube.apiserver.resources import DEFINITIONS, Object, RequestInfo
 from pocketkube.apiserver.schema.catalog import Catalog
-from pocketkube.apiserver.store import Event, Store
+from pocketkube.apiserver.store import Store, StoreEvent
 from pocketkube.lifecycle import wait_up_to
 from pocketkube.timestamps import timestamp
 
@@ -28,7 +28,7 @@ EVENT_TTL = timedelta(hours=1)
 EXPIRE_EVERY_S = 60.0  # interval of the search for Events older than EVENT_TTL
 
 
-class Collector:
+class GarbageCollector:
     """Deletes objects whose owner, namespace or custom resource definition is being deleted.
 
     `drain()` handles all changes of the store since its last call. `run()` calls `drain()` after
@@ -39,11 +39,11 @@ class Collector:
         self._store = store
         self._catalog = catalog
         self._deletion = deletion
-        self._due: deque[tuple[str, Event]] = deque()
+        self._due: deque[tuple[str, StoreEvent]] = deque()
         self._wake = asyncio.Event()
         store.listen(self._note)
 
-    def _note(self, storage: str, event: Event) -> None:
+    def _note(self, storage: str, event: StoreEvent) -> None:
         metadata = event.object["metadata"]
         new_owners = event.type != "DELETED" and owners_of(event.object) and event.previous is None
         if event.type == "DELETED" or metadata.get("deletionTimestamp") or new_owners:

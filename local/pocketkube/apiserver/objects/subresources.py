@@ -77,7 +77,8 @@ class Scale:
                 "apply the object itself, or patch its scale with a merge patch"
             )
         if content_type == "application/strategic-merge-patch+json":
-            content_type = "application/merge-patch+json"  # equal for an object without lists
+            # Both patch types have the same effect on an object without lists.
+            content_type = "application/merge-patch+json"
         scale = self._registry.patched(info.resource, self.get(info), content_type, body)
         return self.update(info, scale, options)
 

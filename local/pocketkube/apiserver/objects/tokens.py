@@ -23,7 +23,7 @@ def _encode(data: bytes) -> str:
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
-class Tokens:
+class ServiceAccountTokens:
     """Checks the administrator's token, and issues and checks service account tokens (JWT, HS256).
 
     The signing key is in memory only, so tokens become invalid when the server ends.

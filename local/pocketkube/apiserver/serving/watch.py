@@ -15,7 +15,7 @@ from pocketkube.apiserver.resources import Object, Resource
 from pocketkube.apiserver.serving.request_parsing import is_set
 from pocketkube.apiserver.serving.selectors import Predicate
 from pocketkube.apiserver.serving.tables import TablePrinter
-from pocketkube.apiserver.store import Event, ExpiredError
+from pocketkube.apiserver.store import ExpiredError, StoreEvent
 
 #: Interval between bookmarks in an idle watch.
 BOOKMARK_S = 20.0
@@ -138,7 +138,7 @@ async def watch(
 
 async def _follow(
     stream: _Stream,
-    queue: asyncio.Queue[Event | None],
+    queue: asyncio.Queue[StoreEvent | None],
     cluster: ClusterState,
     chosen: Selection,
     bookmarks: bool,
@@ -162,7 +162,7 @@ async def _follow(
             await stream.event(*seen)
 
 
-def _seen_as(event: Event, chosen: Selection) -> tuple[str, Object] | None:
+def _seen_as(event: StoreEvent, chosen: Selection) -> tuple[str, Object] | None:
     """Return the (type, object) that the watch sends for `event`; None to send nothing.
 
     In a watch with a selector, an object that starts to match is ADDED, and an object that stops

@@ -8,7 +8,7 @@ from typing import Any
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import Template
-from baton_operator.builders import config_maps, model, service_key_secret
+from baton_operator.builders import config_maps, model_volume, service_key_secret
 from baton_operator.builders.pod_template import free_form_fields, overlay, restricted_profile
 from baton_operator.builders.resolved_service import ResolvedService
 
@@ -122,7 +122,7 @@ def _own_template(
 
     The arguments are those of `pod_template`.
     """
-    source = model.source(resolved.spec.model, role, resolved.namespace)
+    source = model_volume.source(resolved.spec.model, role, resolved.namespace)
     config_map = config_maps.config_map(resolved, role)["metadata"]["name"]
     mounted = [
         (
@@ -153,7 +153,7 @@ def _own_template(
         "terminationGracePeriodSeconds": drain_timeout_s + TERMINATION_MARGIN_S,
         **pod,
     }
-    if fetcher := model.fetcher(
+    if fetcher := model_volume.fetcher(
         resolved.spec.model,
         role,
         resolved.namespace,

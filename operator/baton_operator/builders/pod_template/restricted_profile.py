@@ -47,7 +47,7 @@ _PROFILES = (
 )
 
 
-class Rule(NamedTuple):
+class ProfileRule(NamedTuple):
     """The allowed values of one field of a pod."""
 
     field: str  #: Path in the pod. `*` stands for each item of a list.
@@ -92,59 +92,64 @@ def _is_above_zero(value: Any) -> bool:
 
 #: Fields of the security contexts of pods and containers.
 _SHARED = (
-    Rule("runAsUser", "above 0 or unset", lambda user: user is None or _is_above_zero(user)),
-    Rule("windowsOptions.hostProcess", "false or unset", _is_off),
-    Rule(
+    ProfileRule("runAsUser", "above 0 or unset", lambda user: user is None or _is_above_zero(user)),
+    ProfileRule("windowsOptions.hostProcess", "false or unset", _is_off),
+    ProfileRule(
         "appArmorProfile.type",
         "RuntimeDefault, Localhost or unset",
         _one_of(None, "RuntimeDefault", "Localhost"),
     ),
-    Rule("seLinuxOptions.type", f"one of {_SELINUX_TYPES}", _one_of(None, "", *_SELINUX_TYPES)),
-    Rule("seLinuxOptions.user", "unset", _one_of(None, "")),
-    Rule("seLinuxOptions.role", "unset", _one_of(None, "")),
+    ProfileRule(
+        "seLinuxOptions.type", f"one of {_SELINUX_TYPES}", _one_of(None, "", *_SELINUX_TYPES)
+    ),
+    ProfileRule("seLinuxOptions.user", "unset", _one_of(None, "")),
+    ProfileRule("seLinuxOptions.role", "unset", _one_of(None, "")),
 )
 _OF_PODS = (
-    *(Rule(f"spec.{field}", "false or unset", _is_off) for field in ("hostNetwork", "hostPID")),
-    Rule("spec.hostIPC", "false or unset", _is_off),
-    Rule("spec.securityContext.runAsNonRoot", "true", _one_of(True)),
-    Rule(
+    *(
+        ProfileRule(f"spec.{field}", "false or unset", _is_off)
+        for field in ("hostNetwork", "hostPID")
+    ),
+    ProfileRule("spec.hostIPC", "false or unset", _is_off),
+    ProfileRule("spec.securityContext.runAsNonRoot", "true", _one_of(True)),
+    ProfileRule(
         "spec.securityContext.seccompProfile",
         "of type RuntimeDefault or Localhost",
         _is_filtering,
     ),
-    Rule("spec.securityContext.sysctls.*.name", "a safe sysctl", _one_of(*_SYSCTLS)),
+    ProfileRule("spec.securityContext.sysctls.*.name", "a safe sysctl", _one_of(*_SYSCTLS)),
     *(rule._replace(field=f"spec.securityContext.{rule.field}") for rule in _SHARED),
-    Rule("spec.volumes.*", f"one of {_VOLUMES}", _kinds_in(("name", *_VOLUMES))),
-    Rule(
+    ProfileRule("spec.volumes.*", f"one of {_VOLUMES}", _kinds_in(("name", *_VOLUMES))),
+    ProfileRule(
         "spec.volumes.*.projected.sources.*",
         f"one of {_PROJECTIONS}: no token or certificate of an account",
         _kinds_in(_PROJECTIONS),
     ),
 )
 _OF_CONTAINERS = (
-    Rule("securityContext.privileged", "false or unset", _is_off),
-    Rule("securityContext.allowPrivilegeEscalation", "false", _one_of(False)),
-    Rule(
+    ProfileRule("securityContext.privileged", "false or unset", _is_off),
+    ProfileRule("securityContext.allowPrivilegeEscalation", "false", _one_of(False)),
+    ProfileRule(
         "securityContext.capabilities.drop",
         'a list with "ALL"',
         lambda value: isinstance(value, list) and "ALL" in value,
     ),
-    Rule(
+    ProfileRule(
         "securityContext.capabilities.add",
         "NET_BIND_SERVICE or unset",
         _all_in(("NET_BIND_SERVICE",)),
     ),
-    Rule("securityContext.procMount", "Default or unset", _one_of(None, "Default")),
-    Rule("securityContext.runAsNonRoot", "true or unset", _one_of(None, True)),
-    Rule(
+    ProfileRule("securityContext.procMount", "Default or unset", _one_of(None, "Default")),
+    ProfileRule("securityContext.runAsNonRoot", "true or unset", _one_of(None, True)),
+    ProfileRule(
         "securityContext.seccompProfile",
         "unset, or of type RuntimeDefault or Localhost",
         lambda profile: profile is None or _is_filtering(profile),
     ),
     *(rule._replace(field=f"securityContext.{rule.field}") for rule in _SHARED),
-    Rule("ports.*.hostPort", "unset", _one_of(None, 0)),
+    ProfileRule("ports.*.hostPort", "unset", _one_of(None, 0)),
     *(
-        Rule(f"{handler}.{action}.host", "unset", _one_of(None, ""))
+        ProfileRule(f"{handler}.{action}.host", "unset", _one_of(None, ""))
         for handler in (
             *("livenessProbe", "readinessProbe", "startupProbe"),
             *("lifecycle.postStart", "lifecycle.preStop"),

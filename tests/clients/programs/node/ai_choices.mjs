@@ -1,4 +1,4 @@
-// The text and the calls of the answers of the AI SDK, for each choice of tools.
+// The text and the calls of the AI SDK's answers, for each choice of tools.
 //
 // node ai_choices.mjs URL (compatible | chat | responses | messages) (whole | streamed)
 

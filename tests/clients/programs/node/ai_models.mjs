@@ -1,4 +1,4 @@
-// A model of the AI SDK, with each of the APIs of the gateway.
+// A model of the AI SDK for each of the gateway's APIs.
 
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
@@ -21,7 +21,7 @@ export function createModel(url, api) {
   }[api]();
 }
 
-// The options of a request whose answer has one call at most.
+// The options of a request whose answer has at most one call.
 export const SINGLE = {
   providerOptions: {
     anthropic: { disableParallelToolUse: true },

@@ -1,4 +1,4 @@
-// The text and the calls of the answers of the package openai, for each choice of tools.
+// The text and the calls of the openai package's answers, for each choice of tools.
 //
 // node openai_choices.mjs URL (chat | responses) (whole | streamed)
 

@@ -21,7 +21,7 @@ from baton_engine.worker.experts.expert_weights import ExpertForm, ExpertStore
 from baton_engine.worker.experts.generations import ExpertWorker, Generations
 from baton_engine.worker.experts.preparation import PreparationState
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
-from baton_protocol.topology import Generation, Member, Placement
+from baton_protocol.topology import Generation, Placement, TopologyMember
 from support.engine.model_cases import (
     CPU,
     DEADLINE_S,
@@ -58,7 +58,7 @@ def place_experts(
 def generation(
     number: int, names: Sequence[str], placement: Placement, nonce: str = ""
 ) -> Generation:
-    members = tuple(Member(name, name, "127.0.0.1", 0, 0, 0) for name in names)
+    members = tuple(TopologyMember(name, name, "127.0.0.1", 0, 0, 0) for name in names)
     return Generation(number, nonce or f"nonce-{number}", members, placement, "127.0.0.1", 0)
 
 

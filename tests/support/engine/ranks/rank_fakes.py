@@ -26,15 +26,15 @@ from baton_protocol.options.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from baton_protocol.topology import (
     Directive,
     ExpertLoads,
     Generation,
-    Member,
     RankPhase,
     StartWave,
     Status,
+    TopologyMember,
 )
 from support.engine.engine_fakes import SparseFakeExecutor
 from support.waiting import eventually
@@ -95,7 +95,7 @@ class Network:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._meetings: dict[tuple[str, str], Meeting] = {}
-        #: By instance id.
+        #: Instance id -> rank.
         self.ranks: dict[str, Rank] = {}
         #: The number of StartWaves that will still be lost.
         self.lost_starts = 0
@@ -199,7 +199,7 @@ class Rank:
 
     def __init__(self, network: Network, name: str) -> None:
         self.network, self.name = network, name
-        self.member = Member(name, f"instance-{name}", "127.0.0.1", 1, 2, 3)
+        self.member = TopologyMember(name, f"instance-{name}", "127.0.0.1", 1, 2, 3)
         network.ranks[self.member.instance_id] = self
         self.inputs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         engine_config = config()
@@ -218,7 +218,7 @@ class Rank:
         self.frozen = threading.Event()
         self.outputs: dict[str, list[EngineCoreOutput]] = defaultdict(list)
         self.error: Exception | None = None
-        self._peers: Sequence[Member] = ()
+        self._peers: Sequence[TopologyMember] = ()
         self._start: StartWave | None = None
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -268,7 +268,7 @@ class Rank:
 
     # The link
 
-    def set_peers(self, members: Sequence[Member]) -> None:
+    def set_peers(self, members: Sequence[TopologyMember]) -> None:
         self._peers, self._start = members, None
 
     def start_wave(self, start: StartWave) -> None:

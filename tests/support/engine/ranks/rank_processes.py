@@ -45,10 +45,10 @@ class ScriptedCoordinator:
     """Records the statuses of all ranks. Replies to each rank with the rank's latest directive."""
 
     def __init__(self) -> None:
-        #: The latest status, by the rank's name.
+        #: Name of the rank -> latest status.
         self.statuses: dict[str, Status] = {}
         self.history: list[Status] = []
-        #: By the rank's name.
+        #: Name of the rank -> latest directive.
         self.directives: dict[str, Directive] = {}
 
         self._router: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)

@@ -12,10 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton_engine.executor.step import BlockCopy, GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from baton_engine.scheduling.groups.beam_search import BeamConfig, BeamState, FinishedBeams, advance
+from baton_engine.scheduling.sequence_groups.beam_search import (
+    BeamConfig,
+    BeamState,
+    FinishedBeams,
+    advance,
+)
 from baton_kv_transfer.connector import ConnectorOutput, LoadRequest, LoadResult
 from baton_protocol.engine_messages import RoutedExperts, TokenLogprobs
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1000
 EOS = 0

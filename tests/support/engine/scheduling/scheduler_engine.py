@@ -11,7 +11,7 @@ from baton_engine.scheduling.scheduler import Scheduler
 from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest
 from baton_protocol.options.config import SchedulerConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.scheduling.fake_runner import EOS, FakeConnector, FakeRunner
 from support.engine.scheduling.scheduler_machine import FakeGrammars
 

@@ -24,7 +24,7 @@ from baton_protocol.engine_messages import (
     FinishReason,
 )
 from baton_protocol.options.config import SchedulerConfig
-from baton_protocol.sampling import StructuredOutput
+from baton_protocol.sampling_params import StructuredOutput
 from support.engine.scheduling.block_hashes import hash_blocks
 from support.engine.scheduling.fake_runner import (
     EOS,

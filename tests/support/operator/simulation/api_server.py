@@ -27,7 +27,7 @@ from pocketkube.apiserver.resources import RequestInfo
 from pocketkube.apiserver.serving import api_discovery
 from pocketkube.apiserver.serving.request_parsing import parse_path
 from pocketkube.apiserver.serving.selectors import label_selector
-from pocketkube.apiserver.store import Event
+from pocketkube.apiserver.store import StoreEvent
 from support.operator.services import NOW
 from support.operator.simulation.session import SimulatedSession
 from support.operator.simulation.watches import Wire
@@ -82,7 +82,7 @@ class ApiServer:
     def wires(self) -> list[Wire]:
         return list(self._wires.values())
 
-    def _confirm(self, storage: str, event: Event) -> None:
+    def _confirm(self, storage: str, event: StoreEvent) -> None:
         for wire in self._wires.values():
             wire.version = event.version
         self._wires.setdefault(storage, Wire()).happened(event)

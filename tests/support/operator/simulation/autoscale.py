@@ -24,7 +24,7 @@ from baton_operator.autoscale import windows
 from baton_operator.autoscale.decision_history import History
 from baton_operator.autoscale.policy import Behavior, Bounds, Decision, RoleState, decide
 from baton_operator.autoscale.recommendations import Targets
-from baton_operator.autoscale.windows import Sample, Snapshot, Window, window
+from baton_operator.autoscale.windows import ScrapedSample, Snapshot, Window, window
 from baton_operator.names import MEMBER_ROLES, MemberRole
 
 TICK_S = 0.25
@@ -222,7 +222,7 @@ class Simulation:
         in_flight = float(
             len(self.held) + sum(map(_load, self.engines["decode"].values())) + len(self._events)
         )
-        samples["gateway/0"] = Sample(
+        samples["gateway/0"] = ScrapedSample(
             None,
             {windows.IN_FLIGHT: in_flight, windows.HELD: float(len(self.held))},
             {},
@@ -230,7 +230,7 @@ class Simulation:
         )
         self._snapshots = [*self._snapshots[-20:], Snapshot(self.now, samples)]
 
-    def _sample(self, role: MemberRole, engine: Engine) -> Sample:
+    def _sample(self, role: MemberRole, engine: Engine) -> ScrapedSample:
         gauges = {
             windows.RUNNING: float(len(engine.running) or min(1, engine.prompts)),
             windows.WAITING: float(len(engine.waiting) + max(0, engine.prompts - 1)),
@@ -238,10 +238,10 @@ class Simulation:
             windows.KV_USAGE: len(engine.running) / self.workload.max_sequences,
         }
         known = {
-            name: windows.Histogram(dict(h.cumulative()), h.sum)
+            name: windows.CumulativeHistogram(dict(h.cumulative()), h.sum)
             for name, h in engine.histograms.items()
         }
-        return Sample(role, gauges, known)
+        return ScrapedSample(role, gauges, known)
 
     def _decide(self) -> None:
         measured = self._window()

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from support.operator.simulation.api_server import Fault
 from support.operator.simulation.nodes import BROKEN
-from support.operator.simulation.service import WATCHED, Service
+from support.operator.simulation.simulated_service import WATCHED, Service
 from support.operator.simulation.watches import Lists
 
 SIZES = st.integers(0, 3)

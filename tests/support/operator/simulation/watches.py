@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from baton_kube.client import Object
-from pocketkube.apiserver.store import Event
+from pocketkube.apiserver.store import StoreEvent
 
 Matches = Callable[[Object], bool]
 #: The result of a list: a reply, a 429 with a pause, or a connection that breaks within the reply.
@@ -24,7 +24,7 @@ BOOKMARK_S = 60.0
 class Wire:
     """The events of one kind, and how watches receive them. Restarts of the operator keep both."""
 
-    events: list[Event] = field(default_factory=list)
+    events: list[StoreEvent] = field(default_factory=list)
     #: History of the API server.
     version: int = 0
     #: Number of events that arrive. None: all.
@@ -42,7 +42,7 @@ class Wire:
     _cut: bool = False
     _stirred: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def happened(self, event: Event) -> None:
+    def happened(self, event: StoreEvent) -> None:
         self.events.append(event)
         self._stirred.set()
 
@@ -128,12 +128,12 @@ class Wire:
             if loop.time() < bookmarked + BOOKMARK_S:
                 continue
             bookmarked = loop.time()
-            # As from the API server, no bookmark has a newer version than an event to come.
+            # As in a real API server, a bookmark is not newer than any event that is still to come.
             if not self.is_silent and (self.is_behind or position == len(self.events)):
                 version = str(self.shown if self.is_behind else self.version)
                 yield {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": version}}}
 
-    def _shown(self, event: Event, matches: Matches) -> list[Object]:
+    def _shown(self, event: StoreEvent, matches: Matches) -> list[Object]:
         """Return the watch events for `event` in a watch with the selector `matches`."""
         was = event.previous is not None and matches(event.previous)
         is_there = event.type != "DELETED" and matches(event.object)

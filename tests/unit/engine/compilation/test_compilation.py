@@ -237,7 +237,7 @@ def test_compiled_pieces_are_stored_only_in_folders_that_no_other_user_can_write
     compiler.open("key")  # other users can write code into that folder
     assert compiler.folder.is_dir()
     assert compiler.folder.parent != tmp_path / "cache"
-    assert "writable for everybody" in caplog.text
+    assert "writable by every user" in caplog.text
 
 
 def test_a_temporary_folder_is_used_if_the_cache_folder_cannot_be_made(

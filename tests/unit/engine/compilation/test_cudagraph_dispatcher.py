@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from baton_engine.compilation.cudagraph_dispatcher import (
     BatchDescriptor,
+    CudagraphDispatcher,
     CudagraphMode,
-    Dispatcher,
     GraphKind,
 )
 
@@ -17,17 +17,17 @@ SIZES = st.lists(st.integers(1, 40), max_size=6)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[Dispatcher, int, int]:
+def steps(draw: st.DrawFn) -> tuple[CudagraphDispatcher, int, int]:
     """(dispatcher, tokens, sequences) of a step that the dispatcher's engine may run."""
     max_num_seqs = draw(st.integers(1, 20))
     num_seqs = draw(st.integers(1, max_num_seqs))
     num_tokens = draw(st.one_of(st.just(num_seqs), st.integers(num_seqs, 50)))
-    return Dispatcher(draw(MODES), draw(SIZES), max_num_seqs), num_tokens, num_seqs
+    return CudagraphDispatcher(draw(MODES), draw(SIZES), max_num_seqs), num_tokens, num_seqs
 
 
 @given(steps())
 def test_a_step_fits_into_its_graph_and_the_graph_is_captured(
-    step: tuple[Dispatcher, int, int],
+    step: tuple[CudagraphDispatcher, int, int],
 ) -> None:
     dispatcher, num_tokens, num_seqs = step
     answer = dispatcher.dispatch(num_tokens, num_seqs)
@@ -45,7 +45,7 @@ def test_a_step_fits_into_its_graph_and_the_graph_is_captured(
 
 @given(steps())
 def test_a_step_gets_the_smallest_graph_that_fits_and_none_if_it_is_too_large(
-    step: tuple[Dispatcher, int, int],
+    step: tuple[CudagraphDispatcher, int, int],
 ) -> None:
     dispatcher, num_tokens, num_seqs = step
     uniform = num_tokens == num_seqs
@@ -63,13 +63,15 @@ def test_a_step_gets_the_smallest_graph_that_fits_and_none_if_it_is_too_large(
 def test_graphs_are_captured_once_each_in_descending_size(
     mode: CudagraphMode, sizes: list[int], max_num_seqs: int
 ) -> None:
-    graphs = Dispatcher(mode, sizes, max_num_seqs).graphs()
+    graphs = CudagraphDispatcher(mode, sizes, max_num_seqs).graphs()
     numbers = [graph.descriptor.num_tokens for graph in graphs if graph.descriptor is not None]
     assert len(numbers) == len(graphs) == len(set(graphs))
     assert numbers == sorted(numbers, reverse=True)
 
 
 def test_the_largest_decode_graph_is_the_smallest_that_fits_all_sequences() -> None:
-    dispatcher = Dispatcher(CudagraphMode.FULL_DECODE_ONLY, [1, 2, 4, 8, 16], max_num_seqs=6)
+    dispatcher = CudagraphDispatcher(
+        CudagraphMode.FULL_DECODE_ONLY, [1, 2, 4, 8, 16], max_num_seqs=6
+    )
     descriptors = [graph.descriptor for graph in dispatcher.graphs()]
     assert descriptors == [BatchDescriptor(size, size, True) for size in (8, 4, 2, 1)]

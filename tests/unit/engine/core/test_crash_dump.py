@@ -10,12 +10,12 @@ import pytest
 from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.executor.step import CachedRequestData, NewRequestData, SchedulerOutput
 from baton_protocol.options.config import EngineConfig, ModelConfig, ObservabilityConfig
-from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling_params import SamplingParams, StructuredOutput, StructuredOutputKind
 
 
 @pytest.mark.parametrize("num_repeats", [1, 100])
 def test_a_crash_dump_contains_nothing_that_clients_wrote(tmp_path: Path, num_repeats: int) -> None:
-    """Not even in short lists."""
+    """This also holds for short lists."""
     secret = 7654321
     ids, text = [secret] * num_repeats, "my confidential schema"
     params = SamplingParams(

@@ -1,4 +1,4 @@
-"""EngineCore with a real (tiny) model and worker generates the same greedy text however it runs."""
+"""EngineCore with a real (tiny) model and worker gives the same greedy text in every schedule."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 PROMPTS = [
     [(7 * i + 3 * j) % 500 for j in range(length)]

@@ -22,7 +22,7 @@ from baton_protocol.options.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.engine_fakes import FakeExecutor, continuation
 
 PROMPTS = {f"r{i}": list(range(1, 2 + 5 * i)) for i in range(5)}

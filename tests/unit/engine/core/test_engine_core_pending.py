@@ -1,6 +1,6 @@
 """An engine with asynchronous scheduling whose sampled tokens reach the host late.
 
-Each request must generate the tokens that it generates alone in an engine without that.
+Each request must generate the tokens that it generates alone and without asynchronous scheduling.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from baton_protocol.options.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.step_driver import VOCAB_SIZE, random_prompts
 
 pytestmark = pytest.mark.usefixtures("_restore_sampled_tokens")
 
 NUM_TOKENS = 16
-#: One of ten tokens ends a request. The next step runs the request before the scheduler knows that.
+#: One of ten tokens ends a request. The next step runs the request before the scheduler has the
+#: token.
 ENDS = list(range(0, VOCAB_SIZE, 10))
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

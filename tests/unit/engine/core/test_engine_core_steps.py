@@ -26,7 +26,7 @@ from baton_protocol.options.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.engine_fakes import FakeExecutor, continuation
 
 #: The calls in order. Tests that read it clear it.

@@ -10,8 +10,8 @@ import pytest
 from baton_engine.core.request_validation import validate_request
 from baton_protocol.engine_messages import EngineCoreRequest, KVSide, KVTransferParams
 from baton_protocol.options.config import KVRole
-from baton_protocol.pooling import NO_SAMPLING, PoolingParams, Task
-from baton_protocol.sampling import (
+from baton_protocol.pooling_params import NO_SAMPLING, PoolingParams, Task
+from baton_protocol.sampling_params import (
     RepetitionDetection,
     SamplingParams,
     StructuredOutput,
@@ -108,7 +108,7 @@ def test_valid_sampling_params_are_accepted(params: dict[str, Any]) -> None:
 def test_invalid_sampling_params_are_refused(params: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=field) as refused:
         check(params)
-    # The gateway finds the field of the client's request by it.
+    # The gateway maps this name to the field of the client's request.
     assert str(refused.value).startswith(tuple(SamplingParams.__struct_fields__))
 
 

@@ -27,7 +27,7 @@ from baton_engine.distributed.store.store_server import StoreServer, open_store
 HOST = "127.0.0.1"
 CPU = torch.device("cpu")
 WAIT_S = 60.0
-#: A separate process, as connections of this process count as those of members.
+#: A separate process, because connections of this process count as those of members.
 CLIENT = """
 import socket, sys
 connections = []
@@ -166,7 +166,7 @@ def test_untrusted_connections_are_closed_when_the_group_has_formed(
     try:
         listening.assert_closed()
         exchange(groups)
-        # Other processes of this machine may connect, too.
+        # Other processes of this machine may also connect.
         numbers = re.findall(r"closed (\d+) connections to gloo", caplog.text)
         assert len(numbers) == size
         assert all(int(number) >= 3 for number in numbers)

@@ -24,7 +24,7 @@ from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
-from baton_protocol.topology import Generation, Member
+from baton_protocol.topology import Generation, TopologyMember
 from support.engine.greedy_steps import (
     NUM_TOKENS,
     PROMPTS,
@@ -124,7 +124,9 @@ class Ranks:
 
     def generation(self, ranks: Sequence[Rank]) -> Generation:
         self._number += 1
-        members = tuple(Member(rank.name, rank.name, "127.0.0.1", 0, 0, 0) for rank in ranks)
+        members = tuple(
+            TopologyMember(rank.name, rank.name, "127.0.0.1", 0, 0, 0) for rank in ranks
+        )
         placement = place_experts(NUM_LAYERS, NUM_EXPERTS, len(ranks))
         return Generation(self._number, f"nonce-{self._number}", members, placement, *self._store)
 

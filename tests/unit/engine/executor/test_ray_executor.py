@@ -26,7 +26,7 @@ from baton_engine.executor.ray import RayExecutor
 from baton_engine.models.errors import ModelInvalid
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import EngineConfig, ModelConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.fake_workers import engine_config, step
 from support.engine.greedy_steps import generate, generate_in_one_process, model_config
 from support.waiting import eventually
@@ -83,7 +83,7 @@ def make() -> Iterator[Callable[[EngineConfig], RayExecutor]]:
 def test_steps_calls_failures_and_the_death_of_a_worker(
     make: Callable[[EngineConfig], RayExecutor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One test for all of it, as actors take seconds to start."""
+    """One test covers all of this, because actors take seconds to start."""
     executor = make(engine_config(tensor=2))
     reasons: list[str] = []
     executor.set_failure_callback(reasons.append)

@@ -331,14 +331,14 @@ def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_commit
     prepare(target, ranks)
     original = ranks[1].core._execute
 
-    def break_in_the_last_step(step, schedule_s=0.0) -> None:
+    def break_in_the_last_step(step) -> None:
         if (
             step.wave_tokens
             and ranks[1].core._standby is not None
             and ranks[1].core._standby.vote_due
         ):
             ranks[1].executor.breaks_at_step = ranks[1].executor.num_wave_steps + 1
-        original(step, schedule_s)
+        original(step)
 
     ranks[1].core._execute = break_in_the_last_step
     ranks[1].receive_directive(target, commit=True)

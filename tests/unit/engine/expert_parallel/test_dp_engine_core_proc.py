@@ -294,5 +294,5 @@ def test_sigterm_of_the_only_rank_ends_it_at_once(ranks, coordinator) -> None:
 @pytest.mark.parametrize("name", ["Rank_0", "a.b", "a" * 64, "-a", "a\nb"])
 def test_a_rank_name_that_is_no_dns_label_is_refused(name: str) -> None:
     config = EngineConfig(model=ModelConfig(path="m"), parallel=ParallelConfig(rank_name=name))
-    with pytest.raises(ConfigurationError, match="is no DNS label"):
+    with pytest.raises(ConfigurationError, match="is not a DNS label"):
         DPEngineCoreProc(config, "127.0.0.1")

@@ -11,7 +11,7 @@ import pytest
 from baton_engine.fetch.download import RetryPolicy
 from baton_engine.fetch.fetch import FetchRequest, fetch
 from baton_engine.fetch.fetch_errors import FetchError
-from baton_engine.fetch.fetch_progress import Progress
+from baton_engine.fetch.fetch_progress import FetchProgress
 from baton_engine.fetch.folder import MARKER, Partial, read_complete
 from baton_engine.fetch.selection import MAX_FILES, select
 from baton_engine.fetch.sources.source import Listing, RemoteFile
@@ -114,4 +114,4 @@ def test_a_listing_with_a_negative_size_is_refused(
 
     monkeypatch.setattr("baton_engine.fetch.fetch.create_source", lambda _: Hostile())
     with pytest.raises(FetchError, match=r"config\.json is listed with -1 bytes"):
-        fetch(FetchRequest(URI, tmp_path / "model"), Progress(), RetryPolicy())
+        fetch(FetchRequest(URI, tmp_path / "model"), FetchProgress(), RetryPolicy())

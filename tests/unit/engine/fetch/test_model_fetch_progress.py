@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from baton_engine.fetch.fetch_progress import MAX_ERROR_CHARS, Progress
+from baton_engine.fetch.fetch_progress import MAX_ERROR_CHARS, FetchProgress
 from baton_protocol.process.health import LoadProgress
 from pocketkube.ports import free_ports
 from support.fetch import fetcher
@@ -19,7 +19,7 @@ URI = "hf://org/model"
 
 def test_an_error_is_reported_until_more_bytes_are_fetched() -> None:
     done = 4
-    progress = Progress()
+    progress = FetchProgress()
     progress.set_step("fetching", lambda: LoadProgress(done, 10))
     assert progress.health().error == ""
     progress.fail("x.safetensors:\n  connection reset")
@@ -30,7 +30,7 @@ def test_an_error_is_reported_until_more_bytes_are_fetched() -> None:
 
 
 def test_an_error_is_reported_until_the_next_step() -> None:
-    progress = Progress()
+    progress = FetchProgress()
     progress.set_step("listing the files")
     progress.fail("connection refused")
     progress.set_step("listing the files")
@@ -40,7 +40,7 @@ def test_an_error_is_reported_until_the_next_step() -> None:
 
 
 def test_a_long_error_is_truncated() -> None:
-    progress = Progress()
+    progress = FetchProgress()
     progress.fail("x" * 2**20)
     assert len(progress.health().error) == MAX_ERROR_CHARS
 

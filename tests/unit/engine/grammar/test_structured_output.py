@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.grammar import structured_output, trial
+from baton_engine.grammar import sandboxed_compile, structured_output
 from baton_engine.grammar.compiler import NUM_THREADS
 from baton_engine.grammar.structured_output import (
     Grammar,
     StructuredOutputManager,
 )
-from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
-from baton_text.replies.reasoning import REASONING_FORMATS
-from baton_text.replies.reply_grammar import ReplyGrammar
+from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKind
+from baton_text.reply_parsing.reasoning import REASONING_FORMATS
+from baton_text.reply_parsing.reply_grammar import ReplyGrammar
 from baton_text.tokenizer import Tokenizer
 
 TOKENIZER_SIZE = 512
@@ -381,7 +381,7 @@ def test_a_child_that_does_not_answer_is_ended_and_later_specifications_work(
     compiled(manager, "regex", "before the child is frozen")
     child = manager._trial._process
     assert child is not None
-    monkeypatch.setattr(trial, "MAX_WALL_S", 0.2)
+    monkeypatch.setattr(sandboxed_compile, "MAX_WALL_S", 0.2)
     child.send_signal(signal.SIGSTOP)
     assert "too complex" in refusal(manager, "regex", "while it is frozen")
     monkeypatch.undo()
@@ -391,7 +391,7 @@ def test_a_child_that_does_not_answer_is_ended_and_later_specifications_work(
 def test_a_compiled_grammar_is_used_again_at_once_and_with_its_cache_salt_only(
     manager: StructuredOutputManager,
 ) -> None:
-    """Another client's specifications delay no known one, and a hit would reveal one of them."""
+    """Compilations of other clients do not delay it. A hit of another salt would reveal it."""
     known = StructuredOutput(StructuredOutputKind.CHOICE, '["Alice", "Bob"]')
     manager.compile(known, "one").result(timeout=30)
     child = manager._trial._process
@@ -417,7 +417,7 @@ AMBIGUOUS = 'start: e\ne: e e e | e e | "x" | ""'
 def test_a_grammar_that_takes_too_much_time_ends(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
-    """Each token took more time than the one before, up to seconds, in which all requests wait."""
+    """Without a limit each token takes longer than the one before, and all requests wait."""
     grammar = compiled(manager, "grammar", AMBIGUOUS)
     [token] = tokenizer.encode("x", add_special_tokens=False)
     started = time.thread_time()
@@ -433,7 +433,7 @@ def test_a_grammar_that_takes_too_much_time_ends(
 def test_the_grammars_of_a_client_share_their_time(
     manager: StructuredOutputManager, tokenizer: Tokenizer
 ) -> None:
-    """Many samples of one request took the time of one sample each."""
+    """Otherwise the samples of one request could take a multiple of the time of one sample."""
     [token] = tokenizer.encode("x", add_special_tokens=False)
     honest = compiled(manager, "regex", "x*")
     samples = [compiled(manager, "grammar", AMBIGUOUS) for _ in range(32)]

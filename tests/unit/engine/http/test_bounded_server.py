@@ -68,7 +68,7 @@ def serve_engine(registry: CollectorRegistry | None = None) -> int:
 
 
 def serve_fetcher() -> int:
-    return fetch_progress.serve(fetch_progress.Progress(), HOST, 0)
+    return fetch_progress.serve(fetch_progress.FetchProgress(), HOST, 0)
 
 
 def serve_coordinator() -> int:

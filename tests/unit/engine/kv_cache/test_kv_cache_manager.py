@@ -13,7 +13,7 @@ from baton_protocol.engine_messages import (
     BlocksStored,
     EngineCoreRequest,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.scheduling.block_hashes import hash_blocks
 
 BLOCK = 4

@@ -21,7 +21,7 @@ from baton_protocol.engine_messages import (
     PrefillResult,
 )
 from baton_protocol.options.config import EngineConfig, ModelConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.scheduling.fake_runner import continuation
 from support.engine.scheduling.scheduler_engine import BLOCK, Engine
 

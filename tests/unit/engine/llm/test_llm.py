@@ -21,7 +21,7 @@ from baton_engine.core.engine_core import EngineCore
 from baton_engine.llm.collectors import SamplesCollector
 from baton_protocol.engine_messages import EngineCoreOutput
 from baton_protocol.process.fatal import ConfigurationError
-from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKind
 from support.hostile.attack import Attack, parametrize
 from support.hostile.configs import CONFIG_ATTACKS
 from support.hostile.templates import LOOPS

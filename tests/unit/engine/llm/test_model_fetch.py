@@ -28,7 +28,7 @@ NOBODY = "http://127.0.0.1:9"
 
 @pytest.fixture(scope="module")
 def tokens(checkpoint: Path) -> list[int]:
-    """What the checkpoint generates."""
+    """The tokens that the checkpoint generates."""
     return generated(checkpoint)
 
 
@@ -103,7 +103,7 @@ def test_one_progress_bar_is_shown_for_all_files(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("TQDM_POSITION", "-1")  # huggingface_hub shows bars without a terminal, too
+    monkeypatch.setenv("TQDM_POSITION", "-1")  # huggingface_hub also shows bars without a terminal
     with LLM("org/model", download_dir=tmp_path, **OPTIONS):
         shown = capfd.readouterr().err
     assert "Downloading org/model: 100%" in shown

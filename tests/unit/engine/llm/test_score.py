@@ -10,7 +10,7 @@ import torch
 
 from baton_engine import LLM, SamplingParams
 from baton_engine.checkpoint import create_checkpoint
-from baton_protocol.pooling import PairFormat
+from baton_protocol.pooling_params import PairFormat
 from baton_protocol.process.fatal import ConfigurationError
 from baton_text.score_prompts import encode_pair
 from baton_text.tokenizer import Tokenizer
@@ -79,14 +79,17 @@ def test_scores_by_tokens_match_the_logits_of_transformers(tmp_path: Path) -> No
     args = {"runner": "pooling", "classifier_from_token": ["n", "y"]}
     with make_llm(path, max_num_batched_tokens=50, **args) as llm:
         assert scores(llm) == pytest.approx(expected, abs=1e-4)
-    edit_config(path, classifier_from_token=["n", "y"])  # the checkpoint may say so itself
+    edit_config(path, classifier_from_token=["n", "y"])  # a checkpoint can contain the setting
     with make_llm(path) as llm:
         assert scores(llm) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("tokens", "message"),
-    [(["n", "no such token"], "'no such token', which is no token"), (["n"], "must be two tokens")],
+    [
+        (["n", "no such token"], "'no such token', which is not a token"),
+        (["n"], "must be two tokens"),
+    ],
 )
 def test_tokens_of_a_score_are_checked(tmp_path: Path, tokens: list[str], message: str) -> None:
     path = create_checkpoint(tmp_path / "reranker", "qwen3", **SMALL)

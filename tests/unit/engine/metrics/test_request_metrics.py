@@ -19,7 +19,7 @@ from baton_protocol.engine_messages import (
     EngineCoreRequest,
     FinishReason,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 
 
 class Clock:

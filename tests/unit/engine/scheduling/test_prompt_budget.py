@@ -41,7 +41,7 @@ def test_the_limit_recovers_after_decodes_that_took_longer_than_the_target() -> 
     assert run_backlog(budget, 20, 0.06, 1e-4)[0] == MIN_PROMPT_TOKENS
     limit, seconds = run_backlog(budget, 60, 0.02, 1e-4)
     assert 0.98 * TARGET_S < seconds <= TARGET_S
-    budget.observe(0, 4, 0.3)  # a slow step without prompt tokens says nothing
+    budget.observe(0, 4, 0.3)  # a slow step without prompt tokens does not count
     assert budget.limit(BUDGET) == pytest.approx(limit, abs=2)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_engine.scheduling.stop_rules import repeats
-from baton_protocol.sampling import RepetitionDetection
+from baton_protocol.sampling_params import RepetitionDetection
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from baton_engine.scheduling.request_limits import RequestRefusedError
 from baton_protocol.engine_messages import EngineCoreRequest, ErrorCode, FinishReason
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.scheduling.fake_runner import continuation, next_token
 from support.engine.scheduling.scheduler_engine import Engine
 

@@ -9,7 +9,11 @@ import pytest
 from baton_engine.scheduling.request_limits import RequestRefusedError
 from baton_engine.scheduling.scheduler_state import PauseState
 from baton_protocol.engine_messages import EngineCoreEventType, ErrorCode, FinishReason
-from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling_params import (
+    RepetitionDetection,
+    StructuredOutput,
+    StructuredOutputKind,
+)
 from support.engine.scheduling.fake_runner import VOCAB_SIZE, continuation, next_token
 from support.engine.scheduling.scheduler_engine import Engine
 from support.engine.scheduling.scheduler_machine import FakeGrammars

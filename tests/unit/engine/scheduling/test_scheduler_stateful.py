@@ -14,7 +14,7 @@ from baton_protocol.engine_messages import (
     PrefillResult,
 )
 from baton_protocol.options.config import SchedulerConfig
-from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling_params import SamplingParams, StructuredOutput, StructuredOutputKind
 from support.engine.scheduling.fake_runner import candidates, continuation, next_token
 from support.engine.scheduling.scheduler_machine import (
     BLOCK,

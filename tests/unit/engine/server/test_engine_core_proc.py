@@ -27,22 +27,22 @@ from baton_protocol.engine_client.engine_client import (
 )
 from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,
+    ClientHello,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineCoreResponseType,
     ErrorCode,
     FinishReason,
-    Hello,
     Init,
     KVSide,
     KVTransferParams,
     Ping,
     Ready,
-    Refused,
+    RequestRefused,
 )
 from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from baton_protocol.service_key import ServiceKey
 from support.engine.engine_fakes import continuation
 from support.engine.engine_process import (
@@ -287,14 +287,16 @@ class RawClient:
         kind, _, payload = self.socket.recv_multipart()
         return EngineCoreResponseType(kind), payload
 
-    def receive_refused(self) -> Refused:
+    def receive_refused(self) -> RequestRefused:
         kind, payload = self.receive()
         assert kind is EngineCoreResponseType.REFUSED
-        return msgspec.msgpack.decode(payload, type=Refused)
+        return msgspec.msgpack.decode(payload, type=RequestRefused)
 
     def hello(self) -> bytes:
         """Complete the handshake and return the instance id."""
-        self.send(RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "raw")))
+        self.send(
+            RequestType.HELLO, b"", msgspec.msgpack.encode(ClientHello(PROTOCOL_VERSION, "raw"))
+        )
         instance_id = msgspec.msgpack.decode(self.receive()[1], type=Init).instance_id
         assert self.receive()[0] is EngineCoreResponseType.READY
         return instance_id.encode()
@@ -353,7 +355,7 @@ def test_invalid_messages_are_refused_and_the_engine_serves_the_next(raw) -> Non
     for kind, instance_id in ((RequestType.HELLO, b""), (RequestType.ADD, b"somebody-else")):
         raw.send(kind, instance_id, nested)
         assert raw.receive_refused().request_id == ""
-    raw.send(RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(99, "raw")))
+    raw.send(RequestType.HELLO, b"", msgspec.msgpack.encode(ClientHello(99, "raw")))
     assert "protocol 99" in raw.receive_refused().reason
     instance_id = raw.hello()
     raw.send(b"\x77", instance_id, b"")
@@ -490,7 +492,7 @@ def idle_engine() -> Iterator[tuple[EngineCoreProc, Callable[[bytes, bytes], Non
     try:
         proc.io.send_ready(Ready(max_model_len=4096))
         dealer.connect(f"tcp://{HOST}:{proc.io.port}")
-        hello = msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "flood"))
+        hello = msgspec.msgpack.encode(ClientHello(PROTOCOL_VERSION, "flood"))
         dealer.send_multipart([RequestType.HELLO, b"", hello])
         while dealer.recv_multipart()[0] != EngineCoreResponseType.READY:
             pass
@@ -564,7 +566,11 @@ def test_a_silent_client_loses_its_requests() -> None:
         instance_id = proc.instance_id.encode()
         socket.connect(f"tcp://{HOST}:{proc.io.port}")
         socket.send_multipart(
-            [RequestType.HELLO, b"", msgspec.msgpack.encode(Hello(PROTOCOL_VERSION, "silent"))]
+            [
+                RequestType.HELLO,
+                b"",
+                msgspec.msgpack.encode(ClientHello(PROTOCOL_VERSION, "silent")),
+            ]
         )
         socket.send_multipart(
             [RequestType.ADD, instance_id, msgspec.msgpack.encode(request("r", [1], 200))]

@@ -14,10 +14,10 @@ import zmq
 from baton_engine.server import engine_io
 from baton_engine.server.access import Access
 from baton_engine.server.engine_io import MAX_CLIENT_ID_LENGTH, EngineIO
-from baton_protocol.engine_messages import PROTOCOL_VERSION, Hello, Pong, Refused
+from baton_protocol.engine_messages import PROTOCOL_VERSION, ClientHello, Pong, RequestRefused
 from baton_protocol.engine_messages import EngineCoreRequestType as RequestType
 from baton_protocol.engine_messages import EngineCoreResponseType as ResponseType
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.waiting import eventually
 
 HOST = "127.0.0.1"
@@ -45,11 +45,11 @@ class Client:
         self.socket.send_multipart(frames)
         kind, _, payload = self.socket.recv_multipart()
         is_refused = kind == ResponseType.REFUSED
-        reason = msgspec.msgpack.decode(payload, type=Refused).reason if is_refused else ""
+        reason = msgspec.msgpack.decode(payload, type=RequestRefused).reason if is_refused else ""
         return ResponseType(kind), reason
 
     def hello(self, client_id: str = "client") -> tuple[ResponseType, str]:
-        hello = Hello(PROTOCOL_VERSION, client_id)
+        hello = ClientHello(PROTOCOL_VERSION, client_id)
         return self.ask(RequestType.HELLO.value, b"", msgspec.msgpack.encode(hello))
 
 

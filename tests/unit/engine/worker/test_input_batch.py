@@ -11,7 +11,7 @@ import torch
 from baton_engine.executor.step import BlockCopy, CachedRequestData, NewRequestData
 from baton_engine.worker import input_batch
 from baton_engine.worker.input_batch import InputBatch
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.late_tokens import NOT_COPIED, LateTokens
 
 GREEDY = SamplingParams(temperature=0.0)

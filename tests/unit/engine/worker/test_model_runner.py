@@ -19,7 +19,7 @@ from baton_engine.worker.model_runner import ModelRunner
 from baton_kv_transfer.memory.layout import explain_layout_mismatch
 from baton_protocol.kv_compatibility import differences
 from baton_protocol.options.config import QUANTIZATIONS, CacheConfig, EngineConfig, ModelConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.step_driver import (
     VOCAB_SIZE,
     Request,

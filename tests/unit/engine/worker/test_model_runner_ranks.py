@@ -13,7 +13,7 @@ from baton_engine.distributed.group import ParallelContext
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import CacheConfig, CompilationConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.graph_double import RecordedRuns
 from support.engine.model_cases import run_ranks
 from support.engine.step_driver import (
@@ -142,7 +142,7 @@ def test_the_memory_budget_of_an_engine_holds_as_many_blocks_with_any_number_of_
     checkpoint: Path,
 ) -> None:
     """Each of four ranks holds half the heads and half the layers of a block."""
-    cache = CacheConfig(swap_memory_bytes=8 * 2**20)  # the default depends on the memory of now
+    cache = CacheConfig(swap_memory_bytes=8 * 2**20)  # the default depends on the free memory
     config = msgspec.structs.replace(runner_config(checkpoint), cache=cache)
     alone = ModelRunner(config).profile_num_blocks()
     assert min(alone) > 0

@@ -17,7 +17,7 @@ from baton_engine.executor.step import (
     SchedulerOutput,
 )
 from baton_engine.worker.model_runner import ModelRunner
-from baton_protocol.sampling import SamplingParams, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling_params import SamplingParams, StructuredOutput, StructuredOutputKind
 from support.engine.step_driver import (
     GREEDY,
     VOCAB_SIZE,

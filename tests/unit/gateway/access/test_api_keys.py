@@ -16,9 +16,9 @@ import pytest
 from cryptography import x509
 
 from baton_gateway import server
-from baton_gateway.access import refusals
+from baton_gateway.access import auth_delays
 from baton_gateway.access.api_keys import ApiKeys
-from baton_gateway.access.refusals import Refusals
+from baton_gateway.access.auth_delays import AuthDelays
 from baton_gateway.cli import main
 from baton_gateway.errors import APIError
 from baton_gateway.http.tls import ServerCertificate
@@ -102,7 +102,7 @@ async def test_an_unknown_key_gets_an_openai_error(guarded: GatewayRig) -> None:
 async def test_every_path_except_probes_requires_a_key(
     guarded: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "DELAY_S", 0.0)
+    monkeypatch.setattr(auth_delays, "DELAY_S", 0.0)
     routes = {
         (route.method, route.resource.canonical.replace("{model}", "m"))
         for route in guarded.gateway.app.router.routes()
@@ -249,8 +249,8 @@ async def test_invalid_http_gets_an_openai_error_and_is_not_logged(
 async def test_a_client_that_guesses_keys_is_slowed_and_others_are_not(
     guarded: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "DELAY_S", DEADLINE_S)
-    for _ in range(refusals.BURST):
+    monkeypatch.setattr(auth_delays, "DELAY_S", DEADLINE_S)
+    for _ in range(auth_delays.BURST):
         assert await status_of(guarded, **bearer("a-wrong-guess-of-a-key")) == 401
     guess = asyncio.create_task(status_of(guarded, **bearer("another-wrong-guess")))
     await until(lambda: guarded.metric("baton:gateway_connections") == 1, "the guess to arrive")
@@ -262,8 +262,8 @@ async def test_a_client_that_guesses_keys_is_slowed_and_others_are_not(
 async def test_guesses_do_not_take_the_connections_of_others(
     make_rig: MakeRig, keys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "DELAY_S", DEADLINE_S)
-    monkeypatch.setattr(refusals, "BURST", 0)
+    monkeypatch.setattr(auth_delays, "DELAY_S", DEADLINE_S)
+    monkeypatch.setattr(auth_delays, "BURST", 0)
     rig = make_rig(access=AccessConfig(api_keys_dir=str(keys)), max_connections=3)
     await rig.start(rig.engine("d", "decode"))
     guesses = [asyncio.create_task(status_of(rig)) for _ in range(3)]
@@ -276,26 +276,26 @@ async def test_guesses_do_not_take_the_connections_of_others(
 
 def test_refusals_are_forgotten_and_their_table_is_bounded() -> None:
     now = 1000.0
-    table = Refusals(lambda: now)
+    table = AuthDelays(lambda: now)
 
     def num_at_once(address: str) -> int:
         return next(count for count in range(100) if table.record(address))
 
-    assert num_at_once("10.0.0.1") == refusals.BURST
-    assert num_at_once("10.0.0.2") == refusals.BURST
+    assert num_at_once("10.0.0.1") == auth_delays.BURST
+    assert num_at_once("10.0.0.2") == auth_delays.BURST
     assert num_at_once("10.0.0.1") == 0
-    now += refusals.REFILL_S
+    now += auth_delays.REFILL_S
     assert num_at_once("10.0.0.1") == 1
-    now += refusals.BURST * refusals.REFILL_S
-    assert num_at_once("10.0.0.1") == refusals.BURST
+    now += auth_delays.BURST * auth_delays.REFILL_S
+    assert num_at_once("10.0.0.1") == auth_delays.BURST
     # The addresses of one IPv6 network count as one.
-    assert num_at_once("2001:db8::1") == refusals.BURST
+    assert num_at_once("2001:db8::1") == auth_delays.BURST
     assert num_at_once("2001:db8::ffff") == 0
-    assert num_at_once("2001:db8:0:1::1") == refusals.BURST
+    assert num_at_once("2001:db8:0:1::1") == auth_delays.BURST
     assert table.record(None) == 0
-    for number in range(refusals.MAX_ADDRESSES + 10):
+    for number in range(auth_delays.MAX_ADDRESSES + 10):
         table.record(f"host-{number}")
-    assert len(table._forgotten_at) == refusals.MAX_ADDRESSES
+    assert len(table._forgotten_at) == auth_delays.MAX_ADDRESSES
 
 
 async def test_two_headers_of_one_name_are_refused(guarded: GatewayRig) -> None:
@@ -481,7 +481,7 @@ async def test_names_of_clients_are_only_on_the_port_of_the_metrics(
         key = bearer("the-key-of-team-a")
         async with session.get(f"{secure}/metrics", ssl=False, headers=key) as response:
             assert response.status == 404
-        # The other port has plain HTTP, and nothing else.
+        # The port of the metrics serves plain HTTP, and only the paths of probes and metrics.
         for path in ("/health", "/ready"):
             async with session.get(rig.metrics_url + path) as response:
                 assert response.status == 200

@@ -11,7 +11,7 @@ import pytest
 
 from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.options.config import AccessConfig
-from baton_protocol.pooling import Task
+from baton_protocol.pooling_params import Task
 from support.gateway.fake_engine import FakeEngine, vector_of
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until

@@ -31,7 +31,7 @@ BODIES = {
 }
 #: Fields without which a field has no effect.
 NEEDS = {"top_logprobs": {"logprobs": True}, "length_penalty": {"use_beam_search": True}}
-#: Texts of bounds, and how far below the low bound the first refused integer is.
+#: Pattern of a bound -> distance from its lower bound to the first refused integer.
 BOUNDS = {
     r"(?P<low>-?\d+)\.\.(?P<high>[\d.]+)": 1,
     r"(?P<low>-?\d+) or more": 1,

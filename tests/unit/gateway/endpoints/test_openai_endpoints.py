@@ -383,6 +383,13 @@ async def test_endpoints_for_models_health_version_and_metrics(rig: GatewayRig) 
     assert 'baton:engines_ready{role="decode"} 1.0' in text
 
 
+async def test_the_port_of_the_metrics_has_three_routes(rig: GatewayRig) -> None:
+    routes = rig.gateway.metrics_app.router.routes()
+    assert {(route.method, route.resource.canonical) for route in routes} == {
+        (method, path) for method in ("GET", "HEAD") for path in ("/health", "/ready", "/metrics")
+    }
+
+
 def test_many_requests_for_metrics_do_not_block_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -23,8 +23,8 @@ from baton_gateway.requests.response_store import (
     new_item_id,
 )
 from baton_protocol.options.config import AccessConfig
-from baton_protocol.sampling import StructuredOutputKind
-from baton_text.messages import ChatMessage
+from baton_protocol.sampling_params import StructuredOutputKind
+from baton_text.chat_messages import ChatMessage
 from baton_text.requests.parsing import parse_request
 from baton_text.requests.responses_request import InputItem, ResponsesRequest
 from baton_text.responses.responses_api import OutputItem, Response

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from baton_gateway.requests import pooling
-from baton_protocol.pooling import PairFormat, Task
+from baton_protocol.pooling_params import PairFormat, Task
 from baton_text.score_prompts import encode_pair
 from baton_text.tokenizer import Tokenizer, TokenizerError
 from support.gateway.fake_engine import vector_of

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from baton_protocol.sampling import StructuredOutputKind
+from baton_protocol.sampling_params import StructuredOutputKind
 from baton_text.chat_template import ChatTemplate
 from support.gateway.fake_engine import EOS_ID
 from support.gateway.gateway_rig import GatewayRig
@@ -180,6 +180,23 @@ async def test_a_thinking_budget_reaches_the_engine(rig: GatewayRig) -> None:
     assert len(specs) == 7
     starts = [spec.partition("\nstart: ")[2].startswith("thinking ") for spec in specs]
     assert starts == [False] * 5 + [True] * 2
+
+
+async def test_each_prompt_of_a_completion_has_the_grammar_of_its_end(rig: GatewayRig) -> None:
+    engine = rig.answering("<think>Hm.</think>Yes.")
+    await rig.start(engine)
+    prompts = ["hi", "hi <think>\n", "hi"]
+    await rig.client().completions.create(
+        model="m", prompt=prompts, max_tokens=9, extra_body={"thinking_budget": 7}
+    )
+    specs = {
+        rig.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False): (
+            request.sampling_params.structured_output.spec
+        )
+        for request in engine.adds
+    }
+    assert len(engine.adds) == 3
+    assert len(set(specs.values())) == len(specs) == 2
     await rig.complete()
     assert engine.adds[-1].sampling_params.structured_output is None
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from baton_gateway.endpoints import routes
+from baton_gateway import components
 from baton_gateway.http.body_budget import MAX_BODY_BYTES
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
@@ -242,7 +242,7 @@ async def test_a_failure_before_the_handlers_has_the_shape_of_the_api(
     async def fail(request: web.Request, handler: object) -> web.StreamResponse:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(routes, "log_request_id", fail)
+    monkeypatch.setattr(components, "log_request_id", fail)
     rig = make_rig()
     await rig.start(rig.engine("d", "decode"))
     status, answer, _ = await rig.post(path, CHAT | TEXT)
@@ -396,7 +396,7 @@ async def test_an_error_quotes_only_the_beginning_of_a_long_value(
 
 @pytest.mark.parametrize("depth", range(900, 1001, 10))
 async def test_a_body_is_served_or_refused_however_deep_it_is(rig: GatewayRig, depth: int) -> None:
-    """Between the depths that parsers of JSON allow and those that encoders allow, it was 500."""
+    """JSON parsers allow deeper values than encoders. Bodies of these depths once got 500."""
     await rig.start(rig.engine("d", "decode", "hello world"))
     nested = '{"a":' * depth + "1" + "}" * depth
     use = f'{{"type": "tool_use", "id": "x", "name": "f", "input": {nested}}}'

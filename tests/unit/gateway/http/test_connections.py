@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from baton_gateway import server
-from baton_gateway.access import refusals
+from baton_gateway.access import auth_delays
 from baton_gateway.cli import main
 from baton_gateway.http import connections
 from baton_gateway.http.connections import connection_limit
@@ -305,7 +305,7 @@ async def test_requests_behind_a_running_one_wait_outside_of_the_gateway(rig: Ga
 
 BODY = b" " * 60_000
 REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: g\r\nAuthorization: Bearer guess\r\n"
-#: What a client without a key sends, as fast as the gateway reads it.
+#: Data that a client without a key sends as fast as the gateway reads it.
 FLOODS = {
     "nothing": b"",
     "head": head_without_end(connections.MAX_HEAD_BYTES - 4000),
@@ -320,8 +320,8 @@ FLOODS = {
 async def test_a_client_without_a_key_cannot_make_a_connection_take_more_memory_than_is_reserved(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flood: str, is_tls: bool
 ) -> None:
-    monkeypatch.setattr(refusals, "BURST", 0)
-    monkeypatch.setattr(refusals, "DELAY_S", 60.0)
+    monkeypatch.setattr(auth_delays, "BURST", 0)
+    monkeypatch.setattr(auth_delays, "DELAY_S", 60.0)
     write_certificate(tmp_path / "tls", "gateway")
     (tmp_path / "keys").mkdir()
     access = AccessConfig(
@@ -372,7 +372,7 @@ async def test_a_burst_of_connections_does_not_evict_a_probe(
 
         attack = threading.Thread(target=burst)
         attack.start()
-        attack.join()  # the event loop stands still
+        attack.join()  # blocks the event loop
         response = await asyncio.to_thread(probe.recv, 100)
     assert response.startswith(b"HTTP/1.1 200")
 

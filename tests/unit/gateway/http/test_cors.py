@@ -102,7 +102,7 @@ async def test_responses_errors_and_streams_allow_the_origin(rig: GatewayRig) ->
 
 @pytest.mark.parametrize("origin", [OTHER, "null", f"{PAGE}:8443", "*", ""])
 async def test_other_origins_get_no_header(rig: GatewayRig, origin: str) -> None:
-    """Their preflights are requests without a key."""
+    """A preflight has no key, so it gets 401 unless its origin is allowed."""
     refused = await preflight(rig, origin)
     served = await request(rig, "GET", "/v1/models", Origin=origin, Authorization=f"Bearer {KEY}")
     assert (refused[0], served[0]) == (401, 200)

@@ -18,13 +18,13 @@ from baton_gateway.endpoints.writers import completion_writer
 from baton_gateway.http import request_body
 from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
 from baton_gateway.requests import prompts
-from baton_gateway.requests.generation import STAGGERED_TOKENS
+from baton_gateway.requests.generator import STAGGERED_TOKENS
 from baton_gateway.requests.prompts import TEXT_FACTOR
-from baton_gateway.routing.dispatch import Dispatcher
+from baton_gateway.routing.dispatcher import Dispatcher
 from baton_gateway.thread_pool import (
     NUM_TEMPLATE_THREADS,
-    SMALL_TEMPLATE_BYTES,
-    run_off_loop,
+    SMALL_BYTES,
+    run_encoding,
     run_template,
 )
 from baton_protocol.options.config import AccessConfig
@@ -381,11 +381,11 @@ async def test_large_work_runs_one_after_the_other_when_calls_are_cancelled() ->
         assert release.wait(DEADLINE_S), "`release` was not set"
         running -= 1
 
-    calls = [asyncio.create_task(run_off_loop(work, 10, 1, 5)) for _ in range(4)]
+    calls = [asyncio.create_task(run_encoding(work, 10, 1, 5)) for _ in range(4)]
     await until(lambda: running == 1, "the first work")
     calls[0].cancel()  # as when its client disconnects
     await asyncio.sleep(0)
-    last = asyncio.create_task(run_off_loop(lambda: None, 2, 1, 5))
+    last = asyncio.create_task(run_encoding(lambda: None, 2, 1, 5))
     await last  # smaller work does not wait
     assert (running, most) == (1, 1)
     release.set()
@@ -466,7 +466,7 @@ async def test_small_chats_do_not_wait_for_the_templates_of_large_ones(
     monkeypatch.setattr(rig.tokenizer.chat_template, "render", held)
     monkeypatch.setattr(prompts, "run_template", run)
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-    large = chat | {"chat_template_kwargs": {"large": "a" * SMALL_TEMPLATE_BYTES}}
+    large = chat | {"chat_template_kwargs": {"large": "a" * SMALL_BYTES}}
     async with asyncio.TaskGroup() as tasks:
         posts = [tasks.create_task(rig.post("/v1/chat/completions", large)) for _ in range(5)]
         try:

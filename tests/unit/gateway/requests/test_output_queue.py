@@ -20,8 +20,8 @@ from baton_gateway.requests.output_queue import (
 )
 from baton_protocol.engine_messages import TokenLogprobs
 from baton_text.output import OutputProcessor, TextOutput
-from baton_text.replies.reply_parser import ReplyDelta
-from baton_text.replies.tool_formats import ToolCallDelta
+from baton_text.reply_parsing.reply_parser import ReplyDelta
+from baton_text.reply_parsing.tool_formats import ToolCallDelta
 
 
 def make_choice(index: int) -> Choice:

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_gateway.requests.generation import Generator
-from baton_gateway.requests.job import Job, PromptJob, Run
+from baton_gateway.requests.generator import Generator
+from baton_gateway.requests.job import Job, PromptJob, SampleRun
 from baton_protocol.engine_messages import EngineCoreOutput, PromptLogprobs
 from baton_text.errors import RequestError
 from baton_text.output import TextOutput
@@ -163,7 +163,9 @@ async def test_a_running_request_keeps_no_prompt_logprobs_as_objects(
     seen: list[PromptJob] = []
     share = PromptJob.share_logprobs
 
-    async def recorded(prompt: PromptJob, run: Run, output: EngineCoreOutput) -> PromptLogprobs:
+    async def recorded(
+        prompt: PromptJob, run: SampleRun, output: EngineCoreOutput
+    ) -> PromptLogprobs:
         seen.append(prompt)
         return await share(prompt, run, output)
 

@@ -1,4 +1,4 @@
-"""Limits on what a request may ask for, so that one client cannot take a gateway's memory."""
+"""Limits on the options of a request, so that one client cannot take a gateway's memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 
 from baton_gateway.access import admission
 from baton_gateway.requests.job_builder import MAX_ECHO_CHARACTERS
-from baton_protocol.sampling import MAX_TOKEN_IDS
+from baton_gateway.requests.prompts import MAX_CHARACTERS_PER_TOKEN
+from baton_protocol.sampling_params import MAX_SPEC_LENGTH, MAX_TOKEN_IDS
 from baton_text.requests.generation_request import (
     FREE_OPTION_ENTRIES,
     MAX_LOGPROB_ENTRIES,
@@ -115,3 +116,60 @@ async def test_the_prompt_logprobs_of_all_candidates_are_limited(rig: GatewayRig
     body = {"prompt": [[5] * num_tokens], "prompt_logprobs": 20, "best_of": 128}
     error = await rig.refused("/v1/completions", TEXT | body)
     assert error["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("field", ["guided_json", "guided_regex", "guided_grammar"])
+async def test_a_long_specification_is_refused_before_it_is_converted(
+    rig: GatewayRig, field: str
+) -> None:
+    await rig.start(rig.engine("d", "decode"))
+    text = "[" * (MAX_SPEC_LENGTH + 1)  # no JSON, so parsing it would fail with another message
+    error = await rig.refused("/v1/completions", TEXT | {field: text})
+    assert error["param"] == field
+    assert f"at most {MAX_SPEC_LENGTH} characters" in error["message"]
+
+
+async def test_a_prompt_that_is_too_long_ends_the_request_before_the_next_is_tokenized(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.start(rig.engine("d", "decode"))
+    encoded: list[str] = []
+    encode = rig.tokenizer.encode
+
+    def count(text: str, **options: bool) -> list[int]:
+        encoded.append(text)
+        return encode(text, **options)
+
+    monkeypatch.setattr(rig.tokenizer, "encode", count)
+    prompts = [f"{number} " + "a b " * 300 for number in range(3)]
+    error = await rig.refused("/v1/completions", TEXT | {"prompt": prompts})
+    assert error["param"] == "prompt"
+    assert encoded == prompts[:1]
+
+
+async def test_echo_does_not_decode_token_ids_that_are_too_many(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = rig.engine("d", "decode")
+    await rig.start(engine)
+    decoded: list[int] = []
+    monkeypatch.setattr(rig.tokenizer, "decode", lambda ids, **_: decoded.append(len(ids)) or "")
+    ids = [5] * (engine.max_model_len + 1)
+    error = await rig.refused("/v1/completions", TEXT | {"prompt": ids, "echo": True})
+    assert (error["param"], decoded) == ("prompt", [])
+
+
+async def test_a_text_that_takes_too_much_memory_is_not_tokenized(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that repeats a character may have few tokens, so this is a limit of its own."""
+    engine = rig.engine("d", "decode")
+    await rig.start(engine)
+    longest = MAX_CHARACTERS_PER_TOKEN * engine.max_model_len
+    monkeypatch.setattr(rig.tokenizer, "fewest_tokens", lambda _: 0)
+    monkeypatch.setattr(rig.tokenizer, "encode", lambda *_, **__: [5])
+    status, _, _ = await rig.post("/v1/completions", TEXT | {"prompt": "a" * longest})
+    assert status == 200
+    status, answer, _ = await rig.post("/v1/completions", TEXT | {"prompt": "a" * (longest + 1)})
+    assert (status, answer["error"]["param"]) == (400, "prompt")
+    assert f"at most {longest} characters" in answer["error"]["message"]

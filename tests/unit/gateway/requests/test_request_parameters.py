@@ -9,7 +9,11 @@ import pytest
 
 from baton_gateway.http.request_body import MAX_LOGGED_FIELDS
 from baton_protocol.engine_messages import ErrorCode
-from baton_protocol.sampling import RepetitionDetection, StructuredOutput, StructuredOutputKind
+from baton_protocol.sampling_params import (
+    RepetitionDetection,
+    StructuredOutput,
+    StructuredOutputKind,
+)
 from support.gateway.gateway_rig import GatewayRig
 from support.waiting import until
 

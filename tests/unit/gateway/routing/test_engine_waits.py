@@ -1,4 +1,4 @@
-"""Engines that are frozen, silent or briefly away: waiting requests and routing."""
+"""Engines that are frozen, silent or briefly disconnected: waiting requests and routing."""
 
 from __future__ import annotations
 

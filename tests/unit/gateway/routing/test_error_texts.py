@@ -1,4 +1,4 @@
-"""The text of an engine's exception is in the log, and clients get the id under which it is."""
+"""The log has the text of an engine's exception, and clients get the id of the log line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from baton_gateway.requests import generation
+from baton_gateway.requests import generator
 from baton_protocol.engine_messages import Dead, EngineCoreResponseType, ErrorCode
 from support.gateway.fake_engine import FakeEngine
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
@@ -29,7 +29,7 @@ async def response(rig: GatewayRig, *, stream: bool) -> str:
 
 
 def check(answer: str, log: str) -> None:
-    """Check that `answer` has no canary, and that lines of `log` have it with the answer's id."""
+    """Check that `answer` lacks the canary, and that `log` has it beside the answer's id."""
     assert "canary" not in answer
     found = re.search(r"log has the reason under the id ([\w-]+)\.", answer)
     assert found, answer
@@ -94,7 +94,7 @@ async def test_an_exception_of_the_gateway(
     async def broken(*_: Any) -> None:
         raise RuntimeError(CANARY)
 
-    monkeypatch.setattr(generation, "_texts", broken)
+    monkeypatch.setattr(generator, "_texts", broken)
     await rig.start(rig.engine("d", "decode"))
     answer = await response(rig, stream=stream)
     assert "canary" not in answer

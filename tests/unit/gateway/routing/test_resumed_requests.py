@@ -10,7 +10,7 @@ import pytest
 
 from baton_gateway.routing.placer import MAX_FAILURES
 from baton_protocol.engine_messages import ErrorCode
-from baton_protocol.sampling import StructuredOutputKind
+from baton_protocol.sampling_params import StructuredOutputKind
 from support.gateway.fake_engine import FakeEngine, busy
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until

@@ -1,6 +1,6 @@
 """Paused, sleeping and stalled engines get no new requests. A sleep or a stall moves requests.
 
-So does a sequence's wait for its next token, if that has a limit.
+If the wait for the next token has a limit, sequences that exceed it also move.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import openai
 import pytest
 
-from baton_gateway.routing import pool
+from baton_gateway.routing import engine_pool
 from support.gateway.fake_engine import FakeEngine
 from support.gateway.gateway_rig import NO_TIMEOUT, GatewayRig, MakeRig
 from support.waiting import until
@@ -207,7 +207,7 @@ async def test_requests_do_not_stay_on_a_stalled_engine_without_end(make_rig: Ma
     rig = make_rig(heartbeat_interval_s=0.05, resume_wait_s=0.2)
     stuck = rig.engine("d0", "decode", TEXT)
     running = await begin(rig, stuck)
-    stuck.stalled_s = pool.MAX_STALL_S + 1
+    stuck.stalled_s = engine_pool.MAX_STALL_S + 1
     with pytest.raises(openai.InternalServerError, match="no other took it over"):
         await running
     assert len(stuck.aborts) == 1

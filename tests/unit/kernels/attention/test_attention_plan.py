@@ -11,9 +11,9 @@ from baton_kernels.attention import (
     Implementation,
     paged_attention,
     split_kv,
-    triton_kernel,
+    triton_plan,
 )
-from baton_kernels.configurations import Configuration, answering
+from baton_kernels.launch_configurations import Configuration, overriding
 from support.kernels.paged_cases import LONG, PagedCase, assert_attends, layer_views, paged_case
 
 NUM_LAYERS = 3
@@ -74,14 +74,14 @@ def test_a_triton_step_is_planned_once_for_all_layers(
 
         monkeypatch.setattr(module, name, counted)
 
-    def answer(operation: str, shape_class: str, default: Configuration) -> Configuration:
+    def lookup(operation: str, shape_class: str, default: Configuration) -> Configuration:
         made.append("configuration")
         return {**default, "KV_TILE": 16, "PROGRAMS_PER_SM": 8}
 
     count(split_kv, "target_segments")
-    count(triton_kernel, "_empty_partials")
+    count(triton_plan, "_empty_partials")
     case = paged_case([(1, 300), (1, 40)], 4, 2, 16).to(triton_device)
-    with answering(answer):
+    with overriding(lookup):
         plan = plan_of(case, "triton")
         assert made == ["configuration", "target_segments", "_empty_partials"]
         run_layers(case, plan)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kernels.attention import paged_attention, split_kv, split_kv_triton
-from baton_kernels.attention import triton_kernel as kernel_file
+from baton_kernels.attention import (
+    paged_attention,
+    split_kv,
+    split_kv_triton,
+    triton_kernel,
+    triton_plan,
+)
 from baton_kernels.attention.split_kv_triton import Partials
-from baton_kernels.configurations import Configuration, answering
 from baton_kernels.kernel_arguments import Heads
+from baton_kernels.launch_configurations import Configuration, overriding
 from support.kernels.paged_cases import (
     PagedCase,
     assert_attends,
@@ -45,7 +50,7 @@ def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[in
             return launch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_file, "join_segments_kernel", Reduce())
+        patch.setattr(triton_kernel, "join_segments_kernel", Reduce())
         longest = int(case.cu_seqlens_q.diff().max())
         assert_attends(triton_output(case, device, max_seqlen_q=longest, config=config), case)
     return reported[0] if reported else [1] * len(case.seq_lens)
@@ -77,7 +82,7 @@ def test_the_target_number_of_segments_fills_the_gpu(
     assert split_kv.target_segments(num_seqs, num_kv_heads, max_tiles, **H100) == segments
 
 
-def launch_of(lengths: list[tuple[int, int]], max_seqlen_q: int | None) -> kernel_file.Launch:
+def launch_of(lengths: list[tuple[int, int]], max_seqlen_q: int | None) -> triton_plan.Launch:
     """Plan a launch on the meta device, whose tensors have no values."""
     case = paged_case(lengths, 8, 2, 64).to("meta")
     plan = case.arguments(max_seqlen_q, "triton")[3]
@@ -114,7 +119,7 @@ def test_only_long_sequences_are_split(dtype: torch.dtype, triton_device: str) -
 
 def test_the_number_of_programs_limits_the_segments(triton_device: str) -> None:
     case = paged_case([(1, 500), (1, 20), (1, 100)], 4, 2, 16)
-    sms = kernel_file._num_sms(torch.device(triton_device))
+    sms = triton_plan._num_sms(torch.device(triton_device))
     segments = segments_of(case, FEW, triton_device)
     assert segments[0] > 1
     assert sum(segments) <= sms // 2 + 3
@@ -122,11 +127,11 @@ def test_the_number_of_programs_limits_the_segments(triton_device: str) -> None:
 
 def test_one_segment_per_sequence_needs_no_reduce(triton_device: str) -> None:
     """The reduce kernel is not launched."""
-    sms = kernel_file._num_sms(torch.device(triton_device))
+    sms = triton_plan._num_sms(torch.device(triton_device))
     num_seqs = split_kv.ENOUGH_PROGRAMS_PER_SM * sms // 2
     case = paged_case([(1, 100)] * num_seqs, 2, 2, 16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_file, "join_segments_kernel", None)
+        patch.setattr(triton_kernel, "join_segments_kernel", None)
         assert_attends(triton_output(case, triton_device, max_seqlen_q=1, config=MANY), case)
         # With padding, two blocks fewer than two segments need.
         short = paged_case([(1, SEGMENT), (1, 3)], 4, 2, 16)
@@ -212,19 +217,19 @@ def test_the_reduce_kernel_joins_the_segments(triton_device: str) -> None:
 
 def test_a_configuration_applies_only_to_its_number_of_rows(triton_device: str) -> None:
     """More rows need more shared memory, so a configuration for one row may fail for eight."""
-    asked = []
+    requested = []
 
-    def answer(operation: str, shape_class: str, default: Configuration) -> Configuration:
-        asked.append(shape_class)
+    def lookup(operation: str, shape_class: str, default: Configuration) -> Configuration:
+        requested.append(shape_class)
         return default
 
-    with answering(answer):
+    with overriding(lookup):
         for longest in (1, 4, 8, 40):
             triton_output(
                 paged_case([(longest, 41), (1, 3)], 8, 2, 16), triton_device, max_seqlen_q=longest
             )
     heights = ("decode/rows=16", "decode/rows=16", "decode/rows=32", "prefill")
-    assert asked == [f"{height}/head_dim=16/float32" for height in heights]
+    assert requested == [f"{height}/head_dim=16/float32" for height in heights]
 
 
 @pytest.mark.gpu

@@ -13,29 +13,30 @@ import pytest
 import torch
 
 from baton_kernels import cpu
-from baton_kernels.cpu import build, libraries
+from baton_kernels.cpu import build, instruction_sets
+from baton_kernels.cpu.instruction_sets import processor_flags
 
-AVX2, AVX512, AVX512_BF16 = (one.needs for one in libraries.instruction_sets("x86_64")[::-1])
+AVX2, AVX512, AVX512_BF16 = (one.needs for one in instruction_sets.sets_for_machine("x86_64")[::-1])
 
 
 @pytest.fixture
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty folder for compiled files, as on an x86 machine."""
-    monkeypatch.setattr(libraries, "BUILT", tmp_path)
+    monkeypatch.setattr(instruction_sets, "BUILT", tmp_path)
     monkeypatch.setattr(build, "BUILT", tmp_path)
-    x86_64 = libraries.instruction_sets("x86_64")
-    monkeypatch.setattr(libraries, "instruction_sets", lambda machine="x86_64": x86_64)
+    x86_64 = instruction_sets.sets_for_machine("x86_64")
+    monkeypatch.setattr(instruction_sets, "sets_for_machine", lambda machine="x86_64": x86_64)
     return tmp_path
 
 
 def pretend_to_compile(*names: str) -> None:
-    for one in libraries.instruction_sets("x86_64"):
+    for one in instruction_sets.sets_for_machine("x86_64"):
         if one.name in names:
-            libraries.library_file(one).touch()
+            instruction_sets.library_file(one).touch()
 
 
 def chosen(flags: frozenset[str], wanted: str = "") -> str | None:
-    instruction_set, _ = libraries.choose(flags, wanted)
+    instruction_set, _ = instruction_sets.choose(flags, wanted)
     return None if instruction_set is None else instruction_set.name
 
 
@@ -49,7 +50,7 @@ def chosen(flags: frozenset[str], wanted: str = "") -> str | None:
 )
 def test_operations_compiled_by_make_install_are_loaded() -> None:
     """Without this test a failed build would only skip the tests of compiled operations."""
-    if not any(one.needs <= libraries.processor_flags() for one in libraries.instruction_sets()):
+    if not any(one.needs <= processor_flags() for one in instruction_sets.sets_for_machine()):
         pytest.skip("the operations are not compiled for this processor")
     assert cpu.OPS is not None, cpu.DESCRIPTION
 
@@ -71,7 +72,7 @@ def test_an_older_instruction_set_or_none_can_be_selected(built: Path) -> None:
 
 
 def test_missing_operations_are_reported_with_the_build_command(built: Path) -> None:
-    assert "python -m baton_kernels.cpu.build" in libraries.choose(AVX512, "")[1]
+    assert "python -m baton_kernels.cpu.build" in instruction_sets.choose(AVX512, "")[1]
     pretend_to_compile("avx2")
     assert chosen(AVX512) == "avx2"
 
@@ -85,7 +86,7 @@ def test_files_of_another_torch_or_older_sources_are_not_loaded(
         assert chosen(AVX2) is None
     sources = tmp_path_factory.mktemp("source")
     (sources / "ops.cpp").write_text("changed")
-    monkeypatch.setattr(libraries, "SOURCES", sources)
+    monkeypatch.setattr(instruction_sets, "SOURCES", sources)
     assert chosen(AVX2) is None
 
 
@@ -93,15 +94,15 @@ def test_only_source_files_determine_the_library_file(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = tmp_path_factory.mktemp("source")
-    monkeypatch.setattr(libraries, "SOURCES", sources)
-    avx2 = libraries.instruction_sets("x86_64")[-1]
+    monkeypatch.setattr(instruction_sets, "SOURCES", sources)
+    avx2 = instruction_sets.sets_for_machine("x86_64")[-1]
     (sources / "ops.cpp").write_text("1")
-    before = libraries.library_file(avx2)
+    before = instruction_sets.library_file(avx2)
     (sources / ".ops.cpp.swp").write_text("of an editor")
     (sources / "folder").mkdir()
-    assert libraries.library_file(avx2) == before
+    assert instruction_sets.library_file(avx2) == before
     (sources / "vector.h").write_text("2")
-    assert libraries.library_file(avx2) != before
+    assert instruction_sets.library_file(avx2) != before
 
 
 def test_a_build_replaces_the_file_of_older_sources_and_runs_once(
@@ -114,7 +115,7 @@ def test_a_build_replaces_the_file_of_older_sources_and_runs_once(
         Path(command[command.index("-o") + 1]).touch()
 
     monkeypatch.setattr(build, "_run", run)
-    avx2 = libraries.instruction_sets("x86_64")[-1]
+    avx2 = instruction_sets.sets_for_machine("x86_64")[-1]
     older = built / f"avx2-torch{torch.__version__}-0123456789ab.so"
     others = built / "avx2-torch0.0.1-0123456789ab.so"
     older.touch()
@@ -161,7 +162,9 @@ def test_a_failing_compiler_does_not_fail_the_installation(
 ) -> None:
     gcc = fake_compiler(built / "g++", "Copyright (C) 2022 Free Software Foundation, Inc.")
     monkeypatch.setenv("CXX", gcc)
-    monkeypatch.setattr(build, "instruction_sets", lambda: libraries.instruction_sets("x86_64"))
+    monkeypatch.setattr(
+        build, "sets_for_machine", lambda: instruction_sets.sets_for_machine("x86_64")
+    )
     assert build.main() == 0
     assert "avx512 failed" in capsys.readouterr().err
     assert list(built.iterdir()) == [Path(gcc)]
@@ -172,8 +175,8 @@ def test_processor_flags_are_those_of_the_first_processor(tmp_path: Path) -> Non
     cpuinfo.write_text(
         "processor\t: 0\nmodel name\t: a: b\nflags\t\t: fpu avx2\nprocessor\t: 1\nflags\t\t: fpu\n"
     )
-    assert libraries.processor_flags(cpuinfo) == {"fpu", "avx2"}
-    assert libraries.processor_flags(tmp_path / "none") == frozenset()
+    assert processor_flags(cpuinfo) == {"fpu", "avx2"}
+    assert processor_flags(tmp_path / "none") == frozenset()
 
 
 def in_new_process(program: str, **environment: str) -> str:
@@ -208,14 +211,14 @@ def test_the_process_has_only_the_openmp_of_torch() -> None:
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="no objdump")
 def test_compiled_attention_prefetches_keys_and_values() -> None:
     """A compiler can remove functions that only prefetch, which would make attention slower."""
-    chosen_set, _ = libraries.choose(
-        libraries.processor_flags(), os.environ.get("BATON_CPU_KERNELS", "")
+    chosen_set, _ = instruction_sets.choose(
+        processor_flags(), os.environ.get("BATON_CPU_KERNELS", "")
     )
     command = [
         "objdump",
         "--disassemble",
         "--no-show-raw-insn",
-        str(libraries.library_file(chosen_set)),
+        str(instruction_sets.library_file(chosen_set)),
     ]
     listing = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=120
@@ -233,7 +236,7 @@ def test_compiled_attention_prefetches_keys_and_values() -> None:
 @pytest.mark.parametrize("name", ["avx2", "avx512"])
 def test_the_operations_for_older_processors_compute_the_same(name: str) -> None:
     """The tests of this process use only the operations for this processor."""
-    if cpu.OPS is None or not {"avx2": AVX2, "avx512": AVX512}[name] <= libraries.processor_flags():
+    if cpu.OPS is None or not {"avx2": AVX2, "avx512": AVX512}[name] <= processor_flags():
         pytest.skip(f"CPU kernels: {cpu.DESCRIPTION}; or this processor lacks {name}")
     program = "from baton_kernels import cpu; print(cpu.DESCRIPTION)"
     assert in_new_process(program, BATON_CPU_KERNELS=name) == f"C++ ({name})\n"

@@ -248,8 +248,8 @@ def test_compiled_operations_need_no_gather_or_write_plan() -> None:
     assert plan.implementation == "cpp"
     assert plan.gather is None
     cache = torch.zeros(1, 1, 16, 8)
-    assert plan_write(torch.tensor([3]), cache) is None
-    assert plan_write(torch.tensor([3]), cache.to(torch.float8_e4m3fn)) is not None
+    assert plan_write(cache, torch.tensor([3])) is None
+    assert plan_write(cache.to(torch.float8_e4m3fn), torch.tensor([3])) is not None
 
 
 def test_every_operation_can_be_traced() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton_kernels import cpu
-from baton_kernels.kv_write import write_kv
+from baton_kernels.kv_write import plan_write, write_kv
 from baton_kernels.kv_write.reference import to_fp8, write_kv_reference
 from baton_kernels.kv_write.triton_kernel import write_kv_triton
 from support.kernels.paged_cases import dtypes, layer_views
@@ -20,12 +20,24 @@ pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 NUM_BLOCKS, BLOCK_SIZE = 7, 8
 
 
-def write_kv_without_compiler(*arguments: Tensor) -> None:
+def write_planned(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    **scales: Tensor,
+) -> None:
+    plan = plan_write(key_cache, slot_mapping)
+    write_kv(key, value, key_cache, value_cache, slot_mapping, plan, **scales)
+
+
+def write_planned_without_compiler(*arguments: Tensor) -> None:
     with patch.object(cpu, "OPS", None):
-        write_kv(*arguments)  # type: ignore[arg-type]  # five tensors
+        write_planned(*arguments)  # type: ignore[arg-type]  # five tensors
 
 
-@pytest.mark.parametrize("write", [write_kv, write_kv_without_compiler, write_kv_triton])
+@pytest.mark.parametrize("write", [write_planned, write_planned_without_compiler, write_kv_triton])
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize(
     ("num_tokens", "num_kv_heads", "head_dim"), [(1, 1, 16), (13, 2, 24), (31, 3, 40)]
@@ -58,7 +70,7 @@ def test_rows_are_written_to_their_slots(
     torch.testing.assert_close(kv_cache, expected, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("write", [write_kv, write_kv_triton], ids=["dispatcher", "triton"])
+@pytest.mark.parametrize("write", [write_planned, write_kv_triton], ids=["dispatcher", "triton"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_an_fp8_cache_holds_scaled_and_saturated_rows(
     write: Callable[..., None], scaled: bool, triton_device: str

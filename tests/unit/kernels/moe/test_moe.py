@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_kernels.configurations import Configuration
+from baton_kernels.launch_configurations import Configuration
 from baton_kernels.linear import PackedWeight, QuantizedWeight, Weight, linear, packing
 from baton_kernels.linear.quantized import Bits
 from baton_kernels.moe import route_top_k, run_experts

@@ -1,4 +1,4 @@
-"""Agents of each kind, and the owners of memory that they meet."""
+"""Agents of each kind, and the owners of memory that they connect to."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ def test_after_a_defect_the_agent_reports_failure_and_its_transfers_end(kind: st
         def broken() -> None:
             raise RuntimeError("a defect")
 
-        side.agent._thread.mailbox.submit(broken)
+        side.agent._thread.commands.submit(broken)
         eventually(lambda: "a defect" in side.agent.failure, "the failure")
-        eventually(lambda: side.agent._thread.mailbox.closed, "the end of the thread")
+        eventually(lambda: side.agent._thread.commands.closed, "the end of the thread")
         assert side.agent.transfer(handle) == "ERR"
         side.agent.release_xfer_handle(handle)
     finally:

@@ -158,7 +158,7 @@ def lose_a_worker_without_an_address(rig: Rig, worker: Worker) -> None:
     ]
     worker.layout = layout_of(HeadRange(0, 2))
     rig.begin("t", worker, [1])
-    rig.shake_hands(worker)
+    rig.handshake(worker)
 
 
 def lose_after_hello(rig: Rig, worker: Worker) -> None:
@@ -249,7 +249,7 @@ def test_a_peer_that_a_fence_removes_is_reported_as_lost(
     other = made(Worker("Q"))
     rig.subscribed("t", worker, [1])
     rig.begin("cancelled", other, [2])
-    rig.shake_hands(other)
+    rig.handshake(other)
     rig.agent.hold = rig.agent.ignores_removal = True
     rig.deliver(other, other.published(other.receive(Subscribe), [0], last=True))
     rig.consumer.cancel("cancelled")
@@ -273,7 +273,7 @@ def test_a_producer_that_dies_after_its_description_is_lost_without_a_protocol_e
     rig.begin("t", worker, [1])
     with monkeypatch.context() as patch:
         patch.setattr(rig.agent, "add_remote_agent", refuse_connection)
-        rig.shake_hands(worker)
+        rig.handshake(worker)
     assert rig.results["t"].num_valid_blocks == 0
     assert "NIXL cannot connect to P/0" in rig.results["t"].error
     assert failures(rig) == {FailureReason.PEER_LOST: 1}
@@ -372,7 +372,7 @@ def test_messages_of_a_peer_without_a_part_in_the_load_are_ignored(
     other = made(Worker("Q"))
     subscribe = rig.subscribed("t", worker, [1])
     rig.begin("u", other, [2])
-    rig.shake_hands(other)
+    rig.handshake(other)
     rig.deliver(other, other.published(subscribe, [0], last=True))
     rig.deliver(other, Cancelled("t", 0, "not yours"))
     assert not rig.results

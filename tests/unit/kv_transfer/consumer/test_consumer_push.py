@@ -209,7 +209,7 @@ def test_a_fence_waits_for_loads_of_other_peers_and_ends_them(
     other = made(Worker("Q"))
     pushed.subscribed("t", worker, [9])
     pushed.begin("u", other, [1])
-    pushed.shake_hands(other)
+    pushed.handshake(other)
     reading = other.receive(Subscribe)
     pushed.agent.hold = True
     pushed.deliver(other, other.published(reading, [0], last=True, written=False))
@@ -253,7 +253,7 @@ def test_heads_are_loaded_from_all_workers_of_the_producer(
     rig, workers = made(Rig(push=push)), made(tensor_parallel(size))
     rig.begin("t", workers[0], [5, 3])
     for worker in workers:
-        rig.shake_hands(worker)
+        rig.handshake(worker)
     for worker in workers:
         subscribe = worker.receive(Subscribe)
         assert subscribe.heads == worker.layout.heads
@@ -285,7 +285,7 @@ def test_only_workers_with_common_heads_are_used(made: Callable[[Any], Any]) -> 
     workers = made(tensor_parallel(4))
     rig.begin("t", workers[0], [5])
     for worker in (workers[0], workers[2], workers[3]):
-        rig.shake_hands(worker)
+        rig.handshake(worker)
     for worker in workers[2:]:
         subscribe = worker.receive(Subscribe)
         assert (subscribe.heads, subscribe.subscriber, subscribe.num_subscribers) == (
@@ -303,7 +303,7 @@ def two_rank_transfers(made: Callable[[Any], Any]) -> tuple[Rig, list[Worker], l
     rig, workers = made(Rig()), made(tensor_parallel(2))
     rig.begin("t", workers[0], [5, 3])
     for worker in workers:
-        rig.shake_hands(worker)
+        rig.handshake(worker)
     return rig, workers, [worker.receive(Subscribe) for worker in workers]
 
 
@@ -354,7 +354,7 @@ def test_a_load_without_blocks_releases_every_worker(made: Callable[[Any], Any])
     rig.begin("t", workers[0], [])
     for worker in workers:
         assert not rig.results
-        rig.shake_hands(worker)
+        rig.handshake(worker)
     assert rig.results == {"t": LoadResult(0)}
     for worker in workers:
         release = worker.receive(Release)
@@ -368,6 +368,6 @@ def test_replicated_heads_are_refused_with_both_numbers(
         made(Rig(engine=[HeadRange(0, 1)] * 5))
     worker.ranks = worker.ranks * 5
     rig.begin("t", worker, [1])
-    rig.shake_hands(worker)
+    rig.handshake(worker)
     assert "5 workers for 4 KV heads" in rig.results["t"].error
     assert failures(rig) == {FailureReason.REFUSED: 1}

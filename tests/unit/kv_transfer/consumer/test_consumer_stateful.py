@@ -274,7 +274,7 @@ class ConsumerMachine(RuleBasedStateMachine):
         for worker in self.workers:
             worker.ranks = self.dead[-1].ranks
 
-    # What must hold
+    # Invariants
 
     @invariant()
     def blocks_without_a_load_are_left_alone(self) -> None:
@@ -341,7 +341,7 @@ class ConsumerMachine(RuleBasedStateMachine):
                 peer.name.endswith(f":{worker.port}") and not peer.is_ready
                 for peer in self.rig.consumer.peers()
             ):
-                self.rig.shake_hands(worker)
+                self.rig.handshake(worker)
         for transfer_id in list(self.under_way):
             for rank_transfer in self._rank_transfers(transfer_id):
                 worker = self.workers[rank_transfer.rank]

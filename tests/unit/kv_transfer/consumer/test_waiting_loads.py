@@ -11,7 +11,7 @@ from baton_kv_transfer.connector import LoadWait
 from baton_kv_transfer.producer import transfer_manager
 from baton_kv_transfer.side_channel import Heartbeat, Subscribe
 from support.kv_transfer.consumer_rig import HOST, Rig, Worker, tensor_parallel
-from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer
+from support.kv_transfer.producer_rig import LEASE_S, Consumer, Producer
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_heartbeats_name_a_waiting_load_until_it_begins(rig: Rig) -> None:
             stack.callback(worker.close)
         rig.consumer.expect("t", LoadWait(HOST, workers[0].port, "P"))
         for worker in workers:
-            rig.shake_hands(worker)
+            rig.handshake(worker)
         for _ in range(2):
             deadline = rig.consumer.next_deadline()
             assert deadline is not None

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.kv_transfer.scripted_consumer import Consumer, Producer
+from support.kv_transfer.producer_rig import Consumer, Producer
 
 
 @pytest.fixture

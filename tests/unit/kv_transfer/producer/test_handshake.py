@@ -13,7 +13,7 @@ from baton_kv_transfer.agent.transport_agent import MAX_REGIONS
 from baton_kv_transfer.producer import sessions
 from baton_kv_transfer.side_channel import Refused, Welcome
 from baton_protocol.service_key import ServiceKey
-from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, indices, layout
+from support.kv_transfer.producer_rig import LEASE_S, Consumer, Producer, indices, layout
 from support.waiting import eventually
 
 
@@ -35,7 +35,7 @@ def num_sessions(producer: Producer) -> int:
 def test_an_incompatible_hello_is_refused_with_both_values(
     make: Callable[..., Any], producer: Producer, lie: dict[str, Any], named: list[str]
 ) -> None:
-    consumer = make(Consumer, producer, greet=False)
+    consumer = make(Consumer, producer, handshake=False)
     (refused,) = consumer.send(consumer.hello(**lie))
     assert isinstance(refused, Refused)
     assert all(name in refused.reason for name in named), refused.reason
@@ -53,7 +53,7 @@ def test_memory_is_described_only_after_the_proof_of_the_token(
     producer = make(Producer, service_key=ours)
     trusted = make(Consumer, producer, token=auth.derive_token(ours))
     assert trusted.description is not None
-    untrusted = make(Consumer, producer, token=auth.derive_token(theirs), greet=False)
+    untrusted = make(Consumer, producer, token=auth.derive_token(theirs), handshake=False)
     (welcome,) = untrusted.send(untrusted.hello())
     assert welcome.proof != untrusted.proof(welcome, auth.PRODUCER), (
         "the producer must not prove a token that it does not have"
@@ -75,7 +75,7 @@ def test_memory_is_described_only_after_the_proof_of_the_token(
 
 def test_a_proof_of_an_earlier_handshake_is_refused(make: Callable[..., Any]) -> None:
     producer = make(Producer, service_key=RIGHT)
-    consumer = make(Consumer, producer, token=auth.derive_token(RIGHT), greet=False)
+    consumer = make(Consumer, producer, token=auth.derive_token(RIGHT), handshake=False)
     (first,) = consumer.send(consumer.hello())
     consumer.send(consumer.hello())
     (refused,) = consumer.send(side_channel.Describe(consumer.proof(first), consumer.layout, None))
@@ -104,7 +104,7 @@ def test_a_proof_of_an_earlier_handshake_is_refused(make: Callable[..., Any]) ->
 def test_incompatible_layouts_are_refused(
     make: Callable[..., Any], producer: Producer, theirs: Any
 ) -> None:
-    consumer = make(Consumer, producer, greet=False)
+    consumer = make(Consumer, producer, handshake=False)
     (welcome,) = consumer.send(consumer.hello())
     (refused,) = consumer.send(side_channel.Describe(consumer.proof(welcome), theirs, None))
     assert isinstance(refused, Refused)
@@ -113,7 +113,7 @@ def test_incompatible_layouts_are_refused(
 def test_transfers_can_be_requested_only_after_the_handshake(
     make: Callable[..., Any], producer: Producer
 ) -> None:
-    consumer = make(Consumer, producer, greet=False)
+    consumer = make(Consumer, producer, handshake=False)
     producer.offer()
     for _ in range(2):
         (refused,) = consumer.subscribe()
@@ -126,7 +126,7 @@ def test_transfers_can_be_requested_only_after_the_handshake(
 def test_a_consumer_may_pause_between_hello_and_describe(
     make: Callable[..., Any], producer: Producer
 ) -> None:
-    consumer = make(Consumer, producer, greet=False)
+    consumer = make(Consumer, producer, handshake=False)
     (welcome,) = consumer.send(consumer.hello())
     producer.advance(side_channel.HANDSHAKE_TIMEOUT_S)
     description = side_channel.Describe(consumer.proof(welcome), consumer.layout, None)
@@ -135,7 +135,7 @@ def test_a_consumer_may_pause_between_hello_and_describe(
 
 
 def test_an_abandoned_handshake_is_dropped(make: Callable[..., Any], producer: Producer) -> None:
-    consumer = make(Consumer, producer, greet=False)
+    consumer = make(Consumer, producer, handshake=False)
     consumer.send(consumer.hello())
     assert num_sessions(producer) == 1
     producer.advance(2 * side_channel.HANDSHAKE_TIMEOUT_S + LEASE_S)
@@ -168,7 +168,7 @@ def test_thousands_of_handshakes_evict_no_active_consumer(
     monkeypatch.setattr(sessions, "MAX_OPEN", 8)
     producer.offer()
     for number in range(30):
-        make(Consumer, producer, instance_id=f"greeting-{number}", greet=False).send(
+        make(Consumer, producer, instance_id=f"handshake-{number}", handshake=False).send(
             consumer.hello()
         )
     assert num_sessions(producer) == 9
@@ -198,7 +198,7 @@ def test_a_consumer_with_a_lost_connection_is_dropped(
 
 def test_each_handshake_has_its_own_nonce(producer: Producer, make: Callable[..., Any]) -> None:
     """A proof of one handshake must not be valid in another."""
-    consumer = make(Consumer, producer, greet=False)
+    consumer = make(Consumer, producer, handshake=False)
     first, second = consumer.send(consumer.hello(), consumer.hello())
     assert isinstance(first, Welcome)
     assert first.nonce != second.nonce
@@ -221,7 +221,7 @@ def test_a_message_of_several_frames_is_refused(
 def test_the_number_of_regions_of_a_consumer_is_limited(
     make: Callable[..., Any], producer: Producer, num_regions: int
 ) -> None:
-    consumer = make(Consumer, producer, greet=False)
+    consumer = make(Consumer, producer, handshake=False)
     own = (consumer.bytes.ctypes.data, consumer.bytes.nbytes, 0, "kv")
     consumer.agent.register_memory([own] * (num_regions - 1))
     (welcome,) = consumer.send(consumer.hello())

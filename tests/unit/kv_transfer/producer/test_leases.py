@@ -9,7 +9,7 @@ import pytest
 
 from baton_kv_transfer.memory.layout import HeadRange
 from baton_kv_transfer.side_channel import Cancelled, Pending
-from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer
+from support.kv_transfer.producer_rig import LEASE_S, Consumer, Producer
 
 
 def test_a_transfer_without_a_consumer_ends_a_lease_after_the_last_save(

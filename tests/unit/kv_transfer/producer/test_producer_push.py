@@ -12,7 +12,7 @@ from baton_kv_transfer import side_channel
 from baton_kv_transfer.memory.layout import HeadRange
 from baton_kv_transfer.side_channel import Cancelled, Pending, Publish, Refused, Released
 from baton_kv_transfer.transports.transfer import TransportError
-from support.kv_transfer.scripted_consumer import LEASE_S, NUM_BLOCKS, Consumer, Producer
+from support.kv_transfer.producer_rig import LEASE_S, NUM_BLOCKS, Consumer, Producer
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_slots_outside_the_described_memory_are_refused_and_counted(
 def test_an_invalid_description_is_refused(
     make: Callable[..., Any], producer: Producer, consumer: Consumer, lie: dict[str, Any]
 ) -> None:
-    liar = make(Consumer, producer, instance_id="L", greet=False)
+    liar = make(Consumer, producer, instance_id="L", handshake=False)
     (welcome,) = liar.send(liar.hello())
     (refused,) = liar.send(
         side_channel.Describe(liar.proof(welcome), liar.layout, liar.memory(**lie))
@@ -145,8 +145,8 @@ def test_an_invalid_description_is_refused(
 def test_the_memory_of_another_instance_cannot_be_described(
     make: Callable[..., Any], producer: Producer
 ) -> None:
-    honest = make(Consumer, producer, instance_id="D", greet=False)
-    liar = make(Consumer, producer, instance_id="E", greet=False)
+    honest = make(Consumer, producer, instance_id="D", handshake=False)
+    liar = make(Consumer, producer, instance_id="E", handshake=False)
     (welcome,) = liar.send(liar.hello())
     (refused,) = liar.send(side_channel.Describe(liar.proof(welcome), liar.layout, honest.memory()))
     assert "its agent is called D/0" in refused.reason
@@ -294,12 +294,12 @@ def test_a_failed_write_ends_all_pushes_to_its_consumer_which_may_reconnect(
     producer.save([3], transfer_id="a", last=True)
     producer.agent.let_go(fail=True)
     producer.advance()
-    heard = consumer.received()
-    kinds = [type(message) for message in heard]
+    received = consumer.received()
+    kinds = [type(message) for message in received]
     assert kinds == [Cancelled, Cancelled, Released, Refused], (
         "only b, without a write, is RELEASED"
     )
-    assert "writing to the consumer failed" in heard[0].reason
+    assert "writing to the consumer failed" in received[0].reason
     producer.save([4], transfer_id="c", last=True)
     assert len(pulling.received()) == 1
     consumer.send_hello()
@@ -372,7 +372,7 @@ def test_consumers_reconnect_after_this_side_fenced_its_memory(
     producer.save([3], last=True)
     producer.agent.fail_all("D/0")
     producer.agent.fence()
-    producer.side.memory_fenced()
+    producer.side.fail_push_sessions()
     producer.advance()
     assert [type(message) for message in consumer.received()] == [Cancelled, Refused]
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from baton_kv_transfer.memory.layout import HeadRange
 from baton_kv_transfer.side_channel import Cancelled, Publish, Refused, Released
-from support.kv_transfer.scripted_consumer import LEASE_S, NUM_BLOCKS, Consumer, Producer
+from support.kv_transfer.producer_rig import LEASE_S, NUM_BLOCKS, Consumer, Producer
 
 TRANSFERS = st.sampled_from(["a", "a", "a", "b"])
 #: Two workers of consumer D and, rarely, one of consumer E, which has no offered transfer.
@@ -139,12 +139,14 @@ class ProducerMachine(RuleBasedStateMachine):
             session.agent_name == consumer.agent.name
             for session in self.producer.side._sessions.failed
         )
-        said = consumer.subscribe(
+        responses = consumer.subscribe(
             transfer_id, generation, first=first, slots=slots, worker=number, of=of
         )
         # The session has ended or is about to end.
-        load.gone = load.stopped = failed or any(isinstance(message, Refused) for message in said)
-        self.look(worker, said)
+        load.gone = load.stopped = failed or any(
+            isinstance(message, Refused) for message in responses
+        )
+        self.look(worker, responses)
 
     @rule(worker=WORKERS, transfer_id=TRANSFERS, last=st.booleans())
     def push(self, worker: int, transfer_id: str, last: bool) -> None:
@@ -160,10 +162,10 @@ class ProducerMachine(RuleBasedStateMachine):
             generation = data.draw(st.sampled_from(known))
             load = self.loads[worker][generation]
             load.gone = not lie
-            said = self.consumers[worker].release(
+            responses = self.consumers[worker].release(
                 load.transfer_id, generation + 1000 * lie, worker=load.number, of=load.of
             )
-            self.look(worker, said)
+            self.look(worker, responses)
 
     @rule(worker=WORKERS, transfer_id=TRANSFERS, really=RARELY)
     def want_nothing(self, worker: int, transfer_id: str, really: bool) -> None:
@@ -212,12 +214,12 @@ class ProducerMachine(RuleBasedStateMachine):
         self.producer.advance(seconds)
         self.look()
 
-    # What must hold
+    # Invariants
 
-    def look(self, worker: int | None = None, said: list[Any] | None = None) -> None:
+    def look(self, worker: int | None = None, responses: list[Any] | None = None) -> None:
         for row, consumer in enumerate(self.consumers):
             for message in (
-                (said or []) + consumer.received() if row == worker else consumer.received()
+                (responses or []) + consumer.received() if row == worker else consumer.received()
             ):
                 self.check_messages(row, message)
         for transfer_id in self.producer.finished[self.num_finished :]:
@@ -303,7 +305,7 @@ class ProducerMachine(RuleBasedStateMachine):
         assert self.producer.memory.exposed == []
         stats = self.producer.stats
         assert (stats.queued_bytes, stats.inflight_bytes) == (0, 0)
-        assert len(self.producer.side.transfers._early) == 0
+        assert len(self.producer.side._transfers._early) == 0
         for loads in self.loads:
             assert all(
                 load.released is not None

@@ -9,9 +9,9 @@ import pytest
 
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.memory.layout import HeadRange
-from baton_kv_transfer.producer import early_messages, publisher
+from baton_kv_transfer.producer import early_subscriptions, publisher
 from baton_kv_transfer.side_channel import Cancelled
-from support.kv_transfer.scripted_consumer import (
+from support.kv_transfer.producer_rig import (
     LEASE_S,
     Consumer,
     Producer,
@@ -131,7 +131,7 @@ def test_a_subscription_without_an_offer_is_refused_after_a_lease(
 def test_the_number_of_early_subscriptions_is_limited(
     producer: Producer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early_messages, "MAX_EARLY", 3)
+    monkeypatch.setattr(early_subscriptions, "MAX_EARLY", 3)
     for number in range(3):
         assert consumer.subscribe(f"t{number}") == []
     (cancelled,) = consumer.subscribe("t3")
@@ -139,7 +139,7 @@ def test_the_number_of_early_subscriptions_is_limited(
     producer.offer("t0")
     assert consumer.subscribe("t3") == []
     producer.advance(2 * LEASE_S)
-    assert len(producer.side.transfers._early) == 0
+    assert len(producer.side._transfers._early) == 0
 
 
 @pytest.mark.parametrize(

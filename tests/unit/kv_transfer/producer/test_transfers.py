@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton_kv_transfer.side_channel import Cancelled
-from support.kv_transfer.scripted_consumer import LEASE_S, Consumer, Producer, indices
+from support.kv_transfer.producer_rig import LEASE_S, Consumer, Producer, indices
 
 
 def test_a_cancelled_transfer_ends_with_the_consumers_acknowledgement(
@@ -113,4 +113,4 @@ def test_after_a_defect_every_transfer_ends(producer: Producer, consumer: Consum
     producer.offer("a")
     producer.offer("b")
     consumer.subscribe("a")
-    assert sorted(producer.side.transfers.end_all("a defect")) == ["a", "b"]
+    assert sorted(producer.side.end_all("a defect")) == ["a", "b"]

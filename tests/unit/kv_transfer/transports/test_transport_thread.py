@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from baton_kv_transfer.transports import transport_thread, work_loan
+from baton_kv_transfer.transports import progress_handoff, transport_thread
+from baton_kv_transfer.transports.progress_handoff import AWAY_NS
 from baton_kv_transfer.transports.transport_thread import TransportThread
-from baton_kv_transfer.transports.work_loan import AWAY_NS
 from support.waiting import eventually
 
 DEADLINE_S = 60.0
@@ -176,14 +176,16 @@ def test_only_one_of_two_users_does_the_work(transport: Transport) -> None:
 def test_a_submitted_call_wakes_the_user(transport: Transport) -> None:
     ran: list[int] = []
     transport.wait_as_worker(
-        meanwhile=lambda: transport.thread.mailbox.submit(lambda: ran.append(threading.get_ident()))
+        meanwhile=lambda: transport.thread.commands.submit(
+            lambda: ran.append(threading.get_ident())
+        )
     )
     assert ran == [threading.get_ident()]
 
 
 def test_calls_between_two_waits_run_on_the_thread(transport: Transport) -> None:
     transport.wait_as_worker(2 * AWAY_S)
-    assert transport.thread.mailbox.call(threading.get_ident) != threading.get_ident()
+    assert transport.thread.commands.call(threading.get_ident) != threading.get_ident()
 
 
 def test_timers_run_while_a_user_waits(
@@ -235,7 +237,7 @@ def test_a_defect_during_a_users_work_ends_the_transport_only(transport: Transpo
 def test_after_a_defect_while_the_last_user_is_away_no_user_gets_the_work(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work_loan, "AWAY_NS", 60 * 10**9)
+    monkeypatch.setattr(progress_handoff, "AWAY_NS", 60 * 10**9)
     monkeypatch.setattr(transport_thread, "MAX_PARKED_S", 0.05)
 
     def fail() -> None:
@@ -257,7 +259,7 @@ def test_a_thread_that_does_not_end_is_logged(
         stuck.set()
         free.wait(10)
 
-    transport.thread.mailbox.submit(block)
+    transport.thread.commands.submit(block)
     assert stuck.wait(5), "the thread did not run the command"
     transport.thread.close()
     free.set()

@@ -38,13 +38,13 @@ def stored(spec: Object) -> Object:
 
 def refused(spec: Object) -> set[str]:
     """Return the errors of the API server as `path: message`, with the path below spec."""
-    said = set()
+    errors = set()
     for error in SCHEMA.validate(stored(spec), None):
         match = re.fullmatch(r'Invalid value: "object": (.*)', error.message, re.DOTALL)
         assert match, f"{error.field}: {error.message}"
         path = error.field.removeprefix("spec").removeprefix(".")
-        said.add(f"{path}: {match[1]}" if path else match[1])
-    return said
+        errors.add(f"{path}: {match[1]}" if path else match[1])
+    return errors
 
 
 def values(schema: Object) -> st.SearchStrategy[Any]:
@@ -210,11 +210,11 @@ BROKEN: list[tuple[str, Object]] = [
 ]
 
 
-@pytest.mark.parametrize(("says", "spec"), BROKEN)
-def test_invalid_specs_are_refused_with_a_message(says: str, spec: Object) -> None:
+@pytest.mark.parametrize(("message", "spec"), BROKEN)
+def test_invalid_specs_are_refused_with_a_message(message: str, spec: Object) -> None:
     spec = M | spec
     (found,) = violations(decode_spec(spec))
-    assert says in found
+    assert message in found
     assert refused(spec) == {found}
 
 

@@ -95,8 +95,8 @@ def test_a_target_that_no_size_can_meet_does_not_lead_to_the_maximum() -> None:
     )
     simulation.run(1800.0)
     assert simulation.size("prefill") <= 5
-    said = {decision.reason for _, decision in simulation.decisions[-2:]}
-    assert "TargetUnreachable" in said
+    reasons = {decision.reason for _, decision in simulation.decisions[-2:]}
+    assert "TargetUnreachable" in reasons
 
 
 @settings(max_examples=4, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_operator.autoscale.decision_history import Breach, Change, History, Run
+from baton_operator.autoscale.decision_history import Breach, Change, DecisionRun, History
 from baton_operator.autoscale.policy import Behavior, Bounds, Decision, RoleState, decide
 from baton_operator.autoscale.queueing import wait_quantile_s
 from baton_operator.autoscale.recommendations import Targets
@@ -51,7 +51,7 @@ def group(role: MemberRole, size: int = 4, **fields: Any) -> RoleState:
 
 def settled(size: int, **fields: Any) -> History:
     """Return a history in which `size` was recommended for ten minutes."""
-    return History(runs=(Run(size, NOW - 600, NOW - 15),), **fields)
+    return History(runs=(DecisionRun(size, NOW - 600, NOW - 15),), **fields)
 
 
 def chosen(
@@ -73,7 +73,11 @@ NOTHING = {
 }  # fmt: skip
 
 BUSY_MOMENT = History(
-    runs=(Run(1, NOW - 600, NOW - 200), Run(4, NOW - 200, NOW - 180), Run(1, NOW - 180, NOW - 15))
+    runs=(
+        DecisionRun(1, NOW - 600, NOW - 200),
+        DecisionRun(4, NOW - 200, NOW - 180),
+        DecisionRun(1, NOW - 180, NOW - 15),
+    )
 )
 
 SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
@@ -120,10 +124,10 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     "a single bad window changes nothing": ("decode", {"itl_s": 0.5}, settled(4), 4, "Stabilizing"),
     "a lasting recommendation is followed": (
         "decode", {"itl_s": 0.07},
-        History(runs=(Run(4, NOW - 600, NOW - 45), Run(6, NOW - 40, NOW - 15))), 6,
+        History(runs=(DecisionRun(4, NOW - 600, NOW - 45), DecisionRun(6, NOW - 40, NOW - 15))), 6,
         "ITLAboveTarget"),
     "the smallest recent recommendation is followed": (
-        "decode", {"itl_s": 0.09}, History(runs=(Run(5, NOW - 40, NOW - 15),)), 5,
+        "decode", {"itl_s": 0.09}, History(runs=(DecisionRun(5, NOW - 40, NOW - 15),)), 5,
         "ITLAboveTarget"),
     "quiet prefill engines leave in steps": (
         "prefill", QUIET_PREFILL, settled(2), 3, "BelowTargets",
@@ -132,12 +136,14 @@ SITUATIONS: dict[str, tuple[MemberRole, dict[str, Any], History, int, str]] = {
     "no more leave within the period": (
         "decode", QUIET_DECODE, settled(2, changes=(Change(NOW - 30, -1),)), 4, "Stabilizing"),
     "nothing leaves before the window of quiet is over": (
-        "decode", QUIET_DECODE, History(runs=(Run(2, NOW - 290, NOW - 15),)), 4, "Stabilizing"),
+        "decode", QUIET_DECODE, History(runs=(DecisionRun(2, NOW - 290, NOW - 15),)), 4,
+        "Stabilizing"),
     "a busy moment in the window keeps them": (
         "decode", QUIET_DECODE, BUSY_MOMENT, 4, "Stabilizing",
     ),
     "a restarted operator observes a whole window first": (
-        "decode", QUIET_DECODE, History(runs=(Run(1, NOW - 9000, NOW - 400),)), 4, "Stabilizing"),
+        "decode", QUIET_DECODE, History(runs=(DecisionRun(1, NOW - 9000, NOW - 400),)), 4,
+        "Stabilizing"),
     "fast tokens do not shrink a group whose engines share many sequences": (
         "decode", {"itl_s": 0.04, "running": 20.0, "kv_usage": 0.1}, settled(4), 4, "OnTarget"),
     "sequences that share an engine with more others hold their KV for longer": (
@@ -305,7 +311,7 @@ def test_the_history_is_encoded_with_equal_recommendations_merged() -> None:
     history = History(breach=Breach(1.0, 2.0))
     for step in range(100):
         history = history.with_decision(15.0 * step, 3 if step < 85 else 4, keep_s=300, idle=1365.0)
-    assert history.runs == (Run(3, 0.0, 1275.0), Run(4, 1275.0, 1485.0))
+    assert history.runs == (DecisionRun(3, 0.0, 1275.0), DecisionRun(4, 1275.0, 1485.0))
     assert history.covers(1500.0, 300)
     assert not history.covers(1485.0 + 121, 300)
     assert msgspec.json.decode(msgspec.json.encode(history), type=History) == history
@@ -337,7 +343,7 @@ histories = st.builds(
     History,
     runs=st.lists(st.tuples(st.integers(0, 20), st.floats(1, 300)), max_size=4).map(
         lambda items: tuple(
-            Run(
+            DecisionRun(
                 size,
                 NOW - 15 - sum(s for _, s in items[i:]),
                 NOW - 15 - sum(s for _, s in items[i + 1 :]),

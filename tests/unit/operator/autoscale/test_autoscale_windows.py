@@ -17,17 +17,24 @@ from baton_engine.metrics.prometheus import engine_registry
 from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_gateway.metrics import GatewayMetrics
 from baton_operator.autoscale import windows
-from baton_operator.autoscale.windows import Histogram, Sample, Snapshot, Window, sample, window
+from baton_operator.autoscale.windows import (
+    CumulativeHistogram,
+    ScrapedSample,
+    Snapshot,
+    Window,
+    sample,
+    window,
+)
 
 
 def engine(
     *, ttft: int = 0, prefill_s: float = 0.0, running: int = 0, waiting: int = 0, kv: float = 0.0
-) -> Sample:
+) -> ScrapedSample:
     """Return the metrics of a prefill engine.
 
     It had `ttft` first tokens of 0.3 s and computed prompts for `prefill_s`.
     """
-    return Sample(
+    return ScrapedSample(
         "prefill",
         {
             windows.RUNNING: running,
@@ -36,13 +43,13 @@ def engine(
             windows.KV_USAGE: kv,
         },
         {
-            windows.TTFT: Histogram({0.2: 0, 0.4: ttft, inf: ttft}, 0.3 * ttft),
-            windows.PREFILL_TIME: Histogram({0.4: ttft, inf: ttft}, prefill_s),
+            windows.TTFT: CumulativeHistogram({0.2: 0, 0.4: ttft, inf: ttft}, 0.3 * ttft),
+            windows.PREFILL_TIME: CumulativeHistogram({0.4: ttft, inf: ttft}, prefill_s),
         },
     )
 
 
-def measured(*snapshots: tuple[float, dict[str, Sample]], start: float = 0.0) -> Window:
+def measured(*snapshots: tuple[float, dict[str, ScrapedSample]], start: float = 0.0) -> Window:
     result = window(
         [Snapshot(at, samples) for at, samples in snapshots],
         start=start,
@@ -109,7 +116,7 @@ def test_invalid_metrics_are_an_error() -> None:
 
 
 def test_quantiles_are_interpolated_and_end_at_the_last_finite_bound() -> None:
-    histogram = Histogram({0.1: 0, 0.2: 50, 0.4: 90, inf: 100}, 0)
+    histogram = CumulativeHistogram({0.1: 0, 0.2: 50, 0.4: 90, inf: 100}, 0)
     assert histogram.quantile(0.25) == pytest.approx(0.15)
     assert histogram.quantile(0.7) == pytest.approx(0.3)
     assert histogram.quantile(0.99) == 0.4
@@ -118,7 +125,7 @@ def test_quantiles_are_interpolated_and_end_at_the_last_finite_bound() -> None:
 @given(st.lists(st.floats(0.001, 9.0), min_size=1), st.floats(0.05, 0.95))
 def test_a_quantile_is_in_the_same_bucket_as_the_exact_one(values: list[float], q: float) -> None:
     bounds = [0.01, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0]
-    histogram = Histogram(
+    histogram = CumulativeHistogram(
         {b: sum(v <= b for v in values) for b in bounds} | {inf: len(values)}, sum(values)
     )
     true = sorted(values)[max(0, -int(-q * len(values) // 1) - 1)]
@@ -183,8 +190,8 @@ def test_scrapes_before_the_window_are_ignored() -> None:
 
 
 def test_requests_waiting_for_remote_kv_do_not_count_as_queued() -> None:
-    def decode(waiting: int, remote: int) -> Sample:
-        return Sample(
+    def decode(waiting: int, remote: int) -> ScrapedSample:
+        return ScrapedSample(
             "decode", {windows.WAITING: waiting, windows.WAITING_FOR_REMOTE_KV: remote}, {}
         )
 
@@ -194,8 +201,8 @@ def test_requests_waiting_for_remote_kv_do_not_count_as_queued() -> None:
 
 
 def test_demand_is_measured_at_the_gateways() -> None:
-    def gateway(requests: float, in_flight: float) -> Sample:
-        return Sample(None, {windows.IN_FLIGHT: in_flight}, {}, requests)
+    def gateway(requests: float, in_flight: float) -> ScrapedSample:
+        return ScrapedSample(None, {windows.IN_FLIGHT: in_flight}, {}, requests)
 
     result = measured(
         (0, {"g": gateway(10, 0), "h": gateway(5, 9)}),
@@ -230,18 +237,18 @@ def test_the_order_of_pods_and_scrapes_does_not_matter(
 
 
 def test_the_busy_time_of_an_engine_is_used_and_restarts_at_zero() -> None:
-    def counted(busy_s: float, first_tokens: int) -> Sample:
+    def counted(busy_s: float, first_tokens: int) -> ScrapedSample:
         return msgspec.structs.replace(engine(ttft=first_tokens, prefill_s=30.0), busy_s=busy_s)
 
     on = measured((0.0, {"p/0": counted(100.0, 50)}), (10.0, {"p/0": counted(104.0, 60)}))
     assert on.roles["prefill"].busy == pytest.approx(0.4)
-    anew = measured((0.0, {"p/0": counted(100.0, 50)}), (10.0, {"p/0": counted(3.0, 5)}))
-    assert anew.roles["prefill"].busy == pytest.approx(0.3)
+    restarted = measured((0.0, {"p/0": counted(100.0, 50)}), (10.0, {"p/0": counted(3.0, 5)}))
+    assert restarted.roles["prefill"].busy == pytest.approx(0.3)
 
 
 def test_a_window_has_the_times_of_the_last_request_and_of_its_response() -> None:
-    def gateway(in_flight: float, requests: float, held: float = 0.0) -> Sample:
-        return Sample(None, {windows.IN_FLIGHT: in_flight, windows.HELD: held}, {}, requests)
+    def gateway(in_flight: float, requests: float, held: float = 0.0) -> ScrapedSample:
+        return ScrapedSample(None, {windows.IN_FLIGHT: in_flight, windows.HELD: held}, {}, requests)
 
     quiet = measured(*((at, {"g/0": gateway(0, 7)}) for at in (0.0, 2.0, 4.0)))
     assert (quiet.held, quiet.answered_at, quiet.active_at) == (0, None, None)

@@ -112,10 +112,10 @@ async def test_a_fault_of_a_pod_is_reported_with_its_name_and_affects_no_other()
             targets_of(resolved(), [pod.object for pod in (*pods, gone)])
         )
     assert list(scraped.samples) == ["uid-demo-decode-4/0"]
-    for number, said in enumerate(
+    for number, message in enumerate(
         ("HTTP 500", "no metric of an engine", "more than 524288 bytes", "within 1 s")
     ):
-        assert said in scraped.errors[f"demo-decode-{number}"]
+        assert message in scraped.errors[f"demo-decode-{number}"]
     assert "Cannot connect" in scraped.errors["demo-decode-9"]
     counted = {
         sample.labels["result"]: sample.value

@@ -25,7 +25,7 @@ CACHE, DIAGNOSTICS = "/var/cache/baton", "/var/log/baton"
 
 EXPERT: dict[str, Any] = {"decode": {"parallelism": {"expert": True}}}
 
-#: By field: a value, and the options that it sets.
+#: Field -> (value, the options that it sets).
 ENGINE: dict[str, tuple[Any, dict[str, Any]]] = {
     "device": ("cpu", {"device": "cpu"}),
     "blockSize": (32, {"cache.block_size": 32}),
@@ -60,7 +60,7 @@ ENGINE: dict[str, tuple[Any, dict[str, Any]]] = {
     "countNansInLogits": (True, {"observability.count_nans_in_logits": True}),
     "extraArgs": (["--watermark", "0.5"], {"cache.watermark": 0.5}),
 }
-#: By field: a value, the option that it sets, the option's value, and the roles that read it.
+#: Field -> (value, the option that it sets, the option's value, the roles that read it).
 KV_TRANSFER: dict[str, tuple[Any, str, Any, set[MemberRole]]] = {
     "transport": ("tcp", "transport", "tcp", {"prefill", "decode"}),
     "rdma": (True, "rdma", True, {"prefill", "decode"}),
@@ -71,7 +71,7 @@ KV_TRANSFER: dict[str, tuple[Any, str, Any, set[MemberRole]]] = {
     "maxInflightMemory": ("3Mi", "max_inflight_bytes", 3 * 2**20, {"prefill", "decode"}),
     "stagingMemory": ("3Mi", "staging_bytes", 3 * 2**20, {"prefill", "decode"}),
 }
-#: By option that the operator computes: a spec, and the value of the option by role.
+#: Option that the operator computes -> (spec, role -> value of the option).
 COMPUTED_OPTIONS: dict[str, tuple[dict[str, Any], dict[MemberRole, Any]]] = {
     **{
         f"model.{option}": (

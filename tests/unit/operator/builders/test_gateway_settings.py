@@ -17,7 +17,7 @@ from baton_operator.reconcile.desired import compute_desired
 from baton_protocol.options.config import GatewayConfig
 from support.operator.services import decoded_config, resolved
 
-#: By field: a value, and the options that it sets.
+#: Field -> (value, the options that it sets).
 CONFIGURED: dict[str, tuple[Any, dict[str, Any]]] = {
     "tls": ({"secretName": "s"}, {"access.tls_dir": TLS_PATH}),
     "apiKeys": (
@@ -42,7 +42,7 @@ CONFIGURED: dict[str, tuple[Any, dict[str, Any]]] = {
     "interTokenTimeoutSeconds": (7, {"inter_token_timeout_s": 7.0}),
     "requestTimeoutSeconds": (7, {"request_timeout_s": 7.0}),
 }
-#: By field that is not for the process: a value, and the kind of the object that it changes.
+#: Field that is not for the process -> (value, kind of the object that it changes).
 OF_KUBERNETES: dict[str, tuple[Any, str]] = {
     "replicas": (7, "Deployment"),
     "resources": ({"limits": {"cpu": "7"}}, "Deployment"),

@@ -1,4 +1,4 @@
-"""A resolved service answers the questions of the builders about one LLMService."""
+"""A resolved service has the values that builders read from one LLMService."""
 
 from __future__ import annotations
 

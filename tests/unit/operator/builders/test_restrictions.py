@@ -99,7 +99,7 @@ def test_the_refusal_names_the_entry_that_would_allow_the_folder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host_paths", "says"),
+    ("host_paths", "message"),
     [
         (("models",), "absolute"),
         (("/",), "absolute"),
@@ -112,9 +112,9 @@ def test_the_refusal_names_the_entry_that_would_allow_the_folder() -> None:
     ],
 )
 def test_folders_that_would_allow_symbolic_links_are_no_setting(
-    host_paths: tuple[str, ...], says: str
+    host_paths: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         Restrictions(host_paths=host_paths)
     Restrictions(host_paths=("/mnt/cache", "/mnt/cache-of-models/", "/mnt/cache"))
 

@@ -1,4 +1,4 @@
-"""What the creator of a restricted LLMService can still do, as docs/operate/security.md states."""
+"""A restricted LLMService: its creator can do only what docs/operate/security.md states."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ async def drained_by(
         yield Drainer(session, port=port)
 
 
-async def test_a_pod_at_a_recycled_address_learns_nothing_to_send_to_others() -> None:
-    """The operator may send a drain to an address that another namespace's pod has by now."""
+async def test_a_pod_at_a_recycled_address_receives_nothing_that_it_can_send_to_others() -> None:
+    """The operator may send a drain to an address that a pod of another namespace now has."""
     key, received = ServiceKey(b"the key of one service"), []
 
     async def capture(request: web.Request) -> web.Response:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from baton_operator.plan.plan_group import Update
-from support.operator.simulation.expert_group import Simulation
+from support.operator.simulation.simulated_expert_group import Simulation
 
 
 class Group(RuleBasedStateMachine):

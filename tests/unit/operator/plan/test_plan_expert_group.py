@@ -26,7 +26,7 @@ from baton_protocol.topology import (
     TopologyStatus,
 )
 from support.operator.services import NOW
-from support.operator.simulation.expert_group import Simulation
+from support.operator.simulation.simulated_expert_group import Simulation
 
 TIMEOUT_S = 60.0
 STANDBY, SERVING, LOADING = RankPhase.STANDBY, RankPhase.SERVING, RankPhase.LOADING

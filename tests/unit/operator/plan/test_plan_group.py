@@ -350,7 +350,7 @@ def test_steps_of_a_rollout_with_a_previous_revision(
 
 
 def test_a_restored_member_is_not_replaced_while_it_starts() -> None:
-    """Otherwise it would be deleted and created again forever."""
+    """Otherwise it would be deleted and created again without end."""
     stalled = member(0, ready=False, unready_since=NOW - timedelta(hours=1))
     update = Update(max_surge=1, max_unavailable=1)
     assert plan([stalled], 1, update, has_previous_revision=True).restore == [1]

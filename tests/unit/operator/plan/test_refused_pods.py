@@ -11,10 +11,10 @@ import pytest
 from baton_kube.client import KubeError, Object
 from baton_operator.names import Key
 from baton_operator.plan.plan_group import GroupPlan
-from baton_operator.plan.refused_pods import LAST_DELAY_S, Refusal, RefusedPods, refusal_of
+from baton_operator.plan.refused_pods import LAST_DELAY_S, PodRefusal, RefusedPods, refusal_of
 from support.operator.services import NOW
 from support.operator.simulation.api_server import NAMESPACE
-from support.operator.simulation.service import Service
+from support.operator.simulation.simulated_service import Service
 
 QUOTA = (
     'pods "demo-decode-2" is forbidden: exceeded quota: gpus, '
@@ -115,18 +115,18 @@ def test_a_refused_pod_is_retried_with_backoff(simulated: Service) -> None:
 def test_a_changed_template_is_tried_at_once_and_unwanted_pods_are_dropped() -> None:
     key, wanted = Key(NAMESPACE, "demo"), GroupPlan(create=[0])
     refusals = RefusedPods()
-    assert refusals.record(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW) == 1.0
+    assert refusals.record(key, "decode", "a", PodRefusal("QuotaExceeded", QUOTA), NOW) == 1.0
     held = refusals.hold_back(key, "decode", "a", wanted, NOW)
     assert (held.create, held.revisit_s) == ([], 1.0)
     assert refusals.hold_back(key, "decode", "a", wanted, NOW + timedelta(seconds=1)) == wanted
     assert refusals.hold_back(key, "decode", "b", wanted, NOW) == wanted
     assert refusals.get(key, "decode") is None
     for _ in range(40):
-        delay_s = refusals.record(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW)
+        delay_s = refusals.record(key, "decode", "a", PodRefusal("QuotaExceeded", QUOTA), NOW)
     assert delay_s == LAST_DELAY_S
     assert refusals.hold_back(key, "decode", "a", GroupPlan(revisit_s=0.5), NOW).revisit_s == 0.5
     assert refusals.get(key, "decode") is None
-    refusals.record(key, "decode", "a", Refusal("QuotaExceeded", QUOTA), NOW)
+    refusals.record(key, "decode", "a", PodRefusal("QuotaExceeded", QUOTA), NOW)
     refusals.forget(key)
     assert refusals.get(key, "decode") is None
 

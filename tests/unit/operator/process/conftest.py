@@ -10,7 +10,7 @@ import pytest
 
 from baton_kube.client import connect
 from baton_operator.api.crd import custom_resource_definition
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.control_plane.real import RealControlPlane, find_assets
 from pocketkube.ports import free_ports

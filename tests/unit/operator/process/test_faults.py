@@ -22,7 +22,7 @@ from aiohttp import web
 
 from baton_kube.client import connect
 from baton_operator import names
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from support.operator.api_proxy import ApiProxy, Fault, api_proxy
 from support.operator.operator_process import Cluster, start_operator
@@ -90,7 +90,7 @@ def operator(plane: EmbeddedControlPlane, tmp_path: Path) -> Iterator[Operator]:
 
 @contextlib.asynccontextmanager
 async def served(plane: EmbeddedControlPlane, name: str) -> Any:
-    """Create a service with two decode pods. The test plays the kubelet."""
+    """Create a service with two decode pods. The test acts as the kubelet."""
     async with connect(plane.kubeconfig) as client:
         cluster = Cluster(Kube(client), name)
         await cluster.create(decode={"replicas": 2})

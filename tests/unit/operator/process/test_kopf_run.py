@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from baton_kube.client import connect
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from support.operator.operator_process import NAMESPACE, Cluster
 

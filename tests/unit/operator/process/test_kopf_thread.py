@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from baton_operator.process import kopf_thread
 from baton_operator.process.kopf_thread import KopfHangsError
+from baton_operator.process.watch_session import WatchSession
 from support.waiting import until
 
 
@@ -19,7 +19,6 @@ class Watched:
 
     def __init__(self) -> None:
         self.kube = SimpleNamespace(http_routes=False)
-        self.answered_at = time.monotonic()
         self.starts = 0
 
     async def wait_for_crd(self) -> None:
@@ -51,7 +50,7 @@ def hanging_kopf(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hanging_kopf")
 async def test_a_stop_that_hangs_ends_at_a_deadline() -> None:
     runtime: Any = Watched()
-    running = asyncio.ensure_future(kopf_thread.run_kopf(runtime, []))
+    running = asyncio.ensure_future(kopf_thread.run_kopf(runtime, WatchSession(runtime), []))
     await asyncio.sleep(0)  # starts `running`
     running.cancel()
     async with asyncio.timeout(30):
@@ -84,7 +83,7 @@ async def wait_for_restarts(monkeypatch: pytest.MonkeyPatch, runtime: Any, kopf:
 
 
 async def test_kopf_is_restarted_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def ends(runtime: Any, namespaces: Any) -> None:
+    async def ends(runtime: Any, session: Any, namespaces: Any) -> None:
         raise RuntimeError("a watch was refused for good")
 
     await wait_for_restarts(monkeypatch, Watched(), ends)
@@ -96,7 +95,7 @@ async def test_kopf_is_restarted_when_it_hangs(
     """For example kopf hangs when it waits for credentials."""
     monkeypatch.setattr(kopf_thread, "SILENCE_S", 0.05)
 
-    async def waits(runtime: Any, namespaces: Any) -> None:
+    async def waits(runtime: Any, session: Any, namespaces: Any) -> None:
         await asyncio.Event().wait()
 
     await wait_for_restarts(monkeypatch, Watched(), waits)
@@ -107,7 +106,7 @@ async def test_kopf_is_restarted_when_there_is_another_kind_to_watch(
 ) -> None:
     runtime: Any = Watched()
 
-    async def waits(runtime: Any, namespaces: Any) -> None:
+    async def waits(runtime: Any, session: Any, namespaces: Any) -> None:
         runtime.kube.http_routes = not runtime.kube.http_routes
         await asyncio.Event().wait()
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kubernetes.aio import client
 
 from baton_kube.client import KubeClient, KubeError, WritesForbiddenError
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from baton_operator.process.leader import Election, Elector, LeaseLostError, Record
 from support.waiting import until
 
@@ -31,7 +31,7 @@ class Candidate:
     offset: float
     election: Election = field(init=False)
     writing: tuple[Record, float] | None = None
-    #: What the server answered, not arrived yet.
+    #: The server's response, which has not arrived yet.
     stored: Record | None = None
     refused: bool = False
     stopped: bool = False
@@ -128,7 +128,7 @@ class ElectionMachine(RuleBasedStateMachine):
         if candidate.stopped or not candidate.writing:
             return
         if arrives and candidate.stored:
-            candidate.election.wrote(candidate.stored, candidate.writing[1])
+            candidate.election.record_write(candidate.stored, candidate.writing[1])
         if candidate.stored or candidate.refused or not arrives:
             candidate.writing = candidate.stored = None
 
@@ -144,7 +144,7 @@ class ElectionMachine(RuleBasedStateMachine):
         for candidate in self.candidates:
             if candidate.election.held_s > 0:
                 others = [c for c in self.candidates if c is not candidate and not c.stopped]
-                at = self.now + candidate.election.may_write_s / candidate.rate
+                at = self.now + candidate.election.write_timeout_s / candidate.rate
                 for other in others:
                     seen = other.election.seen
                     if (
@@ -213,13 +213,13 @@ async def test_a_second_candidate_waits_until_the_lease_is_released() -> None:
     )
     await first.acquire()
     assert held.held_s > 0
-    assert held.may_write_s > held.held_s
+    assert held.write_timeout_s > held.held_s
     standing_by = asyncio.create_task(second.acquire())
     await asyncio.sleep(0.5)  # time for several attempts to acquire, which nothing shows
     assert not standing_by.done()
     await first.release()
     assert held.held_s < 0
-    assert held.may_write_s == 0
+    assert held.write_timeout_s == 0
     async with asyncio.timeout(60):
         await standing_by
     assert waiting.held_s > 0
@@ -280,7 +280,7 @@ def test_a_late_response_does_not_extend_the_lease() -> None:
     election = Election("a", LEASE_S, clock=lambda: now)
     sent_at = election.now()
     now = LEASE_S / 2
-    election.wrote(Record(holder="a", duration_s=LEASE_S, version="1"), sent_at)
+    election.record_write(Record(holder="a", duration_s=LEASE_S, version="1"), sent_at)
     assert 0 < election.held_s < LEASE_S - now, (
         "the duration must begin before the request was sent"
     )

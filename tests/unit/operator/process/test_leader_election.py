@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from baton_kube.client import KubeError, connect
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 from pocketkube.ports import free_ports
 from support.operator.api_proxy import ApiProxy, api_proxy

@@ -9,7 +9,7 @@ import pytest
 
 from baton_kube.client import KubeError, Object
 from baton_operator.api.crd import custom_resource_definition
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from support.operator.http_routes import ROUTES
 from support.operator.operator_process import NAMESPACE, Cluster, needs_api_server
 from support.waiting import until

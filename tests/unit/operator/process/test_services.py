@@ -13,7 +13,7 @@ import pytest
 
 from baton_kube.client import KubeError, Object
 from baton_operator.builders import service_key_secret
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from baton_operator.names import GROUP
 from baton_operator.observe.observation import is_ready
 from baton_protocol.options.config import EngineConfig

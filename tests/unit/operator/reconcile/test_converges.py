@@ -10,7 +10,7 @@ from hypothesis import settings
 from baton_operator.observe.observation import member
 from baton_operator.process.kopf_settings import INACTIVITY_S
 from support.operator.simulation.convergence_machine import Machine
-from support.operator.simulation.service import KEY, RESYNC_S, Service, settled
+from support.operator.simulation.simulated_service import KEY, RESYNC_S, Service, settled
 
 TestService = pytest.mark.timeout(1800)(Machine.TestCase)
 TestService.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -24,7 +24,7 @@ from baton_operator.reconcile import reconciler as reconcile
 from baton_operator.reconcile.desired import compute_desired
 from support.operator.services import resolved
 from support.operator.simulation.api_server import service_path
-from support.operator.simulation.service import KEY, NAME, Service
+from support.operator.simulation.simulated_service import KEY, NAME, Service
 
 SPEC: Object = {
     "model": {"uri": "hf://o/m"},
@@ -109,9 +109,9 @@ def member_names(simulated: Service) -> set[str]:
 # Templates and resources
 
 
-@pytest.mark.parametrize(("edit", "says"), MALFORMED)
+@pytest.mark.parametrize(("edit", "message"), MALFORMED)
 def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
-    simulated: Service, edit: Object, says: str
+    simulated: Service, edit: Object, message: str
 ) -> None:
     simulated.create(SPEC)
     simulated.settle()
@@ -124,7 +124,7 @@ def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
         "InvalidSpec",
         generation,
     )
-    assert ready["message"].startswith(f"spec: {says}")
+    assert ready["message"].startswith(f"spec: {message}")
     assert len(ready["message"]) < 1000
     assert member_names(simulated) == {f"{NAME}-prefill-0", f"{NAME}-decode-0", f"{NAME}-decode-1"}
     assert simulated.condition("DecodeReady")["status"] == "True"
@@ -132,7 +132,7 @@ def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
         event for event in simulated.server.list("events") if event["reason"] == "InvalidSpec"
     ]
     assert (event["type"], event["count"]) == ("Warning", 1)
-    assert says in event["message"]
+    assert message in event["message"]
     simulated.patch({"decode": {"replicas": 3}})
     simulated.rounds(4)
     assert f"{NAME}-decode-3" not in member_names(simulated)
@@ -146,12 +146,14 @@ def test_a_malformed_edit_is_reported_and_the_previous_members_are_kept(
     simulated.settle()
 
 
-@pytest.mark.parametrize(("edit", "says"), MALFORMED)
-def test_a_new_malformed_service_is_reported(simulated: Service, edit: Object, says: str) -> None:
+@pytest.mark.parametrize(("edit", "message"), MALFORMED)
+def test_a_new_malformed_service_is_reported(
+    simulated: Service, edit: Object, message: str
+) -> None:
     simulated.create({**SPEC, **{role: {**SPEC[role], **fields} for role, fields in edit.items()}})
     simulated.reconcile()
     assert simulated.condition()["reason"] == "InvalidSpec"
-    assert says in simulated.condition()["message"]
+    assert message in simulated.condition()["message"]
     assert not simulated.pods()
 
 
@@ -261,11 +263,11 @@ def test_any_json_leads_to_objects_or_to_an_error_with_the_field(
     try:
         found = compute_desired(wanted, "policy/v1", operator_namespace="ns", http_routes=True)
     except ValueError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = ""
-    if said:
-        assert said.startswith((f"{role}.template", f"{role}.resources"))
+        message = ""
+    if message:
+        assert message.startswith((f"{role}.template", f"{role}.resources"))
         return
     for member_role, made in found.members.items():
         pod = made.pod(3)

@@ -12,7 +12,7 @@ from baton_kube.client import Object
 from baton_operator.observe.observation import is_ready
 from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.process.health import Health
-from support.operator.simulation.service import Service, settled
+from support.operator.simulation.simulated_service import Service, settled
 
 SPEC: dict[str, Any] = {
     "model": {"uri": "file:///m"},
@@ -20,7 +20,7 @@ SPEC: dict[str, Any] = {
     "progressDeadlineSeconds": 60,
 }
 BROKEN = {"spec": {"containers": [{"name": "engine", "env": [{"name": "BROKEN", "value": "1"}]}]}}
-#: Of configuration, too. Its pods never get ready.
+#: The edit also changes the configuration. Its pods never become ready.
 EDIT: dict[str, Any] = {"engine": {"maxNumSeqs": 3}, "decode": {"template": BROKEN}}
 
 

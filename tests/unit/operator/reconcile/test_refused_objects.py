@@ -8,7 +8,7 @@ import pytest
 
 from baton_kube.client import Object
 from support.operator.simulation.api_server import Fault
-from support.operator.simulation.service import Service, settled
+from support.operator.simulation.simulated_service import Service, settled
 
 SPEC: Object = {"model": {"uri": "hf://o/m"}, "decode": {"replicas": 1}}
 #: The simulated cluster has no Gateway API.

@@ -11,7 +11,7 @@ import pytest
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.builders.restrictions import Restrictions
-from support.operator.simulation.service import NAME, Service
+from support.operator.simulation.simulated_service import NAME, Service
 
 SPEC: dict[str, Any] = {
     "model": {"uri": "hf://o/m"},

@@ -88,17 +88,17 @@ class Reported:
 
 def restarts(name: str) -> list[tuple[Object, dict[str, Health]]]:
     """Return states of a pod that is never ready, from its first start to its third."""
-    says = {name: LOADING}
+    health = {name: LOADING}
     first, second = not_found(0, 20), not_found(30, 50)
     return [
-        (failing(name, since=0, state=running(0)), says),
+        (failing(name, since=0, state=running(0)), health),
         (failing(name, since=0, state={"terminated": first}), {}),
         (failing(name, since=0, state=BACK_OFF, last=first), {}),
         (failing(name, since=0, state=running(30), last=first, restarts=1), {}),
-        (failing(name, since=0, state=running(30), last=first, restarts=1), says),
+        (failing(name, since=0, state=running(30), last=first, restarts=1), health),
         (failing(name, since=0, state={"terminated": second}, last=first, restarts=1), {}),
         (failing(name, since=0, state=BACK_OFF, last=second, restarts=1), {}),
-        (failing(name, since=0, state=running(80), last=second, restarts=2), says),
+        (failing(name, since=0, state=running(80), last=second, restarts=2), health),
     ]
 
 
@@ -127,8 +127,8 @@ def test_a_missing_model_is_reported_through_all_restarts() -> None:
     assert first["ModelAvailable"][:2] == ("Unknown", "Loading"), (
         "the model of other pods must not affect the condition"
     )
-    for step, (member, says) in enumerate(states[1:], 1):
-        conditions = reported.when([old(0), old(1), member], says, NOW + timedelta(seconds=100))
+    for step, (member, health) in enumerate(states[1:], 1):
+        conditions = reported.when([old(0), old(1), member], health, NOW + timedelta(seconds=100))
         for type_ in ("ModelAvailable", "DecodeReady", "Ready"):
             assert conditions[type_][:2] == ("False", "ModelNotFound"), (
                 f"{type_} in state {step}: {conditions[type_]}"
@@ -143,9 +143,11 @@ def test_a_pod_that_restarts_does_not_hide_the_failure_of_another(
 ) -> None:
     reported, ours, theirs = Reported(), restarts("demo-decode-0"), restarts("demo-decode-1")
     for mine, yours in zip(order, [*others, *order], strict=False):
-        member, says = ours[mine]
-        other, also_says = theirs[yours]
-        conditions = reported.when([member, other], says | also_says, NOW + timedelta(seconds=100))
+        member, health = ours[mine]
+        other, other_health = theirs[yours]
+        conditions = reported.when(
+            [member, other], health | other_health, NOW + timedelta(seconds=100)
+        )
         assert conditions["ModelAvailable"][:2] == ("False", "ModelNotFound")
         assert conditions["DecodeReady"][:2] == ("False", "ModelNotFound")
 
@@ -169,17 +171,17 @@ def test_a_restarted_container_also_reports_its_progress() -> None:
         "startedAt": at(0),
     }
     again = failing("demo-decode-0", since=0, state=running(30), last=last, restarts=1)
-    says = {
+    health = {
         "demo-decode-0": Health("Fetching", "fetching hf://org/m", LoadProgress(2**30, 4 * 2**30))
     }
     for type_ in ("ModelAvailable", "DecodeReady"):
-        verdict = Reported("hf://org/m").when([again], says)[type_]
+        verdict = Reported("hf://org/m").when([again], health)[type_]
         assert verdict[:2] == ("False", "ModelSourceUnavailable")
         assert "nothing came for 300 s" in verdict[2]
         assert "25 % of 4.0 GiB" in verdict[2]
 
 
-#: When the pods of these tests were ready last.
+#: Time at which the pods of these tests were last ready.
 READY_UNTIL = 1000.0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from baton_kube.client import KubeError, Object
-from baton_operator.kube.kinds import Kube
+from baton_operator.kube.objects import Kube
 from baton_operator.observe.observation import Reference
 from baton_operator.status.diagnose import may_lack_objects, references
 from baton_operator.status.report import report

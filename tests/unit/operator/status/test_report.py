@@ -12,8 +12,8 @@ from baton_kube.client import Object
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.llmservice import Condition
 from baton_operator.api.spec_groups import AutoscalingStatus
-from baton_operator.plan.refused_pods import Refusal
-from baton_operator.problems import InvalidSpec, Problem
+from baton_operator.plan.refused_pods import PodRefusal
+from baton_operator.reconcile_errors import InvalidSpec, Problem
 from baton_operator.status.diagnose import diagnose
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
@@ -450,6 +450,6 @@ def test_a_fatal_line_of_a_pod_precedes_a_refusal() -> None:
         desired=2,
         pods=[pod(state={"terminated": FATAL})],
         revision="new",
-        refusal=Refusal("QuotaExceeded", QUOTA),
+        refusal=PodRefusal("QuotaExceeded", QUOTA),
     )
     assert group_verdict(group).reason == "ModelNotFound"

@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 
 from baton_kube.client import Object
-from baton_operator.problems import Problem, ReconcileError
+from baton_operator.reconcile_errors import Problem, ReconcileError
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup

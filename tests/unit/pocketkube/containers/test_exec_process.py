@@ -10,7 +10,7 @@ import pytest
 from pocketkube.containers import exec_process
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.containers.exec_process import ExecProcess, ExecStreams
-from pocketkube.containers.process import Process
+from pocketkube.containers.process import ContainerProcess
 
 
 async def turns_of_the_event_loop() -> None:
@@ -19,7 +19,7 @@ async def turns_of_the_event_loop() -> None:
 
 
 async def test_the_output_of_a_command_precedes_that_of_a_child_without_end(
-    container: tuple[Process, ContainerLog], monkeypatch: pytest.MonkeyPatch
+    container: tuple[ContainerProcess, ContainerLog], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exec_process, "_DRAIN_S", 0.0)
     argv = ["sh", "-c", "head -c 100000 /dev/zero; yes &"]
@@ -36,7 +36,7 @@ async def test_the_output_of_a_command_precedes_that_of_a_child_without_end(
 
 
 async def test_a_terminal_that_has_ended_is_read_to_its_end(
-    container: tuple[Process, ContainerLog],
+    container: tuple[ContainerProcess, ContainerLog],
 ) -> None:
     argv, streams = ["seq", "1000"], ExecStreams(stdout=True, tty=True)
     process = ExecProcess.start(container[0], argv, streams)
@@ -48,7 +48,7 @@ async def test_a_terminal_that_has_ended_is_read_to_its_end(
 
 
 async def test_a_cancelled_close_kills_the_command_once_a_thread_is_free(
-    container: tuple[Process, ContainerLog],
+    container: tuple[ContainerProcess, ContainerLog],
 ) -> None:
     process = ExecProcess.start(container[0], ["sleep", "600"], ExecStreams())
     is_free, threads = threading.Event(), ThreadPoolExecutor(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pocketkube.children import ComponentError
+from pocketkube.child_processes import ComponentError
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
 
 

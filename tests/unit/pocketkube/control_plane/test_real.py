@@ -48,7 +48,7 @@ def test_etcd_refuses_clients_without_a_certificate(tmp_path: Path) -> None:
                     with pytest.raises((OSError, http.client.HTTPException)) as refused:
                         urllib.request.urlopen(attack, timeout=30, context=tls)
                     assert not isinstance(refused.value, urllib.error.HTTPError)
-        # The keys must be private, too.
+        # The keys must also be private.
         keys = list((tmp_path / "pki").glob("*.key"))
         assert len(keys) == 3
         assert all(key.stat().st_mode & 0o077 == 0 for key in keys)

@@ -18,7 +18,7 @@ import pytest
 from pocketkube.certificates import Certificates, create_certificates
 from pocketkube.containers import exec_process
 from pocketkube.containers.container_log import ContainerLog
-from pocketkube.containers.process import Process, container_pids, spawn
+from pocketkube.containers.process import ContainerProcess, container_pids, spawn
 from pocketkube.kubelet import port_forward, spdy, stats_summary
 from pocketkube.kubelet.kubelet_server import KubeletServer
 from support.pocketkube.flood import flooding
@@ -31,7 +31,9 @@ SUCCESS = {"metadata": {}, "status": "Success"}
 class Kubelet:
     """A kubelet's server with one pod, and a client."""
 
-    def __init__(self, server: str, session: aiohttp.ClientSession, container: Process) -> None:
+    def __init__(
+        self, server: str, session: aiohttp.ClientSession, container: ContainerProcess
+    ) -> None:
         self.server = server
         self.session = session
         self.container = container
@@ -72,7 +74,7 @@ def client_context(cluster: Certificates | None) -> ssl.SSLContext:
 
 @pytest.fixture
 async def kubelet(
-    container: tuple[Process, ContainerLog], tmp_path: Path
+    container: tuple[ContainerProcess, ContainerLog], tmp_path: Path
 ) -> AsyncIterator[Kubelet]:
     process, log = container
     worker: Any = SimpleNamespace(
@@ -235,7 +237,7 @@ async def test_a_client_that_leaves_ends_its_command(kubelet: Kubelet) -> None:
     assert container_pids()["process://some-id"] == kubelet.container.pid
     await socket.close()
     await until(lambda: not any(c.is_running() for c in commands), "the command has ended")
-    assert kubelet.container.running
+    assert kubelet.container.is_running
 
 
 async def test_a_client_that_leaves_during_the_start_ends_its_command(
@@ -267,7 +269,7 @@ async def test_a_client_that_leaves_while_the_command_reads_no_input_ends_it(
 
 
 async def test_attach_follows_the_output_of_the_container(
-    kubelet: Kubelet, container: tuple[Process, ContainerLog]
+    kubelet: Kubelet, container: tuple[ContainerProcess, ContainerLog]
 ) -> None:
     _, log = container
     log.feed("stdout", b"before\n")
@@ -384,7 +386,7 @@ class SpdyClient:
                             self.reset.add(stream)
                         case spdy.SynReply(stream):
                             self.replied.add(stream)
-                        case spdy.Ping(number):
+                        case spdy.PingFrame(number):
                             self.pings.append(number)
 
 
@@ -401,7 +403,9 @@ async def test_connections_of_kubectl_are_streams_of_spdy(
     await tunnel.open(3, 1, port)
     await tunnel.open(7, 5, port)
     text = b"abcdefgh" * 50_000
-    await tunnel.send(spdy.Ping(9), spdy.Data(7, b"xy"), spdy.Data(3, text), spdy.Data(7, b"z"))
+    await tunnel.send(
+        spdy.PingFrame(9), spdy.Data(7, b"xy"), spdy.Data(3, text), spdy.Data(7, b"z")
+    )
     await tunnel.send(spdy.Data(3, b"", fin=True), spdy.Data(7, b"", fin=True))
     await tunnel.until_ended(1, 3, 5, 7)
     assert tunnel.received == {1: b"", 3: text.upper() + b" END", 5: b"", 7: b"XYZ END"}

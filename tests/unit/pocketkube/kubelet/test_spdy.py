@@ -15,7 +15,7 @@ from pocketkube.kubelet.spdy import (
     FrameEncoder,
     GoAway,
     Headers,
-    Ping,
+    PingFrame,
     RstStream,
     SpdyError,
     SynReply,
@@ -33,7 +33,7 @@ frames: st.SearchStrategy[list[Frame]] = st.lists(
         st.builds(Headers, ids, headers, st.booleans()),
         st.builds(Data, ids, st.binary(max_size=100), st.booleans()),
         st.builds(RstStream, ids, words),
-        st.builds(Ping, words),
+        st.builds(PingFrame, words),
         st.builds(GoAway, ids, words),
     ),
     max_size=6,
@@ -67,7 +67,7 @@ def test_arbitrary_bytes_are_frames_or_an_error(body: bytes, kind: int) -> None:
 def test_the_bytes_of_frames_are_those_of_the_specification() -> None:
     encode = FrameEncoder().encode
     assert encode(Data(3, b"abc", fin=True)) == b"\0\0\0\3\1\0\0\3abc"
-    assert encode(Ping(7)) == b"\x80\3\0\6\0\0\0\4\0\0\0\7"
+    assert encode(PingFrame(7)) == b"\x80\3\0\6\0\0\0\4\0\0\0\7"
     assert encode(RstStream(5, 1)) == b"\x80\3\0\3\0\0\0\x08\0\0\0\5\0\0\0\1"
     syn = encode(SynStream(1, {"port": "80"}, fin=True))
     assert syn[:18] == b"\x80\3\0\1\1\0\0" + bytes([len(syn) - 8]) + b"\0\0\0\1\0\0\0\0\0\0"
@@ -83,8 +83,8 @@ def test_the_dictionary_has_the_published_checksum() -> None:
 def test_settings_and_window_updates_are_skipped() -> None:
     settings = b"\x80\3\0\4\0\0\0\x0c" + bytes(12)
     window_update = b"\x80\3\0\x09\0\0\0\x08" + bytes(8)
-    ping = FrameEncoder().encode(Ping(1))
-    assert decode(settings + window_update + ping) == [Ping(1)]
+    ping = FrameEncoder().encode(PingFrame(1))
+    assert decode(settings + window_update + ping) == [PingFrame(1)]
 
 
 def test_frames_and_headers_above_the_limits_are_refused() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pocketkube.containers.usage import Usage
+from pocketkube.containers.usage import ResourceUsage
 from pocketkube.kubelet import stats_summary
 
 
@@ -22,11 +22,19 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two measurements, 2 s apart: `a` is busy, `b` loses a process, `c` ends, `d` starts."""
     containers = iter(
         [
-            {"a": Usage(10.0, 100), "b": Usage(5.0, 300), "c": Usage(1.0, 100)},
-            {"a": Usage(11.0, 200), "b": Usage(4.0, 200), "d": Usage(1.0, 100)},
+            {
+                "a": ResourceUsage(10.0, 100),
+                "b": ResourceUsage(5.0, 300),
+                "c": ResourceUsage(1.0, 100),
+            },
+            {
+                "a": ResourceUsage(11.0, 200),
+                "b": ResourceUsage(4.0, 200),
+                "d": ResourceUsage(1.0, 100),
+            },
         ]
     )
-    machine = iter([Usage(50.0, 1000), Usage(53.0, 2000)])
+    machine = iter([ResourceUsage(50.0, 1000), ResourceUsage(53.0, 2000)])
     clock = SimpleNamespace(monotonic=iter([100.0, 102.0]).__next__)
     monkeypatch.setattr(stats_summary, "container_usage", containers.__next__)
     monkeypatch.setattr(stats_summary, "machine_usage", machine.__next__)

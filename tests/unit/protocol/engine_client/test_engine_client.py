@@ -26,11 +26,11 @@ from baton_protocol.engine_messages import (
     Init,
     Pong,
     Ready,
-    Refused,
+    RequestRefused,
     UtilityOutput,
     UtilityRequest,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.waiting import until
 
 DEADLINE_S = 60.0
@@ -293,7 +293,7 @@ async def test_a_refused_request_ends_with_an_error_output(router) -> None:
     client = await connected(router)
     stream = client.add(request())
     await router.receive(EngineCoreRequestType.ADD)
-    await router.send(EngineCoreResponseType.REFUSED, Refused("wrong shape", "r"))
+    await router.send(EngineCoreResponseType.REFUSED, RequestRefused("wrong shape", "r"))
     output = await asyncio.wait_for(anext(aiter(stream)), DEADLINE_S)
     assert (output.finish_reason, output.error, output.error_code) == (
         FinishReason.ERROR,

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_protocol.engine_client.heartbeat import LOADING_FACTOR, Heartbeat
+from baton_protocol.engine_client.heartbeat import LOADING_FACTOR, HeartbeatMonitor
 from baton_protocol.engine_messages import Pong
 
 
-def silent_intervals(heartbeat: Heartbeat, count: int, *, elapsed_s: float = 0.5) -> None:
+def silent_intervals(heartbeat: HeartbeatMonitor, count: int, *, elapsed_s: float = 0.5) -> None:
     for _ in range(count):
         heartbeat.begin_interval(0)
         heartbeat.end_interval(elapsed_s)
 
 
 def test_a_silent_engine_is_suspect_and_later_dead() -> None:
-    heartbeat = Heartbeat(0.5, 3.0)
+    heartbeat = HeartbeatMonitor(0.5, 3.0)
     silent_intervals(heartbeat, 1)
     assert not heartbeat.is_suspect
     silent_intervals(heartbeat, 1)
@@ -32,7 +32,7 @@ def test_a_silent_engine_is_suspect_and_later_dead() -> None:
 
 
 def test_a_message_ends_the_silence_and_returns_whether_the_engine_was_suspect() -> None:
-    heartbeat = Heartbeat(0.5, 3.0)
+    heartbeat = HeartbeatMonitor(0.5, 3.0)
     assert not heartbeat.record_message()
     silent_intervals(heartbeat, 5)
     assert heartbeat.record_message()
@@ -42,7 +42,7 @@ def test_a_message_ends_the_silence_and_returns_whether_the_engine_was_suspect()
 
 
 def test_long_gaps_between_pings_count_as_single_intervals() -> None:
-    heartbeat = Heartbeat(0.5, 3.0)
+    heartbeat = HeartbeatMonitor(0.5, 3.0)
     silent_intervals(heartbeat, 2, elapsed_s=60.0)
     assert not heartbeat.is_dead(loading=False)
 
@@ -51,7 +51,7 @@ def test_long_gaps_between_pings_count_as_single_intervals() -> None:
 def test_an_engine_that_responds_in_one_of_three_intervals_is_never_dead(
     intervals: list[tuple[bool, float]],
 ) -> None:
-    heartbeat = Heartbeat(0.5, 3.0)
+    heartbeat = HeartbeatMonitor(0.5, 3.0)
     silent = 0
     for answers, elapsed_s in intervals:
         heartbeat.begin_interval(0)
@@ -76,7 +76,7 @@ def test_an_engine_that_responds_in_one_of_three_intervals_is_never_dead(
 def test_the_load_is_the_pongs_count_plus_requests_sent_since(
     at_ping, now, running, waiting, expected
 ) -> None:
-    heartbeat = Heartbeat(0.5, 3.0)
+    heartbeat = HeartbeatMonitor(0.5, 3.0)
     assert heartbeat.num_requests(now) == now
     ping = heartbeat.begin_interval(at_ping)
     heartbeat.record_pong(Pong(ping.sequence, num_running=running, num_waiting=waiting))
@@ -84,7 +84,7 @@ def test_the_load_is_the_pongs_count_plus_requests_sent_since(
 
 
 def test_a_late_pong_is_matched_to_its_ping() -> None:
-    heartbeat = Heartbeat(0.5, 3.0)
+    heartbeat = HeartbeatMonitor(0.5, 3.0)
     first = heartbeat.begin_interval(0)
     heartbeat.begin_interval(7)
     heartbeat.record_pong(Pong(first.sequence, num_running=3))

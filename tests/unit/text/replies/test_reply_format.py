@@ -10,11 +10,11 @@ import pytest
 
 from baton_operator.api.spec_model import Model
 from baton_protocol.options.config import REASONING_PARSERS, TOOL_PARSERS
-from baton_protocol.sampling import MAX_SPEC_LENGTH
+from baton_protocol.sampling_params import MAX_SPEC_LENGTH
 from baton_text.errors import RequestError
-from baton_text.replies.reasoning import REASONING_FORMATS
-from baton_text.replies.reply_format import ReplyFormat
-from baton_text.replies.tool_formats import TOOL_FORMATS
+from baton_text.reply_parsing.reasoning import REASONING_FORMATS
+from baton_text.reply_parsing.reply_format import ReplyFormat
+from baton_text.reply_parsing.tool_formats import TOOL_FORMATS
 from baton_text.requests.chat_request import ChatCompletionRequest
 
 TOOL = {"type": "function", "function": {"name": "add"}}

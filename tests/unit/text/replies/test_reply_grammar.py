@@ -11,11 +11,11 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from baton_protocol.sampling import StructuredOutput, StructuredOutputKind
-from baton_text.replies.reasoning import REASONING_FORMATS
-from baton_text.replies.reply_grammar import ANY_ARGUMENTS, ReplyGrammar
-from baton_text.replies.reply_parser import ReplyParser
-from baton_text.replies.tool_formats import TOOL_FORMATS
+from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKind
+from baton_text.reply_parsing.reasoning import REASONING_FORMATS
+from baton_text.reply_parsing.reply_grammar import ANY_ARGUMENTS, ReplyGrammar
+from baton_text.reply_parsing.reply_parser import ReplyParser
+from baton_text.reply_parsing.tool_formats import TOOL_FORMATS
 from baton_text.tokenizer import Tokenizer
 
 CITY = {

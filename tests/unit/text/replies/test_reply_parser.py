@@ -1,4 +1,4 @@
-"""Replies are divided into reasoning, content and tool calls, however their text is cut."""
+"""Replies are divided into reasoning, content and tool calls, for every division into pieces."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_text.replies.reasoning import REASONING_FORMATS, ReasoningFormat
-from baton_text.replies.reply_parser import ReplyDelta, ReplyParser
-from baton_text.replies.text_reader import Reading, TextReader
-from baton_text.replies.tool_formats import MAX_PYTHONIC_LENGTH, TOOL_FORMATS
+from baton_text.reply_parsing.reasoning import REASONING_FORMATS, ReasoningFormat
+from baton_text.reply_parsing.reply_parser import ReplyDelta, ReplyParser
+from baton_text.reply_parsing.text_reader import Reading, TextReader
+from baton_text.reply_parsing.tool_formats import MAX_PYTHONIC_LENGTH, TOOL_FORMATS
 
 NAMES = ("get_weather", "add")
 WEATHER = '{"city": "Malmö", "days": [1, 2], "note": "a \\"}]<tool_call> b"}'
 
 
 def parse(pieces: list[str], *, is_truncated: bool = False, **options: object) -> dict[str, object]:
-    """Return the reply that all pieces together make."""
+    """Parse the pieces, and return the whole reply."""
     parser = ReplyParser(**{"tools": NAMES, **options})  # type: ignore[arg-type]
     deltas = [parser.push(piece) for piece in pieces]
     deltas.append(parser.finish(is_truncated=is_truncated))

@@ -18,7 +18,7 @@ from baton_engine.elastic.coordinator.placement.expert_placement import (
 from baton_engine.elastic.coordinator.placement.rebalance_steps import first_moves
 from baton_engine.elastic.coordinator.roster import Roster, key_of
 from baton_engine.untrusted import SparseLog
-from baton_protocol.topology import ExpertLoads, Generation, Member, Placement, Status
+from baton_protocol.topology import ExpertLoads, Generation, Placement, Status, TopologyMember
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Balance:
 
     def place(
         self,
-        members: tuple[Member, ...],
+        members: tuple[TopologyMember, ...],
         present: Generation | None,
         *,
         keep: bool = False,
@@ -110,7 +110,7 @@ class Balance:
             math.inf if keep else TOLERANCE,
         )
 
-    def expert_bytes(self, members: Iterable[Member]) -> int:
+    def expert_bytes(self, members: Iterable[TopologyMember]) -> int:
         """Return the size of one expert. 0: unknown, because a member does not report the size."""
         return min(status.expert_bytes for status in self._statuses(members))
 
@@ -170,7 +170,7 @@ class Balance:
             return placement
         return first_moves(present.placement, loads, max_moves)
 
-    def _statuses(self, members: Iterable[Member]) -> list[Status]:
+    def _statuses(self, members: Iterable[TopologyMember]) -> list[Status]:
         return [self._roster.living[member.instance_id] for member in members]
 
     def _loads(self, present: Generation) -> Loads:

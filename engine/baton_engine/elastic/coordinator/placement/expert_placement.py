@@ -317,9 +317,10 @@ class _Packing:
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
         """Return the best swap of an expert on `heavy` for one on `light`; None if no swap helps.
 
-        A swap helps if afterwards both ranks have less load than `heavy` has now. If there are
-        swaps after which neither load is above `good_enough`, the best of them leaves the two ranks
-        the fewest experts to receive. Otherwise the best swap has the lowest maximum of both loads.
+        A swap helps if afterwards both ranks have less load than `heavy` has now. Among the swaps
+        after which both loads are at most `good_enough`, the best is the one with which the two
+        ranks receive the fewest experts. If there is none, the best swap has the lowest maximum of
+        both loads.
 
         Returns:
             (expert that leaves `heavy`, expert that leaves `light`).

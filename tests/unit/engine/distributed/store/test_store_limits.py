@@ -19,10 +19,18 @@ from torch.distributed import DistNetworkError, DistStoreError
 from baton_engine import untrusted
 from baton_engine.distributed.store import store_server
 from baton_engine.distributed.store import values as store_values
-from baton_engine.distributed.store.handshake import Challenge, Hello, Proof, authenticate
+from baton_engine.distributed.store.handshake import Challenge, Proof, StoreHello, authenticate
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.store_server import StoreServer, open_store
-from baton_engine.distributed.store.wire import LENGTH, Answer, CountKeys, Get, Set, exchange, frame
+from baton_engine.distributed.store.wire import (
+    LENGTH,
+    CountKeys,
+    Get,
+    Set,
+    StoreReply,
+    exchange,
+    frame,
+)
 from support.waiting import eventually
 
 HOST = "127.0.0.1"
@@ -46,7 +54,7 @@ def connection_to(server: StoreServer) -> socket.socket:
 
 def is_served(server: StoreServer) -> bool:
     with contextlib.suppress(OSError), connection_to(server) as connection:
-        return exchange(connection, frame(CountKeys()), Answer, deadline()).number > 0
+        return exchange(connection, frame(CountKeys()), StoreReply, deadline()).number > 0
     return False
 
 
@@ -69,7 +77,7 @@ def deadline() -> float:
 def test_a_client_with_a_second_request_before_its_answer_is_dropped(
     server: StoreServer, store: Store
 ) -> None:
-    """A client can use the memory of one answer and the time of one request."""
+    """The store handles one request of a client at a time, so it holds one answer at most."""
     store.multi_set([f"key {n}" for n in range(8)], ["x" * 100_000] * 8)
     ask = frame(Get([f"key {n}" for n in range(8)]))
     with connection_to(server) as connection:
@@ -165,7 +173,7 @@ def test_many_large_answers_do_not_delay_other_clients(server: StoreServer, stor
     with contextlib.ExitStack() as stack:
         for _ in range(12):
             connection = stack.enter_context(connection_to(server))
-            exchange(connection, frame(CountKeys()), Answer, deadline())
+            exchange(connection, frame(CountKeys()), StoreReply, deadline())
             connection.sendall(frame(Get([*keys, "last"])))
         store.set("last", "1")
         started = time.monotonic()
@@ -228,7 +236,7 @@ def test_connected_clients_are_served_when_descriptors_run_out(
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         os.close(spare)
     with waiting:
-        assert exchange(waiting, frame(CountKeys()), Answer, deadline()).number == 1
+        assert exchange(waiting, frame(CountKeys()), StoreReply, deadline()).number == 1
 
 
 def test_both_sides_set_tcp_nodelay(server: StoreServer, store: Store) -> None:
@@ -291,7 +299,7 @@ def test_clients_with_the_secret_are_served(locked: StoreServer) -> None:
         frame(CountKeys()),
         frame(Set({"key": b"forged"})),
         frame(Get(["key"])),
-        frame(Hello(b"short")),
+        frame(StoreHello(b"short")),
         frame(Proof(bytes(32))),
         LENGTH.pack(2**20),
         b"GET / HTTP/1.1\r\n\r\n",
@@ -313,12 +321,12 @@ def test_clients_with_another_secret_are_refused(locked: StoreServer) -> None:
     with pytest.raises(TimeoutError, match="the rendezvous store has another service's key"):
         connect_store(locked.address, 0.3, ANOTHER)
     with connection_to(locked) as connection:
-        challenge = exchange(connection, frame(Hello(bytes(32))), Challenge, deadline())
+        challenge = exchange(connection, frame(StoreHello(bytes(32))), Challenge, deadline())
         connection.sendall(frame(Proof(challenge.proof)))  # the store's own proof is not a client's
         assert connection.recv(1) == b""
     with connection_to(locked) as connection:
-        exchange(connection, frame(Hello(bytes(32))), Challenge, deadline())
-        connection.sendall(frame(Hello(bytes(32))))
+        exchange(connection, frame(StoreHello(bytes(32))), Challenge, deadline())
+        connection.sendall(frame(StoreHello(bytes(32))))
         assert connection.recv(1) == b""
 
 

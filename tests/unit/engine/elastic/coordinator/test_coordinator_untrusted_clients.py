@@ -14,7 +14,11 @@ import msgspec
 import pytest
 import zmq
 
-from baton_engine.elastic.coordinator.checks import (
+from baton_engine.elastic.coordinator.controller_config import ControllerConfig
+from baton_engine.elastic.coordinator.coordinator import Coordinator
+from baton_engine.elastic.coordinator.placement.balance import fits
+from baton_engine.elastic.coordinator.topology_controller import TopologyController
+from baton_engine.elastic.coordinator.validation import (
     MAX_EXPERTS,
     MAX_FAILURE,
     MAX_MEMBERS,
@@ -23,20 +27,16 @@ from baton_engine.elastic.coordinator.checks import (
     check_status,
     truncate_failure,
 )
-from baton_engine.elastic.coordinator.controller_config import ControllerConfig
-from baton_engine.elastic.coordinator.coordinator import Coordinator
-from baton_engine.elastic.coordinator.placement.balance import fits
-from baton_engine.elastic.coordinator.topology_controller import Controller
 from baton_engine.elastic.rank.rank_link import RankLink
 from baton_engine.http.bounded_server import MAX_BODY_BYTES
 from baton_protocol.topology import (
     ExpertLoads,
     Generation,
-    Member,
     Placement,
     RankPhase,
     StartWave,
     Status,
+    TopologyMember,
     TopologyRequest,
 )
 from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
@@ -182,7 +182,7 @@ def test_requests_on_one_connection_do_not_wait_for_acknowledgements(
 
 
 def status(**fields: object) -> Status:
-    member = Member("a", "a#0", HOST, 1, 2, 3)
+    member = TopologyMember("a", "a#0", HOST, 1, 2, 3)
     return msgspec.structs.replace(Status(member, RankPhase.STANDBY, 4, 2), **fields)
 
 
@@ -192,13 +192,13 @@ GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HO
 @pytest.mark.parametrize(
     "wrong",
     [
-        status(member=Member("a\nb", "a#0", HOST, 1, 2, 3)),
-        status(member=Member("a" * 64, "a#0", HOST, 1, 2, 3)),
-        status(member=Member("a", "a\x1b", HOST, 1, 2, 3)),
-        status(member=Member("a", "a" * 300, HOST, 1, 2, 3)),
-        status(member=Member("a", "a#0", "host name", 1, 2, 3)),
-        status(member=Member("a", "a#0", HOST, 1, 2, 2**16)),
-        status(member=Member("a", "a#0", HOST, 1, -2, 3)),
+        status(member=TopologyMember("a\nb", "a#0", HOST, 1, 2, 3)),
+        status(member=TopologyMember("a" * 64, "a#0", HOST, 1, 2, 3)),
+        status(member=TopologyMember("a", "a\x1b", HOST, 1, 2, 3)),
+        status(member=TopologyMember("a", "a" * 300, HOST, 1, 2, 3)),
+        status(member=TopologyMember("a", "a#0", "host name", 1, 2, 3)),
+        status(member=TopologyMember("a", "a#0", HOST, 1, 2, 2**16)),
+        status(member=TopologyMember("a", "a#0", HOST, 1, -2, 3)),
         status(suspects=("x",) * (MAX_MEMBERS + 1)),
         status(suspects=("a b",)),
         status(prepared="1.x\n"),
@@ -217,7 +217,7 @@ GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HO
         status(generation=msgspec.structs.replace(GENERATION, store_host="")),
         status(
             committed=msgspec.structs.replace(
-                GENERATION, members=(Member("B", "b", HOST, 1, 2, 3),)
+                GENERATION, members=(TopologyMember("B", "b", HOST, 1, 2, 3),)
             )
         ),
     ],
@@ -231,7 +231,7 @@ def test_a_status_with_invalid_names_or_numbers_is_refused(wrong: Status) -> Non
 
 
 PLACEMENT = (((0, 1), (2, 3)),) * 2
-A, B = (Member(name, f"{name}#0", HOST, 1, 2, 3) for name in "ab")
+A, B = (TopologyMember(name, f"{name}#0", HOST, 1, 2, 3) for name in "ab")
 
 
 @pytest.mark.parametrize(
@@ -246,14 +246,14 @@ A, B = (Member(name, f"{name}#0", HOST, 1, 2, 3) for name in "ab")
     ids=["unknown expert", "negative expert", "more experts", "more layers", "one member twice"],
 )
 def test_ranks_that_contradict_each_other_do_not_end_the_coordinator(
-    members: tuple[Member, ...], placement: Placement, num_experts: int
+    members: tuple[TopologyMember, ...], placement: Placement, num_experts: int
 ) -> None:
-    controller = Controller(
+    controller = TopologyController(
         lambda: "n",
         ControllerConfig(settle_s=0.0, rebalance_threshold=1.1, rebalance_window_s=1.0),
     )
 
-    def report(member: Member, generation: Generation, num_experts: int, now: int) -> None:
+    def report(member: TopologyMember, generation: Generation, num_experts: int, now: int) -> None:
         layer = (now * 10**6, *[now] * (num_experts - 1))
         status = Status(
             member,
@@ -338,7 +338,7 @@ def test_a_rank_that_floods_the_coordinator_does_not_delay_the_others(
         sender.close()
 
     forged = msgspec.msgpack.encode(
-        status(member=Member("forged\n2026 ERROR forged", "e#0", HOST, 1, 2, 3))
+        status(member=TopologyMember("forged\n2026 ERROR forged", "e#0", HOST, 1, 2, 3))
     )
     flooding = threading.Thread(target=flood, args=(forged,))
     flooding.start()

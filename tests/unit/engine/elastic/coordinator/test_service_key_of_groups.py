@@ -17,7 +17,7 @@ import zmq
 
 from baton_engine.elastic.rank.rank_link import RankLink
 from baton_protocol.service_key import AdminRequest, ServiceKey
-from baton_protocol.topology import Directive, Member, RankPhase, StartWave, Status
+from baton_protocol.topology import Directive, RankPhase, StartWave, Status, TopologyMember
 from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
 from support.waiting import eventually
 
@@ -46,7 +46,9 @@ def coordinator(
 
 
 def status(name: str, link_port: int = 1) -> Status:
-    return Status(Member(name, f"instance-{name}", HOST, 1, link_port, 2), RankPhase.STANDBY, 4, 2)
+    return Status(
+        TopologyMember(name, f"instance-{name}", HOST, 1, link_port, 2), RankPhase.STANDBY, 4, 2
+    )
 
 
 def metric(coordinator: CoordinatorProcess, name: str) -> float:

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyRequest
-from support.elastic.group_questions import directive_of, generation_of, names_of, operation
+from support.elastic.group_state import directive_of, generation_of, names_of, operation
 from support.elastic.simulated_group import CONFIG, STEP_S, SimulatedGroup
 from support.elastic.simulated_rank import NUM_EXPERTS, SimulatedRank
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton_protocol.topology import Activity, OperationPhase, RankPhase
-from support.elastic.group_questions import (
+from support.elastic.group_state import (
     directive_of,
     generation_of,
     names_of,

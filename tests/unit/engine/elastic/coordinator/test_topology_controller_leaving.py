@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton_protocol.topology import OperationPhase, RankPhase
-from support.elastic.group_questions import generation_of, operation
+from support.elastic.group_state import generation_of, operation
 from support.elastic.simulated_group import CONFIG, SimulatedGroup
 
 

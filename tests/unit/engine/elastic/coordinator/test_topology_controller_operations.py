@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton_protocol.topology import OperationPhase
-from support.elastic.group_questions import operation
+from support.elastic.group_state import operation
 from support.elastic.simulated_group import CONFIG, SimulatedGroup
 from support.elastic.simulated_rank import SimulatedRank
 

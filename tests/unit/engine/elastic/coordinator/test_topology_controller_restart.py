@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from baton_protocol.topology import OperationPhase
-from support.elastic.group_questions import generation_of, operation
+from support.elastic.group_state import generation_of, operation
 from support.elastic.simulated_group import SimulatedGroup
 from support.elastic.simulated_rank import SimulatedRank
 

@@ -10,7 +10,14 @@ import pytest
 import zmq
 
 from baton_engine.elastic.rank.rank_link import RankLink, unreachable
-from baton_protocol.topology import Activity, Directive, Member, RankPhase, StartWave, Status
+from baton_protocol.topology import (
+    Activity,
+    Directive,
+    RankPhase,
+    StartWave,
+    Status,
+    TopologyMember,
+)
 from support.waiting import eventually
 
 HOST = "127.0.0.1"
@@ -18,8 +25,8 @@ DEADLINE_S = 60.0
 START = StartWave(3, "nonce-3", 7)
 
 
-def member(name: str, link_port: int) -> Member:
-    return Member(name, f"instance-{name}", HOST, 1, link_port, 2)
+def member(name: str, link_port: int) -> TopologyMember:
+    return TopologyMember(name, f"instance-{name}", HOST, 1, link_port, 2)
 
 
 class Coordinator:

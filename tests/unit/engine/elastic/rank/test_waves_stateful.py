@@ -124,7 +124,7 @@ class WavesMachine(RuleBasedStateMachine):
         waves = {rank.waves.wave for rank in self.ranks.ranks if rank.waves is not None}
         assert len(waves) == 1, "waves differ"
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def only_begun_waves_run(self) -> None:

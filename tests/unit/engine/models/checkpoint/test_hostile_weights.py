@@ -102,7 +102,7 @@ def test_links_to_other_blobs_are_refused(checkpoint: Path, tmp_path: Path) -> N
 
 
 def test_links_within_the_folder_are_followed(checkpoint: Path) -> None:
-    """A volume of a ConfigMap has such links, and the folder itself may be a link, too."""
+    """A volume of a ConfigMap has such links, and the folder itself may also be a link."""
     alias = checkpoint.with_name("alias")
     alias.symlink_to(checkpoint)
     link_files(alias, alias / "..data")

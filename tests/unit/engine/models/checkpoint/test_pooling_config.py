@@ -12,7 +12,7 @@ from baton_engine.checkpoint import create_checkpoint
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.checkpoint.pooling_config import PoolingConfig, PoolingType
 from baton_engine.models.errors import ModelInvalid
-from baton_protocol.pooling import Task
+from baton_protocol.pooling_params import Task
 from support.engine.model_cases import edit_config
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "vocab_size": 300}

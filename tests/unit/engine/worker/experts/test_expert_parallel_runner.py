@@ -21,7 +21,7 @@ from baton_engine.worker.experts.generations import ExpertWorker, Generations
 from baton_engine.worker.experts.preparation import PreparationState
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import ParallelConfig
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.model_cases import DEADLINE_S, Meeting, ThreadGroup, run_threads
 from support.engine.ranks.expert_ranks import ThreadNetwork, generation, place_experts
 from support.engine.step_driver import (

@@ -81,7 +81,7 @@ def test_malloc_and_the_operations_keep_at_most_a_sixteenth_of_the_available_mem
 
 
 def test_by_default_a_large_tensor_has_pages_of_its_own() -> None:
-    """If malloc changes this, the module may be needless."""
+    """If malloc changes this, the module may become unnecessary."""
     has_own_pages, kept, _ = run()
     assert has_own_pages
     assert kept < 24 << 20

@@ -12,7 +12,7 @@ from baton_engine.worker.sampling import sampler
 from baton_engine.worker.sampling.sampler import SamplingInput
 from baton_kernels.sampling import BestTokens
 from baton_kernels.sampling.noise import gumbel_noise, noise_key
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.sampling_inputs import EOS, sample, sampling_input
 
 # noise_key(1, 2, 3) and its first noise values.

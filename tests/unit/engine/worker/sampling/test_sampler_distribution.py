@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from baton_engine.worker.sampling.sampler import SamplingInput
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.sampling_inputs import EOS, sample
 
 VOCAB_SIZE = 24

@@ -20,7 +20,7 @@ from baton_kernels.sampling.noise import (
     noise_key,
     noise_mantissa,
 )
-from baton_protocol.sampling import SamplingParams
+from baton_protocol.sampling_params import SamplingParams
 from support.engine.sampling_inputs import EOS, Sampled, sample, sampling_input
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}

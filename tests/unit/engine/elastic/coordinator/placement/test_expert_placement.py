@@ -19,7 +19,14 @@ from baton_engine.elastic.coordinator.placement.expert_placement import (
     plan_placement,
 )
 from baton_engine.elastic.coordinator.roster import Roster
-from baton_protocol.topology import ExpertLoads, Generation, Member, Placement, RankPhase, Status
+from baton_protocol.topology import (
+    ExpertLoads,
+    Generation,
+    Placement,
+    RankPhase,
+    Status,
+    TopologyMember,
+)
 
 Loads = list[list[int]]
 
@@ -254,7 +261,7 @@ def test_a_recovery_moves_only_lost_experts_and_fills_free_slots(data: st.DataOb
     loads = data.draw(st.lists(st.integers(0, 1000), min_size=num_experts, max_size=num_experts))
     before = data.draw(st.lists(st.integers(0, 1000), min_size=num_experts, max_size=num_experts))
     members = tuple(
-        Member(f"r{rank}", f"i{rank}", "10.0.0.1", 1, 2, 3) for rank in range(num_ranks)
+        TopologyMember(f"r{rank}", f"i{rank}", "10.0.0.1", 1, 2, 3) for rank in range(num_ranks)
     )
     ids = [member.instance_id for member in members]
     placement = plan_placement(1, num_experts, ids, num_redundant, [before])

@@ -18,7 +18,14 @@ from baton_engine.elastic.coordinator.placement.expert_placement import (
 )
 from baton_engine.elastic.coordinator.placement.rebalance_steps import first_moves
 from baton_engine.elastic.coordinator.roster import Roster
-from baton_protocol.topology import ExpertLoads, Generation, Member, Placement, RankPhase, Status
+from baton_protocol.topology import (
+    ExpertLoads,
+    Generation,
+    Placement,
+    RankPhase,
+    Status,
+    TopologyMember,
+)
 
 Loads = list[list[int]]
 EXPERT_BYTES = 100
@@ -130,7 +137,8 @@ class Windows:
             rebalance_max_move_bytes=float(max_moves * EXPERT_BYTES),
         )
         self._members = tuple(
-            Member(f"r{rank}", f"i{rank}", "10.0.0.1", 1, 2, 3) for rank in range(len(placement[0]))
+            TopologyMember(f"r{rank}", f"i{rank}", "10.0.0.1", 1, 2, 3)
+            for rank in range(len(placement[0]))
         )
         self._redundant = num_redundant
         self._roster = Roster(1e9, 1e9)

@@ -1,0 +1,50 @@
+"""Slows down clients that keep sending requests without a valid API key."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+#: Refusals of one address that are sent at once. One more is allowed every REFILL_S.
+BURST = 10
+REFILL_S = 6.0
+#: Delay in seconds of further refusals.
+DELAY_S = 2.0
+#: Number of addresses in the table. Beyond it, the address whose last refusal is oldest is dropped.
+MAX_ADDRESSES = 4096
+
+
+class AuthDelays:
+    """Delays of 401 responses, by address.
+
+    Only the responses to invalid keys are delayed. All clients of a proxy have its address, so a
+    client with a valid key must not wait because another one guesses.
+
+    Args:
+        clock: returns the time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        #: By address: the time at which all of its refusals are forgotten.
+        self._forgotten_at: OrderedDict[str, float] = OrderedDict()
+
+    def record(self, address: str | None) -> float:
+        """Record a refusal. Return the seconds for which its response must wait."""
+        now, key = self._clock(), _network(address or "")
+        forgotten_at = max(now, self._forgotten_at.pop(key, now)) + REFILL_S
+        is_delayed = forgotten_at - now > BURST * REFILL_S
+        # A delayed refusal adds nothing: the rate of the others stays one per REFILL_S.
+        self._forgotten_at[key] = forgotten_at - REFILL_S if is_delayed else forgotten_at
+        if len(self._forgotten_at) > MAX_ADDRESSES:
+            self._forgotten_at.popitem(last=False)
+        return DELAY_S if is_delayed else 0.0
+
+
+def _network(address: str) -> str:
+    """Return the address, or the /64 network of an IPv6 address, which one client may have."""
+    if ":" not in address:
+        return address
+    return str(ipaddress.IPv6Network((address.partition("%")[0], 64), strict=False))

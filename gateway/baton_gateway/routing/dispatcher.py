@@ -1,0 +1,380 @@
+"""Runs one sequence on engines: prefill and decode stages, fallback, retry, resume.
+
+The gateway keeps all generated tokens of the sequence. When an engine is lost, another engine gets
+the prompt and these tokens, and the stream continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+
+import msgspec
+
+from baton_gateway.errors import engine_failure, internal
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.routing.placer import Placer
+from baton_gateway.routing.pool_member import PoolMember
+from baton_gateway.routing.prefill_stage import PrefillStage
+from baton_gateway.routing.retry_state import AttemptError, RetryState
+from baton_gateway.routing.sequence import Placement, Sequence
+from baton_protocol.engine_client.engine_client import EngineClient, EngineDeadError, RequestStream
+from baton_protocol.engine_messages import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    ErrorCode,
+    FinishReason,
+    KVSide,
+    KVTransferParams,
+    PrefillResult,
+)
+
+logger = logging.getLogger(__name__)
+
+#: Resumed samples wait this long for the first of them to compute their prompt.
+PROMPT_WAIT_S = 10.0
+
+#: Failures that are retried on another engine. For a sequence that has begun, every failure with an
+#: error code is retried: an engine has accepted the request, so the request is valid.
+_RETRIABLE = frozenset(
+    {ErrorCode.DRAINING, ErrorCode.OVERLOADED, ErrorCode.INTERNAL, ErrorCode.KV_LOAD}
+)
+
+
+class Dispatcher:
+    """Runs sequences on the engines of the pool.
+
+    The samples of one prompt go to one decode engine as a group. The first one has the prefill
+    stage, if there is one, and the samples share the prompt's blocks. So the prompt is computed
+    once and moved once. When the engine is lost, its samples move to one other engine together. A
+    sample that fails alone moves alone.
+
+    Args:
+        inter_token_timeout_s: a sequence whose decode engine has sent a token, and sends no other
+            one for this long, moves to another decode engine. 0: no limit.
+    """
+
+    def __init__(
+        self, placer: Placer, metrics: GatewayMetrics, *, inter_token_timeout_s: float
+    ) -> None:
+        self._placer = placer
+        self._metrics = metrics
+        self._inter_token_timeout_s = inter_token_timeout_s or None
+
+    async def generate(self, sequence: Sequence) -> AsyncGenerator[EngineCoreOutput, None]:
+        """Yield the outputs of `sequence` in order, without gap or repetition.
+
+        The last output has the finish reason STOP, LENGTH or REPETITION. Closing the iterator early
+        aborts the requests on the engines.
+
+        Raises:
+            APIError: no engine is available, or no engine could finish the sequence.
+        """
+        state = RetryState(sequence, sequence.data_parallel_rank)
+        while not sequence.is_complete:
+            placement, prefill = await self._placer.place(state)
+            attempt_id = f"{sequence.request_id}-{state.num_attempts}"
+            state.on_sent(placement)
+            if state.last_failure is not None:
+                self._count_retry(sequence, state.last_failure)
+            num_tokens = len(sequence.generated_token_ids)
+            attempt = (
+                self._aggregated(state, placement, attempt_id)
+                if prefill is None
+                else self._disaggregated(state, prefill, placement, attempt_id)
+            )
+            try:
+                async with aclosing(attempt) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            except AttemptError as error:
+                has_progressed = len(sequence.generated_token_ids) > num_tokens
+                state.on_failed(error, has_progressed=has_progressed)
+                logger.warning(
+                    "request %s: engine %s failed after %d tokens, trying another: %s",
+                    sequence.request_id,
+                    placement.member.endpoint.name,
+                    len(sequence.generated_token_ids),
+                    error,
+                )
+        # The engine was lost after the last token and before its finish reason.
+        yield EngineCoreOutput(sequence.request_id, [], finish_reason=FinishReason.LENGTH)
+
+    def _count_retry(self, sequence: Sequence, failure: AttemptError) -> None:
+        self._metrics.retries.labels(failure.reason).inc()
+        if sequence.has_begun:
+            self._metrics.resumed.labels(failure.reason).inc()
+            self._metrics.replayed_tokens.inc(len(sequence.generated_token_ids))
+
+    async def _aggregated(
+        self, state: RetryState, placement: Placement, attempt_id: str
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
+        """Yield the outputs of an attempt on one engine, which decodes.
+
+        The engine computes the prompt, unless another sample of the group computes or loads it.
+        """
+        sequence, client = state.sequence, placement.member.ready_client
+        if sequence.has_begun and placement.has_sample:
+            await _wait_for_prompt(placement)
+        placement.has_sample = True
+        try:
+            request = sequence.request(attempt_id, None, group_id=_group_id(sequence, placement))
+            stream = self._add(client, request, state.rank)
+            async with aclosing(self._decode_outputs(sequence, stream)) as outputs:
+                async for output in outputs:
+                    placement.prompt_computed.set()
+                    yield output
+        finally:
+            placement.prompt_computed.set()
+            client.abort([attempt_id])
+
+    async def _disaggregated(
+        self, state: RetryState, prefill: PoolMember, placement: Placement, attempt_id: str
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
+        """Yield the outputs of an attempt on a prefill engine and a decode engine.
+
+        Both engines receive ADD at the same time. The first token comes from the prefill engine,
+        all other tokens from the decode engine. In a group, all tokens come from the decode engine.
+        Otherwise a sample that ends with its first token would not load the prompt's KV for the
+        other samples.
+        """
+        sequence, decode = state.sequence, placement.member
+        client = decode.ready_client
+        placement.has_sample = True
+        produce, consume = _transfer(prefill, decode)
+        group_id = _group_id(sequence, placement)
+        request = sequence.request(attempt_id, consume, group_id=group_id)
+        stream = self._add(client, request, state.rank)
+        stage = PrefillStage(prefill, sequence.request(attempt_id, produce), stream, self._metrics)
+        try:
+            first = await self._first_token(sequence, stage, client, request)
+            if first is not None:
+                yield first
+                if first.finished:
+                    return
+            decoded = self._decode_outputs(sequence, stream, stage.decode_output)
+            async with aclosing(decoded) as outputs:
+                async for output in outputs:
+                    placement.prompt_computed.set()
+                    yield output
+        finally:
+            placement.prompt_computed.set()
+            stage.close()
+            client.abort([attempt_id])
+
+    async def _first_token(
+        self,
+        sequence: Sequence,
+        stage: PrefillStage,
+        client: EngineClient,
+        request: EngineCoreRequest,
+    ) -> EngineCoreOutput | None:
+        """Wait for the prefill stage, and send PREFILL_RESULT unless the sequence has ended.
+
+        PREFILL_RESULT is sent before the client of the gateway receives the first token. So a slow
+        client does not delay the decode engine.
+
+        Args:
+            sequence: the sequence, to which the first token is added.
+            stage: the prefill stage.
+            client: the connection to the decode engine.
+            request: the decode engine's request.
+
+        Returns:
+            The output with the first token. None: the decode engine samples the first token.
+
+        Raises:
+            AttemptError, APIError: the decode engine has failed, or the prefill engine's output is
+                invalid.
+        """
+        if not await stage.wait():
+            # PREFILL_RESULT carries the first token. Before it, the engine can only send a failure.
+            self._check(sequence, await _received(stage.decode_output))
+            raise AttemptError(
+                "the decode engine sent tokens before it received the first one",
+                ErrorCode.INTERNAL,
+            )
+        output, error = stage.result()
+        if output is not None and not request.group_id:
+            output = self._add_first_token(sequence, output)
+            if not output.finished:
+                client.prefill_result(PrefillResult(request.request_id, output.new_token_ids))
+            return output
+        if output is not None:
+            sequence.num_cached_tokens = output.num_cached_tokens
+        client.prefill_result(PrefillResult(request.request_id, error=error))
+        return None
+
+    def _add_first_token(self, sequence: Sequence, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Add the prefill stage's token to the sequence.
+
+        Returns:
+            `output` with the sequence's finish reason, which is None if the sequence continues.
+        """
+        self._check(sequence, output)
+        finish_reason = _finish_reason(sequence, output)
+        sequence.generated_token_ids += output.new_token_ids
+        sequence.num_cached_tokens = output.num_cached_tokens
+        return msgspec.structs.replace(output, finish_reason=finish_reason)
+
+    async def _decode_outputs(
+        self,
+        sequence: Sequence,
+        stream: RequestStream,
+        first: asyncio.Task[EngineCoreOutput] | None = None,
+    ) -> AsyncGenerator[EngineCoreOutput, None]:
+        """Yield the decode engine's outputs up to the last, and add their tokens to `sequence`.
+
+        Args:
+            first: after a prefill stage, a task that already waits for the decode engine's first
+                output.
+        """
+        # After a prefill stage the sequence has a token, but it has not run on another engine.
+        is_resumed = sequence.has_begun and first is None
+        # The engine may first have to load or recompute the KV cache of the tokens so far.
+        timeout_s: float | None = None
+        while True:
+            output = await _next_output(anext(stream) if first is None else first, timeout_s)
+            first, timeout_s = None, self._inter_token_timeout_s
+            self._check(sequence, output)
+            sequence.generated_token_ids += output.new_token_ids
+            if not is_resumed:  # a resumed sequence may hit blocks that it cached itself
+                sequence.num_cached_tokens = max(
+                    sequence.num_cached_tokens, output.num_cached_tokens
+                )
+            yield output
+            if output.finished:
+                return
+
+    def _check(self, sequence: Sequence, output: EngineCoreOutput) -> None:
+        """Raise an error unless `output` succeeded and continues the tokens so far.
+
+        Raises:
+            AttemptError: another engine may succeed.
+            APIError: the failure is final, or the output leaves out or repeats a token.
+        """
+        if output.finish_reason is FinishReason.ERROR or output.error:
+            if output.error_code in _RETRIABLE or (
+                sequence.has_begun and output.error_code is not None
+            ):
+                raise AttemptError(output.error, output.error_code)
+            logger.error("request %s failed: %s", sequence.request_id, output.error)
+            raise engine_failure(output.error, output.error_code, sequence.request_id)
+        if output.finish_reason is FinishReason.ABORT:
+            raise AttemptError(
+                "the engine aborted the request (it is shutting down)", ErrorCode.DRAINING
+            )
+        expected = len(sequence.generated_token_ids)
+        if output.new_token_ids and output.token_offset != expected:
+            self._metrics.offset_errors.inc()
+            kind = "gap" if output.token_offset > expected else "repeat"
+            logger.error(
+                "request %s: the engine's output has a %s: expected token offset %d, got %d",
+                sequence.request_id,
+                kind,
+                expected,
+                output.token_offset,
+            )
+            raise internal(
+                f"The engine's output has a {kind}: expected token {expected}, "
+                f"got {output.token_offset}."
+            )
+
+    def _add(
+        self, client: EngineClient, request: EngineCoreRequest, rank: int | None
+    ) -> RequestStream:
+        request.data_parallel_rank = rank
+        try:
+            return client.add(request)
+        except EngineDeadError as error:  # it died after it was picked
+            raise AttemptError(str(error), None) from error
+
+
+async def _wait_for_prompt(placement: Placement) -> None:
+    """Wait until the placement's engine has the prompt's blocks of an earlier sample.
+
+    Resumed samples wait at most PROMPT_WAIT_S, and then find the prompt's blocks in the prefix
+    cache. They cannot be sent as a group, because all samples of a group start right after the
+    prompt.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PROMPT_WAIT_S):
+            await placement.prompt_computed.wait()
+
+
+def _group_id(sequence: Sequence, placement: Placement) -> str:
+    """Return the id of the group in which `sequence` is sent to the engine.
+
+    An empty id means that the sequence is sent alone.
+    """
+    group = sequence.group
+    if group is None or sequence.has_begun or placement not in group.placements.values():
+        return ""
+    return group.group_id
+
+
+def _transfer(prefill: PoolMember, decode: PoolMember) -> tuple[KVTransferParams, KVTransferParams]:
+    """Return the parameters of a new KV transfer, for the prefill engine and the decode engine."""
+    transfer_id = uuid.uuid4().hex
+    produce = KVTransferParams(
+        side=KVSide.PRODUCE,
+        transfer_id=transfer_id,
+        peer_instance_id=decode.ready_client.instance_id,
+    )
+    consume = KVTransferParams(
+        side=KVSide.CONSUME,
+        transfer_id=transfer_id,
+        peer_instance_id=prefill.ready_client.instance_id,
+        remote_host=prefill.endpoint.host,
+        remote_port=prefill.endpoint.kv_port,
+    )
+    return produce, consume
+
+
+async def _next_output(
+    output: Awaitable[EngineCoreOutput], timeout_s: float | None
+) -> EngineCoreOutput:
+    """Await and return an output of the decode engine.
+
+    Args:
+        timeout_s: longest wait; None: no limit.
+
+    Raises:
+        AttemptError: the engine is dead, or has sent no output within `timeout_s`.
+    """
+    if timeout_s is None:  # a timeout costs a tenth of the gateway's time for a token
+        return await _received(output)
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _received(output)
+    except TimeoutError:
+        raise AttemptError(f"no token within {timeout_s:g} s", None, reason="no_token") from None
+
+
+async def _received(output: Awaitable[EngineCoreOutput]) -> EngineCoreOutput:
+    """Await and return an output of the decode engine.
+
+    Raises:
+        AttemptError: the engine is dead.
+    """
+    try:
+        return await output
+    except EngineDeadError as error:
+        raise AttemptError(str(error), None) from error
+
+
+def _finish_reason(sequence: Sequence, output: EngineCoreOutput) -> FinishReason | None:
+    """Return the finish reason after the prefill stage's token; None if the sequence continues.
+
+    A prefill engine always reports LENGTH after its token. This function ignores that reason.
+    """
+    if output.finish_reason in (FinishReason.STOP, FinishReason.REPETITION):
+        return output.finish_reason
+    num_generated = len(sequence.generated_token_ids) + len(output.new_token_ids)
+    limit = sequence.sampling_params.max_tokens
+    return FinishReason.LENGTH if limit is not None and num_generated >= limit else None

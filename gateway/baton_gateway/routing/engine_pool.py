@@ -1,0 +1,366 @@
+"""The engine pool: a connection to every discovered engine.
+
+The pool keeps a connection while discovery lists the engine. If the connection is lost, the pool
+connects again to the same address, with backoff. An engine that discovery no longer lists gets no
+new requests, and is disconnected when its last request has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import uuid
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import TypeVar
+
+from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.routing.discovery import ROLES, Discovery
+from baton_gateway.routing.pool_member import PoolMember
+from baton_protocol.engine_client.engine_client import (
+    EngineClient,
+    EngineDeadError,
+    HandshakeFailedError,
+)
+from baton_protocol.engine_messages import Init
+from baton_protocol.options.config import EngineEndpoint
+from baton_protocol.pooling_params import PairFormat, Task
+from baton_protocol.service_key import ServiceKey
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+#: A connected engine may load its model for this long before the pool reconnects.
+LOAD_TIMEOUT_S = 600.0
+#: Shortest and longest pause before the next attempt to connect.
+MIN_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 3.0
+_POLL_S = 0.1
+#: If no other engine can continue them, requests stay on a stalled engine for this long. Then they
+#: leave it and wait for an engine, as after the loss of their engine.
+MAX_STALL_S = 600.0
+
+_Picked = TypeVar("_Picked")
+
+
+class EnginePool:
+    """All discovered engines, and a connection to each.
+
+    Args:
+        discovery: yields the engines.
+        metrics: the gateway's metrics.
+        service_key: encrypts the connections to engines; None: they are not encrypted.
+        heartbeat_interval_s: interval in seconds at which each engine receives a PING.
+        heartbeat_timeout_s: an engine that sends nothing for this many seconds counts as dead.
+        stall_timeout_s: requests that make no progress for this many seconds move to another
+            engine.
+    """
+
+    def __init__(
+        self,
+        discovery: Discovery,
+        metrics: GatewayMetrics,
+        *,
+        service_key: ServiceKey | None,
+        heartbeat_interval_s: float,
+        heartbeat_timeout_s: float,
+        stall_timeout_s: float,
+    ) -> None:
+        self._discovery = discovery
+        self._metrics = metrics
+        self._service_key = service_key
+        self._heartbeat_interval_s = heartbeat_interval_s
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._client_id = f"gateway-{uuid.uuid4().hex[:8]}"
+        self._members: dict[tuple[str, str, int], PoolMember] = {}
+        self._tasks: dict[PoolMember, asyncio.Task[None]] = {}
+        #: Set and replaced whenever a member may have become available.
+        self._changed = asyncio.Event()
+        self._max_model_len: int | None = None
+        self._data_parallel_size = 1
+        self._task = Task.GENERATE
+        self._pair_format: PairFormat | None = None
+        for role in ROLES:
+            metrics.engines_ready.labels(role).set_function(self._counter(role))
+
+    async def run(self) -> None:
+        """Connect to all engines that discovery yields. When cancelled, close every connection."""
+        try:
+            async with aclosing(self._discovery.watch()) as sets:
+                async for endpoints in sets:
+                    self._apply(endpoints)
+                    self._notify()
+        finally:
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def available(self, role: str) -> list[PoolMember]:
+        """Return the members of `role` that accept new requests."""
+        return [
+            member
+            for member in self._members.values()
+            if member.endpoint.role == role and member.is_available
+        ]
+
+    @property
+    def is_scaled_to_zero(self) -> bool:
+        """Whether no decode engine starts until the service is scaled up by hand."""
+        return self._discovery.is_scaled_to_zero
+
+    async def wait_for(
+        self, pick: Callable[[], _Picked | None], timeout_s: float
+    ) -> _Picked | None:
+        """Call `pick` now, and again whenever an engine may have become available.
+
+        Returns:
+            The first result that is not None; None after `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    changed = self._changed
+                    if (picked := pick()) is not None:
+                        return picked
+                    await changed.wait()
+        except TimeoutError:
+            return None
+
+    def is_expecting(self, role: str) -> bool:
+        """Return whether discovery lists an engine of `role` that is not available now."""
+        return any(
+            member.endpoint.role == role and not member.is_available
+            for member in self._members.values()
+        )
+
+    @property
+    def has_seen_decode(self) -> bool:
+        """Whether a decode engine has been available since the gateway started."""
+        return self.max_model_len is not None
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Limit on tokens per request, which is the smallest limit of an available decode engine.
+
+        While no decode engine is available, the last value stays. None until a decode engine has
+        been available.
+        """
+        self._read_decode_limits()
+        return self._max_model_len
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks of the decode group.
+
+        While no decode engine is available, the last value stays.
+        """
+        self._read_decode_limits()
+        return self._data_parallel_size
+
+    @property
+    def task(self) -> Task:
+        """What the decode engines do with prompts.
+
+        While no decode engine is available, the last value stays.
+        """
+        self._read_decode_limits()
+        return self._task
+
+    @property
+    def pair_format(self) -> PairFormat | None:
+        """How two texts become a prompt of the decode engines. None: they score no pairs."""
+        self._read_decode_limits()
+        return self._pair_format
+
+    def _read_decode_limits(self) -> None:
+        members = self.available("decode")
+        if members:
+            self._max_model_len = min(member.ready.max_model_len for member in members)
+            self._data_parallel_size = max(member.ready.data_parallel_size for member in members)
+            self._task = members[0].ready.task
+            self._pair_format = members[0].ready.pair_format
+
+    def _counter(self, role: str) -> Callable[[], float]:
+        return lambda: float(len(self.available(role)))
+
+    def _apply(self, endpoints: list[EngineEndpoint]) -> None:
+        current = {(e.name, e.host, e.engine_port): e for e in endpoints}
+        for key in self._members.keys() - current.keys():
+            member = self._members.pop(key)
+            member.leave()
+            logger.info(
+                "engine %s is no longer discovered, so it gets no new requests",
+                member.endpoint.name,
+            )
+        for key, endpoint in current.items():
+            known = self._members.get(key)
+            if known is not None:
+                known.endpoint = endpoint
+                continue
+            member = self._members[key] = PoolMember(endpoint)
+            logger.info(
+                "engine %s (%s) discovered at %s", endpoint.name, endpoint.role, endpoint.host
+            )
+            task = asyncio.create_task(self._maintain(member), name=f"pool {endpoint.name}")
+            self._tasks[member] = task
+            task.add_done_callback(lambda _, member=member: self._tasks.pop(member, None))  # type: ignore[misc]
+
+    async def _maintain(self, member: PoolMember) -> None:
+        """Keep `member` connected until it has left discovery and its requests have ended."""
+        backoff_s = MIN_BACKOFF_S
+        last_failure, num_refusals = "", 0
+        while not member.has_left():
+            endpoint = member.endpoint
+            client = self._new_client(endpoint)
+            try:
+                await client.connect(CONNECT_TIMEOUT_S)
+                await self._wait_ready(member, client)
+                if member.has_left():
+                    return
+                backoff_s, last_failure, num_refusals = MIN_BACKOFF_S, "", 0
+                member.client = client
+                self._check_pairs(member)
+                self._notify()
+                logger.info("engine %s is ready: instance %s", endpoint.name, client.instance_id)
+                await self._wait_lost_or_left(member, client)
+                if not member.has_left():
+                    logger.warning(
+                        "engine %s lost, reconnecting: %s", endpoint.name, client.dead_reason
+                    )
+            except HandshakeFailedError as error:
+                # Refusals are counted, not compared: their text depends on the part of the refusal
+                # that arrives first.
+                last_failure, num_refusals = "", num_refusals + 1
+                if num_refusals == 1:
+                    logger.info("engine %s is not ready, retrying: %s", endpoint.name, error)
+                elif num_refusals == 2:
+                    logger.warning(
+                        "engine %s refuses this gateway, retrying: %s", endpoint.name, error
+                    )
+            except (EngineDeadError, TimeoutError, OSError) as error:
+                num_refusals = 0
+                if str(error) != last_failure:
+                    last_failure = str(error)
+                    logger.info("engine %s is not ready, retrying: %s", endpoint.name, error)
+            except Exception:
+                # For example, no file descriptor is free. Without a retry, the engine would stay
+                # lost.
+                logger.exception("connecting to engine %s failed, retrying", endpoint.name)
+            finally:
+                member.client = None
+                await client.close()
+            await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _new_client(self, endpoint: EngineEndpoint) -> EngineClient:
+        return EngineClient(
+            endpoint.host,
+            endpoint.engine_port,
+            client_id=self._client_id,
+            service_key=self._service_key,
+            heartbeat_interval_s=self._heartbeat_interval_s,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            on_available=self._notify,
+        )
+
+    async def _wait_ready(self, member: PoolMember, client: EngineClient) -> None:
+        """Wait until the engine sends READY, or until the member has left discovery.
+
+        Raises:
+            TimeoutError: the engine has not sent READY within LOAD_TIMEOUT_S.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LOAD_TIMEOUT_S
+        while not member.has_left():
+            try:
+                await client.wait_ready(timeout_s=1.0)
+                return
+            except TimeoutError:
+                if loop.time() > deadline:
+                    raise
+
+    async def _wait_lost_or_left(self, member: PoolMember, client: EngineClient) -> None:
+        """Wait until the engine is dead, or has left discovery and ended its requests.
+
+        During the wait, move requests that should continue on another engine.
+        """
+        clock = asyncio.get_running_loop().time
+        moved_at = -math.inf
+        dead = asyncio.create_task(client.wait_dead())
+        try:
+            while not dead.done() and not (member.has_left() and client.num_unfinished == 0):
+                await asyncio.wait([dead], timeout=_POLL_S)
+                if clock() - moved_at < self._stall_timeout_s:
+                    continue  # requests sent after the last move have time to make progress
+                if (reason := self._why_move_requests(member, client)) is not None:
+                    moved_at = clock()
+                    name, num_requests = member.endpoint.name, client.num_unfinished
+                    logger.warning(
+                        "engine %s: moving %d requests to other engines: %s",
+                        name,
+                        num_requests,
+                        reason,
+                    )
+                    client.abandon_requests(reason)
+        finally:
+            dead.cancel()
+
+    def _why_move_requests(self, member: PoolMember, client: EngineClient) -> str | None:
+        """Return why the requests of a live engine should continue on other engines.
+
+        None means that they should stay. They stay for up to MAX_STALL_S if no other decode engine
+        can continue them. Decode engines also continue the requests of prefill engines. A step of
+        the engine may always last twice as long as the engine's longest step.
+        """
+        status = client.status
+        if status is None or not client.num_unfinished or client.dead_reason is not None:
+            return None
+        timeout_s = max(self._stall_timeout_s, 2 * status.longest_step_s)
+        if not (status.asleep or status.stalled_s > timeout_s):
+            return None
+        compatibility_hash = client.init.compatibility_hash
+        has_successor = any(
+            other is not member
+            and not other.is_slow
+            and other.ready_client.init.compatibility_hash == compatibility_hash
+            for other in self.available("decode")
+        )
+        if not has_successor and status.stalled_s <= max(MAX_STALL_S, timeout_s):
+            return None
+        if status.asleep:
+            return "the engine sleeps"
+        return f"the engine's requests have made no progress for {status.stalled_s:.0f} s"
+
+    def _check_pairs(self, member: PoolMember) -> None:
+        """Log and count engines of the other role that cannot exchange KV blocks with `member`."""
+        ours = _kv_properties(member.ready_client.init)
+        for other in self._members.values():
+            if other.client is None or other.endpoint.role == member.endpoint.role:
+                continue
+            theirs = _kv_properties(other.client.init)
+            if theirs != ours:
+                self._metrics.pair_mismatches.inc()
+                logger.warning(
+                    "engines %s and %s cannot exchange KV blocks, because they differ in "
+                    "compatibility hash or KV transport: %s and %s. Give both the same checkpoint, "
+                    "dtype, quantization and transport. If their machines differ, set dtype, "
+                    "because dtype auto depends on the machine",
+                    member.endpoint.name,
+                    other.endpoint.name,
+                    ours,
+                    theirs,
+                )
+
+    def _notify(self) -> None:
+        self._read_decode_limits()
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _kv_properties(init: Init) -> tuple[str, str]:
+    """Return the compatibility hash and the KV transport, which must be equal in paired engines."""
+    return init.compatibility_hash, init.kv_transport

@@ -1,0 +1,60 @@
+"""The work queue of a controller."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from baton_kube.client import KubeError
+
+logger = logging.getLogger(__name__)
+
+
+class WorkQueue:
+    """A queue of keys, reconciled one after the other. Failed keys are retried with backoff."""
+
+    def __init__(self, name: str, reconcile: Callable[[str], Awaitable[None]]) -> None:
+        self._name = name
+        self._reconcile = reconcile
+        self._keys: dict[str, None] = {}
+        self._filled = asyncio.Event()
+        self._failures: dict[str, int] = {}
+
+    def add(self, key: str) -> None:
+        """Queue `key`, unless it is queued already."""
+        self._keys[key] = None
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Reconcile queued keys until cancelled."""
+        while True:
+            await self._filled.wait()
+            key = next(iter(self._keys), None)
+            if key is None:
+                self._filled.clear()
+                continue
+            del self._keys[key]
+            try:
+                await self._reconcile(key)
+                self._failures.pop(key, None)
+            except KubeError as error:
+                self._retry(key, str(error), expected=error.status in (404, 409))
+            except OSError as error:  # the API server does not answer
+                self._retry(key, str(error), expected=True)
+            except Exception as error:
+                logger.exception("reconciling %s %s failed", self._name, key)
+                self._retry(key, repr(error), expected=True)
+
+    def _retry(self, key: str, why: str, *, expected: bool) -> None:
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        delay = min(0.1 * 2**count, 10.0)
+        logger.log(
+            logging.INFO if expected else logging.WARNING,
+            "reconciling %s %s failed: %s; retrying in %.1f s",
+            self._name,
+            key,
+            why,
+            delay,
+        )
+        asyncio.get_running_loop().call_later(delay, self.add, key)

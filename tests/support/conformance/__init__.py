@@ -1,0 +1,1 @@
+"""An API client and a custom resource for the conformance tests of control planes."""
