@@ -81,7 +81,7 @@ LIMITS = """
 | `stop_token_ids` | MAX_STOP_TOKEN_IDS | - |
 | `logit_bias`, `allowed_token_ids` | MAX_TOKEN_IDS entries; above FREE_OPTION_ENTRIES, MAX_OPTION_ENTRIES over all sequences of a request and of one API key, and MAX_TOTAL_OPTION_ENTRIES of all running requests | - |
 | `bad_words` | MAX_WORDS, of MAX_WORD_CHARACTERS characters together | - |
-| characters of one text to tokenize | MAX_TEXT_CHARACTERS, and MAX_CHARACTERS_PER_TOKEN for each token that is allowed | - |
+| characters of one text to tokenize | MAX_CHARACTERS_PER_TOKEN for each token that is allowed, and at most MAX_TEXT_CHARACTERS, or LONG_TEXT for each token of a prompt if that is more | - |
 | arguments of all tool calls in a conversation | MAX_ARGUMENT_VALUES JSON values, of which at most MAX_ARGUMENT_CONTAINERS arrays and objects | - |
 | schema, regular expression, list of choices or grammar | MAX_SPEC_LENGTH characters | - |
 | `cache_salt` | MAX_CACHE_SALT_LENGTH characters | - |

@@ -17,7 +17,7 @@ INLINE_BYTES = 8192
 #: Work on a body or text of at most this many bytes takes milliseconds. It does not wait for larger
 #: work.
 SMALL_BYTES = 2**16
-#: Tokenizing a text takes a hundred times its bytes of memory. Larger texts are tokenized one after
+#: Tokenizing a text takes up to 170 times its bytes of memory. Larger texts are tokenized one after
 #: the other.
 LARGE_TEXT_BYTES = 2**19
 #: Number of threads for small work, and for larger work. Python work holds the GIL, so more threads

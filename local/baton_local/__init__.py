@@ -3,8 +3,6 @@
 - `cli`: the command line.
 - `up`: `baton up`, a local cluster around one LLMService.
 - `serve`: `baton serve`, one engine and its gateway without Kubernetes.
-- `serve_flags`: the flags of `baton serve`.
-- `child_process`: a child process of `baton serve`, whose output is printed.
 - `plan`: `baton plan`, the steps of a rollout.
 - `preview`: the simulated cluster behind `baton plan`.
 - `service_status`: the state of a service, read from the API server and the service's pods.

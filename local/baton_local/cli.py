@@ -89,7 +89,7 @@ def _add_serve(commands: _Commands) -> None:
 
 
 def _run_serve(args: argparse.Namespace) -> int:
-    from baton_local.serve import run_serve
+    from baton_local.serve.server import run_serve
 
     return run_serve(args.model, args.flags)
 

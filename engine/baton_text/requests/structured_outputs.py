@@ -63,26 +63,26 @@ class StructuredOutputsParams(msgspec.Struct, kw_only=True, forbid_unknown_field
                 f"{given[1]} cannot be combined with {given[0]}: a text can have only one structure"
             )
         if self.json is not None:
-            return _bounded(StructuredOutputKind.JSON, _schema_text(self.json))
+            return StructuredOutput(StructuredOutputKind.JSON, _schema_text(self.json))
         if self.regex is not None:
-            return _bounded(StructuredOutputKind.REGEX, self.regex)
+            _check_length(StructuredOutputKind.REGEX, len(self.regex))
+            return StructuredOutput(StructuredOutputKind.REGEX, self.regex)
         if self.choice is not None:
             if not self.choice:
                 raise ValueError("choice must hold at least one string")
             _check_length(StructuredOutputKind.CHOICE, sum(map(len, self.choice)))
-            return _bounded(StructuredOutputKind.CHOICE, jsonlib.dumps(self.choice))
+            return StructuredOutput(StructuredOutputKind.CHOICE, jsonlib.dumps(self.choice))
         if self.grammar is not None:
-            return _bounded(StructuredOutputKind.GRAMMAR, self.grammar)
+            _check_length(StructuredOutputKind.GRAMMAR, len(self.grammar))
+            return StructuredOutput(StructuredOutputKind.GRAMMAR, self.grammar)
         return StructuredOutput(StructuredOutputKind.JSON_OBJECT)
 
 
-def _bounded(kind: StructuredOutputKind, spec: str) -> StructuredOutput:
-    _check_length(kind, len(spec))
-    return StructuredOutput(kind, spec)
-
-
 def _check_length(kind: StructuredOutputKind, length: int) -> None:
-    """Raise ValueError if a specification is too long, before it is converted or parsed."""
+    """Raise ValueError if a specification is too long to be parsed or converted.
+
+    `StructuredOutput.validate` checks the final text, but only after that work.
+    """
     if length > MAX_SPEC_LENGTH:
         raise ValueError(f"{kind.value} must have at most {MAX_SPEC_LENGTH} characters")
 

@@ -22,10 +22,11 @@ logger = logging.getLogger(__name__)
 #: A text with more than this many characters per allowed token is first tokenized in pieces. A
 #: text that cannot fit is then refused before all of it was tokenized.
 LONG_TEXT = 8
-#: Limit on the characters of a text per allowed token. Only texts that repeat one character have
-#: longer tokens.
+#: Limit on the characters of a text per allowed token. The tokens of a text are shorter on average,
+#: unless the text repeats characters.
 MAX_CHARACTERS_PER_TOKEN = 32
-#: Limit on the characters of one text. Tokenizing it takes a hundred times its bytes of memory.
+#: Limit on the characters of a text, unless LONG_TEXT characters per token of a prompt are more.
+#: Byte-level BPE takes 75 to 170 bytes of memory for each byte of a text.
 MAX_TEXT_CHARACTERS = 2**22
 #: A text to tokenize may have this many times the tokens of the longest prompt.
 TEXT_FACTOR = 4
@@ -52,6 +53,10 @@ class PromptBounds:
     def max_tokens(self) -> int:
         limit = self.max_prompt_tokens
         return self.max_model_len if limit is None else min(self.max_model_len, limit)
+
+    @property
+    def max_characters(self) -> int:
+        return _max_characters(self.max_tokens, self)
 
     def check(self, at_least: int, field: str) -> None:
         """Raise an error if a prompt is too long.
@@ -91,6 +96,10 @@ class TextBounds:
     @property
     def max_tokens(self) -> int:
         return TEXT_FACTOR * self.prompt.max_tokens
+
+    @property
+    def max_characters(self) -> int:
+        return _max_characters(self.max_tokens, self.prompt)
 
     def check(self, at_least: int, field: str) -> None:
         """Raise RequestError if a text is too long. `at_least` is a lower bound of its tokens."""
@@ -258,10 +267,9 @@ class PromptReader:
         because cutting a text into pieces adds only a few tokens.
         """
         bounds.check(self._tokenizer.fewest_tokens(len(text)), field)
-        longest = min(MAX_CHARACTERS_PER_TOKEN * bounds.max_tokens, MAX_TEXT_CHARACTERS)
-        if len(text) > longest:
+        if len(text) > bounds.max_characters:
             raise RequestError(
-                f"{field} may have at most {longest} characters, got {len(text)}",
+                f"{field} may have at most {bounds.max_characters} characters, got {len(text)}",
                 param=field,
                 code="prompt_too_long",
             )
@@ -274,6 +282,17 @@ class PromptReader:
             )
             if num_tokens > 2 * bounds.max_tokens + 1:
                 bounds.check(num_tokens // 2, field)
+
+
+def _max_characters(max_tokens: int, prompt: PromptBounds) -> int:
+    """Return the maximum length of a text that may have `max_tokens` tokens.
+
+    It limits the memory of the tokenizer. Texts for models with long contexts need more of it.
+    """
+    return min(
+        MAX_CHARACTERS_PER_TOKEN * max_tokens,
+        max(MAX_TEXT_CHARACTERS, LONG_TEXT * prompt.max_tokens),
+    )
 
 
 def _num_characters(messages: list[ChatMessage]) -> int:

@@ -10,7 +10,7 @@ import baton_engine.elastic.coordinator.coordinator_cli
 import baton_engine.fetch.command
 import baton_local.cli
 import baton_operator.cli
-from baton_local.serve import run_serve
+from baton_local.serve.server import run_serve
 
 FETCH = ["fetch", "--uri", "s3://a/b", "--to", "/nowhere/model"]
 

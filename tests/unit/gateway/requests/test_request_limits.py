@@ -6,7 +6,13 @@ import pytest
 
 from baton_gateway.access import admission
 from baton_gateway.requests.job_builder import MAX_ECHO_CHARACTERS
-from baton_gateway.requests.prompts import MAX_CHARACTERS_PER_TOKEN
+from baton_gateway.requests.prompts import (
+    LONG_TEXT,
+    MAX_CHARACTERS_PER_TOKEN,
+    MAX_TEXT_CHARACTERS,
+    PromptBounds,
+    TextBounds,
+)
 from baton_protocol.sampling_params import MAX_SPEC_LENGTH, MAX_TOKEN_IDS
 from baton_text.requests.generation_request import (
     FREE_OPTION_ENTRIES,
@@ -173,3 +179,13 @@ async def test_a_text_that_takes_too_much_memory_is_not_tokenized(
     status, answer, _ = await rig.post("/v1/completions", TEXT | {"prompt": "a" * (longest + 1)})
     assert (status, answer["error"]["param"]) == (400, "prompt")
     assert f"at most {longest} characters" in answer["error"]["message"]
+
+
+def test_a_long_context_takes_long_texts() -> None:
+    short, middle, long = PromptBounds(8192), PromptBounds(2**17), PromptBounds(2**20)
+    assert short.max_characters == MAX_CHARACTERS_PER_TOKEN * 8192
+    assert (
+        TextBounds(short).max_characters == MAX_CHARACTERS_PER_TOKEN * TextBounds(short).max_tokens
+    )
+    assert middle.max_characters == TextBounds(middle).max_characters == MAX_TEXT_CHARACTERS
+    assert long.max_characters == TextBounds(long).max_characters == LONG_TEXT * 2**20

@@ -28,8 +28,8 @@ import aiohttp
 import msgspec
 
 from baton_engine.fetch.cached_model import GIVE_UP_AFTER_S, CachedModel, find_cached_model
-from baton_local.child_process import ChildEndedError, ChildProcess, print_message
-from baton_local.serve_flags import RESERVED_FLAGS, flags_parser
+from baton_local.serve.child_process import ChildEndedError, ChildProcess, print_message
+from baton_local.serve.flags import RESERVED_FLAGS, flags_parser
 from baton_protocol.options.config import (
     AccessConfig,
     DiscoveryConfig,

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_local.serve import run_serve
+from baton_local.serve.server import run_serve
 from pocketkube.ports import free_ports
 from support.fetch.fake_hub import fake_hub, folder_files
 from support.waiting import eventually
