@@ -12,7 +12,7 @@ import msgspec
 
 from baton_text.reply_parsing.reasoning import ReasoningFormat
 from baton_text.reply_parsing.text_reader import BadSyntaxError, EndOfTextError, Reading, TextReader
-from baton_text.reply_parsing.tool_formats import Calls, ToolCallDelta, ToolFormat
+from baton_text.reply_parsing.tool_formats import Calls, ToolCallDelta, ToolFormat, merge_deltas
 
 
 class ReplyDelta(msgspec.Struct):
@@ -20,6 +20,7 @@ class ReplyDelta(msgspec.Struct):
 
     reasoning: str = ""
     content: str = ""
+    #: One delta for each call.
     tool_calls: list[ToolCallDelta] = []
 
     @classmethod
@@ -27,7 +28,7 @@ class ReplyDelta(msgspec.Struct):
         return cls(
             "".join(delta.reasoning for delta in deltas),
             "".join(delta.content for delta in deltas),
-            [call for delta in deltas for call in delta.tool_calls],
+            merge_deltas(call for delta in deltas for call in delta.tool_calls),
         )
 
 

@@ -7,10 +7,12 @@ reports the calls to `Calls`.
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -41,6 +43,16 @@ class ToolCallDelta(msgspec.Struct):
     name: str | UnsetType = UNSET
     #: JSON text to append to the arguments.
     arguments: str = ""
+
+
+def merge_deltas(deltas: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Return one delta for each call. The deltas of a call must follow each other."""
+    merged = []
+    for index, group in itertools.groupby(deltas, attrgetter("index")):
+        first, *rest = group
+        arguments = "".join(delta.arguments for delta in (first, *rest))
+        merged.append(ToolCallDelta(index, first.name, arguments))
+    return merged
 
 
 @dataclass
@@ -120,9 +132,9 @@ class Calls:
         return True
 
     def take(self) -> list[ToolCallDelta]:
-        """Return the deltas since the last call of this method."""
+        """Return what the text since the last call of this method adds, one delta for each call."""
         taken, self.deltas = self.deltas, []
-        return taken
+        return merge_deltas(taken)
 
 
 def _checked(arguments: str) -> str:

@@ -13,7 +13,7 @@ from baton_gateway.requests.job import Choice
 from baton_protocol.engine_messages import PromptLogprobs, TokenLogprobs
 from baton_text.output import TextOutput
 from baton_text.reply_parsing.reply_parser import ReplyDelta
-from baton_text.reply_parsing.tool_formats import ToolCallDelta
+from baton_text.reply_parsing.tool_formats import ToolCallDelta, merge_deltas
 
 #: This many outputs wait as they are. Later outputs of a choice are joined.
 MAX_SINGLE_OUTPUTS = 8
@@ -76,7 +76,8 @@ class CollectedOutput:
 
     def output(self) -> TextOutput:
         """Return all outputs as one."""
-        reply = ReplyDelta(self._reasoning.getvalue(), self._content.getvalue(), self._tool_calls)
+        calls = merge_deltas(self._tool_calls)
+        reply = ReplyDelta(self._reasoning.getvalue(), self._content.getvalue(), calls)
         return TextOutput(
             text=self._text.getvalue(),
             token_ids=self._token_ids.tolist(),

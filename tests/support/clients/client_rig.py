@@ -45,6 +45,8 @@ class ClientRig:
         self._grammars = GrammarCompiler(model, VOCAB_SIZE, [EOS_ID])
         self._engine = gateway.engine("engine", "decode")
         self._engine.max_model_len = MAX_MODEL_LEN
+        # The gateway joins the outputs that wait, and a client would receive few events.
+        self._engine.step_s = 0.002
         self._engine.answer_to = self._answer
         self._script: Callable[[str], str] = str
         #: Answers that the grammar of the request forbids, so that no engine could generate them.

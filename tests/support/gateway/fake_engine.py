@@ -92,6 +92,8 @@ class FakeEngine:
         #: Requests end with REPETITION instead of LENGTH.
         self.repeats = False
         self.tokens_per_output = 1
+        #: Seconds between two outputs of a request.
+        self.step_s = 0.0
         #: (number of tokens, error). Each request takes the next one, and fails with the error
         #: after that many tokens. Engines may share them.
         self.planned_errors: deque[tuple[int, ErrorCode]] = deque()
@@ -310,10 +312,7 @@ class FakeEngine:
             done += len(tokens)
             if finish is not None:
                 return
-            await self._next_step()
-
-    async def _next_step(self) -> None:
-        await asyncio.sleep(0)
+            await asyncio.sleep(self.step_s)
 
     def _pooled(self, request: EngineCoreRequest, params: PoolingParams) -> EngineCoreOutput:
         vector = vector_of(request.prompt_token_ids)

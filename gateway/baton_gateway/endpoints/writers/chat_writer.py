@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from operator import attrgetter
-
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from baton_gateway.endpoints.writers.response_writer import (
     GenerationAPI,
@@ -52,7 +50,7 @@ class ChatWriter(ResponseWriter[ChatCompletionRequest]):
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
                 token_ids=returned_token_ids(self.body, output),
-                num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,
+                num_nans_in_logits=output.num_nans_in_logits or UNSET,
             )
             for choice, output in outputs
         ]
@@ -77,16 +75,18 @@ class ChatWriter(ResponseWriter[ChatCompletionRequest]):
         ]
 
     def events(self, choice: Choice, output: TextOutput, offset: int) -> list[msgspec.Struct]:
-        piece = ChatChunkChoice(
+        *deltas, delta = _deltas(self.body, output)
+        last = ChatChunkChoice(
             index=choice.index,
-            delta=_delta(self.body, output),
+            delta=delta,
             logprobs=self._logprobs(output) if output.logprobs else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             token_ids=returned_token_ids(self.body, output),
-            num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,
+            num_nans_in_logits=output.num_nans_in_logits or UNSET,
         )
-        return [self._chunk(piece)]
+        pieces = [ChatChunkChoice(index=choice.index, delta=delta) for delta in deltas]
+        return [self._chunk(piece) for piece in (*pieces, last)]
 
     def closing(self) -> list[msgspec.Struct]:
         if not self.body.include_usage:
@@ -113,12 +113,7 @@ def _message(request: ChatCompletionRequest, output: TextOutput) -> ChatResponse
     if output.reply is None:
         return ChatResponseMessage(content=output.text)
     reply = output.reply
-    calls: list[ChatToolCall] = []
-    for _, group in itertools.groupby(reply.tool_calls, attrgetter("index")):
-        first, *rest = group
-        arguments = "".join(delta.arguments for delta in (first, *rest))
-        function = CalledFunctionDelta(name=first.name, arguments=arguments)
-        calls.append(ChatToolCall(id=new_call_id(), type="function", function=function))
+    calls = [_tool_call(call) for call in reply.tool_calls]
     message = ChatResponseMessage(content=reply.content or (None if calls else ""))
     if reply.reasoning and request.include_reasoning is not False:
         message.reasoning_content = reply.reasoning
@@ -127,23 +122,24 @@ def _message(request: ChatCompletionRequest, output: TextOutput) -> ChatResponse
     return message
 
 
-def _delta(request: ChatCompletionRequest, output: TextOutput) -> ChatDelta:
-    """Return what a chunk adds to the message."""
+def _deltas(request: ChatCompletionRequest, output: TextOutput) -> list[ChatDelta]:
+    """Return what an output adds to the message: its text, and each call in a delta of its own.
+
+    Some clients read only the first tool call of a chunk.
+    """
     reply = output.reply
-    content = output.text if reply is None else reply.content
-    delta = ChatDelta()
-    if reply is not None and reply.reasoning and request.include_reasoning is not False:
-        delta.reasoning_content = reply.reasoning
-    if reply is not None and reply.tool_calls:
-        delta.tool_calls = [_call_delta(call) for call in reply.tool_calls]
-    if content or (reply is None and output.finish_reason is None):
-        delta.content = content
-    return delta
+    if reply is None:
+        is_empty = not output.text and output.finish_reason is not None
+        return [ChatDelta(content=UNSET if is_empty else output.text)]
+    reasoning = reply.reasoning if request.include_reasoning is not False else ""
+    text = ChatDelta(content=reply.content or UNSET, reasoning_content=reasoning or UNSET)
+    calls = [ChatDelta(tool_calls=[_tool_call(call, call.index)]) for call in reply.tool_calls]
+    return calls if calls and text == ChatDelta() else [text, *calls]
 
 
-def _call_delta(call: ToolCallDelta) -> ChatToolCall:
+def _tool_call(call: ToolCallDelta, index: int | UnsetType = UNSET) -> ChatToolCall:
     function = CalledFunctionDelta(name=call.name, arguments=call.arguments)
-    delta = ChatToolCall(index=call.index, function=function)
-    if call.name is not msgspec.UNSET:
-        delta.id, delta.type = new_call_id(), "function"
-    return delta
+    result = ChatToolCall(index=index, function=function)
+    if call.name is not UNSET:
+        result.id, result.type = new_call_id(), "function"
+    return result

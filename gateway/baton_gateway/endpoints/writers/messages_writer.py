@@ -64,12 +64,7 @@ class MessagesWriter(ResponseWriter[MessagesRequest]):
             content.append(_block("thinking", reply.reasoning))
         if reply.content:
             content.append(_block("text", reply.content))
-        calls: list[tuple[str, list[str]]] = []
-        for delta in reply.tool_calls:
-            if delta.name is not msgspec.UNSET:
-                calls.append((delta.name, []))
-            calls[delta.index][1].append(delta.arguments)
-        content += [_call(name, _arguments("".join(parts))) for name, parts in calls]
+        content += [_call(str(call.name), _arguments(call.arguments)) for call in reply.tool_calls]
         stop = _stop_delta(output)
         return self._message(content, stop.stop_reason, stop.stop_sequence)
 

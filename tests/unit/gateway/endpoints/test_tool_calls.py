@@ -88,6 +88,20 @@ async def test_a_stream_makes_the_same_message(rig: GatewayRig) -> None:
     assert (await streamed(rig, extra_body={"include_reasoning": False}))["reasoning"] == ""
 
 
+@pytest.mark.parametrize("tokens_per_output", [1, 64])
+async def test_each_chunk_of_a_call_adds_to_one_call(
+    rig: GatewayRig, tokens_per_output: int
+) -> None:
+    """Some clients read only the first tool call of a chunk."""
+    engine = rig.answering(CALLS)
+    engine.tokens_per_output = tokens_per_output
+    await rig.start(engine)
+    deltas = [
+        choice.delta async for chunk in await chat(rig, stream=True) for choice in chunk.choices
+    ]
+    assert max(len(delta.tool_calls or []) for delta in deltas) == 1
+
+
 async def test_calls_continue_on_another_engine(rig: GatewayRig) -> None:
     """The first engine is lost within the arguments of a call."""
     first, second = rig.answering(CALLS, "a"), rig.answering(CALLS, "b")

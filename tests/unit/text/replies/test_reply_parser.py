@@ -152,6 +152,9 @@ def test_guaranteed_calls_are_reported_as_they_arrive(
     deltas = [parser.push(character) for character in text]
     deltas.append(parser.finish(is_truncated=False))
     assert merged(deltas) == expected
+    for delta in deltas:
+        indices = [call.index for call in delta.tool_calls]
+        assert indices == sorted(set(indices))
     if name != "pythonic" and '{"arguments"' not in text and '"{' not in text:
         assert max(len(call.arguments) for delta in deltas for call in delta.tool_calls) <= 2
 
