@@ -67,7 +67,7 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def failures(decode: Pod) -> float:
-    return decode.metric("baton:kv_role_checksum_failures_total")
+    return decode.metric("baton:kv_transfer_checksum_failures_total")
 
 
 def remote_tokens(decode: Pod) -> float:
