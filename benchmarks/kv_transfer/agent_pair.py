@@ -53,7 +53,7 @@ def make_agent(library: str, name: str) -> Any:
         name: the agent's name.
     """
     if library not in NIXL_POLL_S:
-        from baton_kv_transfer.agent.factory import create_agent
+        from baton_kv_transfer.agent.agent_factory import create_agent
 
         return create_agent(name, library)
     from nixl_cu12._api import nixl_agent, nixl_agent_config

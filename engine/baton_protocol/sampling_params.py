@@ -117,7 +117,7 @@ class SamplingParams(_Params):
     #: 0 is greedy.
     temperature: float = 1.0
     top_p: float = 1.0
-    #: 0 or -1: all.
+    #: Number of most likely tokens to keep. 0 or -1 keeps all.
     top_k: int = 0
     #: Tokens less likely than min_p times the most likely token are left out.
     min_p: float = 0.0

@@ -43,7 +43,8 @@ class ToolCall(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    #: Author of the message. Bounds: ROLES.
+    #: Author of the message. `developer` is `system` if the chat template does not mention it.
+    #: Bounds: ROLES.
     role: str
     #: A text, or parts of a text, which are joined with line breaks. It is required.
     content: str | list[ContentPart] | None = None

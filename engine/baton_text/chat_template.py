@@ -76,6 +76,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
         self.source = source
+        #: The role `developer` in the template's words. Templates that do not know a role drop its
+        #: messages.
+        self._developer = "developer" if "developer" in source else "system"
         self._first = marshal.dumps((source, special_tokens, MAX_CPU_S, _memory_bytes()))
         self._idle: list[_Process] = []
         weakref.finalize(self, _end_all, self._idle)
@@ -97,7 +100,8 @@ class ChatTemplate:
         The prompt text contains its special tokens. Encode the text with add_special_tokens=False.
 
         Args:
-            messages: JSON values, each with `role` and `content`.
+            messages: JSON values, each with `role` and `content`. The role `developer` becomes
+                `system` if the template does not mention it.
             add_generation_prompt: append the beginning of the assistant's turn.
             variables: further template variables, such as `enable_thinking`: JSON values.
 
@@ -107,7 +111,11 @@ class ChatTemplate:
             TemplateProcessError: the process takes too long or ends unexpectedly.
         """
         values: dict[str, Any] = {"tools": None, "documents": None, **variables}
-        values |= {"messages": list(messages), "add_generation_prompt": add_generation_prompt}
+        values["messages"] = [
+            message | {"role": self._developer} if message.get("role") == "developer" else message
+            for message in messages
+        ]
+        values["add_generation_prompt"] = add_generation_prompt
         request = _encode(values)
         process = self._take()
         is_text, text = _ask(process, request)

@@ -55,10 +55,10 @@ def build_applications(
 
     Args:
         services: what the endpoints share.
-        service_key: the key of the LLMService; None: the gateway has none.
+        service_key: the key of the LLMService; None if the gateway has no key.
         tokenizer: the tokenizer of the served checkpoint.
         defaults: the model's sampling parameters for fields that requests leave out.
-        keys: authenticates clients; None: clients need no API key.
+        keys: authenticates clients; None if clients need no API key.
         cors: the origins of browsers.
 
     Returns:

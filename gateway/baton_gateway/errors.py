@@ -115,7 +115,7 @@ def check_model(model: str | None, served: str) -> None:
     """Raise APIError (404) if a request names another model than `served`.
 
     Args:
-        model: model that the request names; None: the request names no model.
+        model: model that the request names; None if it names no model.
         served: name of the served model.
     """
     if model not in (None, served):

@@ -163,7 +163,7 @@ class Gateway:
         Requests that still run after the wait fail.
 
         Args:
-            timeout_s: longest wait for the running requests; None: drain_timeout_s.
+            timeout_s: longest wait for the running requests; None for `drain_timeout_s`.
         """
         await self._shutdown.drain(self.config.drain_timeout_s if timeout_s is None else timeout_s)
         for task in (self._pool_task, self._secrets_task):

@@ -2,6 +2,9 @@
 
 The event loop serves all streams of the gateway. Work that one large request can make long must
 therefore run in a thread. Short work runs inline, because a thread costs more than it saves.
+
+Clients take turns in the threads, so many requests of one client delay others little. Clients are
+told apart by their API keys.
 """
 
 from __future__ import annotations
@@ -9,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import TypeVar
+
+from baton_protocol.process.fair_thread_pool import FairThreadPool
 
 #: Work on a body or text of at most this many bytes runs on the event loop.
 INLINE_BYTES = 8192
@@ -31,14 +36,17 @@ NUM_TEMPLATE_THREADS = 2
 #: template has less time, so most of this time is left for the wait.
 TEMPLATE_TIMEOUT_S = 60.0
 
+#: Client of the request that the current task serves. Empty if clients need no API key.
+current_client: ContextVar[str] = ContextVar("current_client", default="")
+
 _Result = TypeVar("_Result")
 
-_small_threads = ThreadPoolExecutor(NUM_SMALL_THREADS, thread_name_prefix="small-text")
-_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
-_large_text_thread = ThreadPoolExecutor(1, thread_name_prefix="large-text")
-_large_response_thread = ThreadPoolExecutor(1, thread_name_prefix="large-response")
-_template_threads = ThreadPoolExecutor(NUM_TEMPLATE_THREADS, thread_name_prefix="template")
-_large_template_thread = ThreadPoolExecutor(1, thread_name_prefix="large-template")
+_small_threads = FairThreadPool(NUM_SMALL_THREADS, "small-text")
+_threads = FairThreadPool(NUM_THREADS, "text")
+_large_text_thread = FairThreadPool(1, "large-text")
+_large_response_thread = FairThreadPool(1, "large-response")
+_template_threads = FairThreadPool(NUM_TEMPLATE_THREADS, "template")
+_large_template_thread = FairThreadPool(1, "large-template")
 
 
 async def run_off_loop(
@@ -104,10 +112,5 @@ async def run_template(work: Callable[[], _Result], size: int) -> _Result:
         return await _run(threads, work)
 
 
-async def _run(threads: ThreadPoolExecutor, work: Callable[[], _Result]) -> _Result:
-    waiting = [work]
-    try:
-        return await asyncio.get_running_loop().run_in_executor(threads, lambda: waiting.pop()())
-    except asyncio.CancelledError:
-        waiting.clear()  # the pool's queue keeps the lambda until a thread is free
-        raise
+async def _run(threads: FairThreadPool, work: Callable[[], _Result]) -> _Result:
+    return await asyncio.wrap_future(threads.submit(current_client.get(), work))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 import msgspec
 import zmq
 
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from baton_kv_transfer.connector import (
     ConnectorMetadata,
     ConnectorOutput,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, suppress
@@ -23,12 +24,16 @@ Query = Sequence[tuple[str, str]]
 REQUEST_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 10.0
 PAGE_SIZE = 500
+#: Limit on the JSON of an object that the server returns for a write.
+MAX_WRITTEN_BYTES = 2**19
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 # Bytes, as in kubernetes.aio. A watch event is one line, which may exceed aiohttp's default.
 _READ_BUFFER = 2**21
 _JSON = "application/json"
-_METADATA_ONLY = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1,{_JSON}"
+#: Values of the header Accept for the metadata of an object or a watch, and of a list.
+METADATA = f"{_JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1,{_JSON}"
+METADATA_LIST = f"{_JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1,{_JSON}"
 
 
 class KubeError(Exception):
@@ -46,6 +51,48 @@ class KubeError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
+
+
+class _ByteBudget:
+    """Limits the bytes of the responses to one request, or to the pages of a list."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._left = max_bytes
+
+    async def read(self, response: aiohttp.ClientResponse, path: str) -> bytes:
+        """Return the body of a response.
+
+        Raises:
+            KubeError: status 413, the limit is exceeded.
+        """
+        try:
+            await response.content.readexactly(self._left + 1)
+        except asyncio.IncompleteReadError as error:
+            self._left -= len(error.partial)
+            return error.partial
+        message = f"{path} has more than {self._max_bytes} bytes, which are too many to read"
+        raise KubeError(413, "RequestEntityTooLarge", message)
+
+
+class _Name(msgspec.Struct):
+    namespace: str = ""
+    name: str = ""
+
+
+class _Named(msgspec.Struct):
+    metadata: _Name
+
+
+class _PageMetadata(msgspec.Struct):
+    token: str = msgspec.field(name="continue", default="")
+
+
+class _NamePage(msgspec.Struct):
+    """The names in one page of a list."""
+
+    metadata: _PageMetadata
+    items: list[_Named] | None = None
 
 
 class WritesForbiddenError(OSError):
@@ -78,11 +125,27 @@ class KubeClient:
         """
         return KubeClient(self._api)
 
-    async def get(self, path: str, *, metadata_only: bool = False, query: Query = ()) -> Object:
-        """Return the object at `path`, or a PartialObjectMetadata if `metadata_only` is set."""
-        return await self._request(
-            "get", "GET", path, query=query, accept=_METADATA_ONLY if metadata_only else _JSON
-        )
+    async def get(
+        self,
+        path: str,
+        *,
+        metadata_only: bool = False,
+        query: Query = (),
+        max_bytes: int | None = None,
+    ) -> Object:
+        """Return the object at `path`, or a PartialObjectMetadata if `metadata_only` is set.
+
+        Args:
+            max_bytes: limit on the JSON of the object, because decoding takes up to 50 times as
+                much memory. None: no limit.
+
+        Raises:
+            KubeError: the request was refused; status 404 if there is no such object, 413 if it is
+                larger than `max_bytes`.
+        """
+        budget = None if max_bytes is None else _ByteBudget(max_bytes)
+        accept = METADATA if metadata_only else _JSON
+        return await self._request("get", "GET", path, query=query, accept=accept, budget=budget)
 
     async def list(
         self,
@@ -91,6 +154,7 @@ class KubeClient:
         label_selector: str = "",
         field_selector: str = "",
         not_older_than: str | None = None,
+        max_bytes: int | None = None,
     ) -> tuple[list[Object], str]:
         """Return (objects, resource version) of the collection at `path`.
 
@@ -100,10 +164,11 @@ class KubeClient:
             not_older_than: None requests a consistent read, in pages of PAGE_SIZE. A resource
                 version lets the server reply from its watch cache, if the cache has reached that
                 version. "0" accepts a state of any age.
+            max_bytes: limit on the JSON of all objects, as in `get`.
 
         Raises:
             KubeError: the request was refused; status 410 if the resource version expired between
-                two pages.
+                two pages, 413 if the objects are larger than `max_bytes`.
         """
         query = _given(labelSelector=label_selector, fieldSelector=field_selector)
         query += [("limit", str(PAGE_SIZE))] if not_older_than is None else []
@@ -111,13 +176,33 @@ class KubeClient:
             resourceVersion=not_older_than, resourceVersionMatch=not_older_than and "NotOlderThan"
         )
         items: list[Object] = []
+        budget = None if max_bytes is None else _ByteBudget(max_bytes)
         while True:
-            page = await self._request("list", "GET", path, query=[*query, *match])
+            page = await self._request("list", "GET", path, query=[*query, *match], budget=budget)
             items += page.get("items") or []
             metadata = page.get("metadata") or {}
             if not metadata.get("continue"):
                 return items, metadata.get("resourceVersion") or ""
             match = [("continue", metadata["continue"])]  # the token carries the version
+
+    async def names(self, path: str, page_size: int) -> Sequence[tuple[str, str]]:
+        """Return (namespace, name) of each object of the collection at `path`.
+
+        The rest of the objects is not decoded, because it may be large.
+
+        Raises:
+            KubeError: as in `list`.
+        """
+        found: list[tuple[str, str]] = []
+        query = [("limit", str(page_size))]
+        while True:
+            page = await self._request(
+                "list", "GET", path, query=query, accept=METADATA_LIST, type_=_NamePage
+            )
+            found += [(each.metadata.namespace, each.metadata.name) for each in page.items or ()]
+            if not page.metadata.token:
+                return found
+            query = [("limit", str(page_size)), ("continue", page.metadata.token)]
 
     async def watch(
         self,
@@ -260,9 +345,12 @@ class KubeClient:
         query: Query = (),
         content_type: str = _JSON,
         accept: str = _JSON,
-    ) -> Object:
+        budget: _ByteBudget | None = None,
+        type_: Any = Object,
+    ) -> Any:
         timeout_s = REQUEST_TIMEOUT_S
         if method != "GET":
+            budget = _ByteBudget(MAX_WRITTEN_BYTES)
             timeout_s = min(timeout_s, self.write_timeout_s())
             if timeout_s <= 0:
                 raise WritesForbiddenError(
@@ -275,7 +363,7 @@ class KubeClient:
                 method, path, query, headers, aiohttp.ClientTimeout(total=timeout_s), body
             )
             async with response:
-                data = await response.read()
+                data = await (budget.read(response, path) if budget else response.read())
             code = response.status
         except TimeoutError as error:
             raise TimeoutError(f"{method} {path}: no answer within {timeout_s:.3g} s") from error
@@ -286,8 +374,8 @@ class KubeClient:
         if not 200 <= code <= 299:
             raise refusal(code, data, response.headers)
         try:
-            return msgspec.json.decode(data, type=Object)
-        except ValueError as error:  # for example an error page of a proxy
+            return msgspec.json.decode(data, type=type_)
+        except (ValueError, RecursionError) as error:  # for example an error page of a proxy
             raise ConnectionError(
                 f"{method} {path}: the answer is not a JSON object: {error}"
             ) from error
@@ -363,7 +451,7 @@ def _event(path: str, line: bytes) -> tuple[str, Object]:
     try:
         event = msgspec.json.decode(line)
         kind, obj = event["type"], event["object"]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConnectionError(
             f"watch {path}: the connection ended within an event: {error!r}"
         ) from error

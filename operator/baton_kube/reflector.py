@@ -12,6 +12,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import Any
 
 from baton_kube.client import KubeClient, KubeError, Object
 
@@ -48,7 +49,10 @@ class Reflector:
         self.synced = asyncio.Event()
         self._kube = kube
         self._path = path
-        self._selectors = {"label_selector": label_selector, "field_selector": field_selector}
+        self._selectors: dict[str, Any] = {
+            "label_selector": label_selector,
+            "field_selector": field_selector,
+        }
         self._relist_s = relist_s
         self._listeners: list[Listener] = []
 

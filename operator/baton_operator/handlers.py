@@ -7,20 +7,13 @@ NAMESPACE` runs them without a Lease.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from contextlib import AsyncExitStack
 from typing import Any
 
 import kopf
-from kubernetes.aio.config import ConfigException
 
 from baton_operator import names
-from baton_operator.process import kopf_settings
-from baton_operator.process.runtime import start_runtime
-from baton_operator.process.watch_session import WatchSession
-
-logger = logging.getLogger(__name__)
+from baton_operator.process import kopf_run, kopf_settings
 
 LOGIN_INTERVAL_S = 2.0
 
@@ -30,21 +23,13 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     """Configure kopf. If `kopf run` started this process, also start the runtime."""
     kopf_settings.configure(settings)
     if "runtime" not in memo:  # under `kopf run`
-        logger.warning("kopf run takes no Lease: stop every other operator of these LLMServices")
-        logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # it logs every event
-        memo.stack = AsyncExitStack()
-        try:
-            memo.runtime = await memo.stack.enter_async_context(start_runtime())
-        except ConfigException as error:
-            raise kopf.PermanentError(str(error)) from error
-        memo.watch_session = WatchSession(memo.runtime)
+        await kopf_run.start(memo)
 
 
 @kopf.on.cleanup()
 async def stop(memo: kopf.Memo, **_: Any) -> None:
-    """Stop the runtime if `start` created it, which is the case under `kopf run`."""
-    if "stack" in memo:
-        await memo.stack.aclose()
+    """Stop the runtime if `start` has started it, which is the case under `kopf run`."""
+    await kopf_run.stop(memo)
 
 
 @kopf.on.login()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from baton_kv_transfer.agent.agent import XferHandle
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from baton_kv_transfer.transports.tcp.tcp_server import SILENT_S
 from support.chaos.namespaces import Namespaces, namespaces
 from support.waiting import eventually

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from support.waiting import eventually
 
 pytestmark = [

@@ -5,5 +5,6 @@ pause               pausing the scheduler, sleeping and waking up
 request_validation  checks of a request before it is queued
 scheduler_setup     the scheduler of a configuration and a loaded model
 max_model_len       the longest request that the KV memory can hold
+step_records        durations, metrics, log lines and crash dumps of steps
 crash_dump          the input of a failed step, as a JSON file
 """

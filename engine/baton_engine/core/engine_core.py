@@ -13,15 +13,14 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
 from baton_engine.core.request_validation import validate_request
 from baton_engine.core.scheduler_setup import make_scheduler
+from baton_engine.core.step_records import StepInFlight, StepRecords
 from baton_engine.executor.base import Executor, WorkerDiedError
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
@@ -44,27 +43,6 @@ logger = logging.getLogger(__name__)
 
 #: Interval at which the wait for a step checks that the workers are alive.
 _FAILURE_CHECK_S = 0.5
-
-
-class StepFailedError(RuntimeError):
-    """A step failed and the engine cannot continue.
-
-    The message gives the reason and, if a crash dump was written, the path of the dump.
-    """
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A step that has started and has not finished."""
-
-    step: SchedulerOutput
-    output: Future[ModelRunnerOutput]
-    #: Seconds that the scheduling of the step took.
-    schedule_s: float
-    #: `time.monotonic()` when the step was sent to the executor.
-    started: float
-    #: Number of sequences that decode in the step. `_measure` counts them for the log.
-    num_decodes: int = 0
 
 
 class EngineCore:
@@ -118,6 +96,7 @@ class EngineCore:
             executor.wakeup,
         )
         self.scheduler = make_scheduler(config, self.info, self._structured_output)
+        self._records = StepRecords(config, self.scheduler, self.request_metrics, self.survivable)
         #: Whether the last step ran tokens, moved requests or sent metadata to the connector.
         #: If so, another step may find work.
         self.made_progress = False
@@ -126,10 +105,9 @@ class EngineCore:
             self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
         )
         #: Oldest first.
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         #: Seconds that the last call to `Scheduler.schedule` took.
         self._schedule_s = 0.0
-        self._last_step_ended = -math.inf
         #: Outputs that `take_outputs` has not returned yet.
         self._outputs: list[EngineCoreOutput] = []
         self._connector_stats: ConnectorStats | None = None
@@ -206,7 +184,7 @@ class EngineCore:
     def _schedule(self) -> SchedulerOutput:
         """Schedule the next step."""
         before = time.monotonic()
-        with self._dumping(None):
+        with self._records.dump_on_failure(None):
             step = self.scheduler.schedule()
         self._schedule_s = time.monotonic() - before
         return step
@@ -217,21 +195,21 @@ class EngineCore:
         `_finish_oldest` processes the result.
         """
         started = time.monotonic()
-        with self._dumping(step):
+        with self._records.dump_on_failure(step):
             self.executor.execute_model(step)
             grammar = self.scheduler.grammar_output(step)  # while the model runs
             output = self.executor.sample_tokens(grammar)
-        self._in_flight.append(_InFlight(step, output, self._schedule_s, started))
+        self._in_flight.append(StepInFlight(step, output, self._schedule_s, started))
 
     def _finish_oldest(self) -> None:
         """Wait for the result of the oldest step, and update the scheduler with it."""
         in_flight = self._in_flight.popleft()
-        with self._dumping(in_flight.step):
+        with self._records.dump_on_failure(in_flight.step):
             output = self._wait(in_flight.output)
-            self._measure(in_flight)
+            self._records.measure(in_flight)
             self.scheduler.abort_requests(self._take_aborts())
             outputs = self.scheduler.update_from_output(in_flight.step, output)
-        self._record(in_flight, outputs)
+        self._records.record(in_flight, outputs)
         self._outputs += outputs
 
     def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
@@ -266,75 +244,6 @@ class EngineCore:
     def _on_executor_failure(self, reason: str) -> None:
         self._executor_failure = reason
         self._on_failure(reason)
-
-    # Records of steps: durations, metrics, log lines and crash dumps
-
-    def _measure(self, in_flight: _InFlight) -> None:
-        """Pass the duration of a step to the scheduler, and count its decodes for the log.
-
-        Call this when the result arrives, before `Scheduler.update_from_output`.
-        """
-        ended = time.monotonic()
-        self.scheduler.observe_duration(
-            in_flight.step, ended - max(in_flight.started, self._last_step_ended)
-        )
-        self._last_step_ended = ended
-        if self.config.observability.log_iterations:
-            in_flight.num_decodes = self.scheduler.num_decodes(in_flight.step)
-
-    def _record(self, in_flight: _InFlight, outputs: list[EngineCoreOutput]) -> None:
-        """Add a finished step, which `_measure` has measured, and its outputs to the metrics.
-
-        Log the step if `observability.log_iterations` is set.
-        """
-        step = in_flight.step
-        self.request_metrics.on_step(step.total_num_scheduled_tokens, in_flight.started)
-        self.request_metrics.on_outputs(outputs)
-        if self.config.observability.log_iterations and step.num_scheduled_tokens:
-            update_s = time.monotonic() - self._last_step_ended
-            stats = self.scheduler.stats()
-            logger.info(
-                "step %d: %d prefill tokens of %d requests, %d decode tokens; "
-                "%d running, %d waiting, %.1f %% of KV blocks in use; "
-                "schedule %.2f ms, model %.2f ms, update %.2f ms",
-                step.step_id,
-                step.total_num_scheduled_tokens - in_flight.num_decodes,
-                len(step.num_scheduled_tokens) - in_flight.num_decodes,
-                in_flight.num_decodes,
-                stats.num_requests_running,
-                stats.num_requests_waiting,
-                stats.kv_cache_usage * 100,
-                in_flight.schedule_s * 1e3,
-                (self._last_step_ended - in_flight.started) * 1e3,
-                update_s * 1e3,
-            )
-
-    @contextmanager
-    def _dumping(self, step: SchedulerOutput | None) -> Iterator[None]:
-        """If the `with` block fails, write a crash dump and raise StepFailedError.
-
-        Exceptions of a type in `EngineCore.survivable` pass unchanged.
-
-        Args:
-            step: the step that runs. None: a step is being scheduled.
-        """
-        try:
-            yield
-        except self.survivable:
-            raise
-        except Exception as error:
-            path = write_crash_dump(self.config, step, self._stats_or_none(), error)
-            what = f"step {step.step_id}" if step is not None else "scheduling"
-            where = f"; the crash dump is {path}" if path is not None else ""
-            raise StepFailedError(
-                f"{what} failed: {type(error).__name__}: {error}{where}"
-            ) from error
-
-    def _stats_or_none(self) -> EngineStats | None:
-        try:
-            return self.scheduler.stats()
-        except Exception:  # the scheduler may be what failed
-            return None
 
     # Requests
 

@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from baton_engine.grammar.compiler import NUM_THREADS, GrammarCompiler, reason_of
-from baton_engine.grammar.fair_thread_pool import FairPool
 from baton_engine.grammar.sandboxed_compile import GrammarTrial
 from baton_protocol.engine_messages import CLIENT_CHARS
+from baton_protocol.process.fair_thread_pool import FairThreadPool
 from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKind
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class StructuredOutputManager:
         #: Whether the bitmasks of the last step took long.
         self._was_slow = False
         self._compiled: OrderedDict[_Key, tuple[LLMatcher, int]] = OrderedDict()
-        self._pool = FairPool(NUM_THREADS, "grammar")
+        self._pool = FairThreadPool(NUM_THREADS, "grammar")
         #: By the beginning of their cache salts. A client without running grammars is forgotten.
         self._clients: WeakValueDictionary[str, GrammarClient] = WeakValueDictionary()
 

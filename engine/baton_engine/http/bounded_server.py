@@ -9,7 +9,7 @@ The server has one thread per connection. A request that cannot be read gets sta
 from __future__ import annotations
 
 import contextlib
-import http
+import http.client
 import logging
 import socket
 import socketserver
@@ -18,7 +18,8 @@ import threading
 import time
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from io import BufferedIOBase
+from typing import Any, cast
 
 import msgspec
 
@@ -34,6 +35,8 @@ REQUEST_TIMEOUT_S = 20.0
 SOCKET_TIMEOUT_S = 10.0
 #: A request for the largest topology has 70 KB. Clients without the key can send bodies, too.
 MAX_BODY_BYTES = 2**17
+#: Limit on the headers of a request. http.server allows 6.5 MB.
+MAX_HEAD_BYTES = 2**14
 #: Pause after an accept that failed, for example because no file descriptor was free.
 ACCEPT_PAUSE_S = 0.1
 #: Keep reading for this long after an early refusal. Closing at once would reset the connection and
@@ -119,6 +122,26 @@ class BoundedHTTPServer(ThreadingHTTPServer):
             logger.error("a handler of an HTTP request failed", exc_info=error)
 
 
+class _Head:
+    """Reads the headers of one request from a connection."""
+
+    def __init__(self, connection: BufferedIOBase) -> None:
+        self._connection = connection
+        self._left = MAX_HEAD_BYTES
+
+    def readline(self, size: int) -> bytes:
+        """Return the next line, of at most `size` bytes.
+
+        Raises:
+            LineTooLong: the head has more than MAX_HEAD_BYTES.
+        """
+        line = self._connection.readline(min(size, self._left + 1))
+        self._left -= len(line)
+        if self._left < 0:
+            raise http.client.LineTooLong("head")
+        return line
+
+
 class BoundedHandler(BaseHTTPRequestHandler):
     """The base class of request handlers. Refuses requests that exceed a limit."""
 
@@ -126,6 +149,15 @@ class BoundedHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     timeout = SOCKET_TIMEOUT_S
     protocol_version = "HTTP/1.1"
+
+    def parse_request(self) -> bool:
+        """Parse the head. A head that is too large gets status 431."""
+        connection = self.rfile
+        self.rfile = cast(BufferedIOBase, _Head(connection))
+        try:
+            return super().parse_request()
+        finally:
+            self.rfile = connection
 
     def handle_one_request(self) -> None:
         super().handle_one_request()

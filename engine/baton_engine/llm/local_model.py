@@ -166,12 +166,12 @@ class LocalModel:
     def collector(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
     ) -> SamplesCollector:
-        """Return the requests of a prompt, and what joins their outputs."""
+        """Return a collector that holds the requests of a prompt and joins their outputs."""
         requests = self._requests(request_id, prompt, params, priority)
         return SamplesCollector(prompt, requests, params, self.tokenizer)
 
     def vector_collector(self, prompt: Prompt, params: PoolingParams) -> VectorCollector:
-        """Return the request of a prompt for a pooling model, and what takes its vector."""
+        """Return a collector that holds the request of a prompt and receives its vector."""
         request = EngineCoreRequest(
             self.next_id(),
             prompt.token_ids,
@@ -184,7 +184,7 @@ class LocalModel:
     def pair_collector(
         self, pair_format: PairFormat, first: str, second: str, index: int
     ) -> VectorCollector:
-        """Return the request for the score of two texts, and what takes the score.
+        """Return a collector that holds the request of two texts and receives their score.
 
         Raises:
             ValueError: a text cannot be encoded. The message names the pair by its index.

@@ -28,6 +28,7 @@ from baton_engine.scheduling.decisions import (
 )
 from baton_engine.scheduling.queues import RunningRequests, SwappedRequests, WaitingRequests
 from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.sequence_groups.samples import SampleGroups
 from baton_engine.scheduling.step.builder import StepBuilder
 
@@ -48,6 +49,18 @@ class BatchAdmission:
     enable_chunked_prefill: bool
     #: Blocks that stay free when a request is admitted beside running requests.
     watermark_blocks: int
+
+    @classmethod
+    def of(cls, state: SchedulerState) -> BatchAdmission:
+        return cls(
+            kv=state.kv,
+            queues=state.queues,
+            running=state.running,
+            swapped=state.swapped,
+            groups=state.groups,
+            enable_chunked_prefill=state.config.enable_chunked_prefill,
+            watermark_blocks=state.watermark_blocks,
+        )
 
     def admit_loaded(
         self, step: StepBuilder
@@ -125,8 +138,7 @@ class BatchAdmission:
         sequence, kv = request.sequences[0], self.kv
         cached: list[CachedBlock] = []
         if request.may_reuse_kv:
-            # The last token always runs, because its logits are needed.
-            cached = kv.find_cached_prefix(sequence, sequence.num_tokens - 1)
+            cached = kv.find_cached_prefix(sequence, sequence.num_reusable_tokens)
         num_uncached = sequence.num_tokens - len(cached) * kv.block_size
         if not self.enable_chunked_prefill and num_uncached > step.budget and step.ranges:
             return None  # A preempted request that outgrew the budget starts in a step of its own.

@@ -15,6 +15,7 @@ from baton_engine.scheduling.preemption import Preemptor
 from baton_engine.scheduling.prompt_budget import PromptBudget
 from baton_engine.scheduling.queues import RequestQueue, RunningRequests
 from baton_engine.scheduling.request import BeamGroup, Request, RequestStatus
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.step.builder import StepBuilder
 from baton_engine.scheduling.step.in_flight import RunAhead
 
@@ -32,6 +33,17 @@ class RunningPlanner:
     long_prefill_token_threshold: int
     #: Running requests with more than one token to compute, collected for the current step.
     _prefills: list[Request] = field(default_factory=list, init=False)
+
+    @classmethod
+    def of(cls, state: SchedulerState, preemptor: Preemptor) -> RunningPlanner:
+        return cls(
+            running=state.running,
+            waiting=state.queues.waiting,
+            preemptor=preemptor,
+            prompt_budget=state.prompt_budget,
+            run_ahead=state.run_ahead,
+            long_prefill_token_threshold=state.config.long_prefill_token_threshold,
+        )
 
     def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
         """Schedule tokens of running requests in `step`. Yield the preemptions that this requires.

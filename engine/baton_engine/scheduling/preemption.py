@@ -23,6 +23,7 @@ from baton_engine.scheduling.queues import (
     by_order,
 )
 from baton_engine.scheduling.request import Request
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import ErrorCode, FinishReason
 
 
@@ -37,6 +38,17 @@ class Preemptor:
     swapped: SwappedRequests
     #: Blocks that stay free when swapped requests are resumed beside running requests.
     watermark_blocks: int
+
+    @classmethod
+    def of(cls, state: SchedulerState) -> Preemptor:
+        return cls(
+            mode=state.config.preemption_mode,
+            kv=state.kv,
+            running=state.running,
+            loaded=state.queues.loaded,
+            swapped=state.swapped,
+            watermark_blocks=state.watermark_blocks,
+        )
 
     def preempt_for(self, request: Request) -> Preempted | SwappedOut | Finished | None:
         """Return the decision that frees blocks so that the running `request` can continue.

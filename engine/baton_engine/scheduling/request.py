@@ -166,6 +166,14 @@ class Request(KVSequence):
         return self.report.prompt_logprobs is None
 
     @property
+    def num_reusable_tokens(self) -> int:
+        """Number of leading tokens whose KV may come from the prefix cache or from a peer.
+
+        The last token always runs, because its logits are needed.
+        """
+        return len(self.token_ids) - 1
+
+    @property
     def num_shared_tokens(self) -> int:
         """Number of prompt tokens whose KV the samples of a group share.
 

@@ -36,8 +36,12 @@ class RequestOutputs:
         """Record an event for the request's next output."""
         request.report.events.append(EngineCoreEvent(event_type, time.monotonic()))
 
-    def collect(self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str) -> None:
-        """Keep a step's prompt logprobs and routed experts until `emit` adds them to an output.
+    def join_optional_outputs(
+        self, request: Request, start: int, ran: ModelRunnerOutput, *, ran_as: str
+    ) -> None:
+        """Join a step's prompt logprobs and routed experts to those of earlier steps.
+
+        `emit` adds the joined ones to an output.
 
         Args:
             start: first position that the step ran.

@@ -69,54 +69,12 @@ class Scheduler:
         self.made_progress = False
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
-        self._beams = BeamSearches(
-            kv=state.kv,
-            worker=state.worker,
-            max_model_len=state.max_model_len,
-            stop_rules=state.stop_rules,
-        )
-        self._preemptor = Preemptor(
-            mode=state.config.preemption_mode,
-            kv=state.kv,
-            running=state.running,
-            loaded=state.queues.loaded,
-            swapped=state.swapped,
-            watermark_blocks=state.watermark_blocks,
-        )
-        self._planner = RunningPlanner(
-            running=state.running,
-            waiting=state.queues.waiting,
-            preemptor=self._preemptor,
-            prompt_budget=state.prompt_budget,
-            run_ahead=state.run_ahead,
-            long_prefill_token_threshold=state.config.long_prefill_token_threshold,
-        )
-        self._admission = BatchAdmission(
-            kv=state.kv,
-            queues=state.queues,
-            running=state.running,
-            swapped=state.swapped,
-            groups=state.groups,
-            enable_chunked_prefill=state.config.enable_chunked_prefill,
-            watermark_blocks=state.watermark_blocks,
-        )
-        self._remote_prefill = RemotePrefill(
-            kv=state.kv,
-            handoff=state.handoff,
-            queues=state.queues,
-            stop_rules=state.stop_rules,
-            counters=state.counters,
-            fail_on_load_error=state.fail_on_load_error,
-        )
-        self._results = StepResults(
-            kv=state.kv,
-            worker=state.worker,
-            running=state.running,
-            beams=self._beams,
-            stop_rules=state.stop_rules,
-            outputs=state.outputs,
-            counters=state.counters,
-        )
+        self._beams = BeamSearches.of(state)
+        self._preemptor = Preemptor.of(state)
+        self._planner = RunningPlanner.of(state, self._preemptor)
+        self._admission = BatchAdmission.of(state)
+        self._remote_prefill = RemotePrefill.of(state)
+        self._results = StepResults.of(state, self._beams)
         self._lifecycle = RequestLifecycle(state, self._beams, self._remote_prefill)
 
     # Build a step

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
-from baton_engine.core.engine_core import EngineCore, StepFailedError
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.core.step_records import StepFailedError
 from baton_engine.executor.base import Executor, WorkerDiedError, executor_name, load_executor_class
 from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.load_counter import COUNTER

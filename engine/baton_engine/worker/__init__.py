@@ -8,7 +8,7 @@ input_batch.py       the persistent batch and the tensors of a step
 sampled_tokens.py    the sampled tokens of a step, which may still be on their way to the host
 static_inputs.py     buffers at fixed addresses for captured graphs
 dummy_steps.py       steps without requests, for warm-up and memory profiling
-optional_outputs.py  prompt log-probabilities and routed experts
+optional_outputs.py  prompt log-probabilities and routed experts of a step
 pooler.py            the vectors of prompts of a pooling model
 packed_weights.py    weights packed or quantized for a CPU
 devices.py           the device and the dtype

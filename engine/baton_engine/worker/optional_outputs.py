@@ -1,4 +1,7 @@
-"""Optional results that a request can ask for: prompt log-probabilities and routed experts."""
+"""Optional outputs of a step: log-probabilities of prompt tokens, and routed experts.
+
+The scheduler joins those of a request's steps in `RequestOutputs.join_optional_outputs`.
+"""
 
 from __future__ import annotations
 

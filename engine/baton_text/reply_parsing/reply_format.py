@@ -87,7 +87,7 @@ class ReplyFormat:
             return None
         if output is not None and output.kind is StructuredOutputKind.GRAMMAR:
             return None  # the client's grammar describes the whole text
-        grammars = self._grammars(request, prompt, special_token_id)
+        grammars = self._grammars(request, self.begins_reasoning(prompt), special_token_id)
         tool_format = self._tool_format(request, bool(tools))
         schema = None if request.must_call else request.response_schema()
         is_single = request.parallel_tool_calls is False or request.names_tool
@@ -123,10 +123,14 @@ class ReplyFormat:
             ),
         )
 
+    def begins_reasoning(self, prompt: str) -> bool:
+        """Return whether the reply to `prompt` begins inside the reasoning."""
+        return self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.start)
+
     def limit_reasoning(
         self,
         request: CompletionRequest,
-        prompt: str,
+        is_reasoning: bool,
         special_token_id: Callable[[str], int | None],
     ) -> StructuredOutput | None:
         """Return the grammar of a completion with a `thinking_budget`.
@@ -135,7 +139,7 @@ class ReplyFormat:
 
         Args:
             request: the checked request.
-            prompt: the end of the prompt.
+            is_reasoning: the reply begins inside the reasoning.
             special_token_id: returns the id of a special token. None: the text is none.
 
         Raises:
@@ -144,7 +148,7 @@ class ReplyFormat:
         output = request.structured_output()
         if self.reasoning is None:
             return None
-        grammars = self._grammars(request, prompt, special_token_id)
+        grammars = self._grammars(request, is_reasoning, special_token_id)
         if output is None:
             return _checked(grammars.text(self.tools), request)
         if output.kind is StructuredOutputKind.GRAMMAR:
@@ -155,13 +159,12 @@ class ReplyFormat:
     def _grammars(
         self,
         request: GenerationRequest,
-        prompt: str,
+        is_reasoning: bool,
         special_token_id: Callable[[str], int | None],
     ) -> ReplyGrammar:
         return ReplyGrammar(
             self.reasoning,
-            is_reasoning=self.reasoning is not None
-            and prompt.rstrip().endswith(self.reasoning.start),
+            is_reasoning=is_reasoning,
             thinking_budget=request.thinking_budget,
             special_token_id=special_token_id,
         )

@@ -41,8 +41,8 @@ FREE_OPTION_ENTRIES = 2**10
 
 #: One text for each id, so that the ids of logit_bias are as many as its keys.
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
-#: Fields that may have an entry for each token of the vocabulary.
-_LONG_OPTIONS = ("logit_bias", "allowed_token_ids")
+#: Fields that may have very many entries.
+_LONG_OPTIONS = ("logit_bias", "allowed_token_ids", "bad_words")
 #: Matches the name of the field at the start of an engine's error with ErrorCode.INVALID.
 _ENGINE_FIELD = re.compile(r"([a-z_]+)(\.[a-z_]+)*")
 #: Fields that requests and engines name differently: the engine's name, and the request's name.
@@ -218,8 +218,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
     @property
     def num_options(self) -> int:
-        """Number of entries of long options, over all sequences."""
-        num_entries = sum(len(getattr(self, name) or ()) for name in _LONG_OPTIONS)
+        """Number of entries of long options, over all sequences.
+
+        Each character of `bad_words` is an entry.
+        """
+        num_entries = sum(self._num_entries(name) for name in _LONG_OPTIONS)
         return num_entries * self.num_sequences if num_entries > FREE_OPTION_ENTRIES else 0
 
     @property
@@ -337,13 +340,17 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     def _validate_long_options(self) -> None:
         """Raise RequestError if the long options have too many entries over all sequences."""
         if self.num_options > MAX_OPTION_ENTRIES:
-            longest = max(_LONG_OPTIONS, key=lambda name: len(getattr(self, name) or ()))
+            longest = max(_LONG_OPTIONS, key=self._num_entries)
             raise RequestError(
-                f"{' and '.join(_LONG_OPTIONS)} have {self.num_options} entries over "
+                f"{', '.join(_LONG_OPTIONS)} have {self.num_options} entries over "
                 f"{self.num_sequences} sequences, and at most {MAX_OPTION_ENTRIES} are allowed; "
                 "send fewer sequences at once",
                 param=longest,
             )
+
+    def _num_entries(self, name: str) -> int:
+        value = getattr(self, name) or ()
+        return sum(map(len, value)) if name == "bad_words" else len(value)
 
     def _validate_search(self) -> None:
         """Raise RequestError if best_of or an option of beam search is invalid."""

@@ -168,8 +168,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
                 )
         if self.messages and self.messages[-1].role == "assistant":
             raise RequestError(
-                "the last message must be the user's: this server continues no message of the "
-                "assistant",
+                "the last message must be the user's: this server cannot continue an assistant "
+                "message",
                 param="messages",
             )
         return messages

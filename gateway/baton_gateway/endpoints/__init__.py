@@ -2,6 +2,7 @@
 
 Modules:
     generation_endpoint: the endpoints that generate text.
+    stream_sender: sends the outputs of a job as the events of a stream.
     writers: the APIs that generate text: their requests and the JSON of their responses.
     stored_responses: GET and DELETE of `/v1/responses/{id}`.
     pooling_endpoints: `/v1/embeddings`, `/v1/score` and `/v1/rerank`.

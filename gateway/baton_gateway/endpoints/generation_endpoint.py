@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Generic
@@ -16,10 +16,14 @@ from typing import Any, Generic
 import msgspec
 from aiohttp import web
 
+from baton_gateway.access.admission import AdmittedRequest
 from baton_gateway.access.api_keys import CLIENT, client_name
 from baton_gateway.endpoints.request_deadline import RequestDeadline
 from baton_gateway.endpoints.request_services import RequestServices
+from baton_gateway.endpoints.stream_sender import StreamSender
 from baton_gateway.endpoints.writers.response_writer import (
+    INLINE_ENTRIES,
+    LARGE_ENTRIES,
     Body,
     GenerationAPI,
     GenerationBody,
@@ -45,13 +49,6 @@ logger = logging.getLogger(__name__)
 #: Header with the same meaning as the field data_parallel_rank of the body.
 DATA_PARALLEL_RANK = "X-Data-Parallel-Rank"
 _RANK = re.compile("[0-9]{1,9}")
-
-#: Limit on the tokens and log-probabilities of a response or chunk that is encoded on the event
-#: loop. A larger one is encoded in a thread.
-INLINE_ENTRIES = 1024
-#: Responses with more tokens and log-probabilities are encoded one after the other. The encoding of
-#: one takes up to 400 MB.
-LARGE_ENTRIES = 2**15
 
 _Events = AsyncGenerator[tuple[Choice, TextOutput], None]
 
@@ -87,39 +84,45 @@ class GenerationEndpoint(Generic[Body]):
         Raises:
             APIError, RequestError: the request failed before the first byte of the response.
         """
+        stream = EventStream(http, client_timeout_s=self._services.config.client_timeout_s)
+        with self._services.admission.request(http.get(CLIENT)) as place:
+            try:
+                return await self._serve(http, place, stream)
+            except (RequestError, APIError) as failure:
+                if not stream.is_open:
+                    raise
+                return await _end_failed(http, stream, failure)
+
+    async def _serve(
+        self, http: web.Request, place: AdmittedRequest, stream: EventStream
+    ) -> web.StreamResponse:
+        """Read the body of one request, run its job and send the response.
+
+        Args:
+            http: the request.
+            place: is resized to the sequences of the request.
+            stream: opened if the request asks for a stream.
+
+        Raises:
+            APIError, RequestError: the request failed, before or after `stream` was opened.
+        """
         services, client, started = self._services, http.get(CLIENT), time.monotonic()
         deadline = RequestDeadline(services.config.request_timeout_s)
-        stream: EventStream | None = None
-        with services.admission.request(client) as place:
-            try:
-                async with services.bodies.charge(client) as charge:
-                    body, request, body_size = await self._read(http, charge)
-                    # Before the prompts are tokenized, so that a refusal takes little time.
-                    place.resize(request.num_sequences, request.num_options)
-                    stream = EventStream(
-                        http,
-                        is_wanted=bool(request.stream),
-                        client_timeout_s=services.config.client_timeout_s,
-                    )
-                    async with deadline.paused():
-                        await services.queue.wait(stream.keep_alive)
-                    async with deadline.enforced():
-                        job = await self._builder.build(request, started, body_size, client)
-                        start = partial(self._start, body, job, client)
-                        writer = await run_off_loop(start, body_size, INLINE_BODY_BYTES)
-                on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
-                async with aclosing(self._generator.run(job, on_output)) as events:
-                    if request.stream:
-                        return await self._stream(http, writer, events, deadline, stream)
-                    return await self._answer(http, writer, events, deadline)
-            except (RequestError, APIError) as failure:
-                if stream is None or not stream.is_open:
-                    raise
-                error = bad_request(failure) if isinstance(failure, RequestError) else failure
-                http[FINAL_STATUS] = error.status
-                with suppress(ConnectionError):
-                    await stream.fail(*error_event(http.path, error))
-                return await stream.open()
+        async with services.bodies.charge(client) as charge:
+            body, request, body_size = await self._read(http, charge)
+            # Before the prompts are tokenized, so that a refusal takes little time.
+            place.resize(request.num_sequences, request.num_options)
+            async with deadline.paused():
+                await services.queue.wait(stream.keep_alive if request.stream else None)
+            async with deadline.enforced():
+                job = await self._builder.build(request, started, body_size, client)
+                start = partial(self._start, body, job, client)
+                writer = await run_off_loop(start, body_size, INLINE_BODY_BYTES)
+        on_output = partial(abort_if_unread, http, f"request {job.id}", len(job.choices))
+        async with aclosing(self._generator.run(job, on_output)) as events:
+            if request.stream:
+                return await self._stream(http, writer, events, deadline, stream)
+            return await self._answer(http, writer, events, deadline)
 
     async def _read(
         self, http: web.Request, charge: BodyCharge
@@ -133,9 +136,9 @@ class GenerationEndpoint(Generic[Body]):
         body, size = await self._services.reader.read(http, charge, self._api.body)
         find_earlier = partial(self._api.earlier, body, http.get(CLIENT))
         earlier = await run_off_loop(find_earlier, size, INLINE_BODY_BYTES)
+        charge.add(len(earlier))
         count = partial(bound_values, earlier)
-        num_values = await run_off_loop(count, len(earlier), INLINE_BODY_BYTES)
-        charge.add(len(earlier) + VALUE_BYTES * num_values)
+        charge.add(VALUE_BYTES * await run_off_loop(count, len(earlier), INLINE_BODY_BYTES))
         size += len(earlier)
         convert = partial(self._api.request, body, earlier)
         request = await run_off_loop(convert, size, INLINE_BODY_BYTES)
@@ -200,8 +203,12 @@ class GenerationEndpoint(Generic[Body]):
         response = await stream.open()
         try:
             async with deadline.enforced():
-                await _send_all(writer, first, events, stream)
-                await stream.end(writer.LAST_EVENT)
+                sender = StreamSender(writer, stream)
+                await sender.begin()
+                await sender.send_output(*first)
+                async for choice, output in events:
+                    await sender.send_output(choice, output)
+                await sender.end()
         except APIError as error:
             logger.warning(
                 "request %s%s failed while it was streamed, sending the error to the client: %s",
@@ -216,54 +223,15 @@ class GenerationEndpoint(Generic[Body]):
         return response
 
 
-async def _send_all(
-    writer: ResponseWriter[Any],
-    first: tuple[Choice, TextOutput],
-    events: _Events,
-    stream: EventStream,
-) -> None:
-    """Send the events of all outputs, those before the first one, and those after the last one."""
-    offsets = {choice.index: 0 for choice in writer.job.choices}
-    token_text = writer.tokenizer.token_text
-
-    def num_characters(token_ids: Iterable[int]) -> int:
-        return sum(len(token_text(token_id)) for token_id in token_ids)
-
-    def encoded(new: list[msgspec.Struct]) -> list[tuple[bytes, str]]:
-        return [(msgspec.json.encode(event), writer.name(event)) for event in new]
-
-    async def send(new: list[tuple[bytes, str]]) -> None:
-        for event, name in new:
-            await stream.send(event, name)
-
-    async def send_output(choice: Choice, output: TextOutput) -> None:
-        # Also send tokens without text: clients measure the time between tokens by the chunks.
-        if output.text or output.token_ids or output.finish_reason is not None:
-            writer.job.num_streamed_tokens += len(output.token_ids)
-            offset = offsets[choice.index]
-            size = output.num_logprobs
-            if size <= INLINE_ENTRIES:
-                await send(encoded(writer.events(choice, output, offset)))
-            else:
-                await send(
-                    await run_encoding(
-                        lambda: encoded(writer.events(choice, output, offset)),
-                        size,
-                        INLINE_ENTRIES,
-                        LARGE_ENTRIES,
-                    )
-                )
-        if output.prompt_logprobs is not None:  # streamed only with echo
-            prompt = choice.prompt_token_ids
-            offsets[choice.index] += await run_off_loop(lambda: num_characters(prompt), len(prompt))
-            output.prompt_logprobs = None  # the caller may keep the output
-        offsets[choice.index] += num_characters(item.token_id for item in output.logprobs)
-
-    await send(encoded(writer.opening()))
-    await send_output(*first)
-    async for choice, output in events:
-        await send_output(choice, output)
-    await send(encoded(writer.closing()))
+async def _end_failed(
+    http: web.Request, stream: EventStream, failure: RequestError | APIError
+) -> web.StreamResponse:
+    """End an open stream with the event of a failure, and return its response."""
+    error = bad_request(failure) if isinstance(failure, RequestError) else failure
+    http[FINAL_STATUS] = error.status
+    with suppress(ConnectionError):
+        await stream.fail(*error_event(http.path, error))
+    return await stream.open()
 
 
 def _data_parallel_rank(http: web.Request, in_body: int | None) -> int | None:

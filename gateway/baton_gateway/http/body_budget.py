@@ -59,7 +59,7 @@ class BodyBudget:
         """Charge the budget with the bytes of one body until the `with` block ends.
 
         Args:
-            client: name of the client; None: clients need no API key.
+            client: name of the client; None if clients need no API key.
 
         Raises:
             APIError: 503, because the budget is exhausted and this request was refused.
@@ -201,6 +201,8 @@ class BodyCharge:
                     if num_bytes > MAX_BODY_BYTES:
                         raise _too_large()
                     self._budget.add(self, len(chunk))
+                    if num_bytes > PIECE_BYTES:  # `readany` does not wait for decompressed bytes
+                        await asyncio.sleep(0)
                     if pieces and len(pieces[-1]) + len(chunk) <= PIECE_BYTES:
                         pieces[-1] += chunk
                     else:

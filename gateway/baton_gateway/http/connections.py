@@ -37,6 +37,9 @@ WRITE_TIMEOUT_S = 75.0
 #: fails. Go and Traefik close them after 90 s, load balancers of Google after 600 s, and Envoy
 #: after an hour. At the limit of connections, idle ones are closed earlier.
 KEEP_ALIVE_S = 3630.0
+#: Time in which the rest of an unread body is read after the response. Closing at once would reset
+#: the connection, and the client could lose the response.
+LINGER_S = 10.0
 #: Limit on the headers of a request.
 MAX_HEADERS = 64
 #: Limit on the bytes of heads that have arrived since the last complete head, including the bytes
@@ -217,8 +220,13 @@ class ClientConnection(web.RequestHandler):
         if not self._messages:
             super()._resume_reading_if_drained()
 
-    def request_received(self) -> None:
-        """Record that the head of a request is complete."""
+    def request_received(self, *, is_compressed: bool) -> None:
+        """Record that the head of a request is complete.
+
+        aiohttp reads an unread body after the response, and so decompresses it. A client must not
+        make it decompress gigabytes.
+        """
+        self._lingering_time = 0.0 if is_compressed else LINGER_S
         self._connections.on_request(self)
 
     def end_request(self) -> None:

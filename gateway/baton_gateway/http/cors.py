@@ -26,7 +26,7 @@ class CORS:
 
     Args:
         allowed_origins: origins as in a browser's Origin header, such as
-            `https://chat.example.com`. `*` allows every origin. Empty: CORS is off.
+            `https://chat.example.com`. `*` allows every origin. Without origins, CORS is off.
     """
 
     def __init__(self, allowed_origins: Collection[str]) -> None:

@@ -24,14 +24,12 @@ class EventStream:
     """A response of server-sent events, which starts when `open` is called.
 
     Args:
-        is_wanted: whether the request asks for a stream. If False, `keep_alive` sends nothing.
         client_timeout_s: time for a client to read an event. A client that takes longer is
             disconnected. Events that fit into the connection's buffer have no timeout.
     """
 
-    def __init__(self, http: web.Request, *, is_wanted: bool, client_timeout_s: float) -> None:
+    def __init__(self, http: web.Request, *, client_timeout_s: float) -> None:
         self._http = http
-        self._is_wanted = is_wanted
         self._client_timeout_s = client_timeout_s
         self._response: web.StreamResponse | None = None
 
@@ -59,8 +57,6 @@ class EventStream:
         If the client has disconnected, this raises nothing, because aiohttp then cancels the
         handler of the request.
         """
-        if not self._is_wanted:
-            return
         with contextlib.suppress(ConnectionError):
             response = await self.open()
             await self._bounded(response.write(_COMMENT), self._client_timeout_s)
@@ -70,7 +66,7 @@ class EventStream:
 
         Args:
             event: the data.
-            name: name of the event. Empty: it has none.
+            name: name of the event, or an empty string if it has no name.
 
         Raises:
             ConnectionError: the client has disconnected, or does not read.
@@ -87,8 +83,8 @@ class EventStream:
         """Send the last event and end the response.
 
         Args:
-            last: data of the event. Empty: no event is sent.
-            name: name of the event. Empty: it has none.
+            last: data of the event. If it is empty, no event is sent.
+            name: name of the event, or an empty string if it has no name.
 
         Raises:
             ConnectionError: the client has disconnected, or does not read.

@@ -38,7 +38,7 @@ async def listen(
         runner: the runner of the application. Its `setup` must have been called.
         host: address to bind.
         port: port to bind; 0: any free port.
-        context: the TLS context; None: HTTP without TLS.
+        context: the TLS context; None for HTTP without TLS.
         connections: counts and limits the connections.
         cors: sets the CORS headers of responses to invalid HTTP.
 
@@ -54,7 +54,7 @@ async def listen(
         message: RawRequestMessage, payload: Any, connection: web.RequestHandler, *rest: Any
     ) -> web.BaseRequest:
         assert isinstance(connection, ClientConnection)
-        connection.request_received()
+        connection.request_received(is_compressed=message.compression is not None)
         message = ignore_expectation(normalize_path(message))
         return make_request(message, payload, connection, *rest)
 

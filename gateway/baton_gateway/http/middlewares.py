@@ -19,6 +19,7 @@ from baton_gateway.errors import APIError, bad_request, error_body, gateway_fail
 from baton_gateway.http.connections import response_headers, wait_for_client
 from baton_gateway.http.request_id import request_id
 from baton_gateway.metrics import GatewayMetrics
+from baton_gateway.thread_pool import current_client
 from baton_text.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,7 @@ class Authentication:
     """Requires an API key, except for the probes of load balancers.
 
     Args:
-        keys: authenticates clients; None: clients need no API key.
+        keys: authenticates clients; None if clients need no API key.
         shutdown: waits until clients send no more requests.
     """
 
@@ -98,6 +99,7 @@ class Authentication:
                     request.headers.getall("Authorization", []),
                     request.headers.getall("X-Api-Key", []),
                 )
+                current_client.set(request[CLIENT])
             except APIError:
                 if delay_s := self._auth_delays.record(request.remote):
                     wait_for_client(request)

@@ -83,9 +83,10 @@ async def parse_body(
     """
 
     def count() -> int:
+        max_values = MAX_VALUES + (max_model_len or 0)
         if len(body) > INLINE_BODY_BYTES:
-            check_values(body, MAX_VALUES + (max_model_len or 0), MAX_CONTAINERS)
-        return bound_values(body)
+            check_values(body, max_values, MAX_CONTAINERS)
+        return min(bound_values(body), max_values)
 
     def parse() -> tuple[_Request, list[str]]:
         return parse_request(body, kind), unknown_fields(body, kind)

@@ -34,8 +34,8 @@ class CacheSalts:
         """Return the salt of a request.
 
         Args:
-            client: name of the client; None: clients need no API key.
-            requested: the salt that the request names; empty: none.
+            client: name of the client; None if clients need no API key.
+            requested: the salt that the request names, or an empty string.
         """
         if client is None or self._is_shared or requested in self._shared_salts:
             return requested

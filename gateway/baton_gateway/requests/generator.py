@@ -39,7 +39,10 @@ SEQUENCE_TOKENS = 2**11
 
 
 class Generator:
-    """Runs the sequences of jobs on engines."""
+    """Runs the sequences of jobs on engines.
+
+    With best_of, it runs all candidates. `Job.best_choices` then selects those of the response.
+    """
 
     def __init__(self, dispatcher: Dispatcher, metrics: GatewayMetrics) -> None:
         self._dispatcher = dispatcher

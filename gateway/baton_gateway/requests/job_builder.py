@@ -75,7 +75,7 @@ class JobBuilder:
             request: the parsed body.
             started: monotonic time of the request's arrival, in seconds.
             size: size of the body in bytes. The job of a large body is built in a thread.
-            client: name of the client; None: clients need no API key.
+            client: name of the client; None if clients need no API key.
 
         Raises:
             RequestError: the messages cannot be rendered, an option is invalid, or a limit of this
@@ -196,16 +196,23 @@ class JobBuilder:
     def _structures(
         self, request: CompletionRequest, prompts: list[list[int]]
     ) -> list[StructuredOutput | None]:
-        """Return the grammar after each prompt that enforces `thinking_budget`. None: no grammar.
+        """Return the grammar that enforces `thinking_budget` after each prompt.
 
-        Prompts with equal ends share a grammar.
+        The grammar depends only on whether the prompt ends inside the reasoning. Without
+        `thinking_budget`, it is None.
         """
         if request.thinking_budget is None:
             return [None] * len(prompts)
         decode, special = self.tokenizer.decode, self.tokenizer.special_token_id
-        ends = [decode(prompt[-PROMPT_END:], skip_special_tokens=False) for prompt in prompts]
-        grammars = {end: self._format.limit_reasoning(request, end, special) for end in set(ends)}
-        return [grammars[end] for end in ends]
+        begun = [
+            self._format.begins_reasoning(decode(prompt[-PROMPT_END:], skip_special_tokens=False))
+            for prompt in prompts
+        ]
+        grammars = {
+            is_reasoning: self._format.limit_reasoning(request, is_reasoning, special)
+            for is_reasoning in set(begun)
+        }
+        return [grammars[is_reasoning] for is_reasoning in begun]
 
     def _params(self, request: GenerationRequest, lengths: set[int]) -> dict[int, SamplingParams]:
         """Return the sampling parameters for each max_tokens in `lengths`.

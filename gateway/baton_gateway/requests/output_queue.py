@@ -1,4 +1,4 @@
-"""The outputs of one job that wait for its endpoint, and outputs in a compact form."""
+"""A queue of one job's outputs, and `CollectedOutput`, which joins outputs compactly."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CollectedOutput:
         self._last = TextOutput()
         self._text = io.StringIO()
         self._token_ids = array("i")
-        #: In MessagePack.
+        #: The log-probabilities of each output, in MessagePack.
         self._logprobs: list[bytes] = []
         self._prompt_logprobs = msgspec.msgpack.encode(None)
         self._num_nans = 0

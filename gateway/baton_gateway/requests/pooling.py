@@ -76,7 +76,8 @@ class PairJob:
 
     Args:
         job: the prompts.
-        embedded: places of both texts of each pair among the prompts. None: each prompt is a pair.
+        embedded: places of both texts of each pair among the prompts. None if each prompt is a
+            pair.
     """
 
     job: PoolingJob
@@ -121,7 +122,7 @@ class PoolingJobBuilder:
         Args:
             request: the body.
             size: bytes of the body. The job of a large body is built in a thread.
-            client: name of the client; None: clients need no API key.
+            client: name of the client; None if clients need no API key.
 
         Raises:
             APIError: the model has another task, or a prompt does not fit the model.
@@ -154,7 +155,7 @@ class PoolingJobBuilder:
             request: the body.
             fields: names of the fields of the first and the second texts, for errors.
             size: bytes of the body. The job of a large body is built in a thread.
-            client: name of the client; None: clients need no API key.
+            client: name of the client; None if clients need no API key.
 
         Raises:
             APIError, RequestError: as `embedding_job`.

@@ -136,7 +136,7 @@ class PromptReader:
 
         Args:
             messages: the conversation.
-            variables: further variables of the template; None: no further variables.
+            variables: further variables of the template, if there are any.
             bounds: limit on the tokens of the prompt. Each message needs at least one token, and
                 the texts of all messages are in the prompt.
             add_generation_prompt: end the prompt with the start of an assistant's message.

@@ -126,7 +126,7 @@ class ResponseStore:
         """Return the JSON of `Earlier`: what a request continues and refers to.
 
         Args:
-            previous_id: id of the response to continue. None: there is none.
+            previous_id: id of the response to continue. None if the request continues no response.
             item_ids: ids of items of stored responses.
             client: name of the client.
 

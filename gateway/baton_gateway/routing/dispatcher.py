@@ -186,7 +186,7 @@ class Dispatcher:
             request: the decode engine's request.
 
         Returns:
-            The output with the first token. None: the decode engine samples the first token.
+            The output with the first token; None if the decode engine samples the first token.
 
         Raises:
             AttemptError, APIError: the decode engine has failed, or the prefill engine's output is

@@ -51,7 +51,7 @@ class EnginePool:
     Args:
         discovery: yields the engines.
         metrics: the gateway's metrics.
-        service_key: encrypts the connections to engines; None: they are not encrypted.
+        service_key: encrypts the connections to engines; None if they are not encrypted.
         heartbeat_interval_s: interval in seconds at which each engine receives a PING.
         heartbeat_timeout_s: an engine that sends nothing for this many seconds counts as dead.
         stall_timeout_s: requests that make no progress for this many seconds move to another
@@ -172,7 +172,7 @@ class EnginePool:
 
     @property
     def pair_format(self) -> PairFormat | None:
-        """How two texts become a prompt of the decode engines. None: they score no pairs."""
+        """How two texts become a prompt of the decode engines. None if they score no pairs."""
         self._read_decode_limits()
         return self._pair_format
 

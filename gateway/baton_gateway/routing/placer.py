@@ -32,9 +32,9 @@ class Requirements:
     Args:
         excluded: `EngineClient.readiness` of engines that must not be picked. An engine that became
             ready again has a new value and may be picked.
-        compatibility_hash: the hash that the engine must have; None: any.
-        data_parallel_rank: the rank that the engine must have; None: any.
-        kv_transport: the KV transport that the engine must use; None: any.
+        compatibility_hash: the hash that the engine must have; None if any hash will do.
+        data_parallel_rank: the rank that the engine must have; None if any rank will do.
+        kv_transport: the KV transport that the engine must use; None if any transport will do.
     """
 
     excluded: Collection[int] = ()

@@ -41,7 +41,8 @@ class RetryState:
     """The attempts of one sequence so far: their number, the last failure, the engines used."""
 
     sequence: Sequence
-    rank: int | None  # the only data-parallel rank that may run the sequence; None: any
+    #: The only data-parallel rank that may run the sequence; None if any rank may.
+    rank: int | None
     num_attempts: int = 0
     #: Failed attempts in a row without a new token. Refusals by draining and full engines do not
     #: count, because they do not depend on the sequence.

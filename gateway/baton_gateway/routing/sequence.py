@@ -65,7 +65,7 @@ class Sequence:
     arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str = ""
-    group: SampleGroup | None = None  # None: the only sample of its prompt
+    group: SampleGroup | None = None  # None if no other sample shares its prompt
     data_parallel_rank: int | None = None  # as requested by the client
     generated_token_ids: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
@@ -106,8 +106,8 @@ class Sequence:
 
         Args:
             attempt_id: id of the request at the engine.
-            kv: the engine's side of the KV transfer; None: the request has no KV transfer.
-            group_id: id of the group with which the request is sent; empty: it is sent alone.
+            kv: the engine's side of the KV transfer; None if the request has no KV transfer.
+            group_id: id of the group with which the request is sent; empty if it is sent alone.
         """
         params = self.sampling_params
         if self.has_begun and params.prompt_logprobs is not None:  # sent with the first token

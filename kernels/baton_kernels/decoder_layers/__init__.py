@@ -69,7 +69,7 @@ class LayerWeights:
     window: int | None  #: Tokens that a query attends to, including its own. None: no limit.
 
     def tensors(self) -> list[Tensor | None]:
-        """Return the layer's tensors without its experts, in the order of `Weight` in ops.cpp."""
+        """Return the layer's tensors without its experts, in the order of `Weight` in C++."""
         mlp: list[Tensor | None]
         if isinstance(self.mlp, DenseMLP):
             mlp = [*self.mlp.gate_up.tensors(), *self.mlp.down.tensors(), None]

@@ -3,7 +3,7 @@
 An agent reads 64 bytes from the memory of its peer:
 
 >>> import numpy as np
->>> from baton_kv_transfer.agent.factory import create_agent
+>>> from baton_kv_transfer.agent.agent_factory import create_agent
 >>> ours, theirs = np.zeros(8, dtype=np.int64), np.arange(8, dtype=np.int64)
 >>> agent, peer = create_agent("agent", "tcp"), create_agent("peer", "tcp")
 >>> registered = agent.register_memory([(ours.ctypes.data, 64, 0, "")])
@@ -16,7 +16,7 @@ An agent reads 64 bytes from the memory of its peer:
 >>> while agent.check_xfer_state(handle) == "PROC": pass
 
 agent             the interface, with NIXL's names and semantics
-factory           creates an agent
+agent_factory     creates an agent
 transport_agent   an agent over Baton's transports
 nixl_agent        an agent over the NIXL library
 nixl_library      loads NIXL, creates NIXL's agent, and adds a digest to NIXL's metadata

@@ -34,9 +34,9 @@ from baton_kv_transfer.agent.descriptors import (
     merge,
 )
 from baton_kv_transfer.agent.transfer_checks import check_post, pair, unknown_peer
-from baton_kv_transfer.transports.selection import choose_transports
 from baton_kv_transfer.transports.transfer import Descriptors, Region, Transfer, TransportError
 from baton_kv_transfer.transports.transport import Transport, TransportContext
+from baton_kv_transfer.transports.transport_selection import choose_transports
 from baton_kv_transfer.transports.transport_thread import TransportThread
 
 _METADATA_VERSION = 4

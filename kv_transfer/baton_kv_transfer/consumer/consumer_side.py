@@ -29,6 +29,7 @@ from baton_kv_transfer.consumer.load_manager import LoadManager
 from baton_kv_transfer.consumer.load_state import LoadState
 from baton_kv_transfer.consumer.peer import Peer
 from baton_kv_transfer.consumer.peer_registry import PeerRegistry
+from baton_kv_transfer.consumer.rank_transfers import connect_workers
 from baton_kv_transfer.context import ConnectorContext
 
 logger = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ class ConsumerSide:
             return
         transfer_ids: dict[Peer, list[str]] = defaultdict(list)
         for transfer_id, first in self._expected.items():
-            workers, _ = self._loads.connect_workers(first, now)
+            workers, _ = connect_workers(self._context, self._peers, first, now)
             for peer in workers.values():
                 transfer_ids[peer].append(transfer_id)
         for load in self._loads:

@@ -7,20 +7,18 @@ from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
-import zmq
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, LoadRequest, LoadResult
 from baton_kv_transfer.consumer.block_verifier import BlockVerifier
-from baton_kv_transfer.consumer.load_state import (
-    Load,
-    LoadState,
-    RankTransfer,
-    RankTransferState,
-    SharedHeads,
-)
+from baton_kv_transfer.consumer.load_state import Load, LoadState, RankTransfer, RankTransferState
 from baton_kv_transfer.consumer.peer import MAX_REASON_CHARACTERS, Peer, TransferMessage
 from baton_kv_transfer.consumer.peer_registry import PeerRegistry
+from baton_kv_transfer.consumer.rank_transfers import (
+    check_heads,
+    connect_workers,
+    create_rank_transfers,
+)
 from baton_kv_transfer.context import ConnectorContext
 from baton_protocol.options.config import KVRole
 
@@ -44,19 +42,9 @@ class LoadManager:
             ValueError: the engine has more workers than KV heads, or this worker's heads are not in
                 `context.ranks`.
         """
+        check_heads(context)
         self._context = context
         self._memory, self._load_timeout_s = context.memory, context.config.load_timeout_s
-        heads, num_heads = context.memory.layout.heads, context.memory.layout.num_model_heads
-        self._worker_heads = [rank.heads for rank in context.ranks]
-        if len(context.ranks) > num_heads:
-            raise ValueError(
-                f"{len(context.ranks)} workers share {num_heads} KV heads: "
-                "blocks of replicated heads are not exchanged"
-            )
-        if heads not in self._worker_heads:
-            raise ValueError(
-                f"this worker's {heads} are not among the engine's: {self._worker_heads}"
-            )
         self._peers = peers
         self._blocks = blocks
         self._loads: dict[str, Load] = {}
@@ -107,31 +95,6 @@ class LoadManager:
         )
         self._loads[request.transfer_id] = load
         self.advance(load, now)
-
-    def connect_workers(self, first: Peer, now: float) -> tuple[dict[int, Peer], str]:
-        """Connect to the producer's workers that have heads which this worker needs.
-
-        Args:
-            first: the producer's first worker, which names all workers when it is ready.
-            now: the current time.
-
-        Returns:
-            The workers by rank, and an error: why a connection failed; empty if none failed.
-        """
-        workers, error = {}, ""
-        for rank, address in enumerate(first.ranks if first.is_ready else ()):
-            if not self._memory.layout.heads.overlap(address.heads).count:
-                continue
-            host, port = address.host, address.port
-            try:
-                workers[rank] = (
-                    self._peers.connect(host, port, first.peer_instance_id, now) if rank else first
-                )
-            except zmq.ZMQError as failure:
-                error = (
-                    f"cannot connect to worker {rank} of {first.name} at {host}:{port}: {failure}"
-                )
-        return workers, error
 
     def heartbeat_s(self, peer: Peer) -> float:
         return min(MAX_HEARTBEAT_S, self._load_timeout_s / 3, peer.lease_s / 3)
@@ -191,35 +154,20 @@ class LoadManager:
                 self.end(load, now)
 
     def _open_rank_transfers(self, load: Load, now: float) -> None:
-        """Create a RankTransfer for each worker of the producer that shares heads with this worker.
+        """Connect to the workers of the producer, and create the load's per-rank transfers.
 
         If a worker cannot be connected, fail the load.
         """
-        first, heads = load.first_worker, self._memory.layout.heads
+        first = load.first_worker
         if first.rank != 0:
             why = f"{first.name} is worker {first.rank}, not the first one"
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
-        workers, error = self.connect_workers(first, now)
+        workers, error = connect_workers(self._context, self._peers, first, now)
         if error:
             self.fail(load, FailureReason.PEER_LOST, error, now)
             return
-        for rank, peer in workers.items():
-            shared = SharedHeads.between(first.ranks[rank].heads, heads, self._worker_heads)
-            load.rank_transfers.append(
-                RankTransfer(
-                    load,
-                    peer,
-                    rank,
-                    shared,
-                    block_nbytes=shared.heads.count * self._memory.layout.head_nbytes,
-                    last_block=now,
-                    deadline=now + self._load_timeout_s,
-                    slots_there=np.full(load.num_blocks, -1, dtype=np.int64),
-                    checksums=[0] * load.num_blocks,
-                    reread=np.zeros(load.num_blocks, dtype=np.bool_),
-                )
-            )
+        load.rank_transfers = create_rank_transfers(self._context, load, workers, now)
         load.state = LoadState.LOADING
         load.missing += len(workers)
 

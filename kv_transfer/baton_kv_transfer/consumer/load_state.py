@@ -33,7 +33,6 @@ Per-rank transfer
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -68,20 +67,6 @@ class SharedHeads:
     heads: HeadRange
     subscriber: int
     num_subscribers: int
-
-    @classmethod
-    def between(
-        cls, theirs: HeadRange, ours: HeadRange, engine: Sequence[HeadRange]
-    ) -> SharedHeads:
-        """Return the heads that a worker of the producer shares with this worker.
-
-        Args:
-            theirs: heads of the producer's worker.
-            ours: heads of this worker.
-            engine: heads of all workers of this engine, in rank order.
-        """
-        subscribers = [heads for heads in engine if heads.overlap(theirs).count]
-        return cls(ours.overlap(theirs), subscribers.index(ours), len(subscribers))
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,6 @@ from baton_local.preview.target import (
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders.member_pods import MemberTemplate
-from baton_operator.plan.plan_expert_group import ExpertGroupPlan
 from baton_operator.plan.plan_group import GroupPlan, Member
 from baton_operator.plan.plan_members import plan_members, update_of
 from baton_operator.plan.topology_view import TopologyView, record
@@ -156,7 +155,7 @@ class _Rollout:
         replicas, update = self._owner.replicas(role), update_of(self._owner, role)
         present = cluster.of_role(role)
         done: dict[tuple[ActionName, str], list[str]] = {}
-        if isinstance(plan, ExpertGroupPlan) and plan.request is not None:
+        if plan.request is not None:
             ranks, members = set(cluster.coordinator.ranks), set(plan.request.members)
             changes = ((members - ranks, "to join"), (ranks - members, "to leave"))
             why = "; ".join(

@@ -23,8 +23,11 @@ class PreviewTarget(msgspec.Struct, frozen=True):
     """One LLMService and its desired state."""
 
     spec: Object
-    resolved: ResolvedService
     desired: Desired
+
+    @property
+    def resolved(self) -> ResolvedService:
+        return self.desired.resolved
 
 
 def target_of(service: Object) -> PreviewTarget:
@@ -42,9 +45,7 @@ def target_of(service: Object) -> PreviewTarget:
         coordinator=COORDINATOR if spec.decode.parallelism.expert else None,
         sizes={role: settings.initial for role, settings in settings_of(spec).items()},
     )
-    return PreviewTarget(
-        service["spec"], resolved, compute_desired(resolved, "policy/v1", http_routes=True)
-    )
+    return PreviewTarget(service["spec"], compute_desired(resolved, "policy/v1", http_routes=True))
 
 
 def field_changes(old: PreviewTarget, new: PreviewTarget) -> Iterator[FieldChange]:

@@ -23,6 +23,11 @@ from baton_operator.api.spec_model import Model, ModelStatus
 
 #: Leaves room for `-prefill-<ordinal>` and hashes in a DNS label.
 MAX_NAME_LENGTH = 40
+#: Limit on the JSON of a spec. The time and memory of a reconcile grow with it, and each change is
+#: stored in a ControllerRevision.
+MAX_SPEC_BYTES = 2**15
+#: Limit on nested values, most of which are in `template` and `security.metricsFrom`.
+MAX_SPEC_DEPTH = 320
 
 
 class KVTransfer(ApiStruct, frozen=True):
@@ -198,7 +203,31 @@ def decode_spec(spec: Any) -> Spec:
     """Convert `.spec` of an object from the API server to the struct, without checking the rules.
 
     Raises:
-        msgspec.ValidationError: a field does not match the schema, for example because the object
-            was stored under another version of the CRD. The message names the field.
+        msgspec.ValidationError: the spec is too large. Or a field does not match the schema, for
+            example because the object was stored under another version of the CRD. The message
+            names the field.
     """
+    try:
+        num_bytes = len(msgspec.json.encode(spec))
+        is_deep = _is_deep(spec)
+    except RecursionError:
+        is_deep = True
+    if is_deep:
+        raise msgspec.ValidationError("the spec is nested too deeply")
+    if num_bytes > MAX_SPEC_BYTES:
+        raise msgspec.ValidationError(
+            f"the spec has {num_bytes} bytes of JSON, and at most {MAX_SPEC_BYTES} are allowed"
+        )
     return msgspec.convert(spec, Spec)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_SPEC_DEPTH):
+        level = [
+            below
+            for each in level
+            if isinstance(each, dict | list)
+            for below in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)

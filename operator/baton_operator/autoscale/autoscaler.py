@@ -26,7 +26,7 @@ from baton_operator.autoscale.inputs import role_states, targets_of
 from baton_operator.autoscale.policy import Decision, RoleState, decide
 from baton_operator.autoscale.scrape import Scraper, ScrapeTarget
 from baton_operator.autoscale.settings import Settings, scrape_period_s, settings_of
-from baton_operator.autoscale.windows import Snapshot, window
+from baton_operator.autoscale.windows import Snapshot, Window, window
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
 from baton_operator.status.reasons import METRICS_MISSING
@@ -212,21 +212,36 @@ class Autoscaler:
             *(s for s in service.snapshots if s.at >= oldest),
             Snapshot(now, scraped.samples),
         ]
-        due = [self._decide(service, role, now) for role in service.roles]
+        # In a thread, because the time grows with the number of pods.
+        measured = {
+            role: await asyncio.to_thread(self._measure, service, state.settings, now)
+            for role, state in [*service.roles.items()]
+        }
+        if self._services.get(key) is not service:
+            return False  # deleted
+        due = [
+            self._decide(service, role, measured[role], now)
+            for role in service.roles
+            if role in measured
+        ]
         return any(due)
 
-    def _decide(self, service: _Service, role: names.MemberRole, now: float) -> bool:
-        """Decide the size of one group. Return whether the service must be reconciled."""
-        state, seen = service.roles[role], service.groups.get(role)
-        if seen is None:
-            return False
-        settings = state.settings
-        measured = window(
+    def _measure(self, service: _Service, settings: Settings, now: float) -> Window | None:
+        return window(
             service.snapshots,
             start=now - settings.behavior.window_s,
             fresh_s=FRESH_PERIODS * service.period_s,
             quantile=settings.quantile,
         )
+
+    def _decide(
+        self, service: _Service, role: names.MemberRole, measured: Window | None, now: float
+    ) -> bool:
+        """Decide the size of one group. Return whether the service must be reconciled."""
+        state, seen = service.roles[role], service.groups.get(role)
+        if seen is None:
+            return False
+        settings = state.settings
         group = msgspec.structs.replace(seen, size=state.status.size)
         decision = decide(
             now,

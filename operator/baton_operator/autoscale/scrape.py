@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 import msgspec
@@ -12,10 +13,10 @@ from prometheus_client import Counter
 from baton_operator.autoscale.windows import ScrapedSample, sample
 from baton_operator.names import MemberRole, url_host
 
-#: Concurrent scrapes, over all services.
-CONCURRENCY = 32
+#: Concurrent scrapes, over all services and of one service.
+CONCURRENCY, SERVICE_CONCURRENCY = 32, 8
 TIMEOUT_S = 5.0
-MAX_BYTES = 4 * 2**20
+MAX_BYTES = 2**20
 
 
 class ScrapeTarget(msgspec.Struct, frozen=True):
@@ -63,14 +64,17 @@ class Scraper:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._slots = asyncio.Semaphore(CONCURRENCY)
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="metrics")
 
     async def scrape(self, targets: Iterable[ScrapeTarget]) -> Scraped:
         """Scrape all targets concurrently. Failed scrapes are in `errors` of the result."""
         scraped = Scraped({}, {})
+        slots = asyncio.Semaphore(SERVICE_CONCURRENCY)
 
         async def ask(target: ScrapeTarget) -> None:
             try:
-                scraped.samples[target.container] = await self._scrape(target)
+                async with slots, self._slots:
+                    scraped.samples[target.container] = await self._scrape(target)
                 self._results.labels("ok").inc()
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 scraped.errors[target.pod] = str(error) or f"no answer within {self._timeout_s:g} s"
@@ -84,10 +88,10 @@ class Scraper:
 
         Raises:
             aiohttp.ClientError, OSError, TimeoutError: there was no response.
-            ValueError: the response is an error, is too long or contains no metrics.
+            ValueError: the response is an error, exceeds a limit or contains no metrics.
         """
         request = self._session.get(target.url, allow_redirects=False)
-        async with self._slots, asyncio.timeout(self._timeout_s), request as response:
+        async with asyncio.timeout(self._timeout_s), request as response:
             if response.status != 200:
                 raise ValueError(f"HTTP {response.status} from {target.url}")
             body = bytearray()
@@ -95,4 +99,6 @@ class Scraper:
                 body += chunk
                 if len(body) > self._max_bytes:
                     raise ValueError(f"more than {self._max_bytes} bytes from {target.url}")
-        return sample(target.role, body.decode())
+        return await asyncio.get_running_loop().run_in_executor(
+            self._parser, lambda: sample(target.role, body.decode())
+        )

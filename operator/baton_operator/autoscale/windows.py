@@ -46,7 +46,13 @@ _METRICS = (
     HTTP_REQUESTS,
 )
 #: Matches the lines to parse, which are about a tenth of a scrape. Parsing is slow.
-_READ = re.compile(rf"(?:# (?:HELP|TYPE) )?(?:{'|'.join(_METRICS)})[_{{ ]")
+_READ = re.compile(rf"^(?:# (?:HELP|TYPE) )?(?:{'|'.join(_METRICS)})[_{{ ].*\n?", re.MULTILINE)
+#: Limits of a scrape, because anyone may have written it. The time to parse a line grows with the
+#: square of its length.
+MAX_LINE_LENGTH = 1024
+MAX_PARSED_LENGTH = 2**17
+#: Limit on the buckets of a histogram, and of the histograms of all scrapes together.
+MAX_BUCKETS = 128
 
 
 class CumulativeHistogram(msgspec.Struct, frozen=True):
@@ -70,27 +76,46 @@ class CumulativeHistogram(msgspec.Struct, frozen=True):
 
         For a bound that one histogram lacks, that histogram's count at the next lower bound is
         used. So a quantile of the result is an upper estimate.
+
+        Raises:
+            ValueError: both together have too many bounds.
         """
         bounds = sorted({*self.buckets, *other.buckets})
-        return CumulativeHistogram(
-            {bound: self.at(bound) + other.at(bound) for bound in bounds}, self.sum + other.sum
-        )
+        if len(bounds) > MAX_BUCKETS:
+            raise ValueError(f"the histograms of all pods have more than {MAX_BUCKETS} buckets")
+        ours, theirs = self._at(bounds), other._at(bounds)
+        counts = {
+            bound: our + their for bound, our, their in zip(bounds, ours, theirs, strict=True)
+        }
+        return CumulativeHistogram(counts, self.sum + other.sum)
 
     def since(self, before: CumulativeHistogram) -> CumulativeHistogram:
         """Return a histogram of the observations since `before`.
 
         `before` is an earlier histogram of the same process.
         """
-        return CumulativeHistogram(
-            {bound: count - before.at(bound) for bound, count in self.buckets.items()},
-            self.sum - before.sum,
-        )
+        bounds = sorted(self.buckets)
+        counts = {
+            bound: self.buckets[bound] - earlier
+            for bound, earlier in zip(bounds, before._at(bounds), strict=True)
+        }
+        return CumulativeHistogram(counts, self.sum - before.sum)
 
-    def at(self, bound: float) -> float:
-        """Return the number of observations that are certainly at most `bound`."""
-        if bound in self.buckets:
-            return self.buckets[bound]
-        return max((count for upper, count in self.buckets.items() if upper <= bound), default=0.0)
+    def _at(self, bounds: Sequence[float]) -> list[float]:
+        """Return the number of observations that are certainly at most each of `bounds`.
+
+        `bounds` are in ascending order.
+        """
+        counts: list[float] = []
+        buckets = iter(sorted(self.buckets.items()))
+        following = next(buckets, None)
+        count = 0.0
+        for bound in bounds:
+            while following is not None and following[0] <= bound:
+                count = max(count, following[1])
+                following = next(buckets, None)
+            counts.append(self.buckets.get(bound, count))
+        return counts
 
     def quantile(self, q: float) -> float | None:
         """Return a quantile, computed like `histogram_quantile` of Prometheus.
@@ -218,16 +243,13 @@ def sample(role: MemberRole | None, text: str) -> ScrapedSample:
 
     Raises:
         ValueError: the text is not in that format, or has no metric of an engine or a gateway. Or
-            the value of a gauge is not finite.
+            the value of a gauge is not finite. Or a limit is exceeded.
     """
-    lines = [line for line in text.splitlines(keepends=True) if _READ.match(line)]
-    if not lines:
-        raise ValueError("the reply has no metric of an engine or a gateway")
     gauges: dict[str, float] = {}
     histograms: dict[str, CumulativeHistogram] = {}
     requests = 0.0
     busy_s: float | None = None
-    for family in text_string_to_metric_families("".join(lines)):
+    for family in text_string_to_metric_families(_lines_to_parse(text)):
         if family.name in ENGINE_HISTOGRAMS:
             buckets: dict[float, float] = {}
             total = 0.0
@@ -237,6 +259,8 @@ def sample(role: MemberRole | None, text: str) -> ScrapedSample:
                     buckets[bound] = buckets.get(bound, 0.0) + item.value
                 elif item.name.endswith("_sum"):
                     total += item.value
+            if len(buckets) > MAX_BUCKETS:
+                raise ValueError(f"{family.name} has more than {MAX_BUCKETS} buckets")
             histograms[family.name] = CumulativeHistogram(buckets, total)
         elif family.name == HTTP_REQUESTS:
             requests = sum(
@@ -253,6 +277,21 @@ def sample(role: MemberRole | None, text: str) -> ScrapedSample:
             if not isfinite(gauges[family.name]):
                 raise ValueError(f"{family.name} is {gauges[family.name]}")
     return ScrapedSample(role, gauges, histograms, requests, busy_s)
+
+
+def _lines_to_parse(text: str) -> str:
+    lines: list[str] = []
+    length = 0
+    for match in _READ.finditer(text):
+        lines.append(match.group())
+        length += len(lines[-1])
+        if len(lines[-1]) > MAX_LINE_LENGTH:
+            raise ValueError(f"a line has more than {MAX_LINE_LENGTH} characters")
+        if length > MAX_PARSED_LENGTH:
+            raise ValueError(f"its metrics have more than {MAX_PARSED_LENGTH} characters")
+    if not lines:
+        raise ValueError("the reply has no metric of an engine or a gateway")
+    return "".join(lines)
 
 
 def window(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.spec_engine import Engine
@@ -53,8 +51,8 @@ class MemberTemplate:
         self.expert_group = resolved.expert_group(role)
 
     def pod(self, ordinal: int) -> Object:
-        """Return the member pod with this ordinal."""
-        template = copy.deepcopy(self._template)
+        """Return the member pod with this ordinal. It shares its values with the other pods."""
+        template = self._template
         name = names.member_name(self._owner.name, self._role, ordinal)
         metadata = self._owner.metadata(name, self._role)
         own = {names.LABEL_MEMBER: "true", names.LABEL_REVISION: self.revision}

@@ -32,6 +32,17 @@ _RESOURCES = {
     "HTTPRoute": ("gateway.networking.k8s.io/v1", "httproutes"),
 }
 PLURALS = frozenset(plural for _, plural in _RESOURCES.values())
+#: Objects in one page of a list of LLMServices. Each may have 1.5 MiB, and decoded it takes up to
+#: 48 times as much memory.
+PAGE_SIZE = 2
+#: Limits on the JSON of an object that is read, by kind and for other kinds. The spec of an
+#: LLMService may have 32 KiB, and the only Secret that is read has a key.
+OBJECT_BYTES = {"LLMService": 2**19, "Secret": 2**17}
+MAX_OBJECT_BYTES = 2**18
+#: Limits on the JSON of all objects of a service, by kind and for other kinds. 600 pods of engines
+#: have about 10 MiB.
+LIST_BYTES = {"Pod": 2**25, "ControllerRevision": 2**22}
+MAX_LIST_BYTES = 2**20
 MAX_OWN_WRITES = 4096  # number of own writes that `Kube.is_own_write` remembers
 
 
@@ -132,11 +143,15 @@ class Kube:
                 The reply may then come from that cache. None: a consistent read.
         """
         query = () if not_older_than is None else (("resourceVersion", not_older_than),)
-        return await self._find(self.path(kind, namespace, name), query=query)
+        max_bytes = OBJECT_BYTES.get(kind, MAX_OBJECT_BYTES)
+        path = self.path(kind, namespace, name)
+        return await self._find(path, query=query, max_bytes=max_bytes)
 
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
         """Return whether the object exists. The API server sends only its metadata."""
-        return await self._find(self.path(kind, namespace, name), metadata_only=True) is not None
+        path = self.path(kind, namespace, name)
+        found = await self._find(path, metadata_only=True, max_bytes=MAX_OBJECT_BYTES)
+        return found is not None
 
     async def list_all(
         self,
@@ -153,7 +168,10 @@ class Kube:
         """
         path, selected = self.path(kind, namespace), names.serialized(selector or {})
         items, _ = await self.client.list(
-            path, label_selector=selected, not_older_than=not_older_than
+            path,
+            label_selector=selected,
+            not_older_than=not_older_than,
+            max_bytes=LIST_BYTES.get(kind, MAX_LIST_BYTES),
         )
         api_version, _ = self.resource(kind)
         # The items of a list have neither apiVersion nor kind.
@@ -171,7 +189,8 @@ class Kube:
     async def apply(self, obj: Object) -> Object:
         """Apply `obj` with server-side apply, as field manager `baton-operator`.
 
-        Return the stored object.
+        The operator becomes the owner of all fields in `obj`, because `KubeClient.apply` sets
+        `force`. Return the stored object.
         """
         return self._record_write(
             await self.client.apply(self._path_of(obj), obj, field_manager=names.MANAGER)

@@ -76,40 +76,35 @@ class _PodClient:
                 data = await read_body(response)
                 if response.status == 200:
                     return msgspec.json.decode(data, type=reply)
-                why = f"HTTP {response.status}: {data[:1000].decode(errors='replace')}"
-                logger.warning(
-                    "the %s at %s refused %s %s, which the next reconcile repeats: %s",
-                    self.component,
-                    authority,
-                    method,
-                    path,
-                    why,
-                )
+                text = data[:1000].decode(errors="replace")
+                what, why = "refused", f"HTTP {response.status}: {text}"
         except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             if isinstance(error, TimeoutError):
                 self._silent_until[authority] = monotonic() + SILENT_S
-            logger.warning(
-                "the %s at %s did not answer %s %s, which the next reconcile repeats: %s",
-                self.component,
-                authority,
-                method,
-                path,
-                error_text(error),
-            )
+            what, why = "did not answer", error_text(error)
+        logger.warning(
+            "the %s at %s %s %s %s, which the next reconcile repeats: %s",
+            self.component,
+            authority,
+            what,
+            method,
+            path,
+            why,
+        )
         return None
 
 
-async def read_body(response: aiohttp.ClientResponse) -> bytes:
+async def read_body(response: aiohttp.ClientResponse, limit: int = MAX_BODY_BYTES) -> bytes:
     """Return the body of a response.
 
     Raises:
-        ValueError: the body is longer than MAX_BODY_BYTES.
+        ValueError: the body is longer than `limit` bytes.
     """
     try:
-        await response.content.readexactly(MAX_BODY_BYTES + 1)
+        await response.content.readexactly(limit + 1)
     except asyncio.IncompleteReadError as error:
         return error.partial
-    raise ValueError(f"the body is longer than {MAX_BODY_BYTES} bytes")
+    raise ValueError(f"the body is longer than {limit} bytes")
 
 
 class _Drain(msgspec.Struct):

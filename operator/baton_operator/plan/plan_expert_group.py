@@ -70,16 +70,6 @@ class ExpertGroup(msgspec.Struct, frozen=True, kw_only=True):
     view: TopologyView | None  #: None: the coordinator did not reply.
 
 
-class ExpertGroupPlan(GroupPlan, frozen=True, kw_only=True):
-    """The next step of an expert-parallel group."""
-
-    request: TopologyRequest | None = None  # to send to the coordinator, before all other actions
-
-    @property
-    def acts(self) -> bool:
-        return super().acts or self.request is not None
-
-
 class _Division(NamedTuple):
     """Which members stay and which leave. Failed members and members in deletion are not listed."""
 
@@ -92,7 +82,7 @@ class _Division(NamedTuple):
         return [*self.current, *self.kept]
 
 
-def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> ExpertGroupPlan:
+def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) -> GroupPlan:
     """Return the next step towards `group.target.size` members of `group.target.revision`."""
     present = present_members(members, now)
     delete, revisits_s = plan_failed(present, now)
@@ -105,17 +95,11 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     staying, leaving = division.staying, division.leaving
 
     create = _create(members, present, staying, len(division.current) + num_failed, group)
+    if view is None:
+        return _plan_without_view(create, delete, leaving, group)
     revisits_s += surge_timeout.left_s
     if leaving:
         revisits_s.append(REVISIT_S)
-    if view is None:
-        if not group.name:
-            delete += [
-                Delete(m.name, "it had not started")
-                for m in leaving
-                if m.expert_group and not m.serving
-            ]
-        return ExpertGroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
     desired = _desired_members(present, staying, leaving, group.name, view, now)
     request = _request(desired, group, view)
     last = _last_ranks(present, staying, view)
@@ -132,7 +116,7 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
             revisits_s.append(POLL_DRAIN_S)
     if present and (desired != view.desired or _is_under_way(view, staying, group.name)):
         revisits_s.append(REVISIT_S)
-    return ExpertGroupPlan(
+    return GroupPlan(
         create=create,
         drain=drain,
         delete=delete,
@@ -150,6 +134,28 @@ def operation_id(group: ExpertGroup, desired: list[str], topology: TopologyStatu
     """
     before = topology.operation.operation_id if topology.operation else ""
     return names.content_hash([group.service_uid, topology.generation, before, desired])
+
+
+def _plan_without_view(
+    create: list[int], delete: list[Delete], leaving: list[Member], group: ExpertGroup
+) -> GroupPlan:
+    """Return the next step while the coordinator does not reply.
+
+    No topology is requested, and no member drains. If independent engines replace the ranks, ranks
+    that have not started are deleted.
+
+    Args:
+        create: ordinals of members to create.
+        delete: deletions of failed members.
+        leaving: members that should leave.
+    """
+    if not group.name:
+        delete = delete + [
+            Delete(m.name, "it had not started")
+            for m in leaving
+            if m.expert_group and not m.serving
+        ]
+    return GroupPlan(create=create, delete=delete, revisit_s=REVISIT_S)
 
 
 def _is_newest(m: Member, group: ExpertGroup) -> bool:

@@ -31,6 +31,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from baton_protocol.topology import TopologyRequest
+
 #: A pod that still exists this long after its grace period is on a lost node, and is ignored.
 STUCK_TERMINATING = timedelta(seconds=30)
 #: Interval of `POST /drain` requests to a draining member. No watch event reports its progress.
@@ -104,6 +106,8 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     The operator and `baton plan` take the actions in the order of these fields.
     """
 
+    #: Topology to request from the coordinator. Only expert-parallel groups have one.
+    request: TopologyRequest | None = None
     drain: list[str] = []  # members to mark as draining
     delete: list[Delete] = []
     create: list[int] = []  # ordinals
@@ -113,8 +117,10 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def acts(self) -> bool:
-        """Whether the plan creates, marks or deletes any member."""
-        return bool(self.create or self.restore or self.drain or self.delete)
+        """Whether the plan requests a topology, or creates, marks or deletes any member."""
+        return self.request is not None or bool(
+            self.create or self.restore or self.drain or self.delete
+        )
 
 
 class Timeout(NamedTuple):

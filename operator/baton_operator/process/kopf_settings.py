@@ -9,6 +9,7 @@ from typing import Any
 import kopf
 
 from baton_operator import names
+from baton_operator.kube.objects import PAGE_SIZE
 
 REQUEST_TIMEOUT_S = 30.0
 #: Seconds after which the server ends a watch. kopf then opens the next watch at the last resource
@@ -18,6 +19,9 @@ WATCH_S = 240
 INACTIVITY_S = 70.0
 STOP_S = 30.0
 LAST_BACKOFF_S = 10.0
+#: API servers refuse this name. kopf would try to remove a finalizer that it knows, without end,
+#: because the operator has no right to change LLMServices.
+FINALIZER = "never set"
 OURS = f"{names.LABEL_MANAGED_BY}={names.MANAGER}"
 
 
@@ -52,14 +56,14 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.peering.standalone = True
     settings.posting.enabled = False
     settings.scanning.disabled = True  # scanning needs the right to watch CRDs and namespaces
-    settings.persistence.finalizer = f"{names.GROUP}/never-set"
+    settings.persistence.finalizer = FINALIZER
     settings.persistence.diffbase_storage = NoDiffBase()
     settings.process.ultimate_exiting_timeout = STOP_S
     settings.networking.request_timeout = REQUEST_TIMEOUT_S
     settings.networking.error_backoffs = Backoffs()
     # how long the worker of an object waits for its next event
     settings.queueing.idle_timeout = 0.1
-    settings.watching.chunk_size = 500
+    settings.watching.chunk_size = PAGE_SIZE
     settings.watching.connect_timeout = REQUEST_TIMEOUT_S
     settings.watching.inactivity_timeout = INACTIVITY_S
     settings.watching.server_timeout = WATCH_S

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any, cast
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -68,6 +70,57 @@ class Metrics:
         )
 
 
+#: Connections to /health and /metrics. Any pod may open them. Above, the oldest one is closed.
+MAX_CONNECTIONS = 128
+#: Limits of a connection: seconds, headers and bytes. Bodies are neither read nor decompressed.
+LIMITS: dict[str, Any] = {
+    "lingering_time": 0.0,
+    "max_headers": 16,
+    "max_line_size": 1024,
+    "max_field_size": 4096,
+    "read_bufsize": 2**12,
+    "auto_decompress": False,
+}
+
+
+class _Connection(web.RequestHandler):
+    """A connection for one request.
+
+    Nothing is read after the head of the request. A client could otherwise send many requests, read
+    no response, and fill the memory.
+    """
+
+    __slots__ = ("_opened",)
+
+    def __init__(self, manager: web.Server, opened: dict[_Connection, asyncio.Transport]) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(manager, loop=loop, access_log=None, **LIMITS)  # type: ignore[arg-type]
+        self._opened = opened
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(Any, transport).max_size = LIMITS["read_bufsize"]  # bytes of one read
+        self._opened[self] = cast(asyncio.Transport, transport)
+        super().connection_made(transport)
+        if len(self._opened) > MAX_CONNECTIONS:
+            # `close` would wait until the client has read the response.
+            self._opened.pop(next(iter(self._opened))).abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._opened.pop(self, None)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._messages and self.transport is not None:
+            self.transport.pause_reading()
+
+
+def _last(response: web.Response) -> web.Response:
+    """Close the connection after the response."""
+    response.force_close()
+    return response
+
+
 class AddressError(Exception):
     """The operator cannot listen on the configured address for /health and /metrics."""
 
@@ -89,23 +142,29 @@ async def serve(
 
     async def health(_: web.Request) -> web.Response:
         why = explain_stuck()
-        return web.Response(status=503, text=f"{why}\n") if why else web.Response(text="ok\n")
+        return _last(web.Response(status=503 if why else 200, text=f"{why or 'ok'}\n"))
 
     async def expose(_: web.Request) -> web.Response:
         headers = {"Content-Type": "text/plain; version=0.0.4"}
-        return web.Response(body=generate_latest(metrics.registry), headers=headers)
+        return _last(web.Response(body=generate_latest(metrics.registry), headers=headers))
 
     app = web.Application()
     app.add_routes([web.get("/health", health), web.get("/metrics", expose)])
-    runner = web.AppRunner(app, access_log=None)
+    runner = web.AppRunner(app)
     await runner.setup()
+    manager = runner.server
+    assert manager is not None
+    opened: dict[_Connection, asyncio.Transport] = {}
+
     try:
-        site = web.TCPSite(runner, host, port)
         try:
-            await site.start()
+            server = await asyncio.get_running_loop().create_server(
+                lambda: _Connection(manager, opened), host, port
+            )
         except OSError as error:
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             raise AddressError(f"cannot listen on {host}:{port}: {why}") from error
-        yield int(runner.addresses[0][1])
+        async with server:
+            yield int(server.sockets[0].getsockname()[1])
     finally:
         await runner.cleanup()

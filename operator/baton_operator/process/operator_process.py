@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import resource
 import signal
+import sys
+import threading
 import uuid
 from collections.abc import Collection
 
@@ -15,6 +18,29 @@ from baton_operator.process.kopf_thread import run_first_of, watch
 from baton_operator.process.leader import Election, Elector
 from baton_operator.process.operator_metrics import serve
 from baton_operator.process.runtime import Runtime, open_runtime
+
+#: Levels that Python may recurse. API servers accept objects of 10,000 nested levels, and the limit
+#: also applies to JSON parsers.
+MAX_RECURSION = 12_000
+#: Stack of each thread, which such a parser needs.
+STACK_BYTES = 2**26
+
+
+def allow_deep_objects() -> None:
+    """Let this process read objects of any depth that API servers accept.
+
+    Otherwise one such LLMService would end each watch and list. Threads that run already keep their
+    stacks.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if soft != resource.RLIM_INFINITY:
+        wanted = max(soft, STACK_BYTES)
+        resource.setrlimit(
+            resource.RLIMIT_STACK,
+            (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard),
+        )
+    threading.stack_size(STACK_BYTES)
+    sys.setrecursionlimit(MAX_RECURSION)
 
 
 async def run(args: argparse.Namespace, restrictions: Restrictions | None) -> None:
@@ -30,6 +56,7 @@ async def run(args: argparse.Namespace, restrictions: Restrictions | None) -> No
         LeaseLostError: another process may hold the Lease.
         KopfHangsError: kopf did not stop.
     """
+    allow_deep_objects()
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(signum, stop.set)

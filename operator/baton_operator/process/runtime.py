@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -19,7 +18,7 @@ from baton_operator import names
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.builders.restrictions import Restrictions
-from baton_operator.kube.objects import Kube, resource_of
+from baton_operator.kube.objects import PAGE_SIZE, Kube, resource_of
 from baton_operator.observe.freshness import Freshness
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
 from baton_operator.process.operator_metrics import Metrics
@@ -143,16 +142,13 @@ class Runtime:
         found: set[names.Key] = set()
         for path in self._service_paths:
             try:
-                services, _ = await self.kube.client.list(path)
+                found |= {
+                    names.Key(*each) for each in await self.kube.client.names(path, PAGE_SIZE)
+                }
             except (KubeError, OSError) as error:
                 logger.warning(
                     "LLMServices could not be listed; the next resync lists them again: %s", error
                 )
-                continue
-            found |= {
-                names.Key(each["metadata"]["namespace"], each["metadata"]["name"])
-                for each in services
-            }
         self.controller.add_all(found)
 
     def explain_stuck(self) -> str:
@@ -194,25 +190,3 @@ async def open_runtime(
         )
         autoscale = partial(autoscaler.run, Scraper(session, metrics.scrapes))
         yield Runtime(kube, reconciler.reconcile, metrics, autoscale, resync_s)
-
-
-@asynccontextmanager
-async def start_runtime() -> AsyncIterator[Runtime]:
-    """Start a runtime that runs until the context is left, for the cluster of the environment.
-
-    This is the cluster of the pod or, outside a cluster, that of the current kubeconfig. The
-    templates of LLMServices are restricted, without exceptions.
-
-    Raises:
-        ConfigException: no cluster is configured.
-    """
-    in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
-    kubeconfig = os.environ.get("KUBECONFIG") or (None if in_cluster else "~/.kube/config")
-    async with open_runtime(kubeconfig, Restrictions()) as runtime:
-        await runtime.wait_for_crd()
-        running = asyncio.create_task(runtime.run())
-        try:
-            yield runtime
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)

@@ -6,6 +6,7 @@ import time
 
 import aiohttp
 
+from baton_kube.client import METADATA
 from baton_operator.kube.objects import PLURALS
 from baton_operator.process.runtime import Runtime
 
@@ -34,6 +35,10 @@ class WatchSession:
         verb = "list" if path.rpartition("/")[2] in PLURALS else "get"
         if request.url.query.get("watch") == "true":
             verb = "watch"
+        if verb == "watch":
+            # The handlers need only the metadata. In an empty list of metadata, `items` is null,
+            # which ends kopf.
+            request.headers["Accept"] = METADATA
         try:
             response = await handler(request)
             code = response.status

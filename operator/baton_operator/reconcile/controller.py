@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 CONCURRENCY = 4
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0  # shortest and longest delay before a retry
 TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed
+MAX_ERROR_CHARACTERS = 1024  # of an error in the log
 MAX_PAUSE_S = 60.0  # longest pause that a Retry-After can cause
 
 
@@ -206,7 +207,7 @@ class Controller:
             "reconcile of %s failed, retrying in %.1f s: %s",
             key,
             delay_s,
-            error_text(error),
+            error_text(error)[:MAX_ERROR_CHARACTERS],
             exc_info=is_defect,
         )
         return delay_s

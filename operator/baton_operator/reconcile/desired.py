@@ -33,6 +33,7 @@ _ANY_ADDRESS = "192.0.2.1"
 class Desired(msgspec.Struct, frozen=True, kw_only=True):
     """The desired state of one service."""
 
+    resolved: ResolvedService  #: The service from which this state is computed.
     objects: list[Object]  #: In the order of creation: an object comes after those it refers to.
     absent: list[tuple[str, str]]  #: (kind, name) of objects that must not exist.
     members: dict[names.MemberRole, MemberTemplate]  #: Members of a missing role are not changed.
@@ -105,17 +106,16 @@ def compute_desired(
     # Each part is an object, or (kind, name) of an object that must not exist. NetworkPolicies come
     # before the pods that they protect.
     parts: list[Object | tuple[str, str]] = [
-        config_maps.config_map(resolved, role) for role in configured
-    ]
-    for policy, is_wanted in (
-        (network_policy.members_policy(resolved, operator_namespace), has_policies),
-        (
-            network_policy.coordinator_policy(resolved, operator_namespace),
-            has_policies and has_coordinator,
+        *(config_maps.config_map(resolved, role) for role in configured),
+        _object_or_absence(
+            network_policy.members_policy(resolved, operator_namespace), is_wanted=has_policies
         ),
-    ):
-        parts.append(policy if is_wanted else (policy["kind"], policy["metadata"]["name"]))
-    parts.append(service_accounts.engine_account(resolved))
+        _object_or_absence(
+            network_policy.coordinator_policy(resolved, operator_namespace),
+            is_wanted=has_policies and has_coordinator,
+        ),
+        service_accounts.engine_account(resolved),
+    ]
     if resolved.is_expert_parallel:
         parts += [coordinator_objects.service(resolved), coordinator_objects.deployment(resolved)]
     elif not keep_coordinator:
@@ -138,6 +138,7 @@ def compute_desired(
             budget = disruption_budget(resolved, role, policy_api)
             parts.append(budget or ("PodDisruptionBudget", f"{resolved.name}-{role}"))
     return Desired(
+        resolved=resolved,
         objects=[part for part in parts if isinstance(part, dict)],
         absent=[part for part in parts if isinstance(part, tuple)],
         members={
@@ -145,3 +146,8 @@ def compute_desired(
         },
         gateway_revision=gateway_objects.revision_of(gateway_deployment),
     )
+
+
+def _object_or_absence(obj: Object, *, is_wanted: bool) -> Object | tuple[str, str]:
+    """Return `obj` or, if it must not exist, its kind and name."""
+    return obj if is_wanted else (obj["kind"], obj["metadata"]["name"])

@@ -6,6 +6,8 @@
 - `report_route`: why no Gateway accepts the HTTPRoute, a part of GatewayReady.
 - `report_events`: the Events about changes of the status.
 - `diagnose`: why pods are not ready.
+- `missing_references`: the Secrets and ConfigMaps that a pod may wait for.
+- `suspended_engines`: which engines are asleep or paused.
 - `reasons`: the reasons of conditions, by progress and failure.
 - `status_probes`: requests for state that no watched object contains.
 - `status_writer`: writes the status and the Events.

@@ -12,12 +12,12 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from baton_kube.client import SERVICE_ACCOUNT, Object
+from baton_kube.client import Object
 from baton_operator.builders.engine_settings import name_fields
 from baton_operator.names import ANNOTATION_DRAINING
 from baton_operator.observe.observation import Reference, condition, is_ready, parse_time
-from baton_operator.status.reasons import Failure, Progress
-from baton_protocol.options.config import ENGINE_HTTP_PORT
+from baton_operator.status.missing_references import may_lack_objects, references
+from baton_operator.status.reasons import Failure
 from baton_protocol.process.health import Health
 
 #: The last line that a component prints if its configuration is wrong (docs/internals/pods.md).
@@ -43,20 +43,6 @@ class Diagnosis(msgspec.Struct, frozen=True):
     reason: str
     message: str
 
-
-class Suspension(NamedTuple):
-    """Why an engine admits no requests although nothing has failed, and how to end that."""
-
-    reason: Progress
-    state: str
-    remedy: str
-
-
-#: Suspensions by the reason in the engine's reply to `GET /ready`.
-SUSPENSIONS = {
-    "Asleep": Suspension(Progress.ENGINE_ASLEEP, "asleep", "wake up with POST /wake_up"),
-    "Paused": Suspension(Progress.ENGINE_PAUSED, "paused", "resume with POST /resume"),
-}
 
 Policy = Callable[[Object], Diagnosis | None]
 
@@ -162,10 +148,6 @@ def _ended(pod: Object) -> Diagnosis | None:
     return Diagnosis(Failure.POD_FAILED, text)
 
 
-_REFERENCE_FIELDS = (
-    *(("Secret", field) for field in ("secret", "secretRef", "secretKeyRef")),
-    *(("ConfigMap", field) for field in ("configMap", "configMapRef", "configMapKeyRef")),
-)
 _IMAGE_STATES = (
     "ErrImagePull",
     "ImagePullBackOff",
@@ -275,84 +257,6 @@ def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
     under_way = still_loading(pods, measured)
     return f"; {under_way.message}" if under_way else ""
-
-
-def suspended_engines(pods: list[Object], replies: Mapping[str, Health]) -> Diagnosis | None:
-    """Return which engines are asleep or paused, and how to resume them.
-
-    Args:
-        replies: replies to `GET /ready` of the engines that are asleep or paused, by pod name.
-
-    Returns:
-        None if no engine in `pods` is asleep or paused.
-    """
-    found = []
-    for reply, (reason, state, remedy) in SUSPENSIONS.items():
-        names = {name for name, health in replies.items() if health.reason == reply}
-        if suspended := [pod for pod in pods if pod["metadata"]["name"] in names]:
-            verb = "are" if len(suspended) > 1 else "is"
-            text = (
-                f"{named(suspended)} {verb} {state}; {remedy} on port {ENGINE_HTTP_PORT}, with the "
-                "service's token"
-            )
-            found.append(Diagnosis(reason, text))
-    if not found:
-        return None
-    return Diagnosis(found[0].reason, "; ".join(each.message for each in found))
-
-
-def may_lack_objects(pod: Object) -> bool:
-    """Return whether the pod is scheduled and may wait for Secrets or ConfigMaps to exist."""
-    status = pod.get("status") or {}
-    if not (pod.get("spec") or {}).get("nodeName") or status.get("phase") in (
-        "Failed",
-        "Succeeded",
-    ):
-        return False
-    containers = [
-        *(status.get("initContainerStatuses") or []),
-        *(status.get("containerStatuses") or []),
-    ]
-    states = [container.get("state") or {} for container in containers]
-    if any(
-        (state.get("waiting") or {}).get("reason") == "CreateContainerConfigError"
-        for state in states
-    ):
-        return True
-    # Volumes are mounted before the first container runs.
-    ran = any(state.get(kind) is not None for state in states for kind in ("running", "terminated"))
-    return not ran and not any(container.get("lastState") for container in containers)
-
-
-def references(pod: Object) -> dict[Reference, str]:
-    """Return the Secrets and ConfigMaps that must exist before the pod starts, as keys.
-
-    The value names the part of the pod's spec that needs the object, for example `volume tls`.
-    """
-    spec = pod.get("spec") or {}
-    containers = [*(spec.get("initContainers") or []), *(spec.get("containers") or [])]
-    mounts = [mount for container in containers for mount in container.get("volumeMounts") or []]
-    # The volume with the service account's token is skipped: Kubernetes creates its sources.
-    account = {mount["name"] for mount in mounts if mount["mountPath"] == str(SERVICE_ACCOUNT)}
-    sources: list[tuple[str, Object]] = []
-    for volume in spec.get("volumes") or []:
-        parts = [volume, *((volume.get("projected") or {}).get("sources") or [])]
-        sources += [
-            (f"volume {volume['name']}", part) for part in parts if volume["name"] not in account
-        ]
-    for container in containers:
-        parts = [variable.get("valueFrom") or {} for variable in container.get("env") or []]
-        where = f"environment of container {container['name']}"
-        sources += [(where, part) for part in [*(container.get("envFrom") or []), *parts]]
-    found: dict[Reference, str] = {}
-    for where, source in sources:
-        for kind, field in _REFERENCE_FIELDS:
-            named = source.get(field)
-            if named and not named.get("optional"):
-                found.setdefault(
-                    Reference(kind, named.get("secretName") or named.get("name") or ""), where
-                )
-    return found
 
 
 def is_leaving(pod: Object) -> bool:

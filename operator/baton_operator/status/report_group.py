@@ -22,12 +22,12 @@ from baton_operator.status.diagnose import (
     is_leaving,
     named,
     still_loading,
-    suspended_engines,
     tries_again,
 )
 from baton_operator.status.reasons import Failure, Progress, Settled, is_progress
 from baton_operator.status.report_route import diagnose_route
 from baton_operator.status.report_topology import GroupTopology, scaling_verdict
+from baton_operator.status.suspended_engines import diagnose_suspended
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.process.health import Health
 
@@ -269,7 +269,7 @@ def _obstacles(group: ReportedGroup) -> Iterator[Diagnosis]:
         if scaling.status == "True" or scaling.reason == Failure.SCALE_FAILED or is_lost:
             yield Diagnosis(scaling.reason, scaling.message)
     current = group.current
-    if suspended := suspended_engines(current, group.suspended):
+    if suspended := diagnose_suspended(current, group.suspended):
         yield suspended
     if going := [pod for pod in group.pods if pod not in current]:
         yield Diagnosis(Progress.DRAINING, f"waiting for {named(going)} to end")

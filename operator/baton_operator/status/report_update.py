@@ -15,16 +15,10 @@ from baton_operator.api.llmservice import Spec
 from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan.plan_group import STUCK_TERMINATING
 from baton_operator.plan.refused_pods import POD_REFUSED, QUOTA_EXCEEDED
-from baton_operator.status.diagnose import (
-    Diagnosis,
-    Verdict,
-    diagnose,
-    is_leaving,
-    named,
-    suspended_engines,
-)
+from baton_operator.status.diagnose import Diagnosis, Verdict, diagnose, is_leaving, named
 from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_group import ReportedGroup
+from baton_operator.status.suspended_engines import diagnose_suspended
 
 #: Reasons of the condition, the most urgent first. The condition describes the group that has the
 #: first of these reasons.
@@ -112,7 +106,7 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
         return Diagnosis(
             Progress.WAITING_FOR_CAPACITY if is_full else POD_REFUSED, group.refusal.message
         )
-    if suspended := suspended_engines(unready, group.suspended):
+    if suspended := diagnose_suspended(unready, group.suspended):
         return suspended
     if going := [pod for pod in rollout.old if is_leaving(pod)]:
         return Diagnosis(Progress.DRAINING, f"waiting for {named(going)} to drain and end")

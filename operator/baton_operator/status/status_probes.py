@@ -26,14 +26,10 @@ from baton_operator.observe.observation import (
     unready_since,
 )
 from baton_operator.observe.pod_clients import read_body
-from baton_operator.status.diagnose import (
-    SUSPENSIONS,
-    by_name,
-    is_leaving,
-    may_lack_objects,
-    references,
-)
+from baton_operator.status.diagnose import by_name, is_leaving
+from baton_operator.status.missing_references import may_lack_objects, references
 from baton_operator.status.reasons import Progress
+from baton_operator.status.suspended_engines import SUSPENSIONS
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.options.config import ENGINE_HTTP_PORT
 from baton_protocol.process.health import Health
@@ -45,6 +41,8 @@ TIMEOUT_S = 1.0
 DEADLINE_S = 3.0
 #: Concurrent requests to pods, over all services.
 CONCURRENCY = 64
+#: Limit on a reply. All replies of a service's pods are kept until the end of the reconcile.
+MAX_REPLY_BYTES = 2**14
 #: Maximum number of pods that one reconcile probes for loading progress. The same maximum applies
 #: to the Secrets and ConfigMaps that it requests. A condition names only a few of them.
 MAX_PROBED = 16
@@ -183,7 +181,9 @@ class StatusProbes:
                 self._slots,
                 self._session.get(url, timeout=timeout, allow_redirects=False) as response,
             ):
-                return msgspec.json.decode(await read_body(response), type=Health)
+                body = await read_body(response, MAX_REPLY_BYTES)
+                health = msgspec.json.decode(body, type=Health)
+                return msgspec.structs.replace(health, kv_bytes={})  # not used here, and large
         except (aiohttp.ClientError, OSError, ValueError, RecursionError):
             return None
 

@@ -1,6 +1,6 @@
 """Helpers of the KV transfer tests. They register the transport `inproc` within one process."""
 
-from baton_kv_transfer.transports.selection import LOADERS
+from baton_kv_transfer.transports.transport_selection import LOADERS
 from support.kv_transfer.inproc_transport import InprocTransport
 
 LOADERS["inproc"] = lambda: InprocTransport

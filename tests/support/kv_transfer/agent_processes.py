@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_kv_transfer.agent.agent import INIT_AGENT, DlistHandle, XferHandle
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from support.kv_transfer.kv_processes import _Process, _serve
 from support.waiting import eventually
 

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.ucx_transport import PeerAddress, UCXTransport
-from baton_kv_transfer.transports.ucx.worker import Buffer, UCXContext
+from baton_kv_transfer.transports.ucx.ucx_worker import Buffer, UCXContext
 from support.kv_transfer.transport_rig import HOST, TransportHere
 from support.waiting import eventually
 

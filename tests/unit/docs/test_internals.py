@@ -19,6 +19,8 @@ PAGES = sorted((ROOT / "docs" / "internals").glob("*.md"))
 PACKAGES = ("engine", "gateway", "kernels", "kv_transfer", "local", "operator")
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 FILE = re.compile(r"[\w./-]+\.(?:py|h|cpp)")
+#: A struct, class or function at the top level of a C++ file.
+CPP_DEFINITION = re.compile(r"^(?:(?:struct|class) (\w+)|[A-Za-z][\w:&<> ]* (\w+)\()", re.MULTILINE)
 #: A member of a class, or a private name.
 NAME = re.compile(r"(_?[A-Z]\w*\.[a-z_]\w*|_[a-z]\w*)(?:\(\))?")
 
@@ -36,7 +38,11 @@ def sources() -> list[str]:
 
 @cache
 def defined_in(path: Path) -> frozenset[str]:
-    """Return the names that a Python file defines. A member's name is `Class.member`."""
+    """Return the names that a Python or C++ file defines. A member's name is `Class.member`."""
+    if path.suffix != ".py":
+        return frozenset(
+            name for names in CPP_DEFINITION.findall(path.read_text()) for name in names if name
+        )
     return frozenset(_defined(ast.parse(path.read_text()).body))
 
 

@@ -6,12 +6,19 @@ import asyncio
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from baton_gateway import thread_pool
-from baton_gateway.thread_pool import NUM_THREADS, SMALL_BYTES, run_off_loop, run_template
+from baton_gateway.thread_pool import (
+    NUM_THREADS,
+    SMALL_BYTES,
+    current_client,
+    run_encoding,
+    run_off_loop,
+    run_template,
+)
+from baton_protocol.process.fair_thread_pool import FairThreadPool
 from support.gateway.fake_engine import DEADLINE_S
 from support.waiting import until
 
@@ -51,7 +58,7 @@ async def test_work_that_is_cancelled_while_it_waits_frees_its_memory(is_templat
 
 
 async def test_small_work_does_not_wait_for_larger_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_pool, "_threads", ThreadPoolExecutor(1))
+    monkeypatch.setattr(thread_pool, "_threads", FairThreadPool(1, "test"))
     released = threading.Event()
     larger = asyncio.create_task(run_off_loop(lambda: released.wait(DEADLINE_S), SMALL_BYTES + 1))
     try:
@@ -60,3 +67,50 @@ async def test_small_work_does_not_wait_for_larger_work(monkeypatch: pytest.Monk
     finally:
         released.set()
         assert await larger
+
+
+async def test_a_client_with_much_work_delays_another_by_one_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thread_pool, "_threads", FairThreadPool(1, "test"))
+    entered, released, order = threading.Event(), threading.Event(), list[str]()
+
+    def block() -> None:
+        entered.set()
+        assert released.wait(DEADLINE_S), "`released` was not set"
+
+    async def work(client: str) -> None:
+        current_client.set(client)
+        await run_off_loop(lambda: order.append(client), SMALL_BYTES + 1)
+
+    first = asyncio.create_task(run_off_loop(block, SMALL_BYTES + 1))
+    try:
+        await until(entered.is_set, "a thread that is blocked")
+        tasks = [asyncio.create_task(work(client)) for client in "aaab"]
+        await asyncio.sleep(0)
+    finally:
+        released.set()
+    await asyncio.gather(first, *tasks)
+    assert order == ["a", "b", "a", "a"]
+
+
+async def test_large_work_runs_one_after_the_other_when_calls_are_cancelled() -> None:
+    running, most, release = 0, 0, threading.Event()
+
+    def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        assert release.wait(DEADLINE_S), "`release` was not set"
+        running -= 1
+
+    calls = [asyncio.create_task(run_encoding(work, 10, 1, 5)) for _ in range(4)]
+    await until(lambda: running == 1, "the first work")
+    calls[0].cancel()  # as when its client disconnects
+    await asyncio.sleep(0)
+    last = asyncio.create_task(run_encoding(lambda: None, 2, 1, 5))
+    await last  # smaller work does not wait
+    assert (running, most) == (1, 1)
+    release.set()
+    await asyncio.gather(*calls, return_exceptions=True)
+    assert most == 1

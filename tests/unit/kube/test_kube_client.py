@@ -80,6 +80,35 @@ async def test_a_consistent_list_is_read_in_pages(server: ApiServer, kube: KubeC
     ]
 
 
+async def test_a_large_object_is_not_decoded(server: ApiServer, kube: KubeClient) -> None:
+    answers(server, pod("a", 1))
+    size = len(json.dumps(pod("a", 1)))
+    assert await kube.get(f"{PODS}/a", max_bytes=size) == pod("a", 1)
+    with pytest.raises(KubeError, match=f"has more than {size - 1} bytes"):
+        await kube.get(f"{PODS}/a", max_bytes=size - 1)
+
+
+async def test_names_are_read_in_pages(server: ApiServer, kube: KubeClient) -> None:
+    first = {"metadata": {"resourceVersion": "7", "continue": "token"}, "items": [pod("a", 1)]}
+    answers(server, first, {"metadata": {"resourceVersion": "7"}, "items": [pod("b", 2)]})
+    assert [name for _, name in await kube.names(PODS, 1)] == ["a", "b"]
+    assert [(asked.query, asked.accept) for asked in server.asked] == [
+        ({"limit": "1"}, client.METADATA_LIST),
+        ({"limit": "1", "continue": "token"}, client.METADATA_LIST),
+    ]
+
+
+async def test_a_list_of_too_many_bytes_is_refused(server: ApiServer, kube: KubeClient) -> None:
+    first = {"metadata": {"resourceVersion": "7", "continue": "token"}, "items": [pod("a", 1)]}
+    last = {"metadata": {"resourceVersion": "7"}, "items": [pod("b", 2)]}
+    size = len(json.dumps(first)) + len(json.dumps(last))
+    answers(server, first, last)
+    assert len((await kube.list(PODS, max_bytes=size))[0]) == 2
+    answers(server, first, last)
+    with pytest.raises(KubeError, match=f"has more than {size - 1} bytes"):
+        await kube.list(PODS, max_bytes=size - 1)
+
+
 async def test_a_list_from_the_watch_cache_has_no_limit_and_follows_pages(
     server: ApiServer, kube: KubeClient
 ) -> None:

@@ -174,6 +174,13 @@ def test_a_template_may_raise_an_exception_but_not_leave_the_sandbox() -> None:
     assert ChatTemplate("{% generation %}a{% endgeneration %}", {}).render([]) == "a"
 
 
+def test_developers_are_systems_for_templates_without_that_role() -> None:
+    roles = "{% for message in messages %}{{ message.role }} {% endfor %}"
+    messages = [{"role": role, "content": "hi"} for role in ("developer", "user")]
+    assert ChatTemplate(roles, {}).render(messages) == "system user "
+    assert ChatTemplate(f"{roles}{{# developer #}}", {}).render(messages) == "developer user "
+
+
 def test_missing_and_invalid_folders_raise_different_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path / "nowhere")

@@ -15,6 +15,7 @@ from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
 from baton_engine.scheduling.queues import WaitingRequests
 from baton_engine.scheduling.request import Request, RequestStatus
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.stop_rules import StopRules
 from baton_protocol.engine_messages import ErrorCode, FinishReason, PrefillResult
 
@@ -38,6 +39,17 @@ class RemotePrefill:
     _early_results: OrderedDict[str, PrefillResult | None] = field(
         default_factory=OrderedDict, init=False
     )
+
+    @classmethod
+    def of(cls, state: SchedulerState) -> RemotePrefill:
+        return cls(
+            kv=state.kv,
+            handoff=state.handoff,
+            queues=state.queues,
+            stop_rules=state.stop_rules,
+            counters=state.counters,
+            fail_on_load_error=state.fail_on_load_error,
+        )
 
     def take_early(self, request_id: str) -> PrefillResult | None:
         """Remove and return the prefill result that arrived before its request, or None."""
@@ -122,8 +134,8 @@ class RemotePrefill:
             0, request.num_arrival_tokens - max(num_verified, num_cached)
         )
         request.token_ids.extend(prefill.token_ids)
-        # Without a first token from the peer, the last token runs here for its logits.
-        request.num_computed_tokens = min(num_verified, request.num_tokens - 1)
+        # Without a first token from the peer, the last loaded token runs here again.
+        request.num_computed_tokens = min(num_verified, request.num_reusable_tokens)
         if request.num_computed_tokens < num_cached:  # the last token's KV is in a shared block
             self.kv.free(request)
             request.num_computed_tokens = 0

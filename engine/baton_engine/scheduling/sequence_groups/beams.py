@@ -12,6 +12,7 @@ from baton_engine.scheduling.request import (
     Request,
     RequestStatus,
 )
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.sequence_groups.beam_search import (
     BeamConfig,
     BeamState,
@@ -37,6 +38,15 @@ class BeamSearches:
     worker: WorkerMirror
     max_model_len: int
     stop_rules: StopRules
+
+    @classmethod
+    def of(cls, state: SchedulerState) -> BeamSearches:
+        return cls(
+            kv=state.kv,
+            worker=state.worker,
+            max_model_len=state.max_model_len,
+            stop_rules=state.stop_rules,
+        )
 
     def start(self, root: Request) -> None:
         """Start the beam search of `root`, with one beam that has the tokens of `root`."""

@@ -12,6 +12,7 @@ from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.queues import RunningRequests
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.request_outputs import RequestOutputs
+from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.sequence_groups.beams import BeamSearches
 from baton_engine.scheduling.step import in_flight
 from baton_engine.scheduling.step.in_flight import ScheduledRange
@@ -32,6 +33,18 @@ class StepResults:
     outputs: RequestOutputs
     counters: EngineStats
 
+    @classmethod
+    def of(cls, state: SchedulerState, beams: BeamSearches) -> StepResults:
+        return cls(
+            kv=state.kv,
+            worker=state.worker,
+            running=state.running,
+            beams=beams,
+            stop_rules=state.stop_rules,
+            outputs=state.outputs,
+            counters=state.counters,
+        )
+
     def take(
         self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput
     ) -> Iterator[Finished | Queued]:
@@ -47,7 +60,7 @@ class StepResults:
             RuntimeError: a request sampled although it was not scheduled to sample, or vice versa.
         """
         sampled, vectors = ran.sampled_token_ids, ran.pooler_output
-        has_extras = bool(ran.prompt_logprobs or ran.routed_experts)
+        has_optional_outputs = bool(ran.prompt_logprobs or ran.routed_experts)
         for entry in ranges:
             request, start, end, samples, num_preemptions = entry
             in_flight.end(entry)
@@ -64,8 +77,10 @@ class StepResults:
                 self.counters.prompt_tokens_computed += min(end, request.num_prompt_tokens) - start
             if num_preemptions == request.num_preemptions:  # else `blocks` has lost the KV
                 self.kv.cache_blocks(request, end)
-            if has_extras:
-                self.outputs.collect(request.root or request, start, ran, ran_as=request.request_id)
+            if has_optional_outputs:
+                self.outputs.join_optional_outputs(
+                    request.root or request, start, ran, ran_as=request.request_id
+                )
             if vector is not None:
                 yield _pooled(request, vector)
             elif token_id is not None:

@@ -28,7 +28,7 @@ class ErrorResponse(NamedTuple):
     """Errors with one status and one meaning."""
 
     status: int
-    #: The machine-readable reasons. Empty: there is none.
+    #: The machine-readable reasons, if there are any.
     codes: tuple[str, ...]
     meaning: str
 
@@ -121,12 +121,12 @@ class OpenAPIOperation:
 
     Args:
         summary: what it does.
-        response: type of the JSON body of status 200; None: the body is empty or text.
-        body: type of the JSON body of requests; None: requests have no body.
-        events: types of the data of a stream's events. Empty: there are no streams.
+        response: type of the JSON body of status 200; None if the body is empty or text.
+        body: type of the JSON body of requests; None if requests have no body.
+        events: types of the data of a stream's events. Empty if the operation has no streams.
         errors: statuses of its errors, besides those of every path.
         example: a body of a request.
-        tasks: what the model must do, one of these. Empty: any model serves the operation.
+        tasks: the tasks of models that serve the operation. Empty if every model serves it.
     """
 
     summary: str

@@ -52,7 +52,7 @@ class MessagesWriter(ResponseWriter[MessagesRequest]):
     LAST_EVENT = b""
     #: Number of the open block, or of the last one.
     _index = -1
-    #: Kind of the open block. Empty: none is open.
+    #: Kind of the open block, or an empty string while no block is open.
     _open = ""
     _stop = StopDelta(stop_reason="end_turn", stop_sequence=None)
 

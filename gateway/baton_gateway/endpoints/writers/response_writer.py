@@ -21,6 +21,13 @@ Body = TypeVar("Body", bound=LongRunning)
 #: The requests that jobs run.
 GenerationBody = ChatCompletionRequest | CompletionRequest
 
+#: Limit on the tokens and log-probabilities of a response or chunk that is encoded on the event
+#: loop. A larger one is encoded in a thread.
+INLINE_ENTRIES = 1024
+#: Responses with more tokens and log-probabilities are encoded one after the other. The encoding of
+#: one takes up to 400 MB.
+LARGE_ENTRIES = 2**15
+
 
 class GenerationAPI(abc.ABC, Generic[Body]):
     """One API that generates text: its path, the requests of its bodies, and its responses.
@@ -69,7 +76,7 @@ class ResponseWriter(abc.ABC, Generic[Body]):
         tokenizer: the model's tokenizer.
     """
 
-    #: Data of the last event of a stream. Empty: no event follows those of `closing`.
+    #: Data of the last event of a stream. If it is empty, the events of `closing` are the last.
     LAST_EVENT: ClassVar[bytes] = b"[DONE]"
 
     def __init__(self, body: Body, job: Job, served_name: str, tokenizer: Tokenizer) -> None:
@@ -101,7 +108,7 @@ class ResponseWriter(abc.ABC, Generic[Body]):
         """Return the events that a stream sends after the last token."""
 
     def name(self, event: msgspec.Struct) -> str:
-        """Return the name of an event in the stream. Empty: it has none."""
+        """Return the name of an event in the stream, or an empty string if it has no name."""
         return ""
 
 

@@ -70,7 +70,7 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
 
     Args:
         store: keeps the response, unless the request forbids it.
-        client: name of the client; None: clients need no API key.
+        client: name of the client; None if clients need no API key.
     """
 
     LAST_EVENT = b""

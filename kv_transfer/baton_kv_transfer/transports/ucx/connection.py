@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from baton_kv_transfer.transports.transfer import Transfer
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.messages import Message
-from baton_kv_transfer.transports.ucx.worker import RENDEZVOUS_BYTES, Buffer, UCXRequest, UCXWorker
+from baton_kv_transfer.transports.ucx.ucx_worker import (
+    RENDEZVOUS_BYTES,
+    Buffer,
+    UCXRequest,
+    UCXWorker,
+)
 
 if TYPE_CHECKING:  # data_messages imports this module
     from baton_kv_transfer.transports.ucx.data_messages import DataMessages

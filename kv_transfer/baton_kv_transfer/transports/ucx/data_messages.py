@@ -13,7 +13,7 @@ from collections.abc import Callable
 from baton_kv_transfer.transports.iovec import RUN_BYTES, ends_of, split
 from baton_kv_transfer.transports.ucx import messages
 from baton_kv_transfer.transports.ucx.connection import UCXConnection
-from baton_kv_transfer.transports.ucx.worker import Buffer, UCXRequest
+from baton_kv_transfer.transports.ucx.ucx_worker import Buffer, UCXRequest
 
 #: Maximum size of a piece. A piece fits into UCX's receive segment (TCP_RX_SEG_SIZE). UCX copies
 #: larger messages before sending them.

@@ -36,7 +36,7 @@ from baton_kv_transfer.transports.ucx.messages import (
     UCXRefused,
     Write,
 )
-from baton_kv_transfer.transports.ucx.worker import SETTINGS, Buffer, UCXContext, UCXWorker
+from baton_kv_transfer.transports.ucx.ucx_worker import SETTINGS, Buffer, UCXContext, UCXWorker
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from baton_operator.builders.pod_template.free_form_fields import must_be
@@ -27,7 +28,7 @@ def merge(base: Any, overlay: Any, path: str) -> Any:
 
     Raises:
         ValueError: a field is an object or list in `base`, but not in `overlay`. Or an item of a
-            merged list has no merge key. The message names the field.
+            merged list has no merge key, or two have the same. The message names the field.
     """
     if isinstance(base, dict):
         if not isinstance(overlay, dict):
@@ -58,10 +59,14 @@ def _merge_named(
 ) -> list[dict[str, Any]]:
     whole = path.rpartition(".")[2] in _REPLACED
     merged = {item[key]: item for item in base}
+    seen: set[str] = set()
     for number, item in enumerate(overlay):
         if not isinstance(item, dict) or not isinstance(item.get(key), str):
             raise must_be(f"an object with {key!r}", f"{path}[{number}]", item)
         name = item[key]
+        if name in seen and not whole:
+            raise ValueError(f"{path} has two items with the {key} {json.dumps(name)}")
+        seen.add(name)
         merged[name] = (
             merge(merged[name], item, f"{path}[{name}]") if name in merged and not whole else item
         )

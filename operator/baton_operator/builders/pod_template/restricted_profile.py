@@ -228,7 +228,8 @@ def _check_credentials(
         before, after = own["spec"].get(name), merged["spec"].get(name)
         if before != after:
             raise must_be("unset" if before is None else str(before), f"{path}.spec.{name}", after)
-    for field, key, value in _objects(merged["spec"], f"{path}.spec"):
+    for steps, key, value in _objects(merged["spec"], (f"{path}.spec",)):
+        field = "".join(steps)
         if "secret" in key.lower():
             # Every name counts, because the API server ignores the one that is not a field.
             found = [value[each] for each in ("secretName", "name") if each in value]
@@ -260,18 +261,20 @@ def _fields(node: Any, steps: list[str], path: str) -> Iterator[tuple[str, Any]]
         yield from _fields((node or {}).get(steps[0]), steps[1:], f"{path}.{steps[0]}")
 
 
-def _objects(node: Any, path: str, key: str = "") -> Iterator[tuple[str, str, Object]]:
-    """Yield the path, the key and the value of each object in `node`, at any depth.
+def _objects(
+    node: Any, steps: tuple[str, ...], key: str = ""
+) -> Iterator[tuple[tuple[str, ...], str, Object]]:
+    """Yield the parts of the path, the key and the value of each object in `node`, at any depth.
 
     The key is empty if the object is an item of a list.
     """
     if isinstance(node, dict):
-        yield path, key, node
+        yield steps, key, node
         for name, value in node.items():
-            yield from _objects(value, f"{path}.{name}", name)
+            yield from _objects(value, (*steps, f".{name}"), name)
     elif isinstance(node, list):
         for index, item in enumerate(node):
-            yield from _objects(item, f"{path}[{_label(item, index)}]")
+            yield from _objects(item, (*steps, f"[{_label(item, index)}]"))
 
 
 def _label(item: Any, index: int) -> str | int:

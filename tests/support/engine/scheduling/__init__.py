@@ -1,1 +1,1 @@
-"""A scheduler with a fake model and connector, and the client that checks its outputs."""
+"""Schedulers with a fake model and connector, their client, and states with chosen requests."""

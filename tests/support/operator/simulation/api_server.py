@@ -265,6 +265,8 @@ class SimulatedClient(KubeClient):
         query: Query = (),
         content_type: str = "application/json",
         accept: str = "application/json",
+        budget: Any = None,
+        type_: Any = Object,
     ) -> Any:
         is_write = method != "GET"
         fault = self.faults.get(self.requests) if is_write or not self.faults_hit_writes else None
@@ -298,7 +300,7 @@ class SimulatedClient(KubeClient):
         if fault is Fault.LOST_ANSWER:
             raise ConnectionError(f"{method} {path}: connection reset")
         self._note(method, path, body or {}, answer)
-        return answer
+        return answer if type_ is Object else msgspec.convert(answer, type_)
 
     def _note(self, method: str, path: str, body: Object, answer: Object) -> None:
         """Record the objects that a response shows, and the actions that it confirms."""

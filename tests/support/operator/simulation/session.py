@@ -43,7 +43,7 @@ class SimulatedSession:
                 return middleware(request, inner)
 
             handler = wrapped
-        response: Response = await handler(SimpleNamespace(method=method, url=URL(url)))
+        response: Response = await handler(SimpleNamespace(method=method, url=URL(url), headers={}))
         return response
 
     def _answer(self, url: URL) -> Response:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from baton_operator.api import llmservice
-from baton_operator.plan.plan_expert_group import ExpertGroup, ExpertGroupPlan, plan_expert_group
-from baton_operator.plan.plan_group import DesiredGroup, Member, Update
+from baton_operator.plan.plan_expert_group import ExpertGroup, plan_expert_group
+from baton_operator.plan.plan_group import DesiredGroup, GroupPlan, Member, Update
 from baton_operator.plan.topology_view import TopologyView, record
 from baton_protocol.topology import (
     MemberStatus,
@@ -97,7 +97,7 @@ class Simulation:
 
     # The operator
 
-    def reconcile(self) -> ExpertGroupPlan:
+    def reconcile(self) -> GroupPlan:
         topology = self._answered()
         group = ExpertGroup(
             target=DesiredGroup(
@@ -138,7 +138,7 @@ class Simulation:
             return None
         return self.topology()
 
-    def _check(self, plan: ExpertGroupPlan, was_answered: bool) -> None:
+    def _check(self, plan: GroupPlan, was_answered: bool) -> None:
         living = {
             name: instance for name, instance in self.ranks.items() if self._lives(name, instance)
         }

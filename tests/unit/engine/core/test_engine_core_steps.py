@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.core.engine_core import EngineCore, StepFailedError
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.core.step_records import StepFailedError
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError

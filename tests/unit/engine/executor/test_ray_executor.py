@@ -19,7 +19,8 @@ import msgspec
 import pytest
 
 from baton_engine.checkpoint import create_checkpoint
-from baton_engine.core.engine_core import EngineCore, StepFailedError
+from baton_engine.core.engine_core import EngineCore
+from baton_engine.core.step_records import StepFailedError
 from baton_engine.executor.base import WorkerDiedError, WorkerError
 from baton_engine.executor.placement import place_here
 from baton_engine.executor.ray import RayExecutor

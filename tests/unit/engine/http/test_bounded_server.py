@@ -143,6 +143,15 @@ def test_the_oldest_connection_is_closed_when_there_are_too_many(
         assert is_closed(silent[15])
 
 
+def test_a_large_head_is_refused(serve: Serve) -> None:
+    port = serve()
+    for headers, status in ((1, b"200"), (5, b"431")):
+        with connect(port) as connection:
+            lines = b"".join(b"a%d: %s\r\n" % (number, b"x" * 4000) for number in range(headers))
+            connection.sendall(b"GET /health HTTP/1.1\r\n%s\r\n" % lines)
+            assert connection.recv(12) == b"HTTP/1.1 " + status
+
+
 def test_the_body_of_a_get_request_is_not_parsed_as_the_next_request(serve: Serve) -> None:
     second = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
     head = b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(second)

@@ -1,28 +1,26 @@
-"""API keys from files, limits per client, and HTTPS, over real connections."""
+"""API keys from files and limits per client, over real connections."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import os
-import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import openai
 import pytest
-from cryptography import x509
 
 from baton_gateway import server
 from baton_gateway.access import auth_delays
 from baton_gateway.access.api_keys import ApiKeys
-from baton_gateway.access.auth_delays import AuthDelays
 from baton_gateway.cli import main
 from baton_gateway.errors import APIError
-from baton_gateway.http.tls import ServerCertificate
+from baton_gateway.http.request_body import INLINE_BODY_BYTES
 from baton_protocol.options.config import AccessConfig
+from baton_protocol.process.fair_thread_pool import FairThreadPool
 from support.gateway.certificates import write_certificate
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig, http_session
@@ -55,6 +53,25 @@ async def guarded(make_rig: MakeRig, keys: Path) -> GatewayRig:
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+async def test_clients_take_turns_in_the_threads_for_large_requests(
+    guarded: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients: list[str] = []
+    submit = FairThreadPool.submit
+
+    def recorded(pool: FairThreadPool, client: str, call: Callable[[], Any]) -> Any:
+        clients.append(client)
+        return submit(pool, client, call)
+
+    monkeypatch.setattr(FairThreadPool, "submit", recorded)
+    large = COMPLETION | {"user": "x" * INLINE_BODY_BYTES}
+    for team in ("team-a", "team-b"):
+        clients.clear()
+        headers = bearer(f"the-key-of-{team}")
+        assert (await guarded.post("/v1/completions", large, headers=headers))[0] == 200
+        assert set(clients) == {team}
 
 
 async def status_of(rig: GatewayRig, **headers: str) -> int:
@@ -274,30 +291,6 @@ async def test_guesses_do_not_take_the_connections_of_others(
     await asyncio.gather(*guesses, return_exceptions=True)
 
 
-def test_refusals_are_forgotten_and_their_table_is_bounded() -> None:
-    now = 1000.0
-    table = AuthDelays(lambda: now)
-
-    def num_at_once(address: str) -> int:
-        return next(count for count in range(100) if table.record(address))
-
-    assert num_at_once("10.0.0.1") == auth_delays.BURST
-    assert num_at_once("10.0.0.2") == auth_delays.BURST
-    assert num_at_once("10.0.0.1") == 0
-    now += auth_delays.REFILL_S
-    assert num_at_once("10.0.0.1") == 1
-    now += auth_delays.BURST * auth_delays.REFILL_S
-    assert num_at_once("10.0.0.1") == auth_delays.BURST
-    # The addresses of one IPv6 network count as one.
-    assert num_at_once("2001:db8::1") == auth_delays.BURST
-    assert num_at_once("2001:db8::ffff") == 0
-    assert num_at_once("2001:db8:0:1::1") == auth_delays.BURST
-    assert table.record(None) == 0
-    for number in range(auth_delays.MAX_ADDRESSES + 10):
-        table.record(f"host-{number}")
-    assert len(table._forgotten_at) == auth_delays.MAX_ADDRESSES
-
-
 async def test_two_headers_of_one_name_are_refused(guarded: GatewayRig) -> None:
     for name, prefix in (("Authorization", "Bearer "), ("X-Api-Key", "")):
         headers = [(name, f"{prefix}the-key-of-team-a"), (name, f"{prefix}wrong")]
@@ -455,16 +448,6 @@ async def test_no_client_overtakes_the_others_by_its_priority(
     assert [request.priority for request in engine.adds] == [lowest, 0, 2**31 - 1, 0]
 
 
-async def served_certificate(port: int) -> str:
-    """Return the subject of the certificate that a new connection gets."""
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-    der = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    writer.close()
-    return x509.load_der_x509_certificate(der).subject.rfc4514_string()
-
-
 async def test_names_of_clients_are_only_on_the_port_of_the_metrics(
     make_rig: MakeRig, keys: Path, tmp_path: Path
 ) -> None:
@@ -505,100 +488,6 @@ async def test_clients_that_fill_their_port_leave_the_port_of_the_probes_free(
         assert response.status == 200
     engine.released.set()
     await stream
-
-
-async def test_a_renewed_certificate_is_used_for_new_connections(
-    make_rig: MakeRig, tmp_path: Path
-) -> None:
-    folder = tmp_path / "tls"
-    write_certificate(folder, "first")
-    rig = make_rig(access=AccessConfig(tls_dir=str(folder)))
-    await rig.start(engine := rig.engine("d", "decode"))
-    port = int(rig.url.rsplit(":", 1)[1])
-    trusted = ssl.create_default_context(cafile=str(folder / "tls.crt"))
-    async with openai.DefaultAsyncHttpxClient(verify=trusted, trust_env=False) as http:
-        client = openai.AsyncOpenAI(
-            base_url=f"https://127.0.0.1:{port}/v1", api_key="x", http_client=http, max_retries=0
-        )
-        engine.hold_after = 1
-        stream = await client.completions.create(**COMPLETION, stream=True)
-        write_certificate(folder, "second")
-
-        async def is_renewed() -> bool:
-            return await served_certificate(port) == "CN=second"
-
-        await until(is_renewed, "the new certificate on new connections")
-        engine.released.set()
-        chunks = [chunk async for chunk in stream]
-    assert chunks[-1].choices[0].finish_reason == "length", "the change ended the stream"
-    assert not await answers_plain_http(port)
-
-
-async def test_no_handshake_fails_while_certificates_are_renewed(
-    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A certificate that was loaded in another thread reset one of 80 connections."""
-    monkeypatch.setattr(server, "SECRETS_POLL_S", 0.001)
-    folder = tmp_path / "tls"
-    write_certificate(folder, "0")
-    rig = make_rig(access=AccessConfig(tls_dir=str(folder)))
-    await rig.start(rig.engine("d", "decode"))
-    port = int(rig.url.rsplit(":", 1)[1])
-    last = 30
-
-    async def connect() -> None:
-        while await served_certificate(port) != f"CN={last}":
-            pass
-
-    async with asyncio.TaskGroup() as clients:
-        for _ in range(4):
-            clients.create_task(connect())
-        for number in range(1, last + 1):
-            await asyncio.to_thread(write_certificate, folder, str(number))
-            await asyncio.sleep(0.01)
-
-
-async def answers_plain_http(port: int) -> bool:
-    try:
-        async with http_session() as session, session.get(f"http://127.0.0.1:{port}/health"):
-            return True
-    except aiohttp.ClientError:
-        return False
-
-
-def test_a_certificate_without_its_key_is_not_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_certificate(tmp_path / "new", "new")
-    write_certificate(tmp_path / "tls", "old")
-    served = ServerCertificate(tmp_path / "tls")
-
-    def subject() -> str:
-        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        ours = served.context.wrap_bio(incoming, outgoing, server_side=True)
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        theirs = context.wrap_bio(outgoing, incoming)
-        for side in (theirs, ours, theirs, ours):
-            try:
-                side.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-        der = theirs.getpeercert(binary_form=True)
-        return x509.load_der_x509_certificate(der).subject.rfc4514_string()
-
-    assert subject() == "CN=old"
-    os.replace(tmp_path / "new/tls.crt", tmp_path / "tls/tls.crt")
-    served.refresh()
-    served.refresh()
-    assert subject() == "CN=old"
-    assert caplog.text.count("is not usable, so the old one stays in use") == 1
-    os.replace(tmp_path / "new/tls.key", tmp_path / "tls/tls.key")
-    served.refresh()
-    assert subject() == "CN=new"
-    (tmp_path / "tls/tls.crt").unlink()
-    served.refresh()
-    assert subject() == "CN=new"
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"model": "other"}, "does not exist"),
         ({"messages": []}, "messages must not be empty"),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "continues no message"),
+        ({"messages": [USER, {"role": "assistant", "content": "I"}]}, "cannot continue"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
         ({"tools": [ADD], "tool_choice": {"type": "some"}}, "tool_choice.type"),

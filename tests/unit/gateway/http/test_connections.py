@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import resource
 import socket
@@ -67,6 +68,21 @@ async def answer(pair: Pair) -> bytes:
 
 def closed(rig: GatewayRig, reason: str) -> float:
     return rig.metric("baton:gateway_closed_connections_total", reason=reason)
+
+
+async def test_an_unread_compressed_body_is_not_decompressed(
+    rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 2 * DEADLINE_S)
+    await rig.start(rig.engine("d", "decode"))
+    zeros = gzip.compress(bytes(2**24))
+    head = f"Content-Encoding: gzip\r\nContent-Length: {len(zeros) + 1}\r\n\r\n".encode()
+    async with connect(rig) as (reader, writer):
+        writer.write(GET.removesuffix(b"\r\n") + head + zeros)
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            with suppress(ConnectionResetError):
+                await reader.read()
 
 
 async def test_a_connection_that_sends_nothing_is_closed(

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from baton_gateway import thread_pool
 from baton_gateway.endpoints.writers import completion_writer
 from baton_gateway.http import request_body
-from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES, check_values
+from baton_gateway.http.request_body import MAX_CONTAINERS, MAX_VALUES
 from baton_gateway.requests import prompts
 from baton_gateway.requests.generator import STAGGERED_TOKENS
 from baton_gateway.requests.prompts import TEXT_FACTOR
@@ -24,11 +21,9 @@ from baton_gateway.routing.dispatcher import Dispatcher
 from baton_gateway.thread_pool import (
     NUM_TEMPLATE_THREADS,
     SMALL_BYTES,
-    run_encoding,
     run_template,
 )
 from baton_protocol.options.config import AccessConfig
-from baton_text.errors import RequestError
 from baton_text.output import OutputProcessor
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
@@ -231,29 +226,6 @@ async def test_tokenization_of_a_text_stops_when_it_has_too_many_tokens(
     assert usage["prompt_tokens"] == most - 20
 
 
-async def test_max_prompt_tokens_also_limits_texts(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rig = make_rig(access=AccessConfig(max_prompt_tokens=10))
-    await rig.start(rig.engine("d", "decode"))
-    status, answer, _ = await rig.post("/tokenize", {"prompt": "z" * 10 * TEXT_FACTOR})
-    assert (status, answer["count"]) == (200, 10 * TEXT_FACTOR)
-    error = await rig.refused("/tokenize", {"model": "m", "prompt": "z" * (10 * TEXT_FACTOR + 1)})
-    assert (error["code"], error["param"]) == ("prompt_too_long", "prompt")
-    error = await rig.refused("/detokenize", {"model": "m", "tokens": [5] * (10 * TEXT_FACTOR + 1)})
-    assert (error["code"], error["param"]) == ("prompt_too_long", "tokens")
-    error = await rig.refused("/v1/completions", {"model": "m", "prompt": "z" * 11})
-    assert (error["code"], error["param"]) == ("prompt_too_long", "prompt")
-
-
-async def test_texts_are_limited_before_an_engine_has_connected(rig: GatewayRig) -> None:
-    await rig.start()
-    status, answer, _ = await rig.post("/tokenize", {"prompt": "hello world"})
-    assert (status, answer["max_model_len"]) == (200, None)
-    error = await rig.refused("/detokenize", {"model": "m", "tokens": [5] * (2**17 + 1)})
-    assert (error["code"], error["param"]) == ("prompt_too_long", "tokens")
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -278,48 +250,6 @@ async def test_punctuation_in_texts_does_not_count_as_values(rig: GatewayRig) ->
     for text in ("[{,:" * 2**19, '"\\' * MAX_VALUES, ',"' * MAX_VALUES):
         error = await rig.refused("/v1/completions", {"model": "m", "prompt": text})
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-
-
-_JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(alphabet='a"\\[]{},:\n\u00e9'),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(alphabet='k"\\,[{:'), inner, max_size=4)
-    ),
-    max_leaves=30,
-)
-
-
-def count_values(value: Any) -> tuple[int, int]:
-    """Return the numbers of values and of containers, as the limits count them.
-
-    Values are counted by commas and colons.
-    """
-    if not isinstance(value, list | dict):
-        return 0, 0
-    inner = [count_values(item) for item in (value.values() if isinstance(value, dict) else value)]
-    marks = 1 + max(0, len(value) - 1) + (len(value) if isinstance(value, dict) else 0)
-    return marks + sum(count for count, _ in inner), 1 + sum(count for _, count in inner)
-
-
-@given(value=_JSON, ascii_only=st.booleans())
-def test_values_are_counted_exactly_for_any_json(value: Any, ascii_only: bool) -> None:
-    body = json.dumps(value, ensure_ascii=ascii_only).encode()
-    values, containers = count_values(value)
-    check_values(body, values, containers)
-    if values:
-        with pytest.raises(RequestError, match=r"arrays and objects$|arrays and objects;"):
-            check_values(body, values, containers - 1)
-        with pytest.raises(RequestError, match="values;"):
-            check_values(body, values - 1, containers)
-
-
-@given(body=st.text(alphabet='"\\[{,:a').map(str.encode), most=st.integers(0, 3))
-def test_invalid_json_is_counted_without_other_errors(body: bytes, most: int) -> None:
-    try:
-        check_values(body, most, most)
-    except RequestError as error:
-        assert error.code == "request_too_large"  # noqa: PT017 (an error is optional)
 
 
 @pytest.mark.parametrize(
@@ -361,36 +291,6 @@ async def test_tokenization_counts_as_a_running_request(
     assert [(await task)[0] for task in (first, second)] == [200, 200]
     status, _, _ = await rig.post("/v1/completions", TEXT, **ann)
     assert status == 200, "an ended request still counts"
-
-
-async def test_a_draining_gateway_refuses_tokenization(rig: GatewayRig) -> None:
-    await rig.start(rig.engine("d", "decode"))
-    rig.gateway.admission.is_closed = True
-    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
-        status, answer, _ = await rig.post(path, body)
-        assert (status, answer["error"]["code"]) == (503, "draining")
-
-
-async def test_large_work_runs_one_after_the_other_when_calls_are_cancelled() -> None:
-    running, most, release = 0, 0, threading.Event()
-
-    def work() -> None:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        assert release.wait(DEADLINE_S), "`release` was not set"
-        running -= 1
-
-    calls = [asyncio.create_task(run_encoding(work, 10, 1, 5)) for _ in range(4)]
-    await until(lambda: running == 1, "the first work")
-    calls[0].cancel()  # as when its client disconnects
-    await asyncio.sleep(0)
-    last = asyncio.create_task(run_encoding(lambda: None, 2, 1, 5))
-    await last  # smaller work does not wait
-    assert (running, most) == (1, 1)
-    release.set()
-    await asyncio.gather(*calls, return_exceptions=True)
-    assert most == 1
 
 
 async def test_options_are_checked_once_for_all_prompts(

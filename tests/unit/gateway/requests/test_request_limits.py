@@ -37,6 +37,8 @@ async def test_long_options_of_many_sequences_are_refused(make_rig: MakeRig) -> 
     body = {"prompt": [[6]] * 101, "allowed_token_ids": ids}
     error = await rig.refused("/v1/completions", TEXT | body)
     assert error["param"] == "allowed_token_ids"
+    words = {"prompt": [[6]] * 101, "bad_words": ["a" * (MAX_OPTION_ENTRIES // 100)]}
+    assert (await rig.refused("/v1/completions", TEXT | words))["param"] == "bad_words"
     status, _, _ = await rig.post(
         "/v1/completions", TEXT | body | {"prompt": [[6]] * 2, "max_tokens": 1}
     )

@@ -1,4 +1,4 @@
-"""Parameters of requests: samples, beam search, prompt logprobs, structured outputs, /tokenize."""
+"""Parameters of requests: samples, beam search, prompt logprobs and structured outputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 
 import pytest
 
-from baton_gateway.http.request_body import MAX_LOGGED_FIELDS
 from baton_protocol.engine_messages import ErrorCode
 from baton_protocol.sampling_params import (
     RepetitionDetection,
@@ -19,7 +18,6 @@ from support.waiting import until
 
 TEXT = "hello world, the quick brown fox"
 GO = {"model": "m", "prompt": "go", "max_tokens": 50}
-UNKNOWN_FIELDS = "baton:gateway_unknown_body_fields_total"
 
 
 async def test_samples_of_a_prompt_are_sent_to_one_engine_as_a_group(rig: GatewayRig) -> None:
@@ -274,58 +272,3 @@ async def test_the_matched_stop_string_is_reported(rig: GatewayRig) -> None:
         "stop",
         "quick",
     )
-
-
-async def test_tokenize_and_detokenize(rig: GatewayRig) -> None:
-    await rig.start(rig.engine("d", "decode"))
-    ids = rig.tokenizer.encode("hello world")
-    _, body, _ = await rig.post("/tokenize", {"prompt": "hello world", "return_token_strs": True})
-    assert (body["tokens"], body["count"], body["max_model_len"]) == (ids, len(ids), 256)
-    assert "".join(body["token_strs"]) == "hello world"
-    _, body, _ = await rig.post(
-        "/tokenize", {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    )
-    assert rig.tokenizer.decode(body["tokens"]) == "<|user|>hi\n<|assistant|>\n"
-    _, body, _ = await rig.post("/detokenize", {"model": "m", "tokens": ids})
-    assert body == {"prompt": "hello world"}
-
-
-async def test_invalid_tokenize_requests_are_refused_with_the_field(rig: GatewayRig) -> None:
-    await rig.start(rig.engine("d", "decode"))
-    for path, fields, param in (
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": []}, "prompt"),
-        ("/tokenize", {"messages": [{"role": "wizard", "content": ""}]}, "messages[0].role"),
-        ("/detokenize", {}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens"),
-    ):
-        status, body, _ = await rig.post(path, fields)
-        assert (status, body["error"]["param"]) == (400, param)
-    status, _, _ = await rig.post("/tokenize", {"model": "other", "prompt": "a"})
-    assert status == 404
-
-
-async def test_unknown_fields_are_counted_logged_once_and_ignored(
-    rig: GatewayRig, caplog: pytest.LogCaptureFixture
-) -> None:
-    await rig.start(rig.engine("d", "decode", TEXT))
-    await rig.completion()
-    assert rig.metric(UNKNOWN_FIELDS) == 0
-    for _ in range(2):
-        await rig.completion(frobnicate=1)
-    status, _, _ = await rig.post("/tokenize", {"prompt": "go", "frobnicate": {"top_k": 1}})
-    assert status == 200
-    assert rig.metric(UNKNOWN_FIELDS) == 3
-    [line] = [line for line in caplog.messages if "unknown field" in line]
-    assert "'frobnicate'" in line
-
-
-async def test_the_log_of_unknown_fields_is_bounded(
-    rig: GatewayRig, caplog: pytest.LogCaptureFixture
-) -> None:
-    await rig.start(rig.engine("d", "decode", TEXT))
-    await rig.completion(**{f"{i}\n" + "x" * 9999: 1 for i in range(MAX_LOGGED_FIELDS + 5)})
-    assert rig.metric(UNKNOWN_FIELDS) == MAX_LOGGED_FIELDS + 5
-    lines = [line for line in caplog.messages if "unknown field" in line]
-    assert len(lines) == MAX_LOGGED_FIELDS
-    assert all(len(line) < 200 and "\n" not in line for line in lines)

@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from baton_gateway.routing import kubernetes_discovery
-from baton_gateway.routing.kubernetes_discovery import KubernetesDiscovery
+from baton_gateway.routing.kubernetes_discovery import KubernetesDiscovery, endpoint_of
 from support.gateway.certificates import write_certificate
 from support.http_server import serving
 from support.waiting import until
@@ -181,3 +181,45 @@ async def test_engines_are_found_without_the_right_to_watch_services(api: ApiSer
         assert await next_set(sets) == [("a", "10.0.0.1", False)]
         await until(lambda: len(api.services.queries) > 0, "a request for Services")
         assert not discovery.is_scaled_to_zero
+
+
+def pod_with(**changes: object) -> dict[str, object]:
+    labels = {"serving.baton.dev/role": "decode"}
+    return {
+        "metadata": {"name": "demo-decode-0", "labels": labels, **changes.pop("metadata", {})},
+        "status": {
+            "phase": "Running",
+            "podIP": "10.0.0.7",
+            "conditions": [{"type": "Ready", "status": "True"}],
+            **changes,
+        },
+    }
+
+
+def test_a_running_ready_pod_with_an_address_is_an_endpoint() -> None:
+    endpoint = endpoint_of(pod_with())
+    assert (endpoint.name, endpoint.role, endpoint.host, endpoint.draining) == (
+        "demo-decode-0",
+        "decode",
+        "10.0.0.7",
+        False,
+    )
+    for broken in (
+        pod_with(phase="Pending"),
+        pod_with(podIP=None),
+        pod_with(conditions=[{"type": "Ready", "status": "False"}]),
+        pod_with(conditions=None),
+        pod_with(metadata={"labels": {"serving.baton.dev/role": "gateway"}}),
+        pod_with(metadata={"labels": None}),
+    ):
+        assert endpoint_of(broken) is None
+
+
+def test_a_terminating_or_annotated_pod_is_draining() -> None:
+    assert endpoint_of(pod_with(metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})).draining
+    assert endpoint_of(
+        pod_with(metadata={"annotations": {"serving.baton.dev/draining": "true"}})
+    ).draining
+    assert not endpoint_of(
+        pod_with(metadata={"annotations": {"serving.baton.dev/draining": "false"}})
+    ).draining

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from baton_kv_transfer.agent.agent import INIT_AGENT, Agent
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from baton_kv_transfer.transports.transfer import TransportError
 from support.kv_transfer.agent_processes import (
     BETWEEN_PROCESSES,

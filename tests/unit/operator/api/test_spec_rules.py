@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton_kube.client import Object
 from baton_operator.api.crd import custom_resource_definition
-from baton_operator.api.llmservice import decode_spec
+from baton_operator.api.llmservice import MAX_SPEC_BYTES, MAX_SPEC_DEPTH, decode_spec
 from baton_operator.api.rules import RULES, violations
 from pocketkube.apiserver.schema.structural import StructuralSchema
 
@@ -228,6 +228,16 @@ def errors_of_origin(origin: str) -> list[str]:
     else:
         assert decode_spec(spec).gateway.cors.allowed_origins == ["*", origin]
     return fields
+
+
+def test_large_and_deep_specs_are_refused() -> None:
+    value: Object = {}
+    for _ in range(MAX_SPEC_DEPTH):
+        value = {"a": value}
+    large = {"a": "x" * MAX_SPEC_BYTES}
+    for template, message in ((large, "the spec has"), (value, "the spec is nested too deeply")):
+        with pytest.raises(msgspec.ValidationError, match=message):
+            decode_spec({"decode": {"template": template}})
 
 
 def test_valid_and_invalid_origins() -> None:

@@ -115,6 +115,36 @@ def test_invalid_metrics_are_an_error() -> None:
         sample("decode", "# TYPE baton:kv_cache_usage_perc gauge\nbaton:kv_cache_usage_perc NaN\n")
 
 
+def test_scrapes_that_would_take_long_are_an_error() -> None:
+    name = windows.RUNNING
+    quotes = '\\"' * windows.MAX_LINE_LENGTH
+    with pytest.raises(ValueError, match="a line has more than"):
+        sample("decode", f'{name}{{a="{quotes}"}} 1\n')
+    with pytest.raises(ValueError, match="its metrics have more than"):
+        sample("decode", f"{name} 1\n" * (windows.MAX_PARSED_LENGTH // len(name)))
+    buckets = "".join(
+        f'{windows.TTFT}_bucket{{le="{number}"}} 1\n' for number in range(windows.MAX_BUCKETS + 1)
+    )
+    with pytest.raises(ValueError, match=f"more than {windows.MAX_BUCKETS} buckets"):
+        sample("decode", f"# TYPE {windows.TTFT} histogram\n{buckets}")
+
+
+def test_histograms_with_too_many_buckets_together_are_an_error() -> None:
+    first, second = (
+        CumulativeHistogram({float(number): 1.0 for number in range(start, start + 100)})
+        for start in (0, 100)
+    )
+    assert len((first + first).buckets) == 100
+    with pytest.raises(ValueError, match="the histograms of all pods have more than"):
+        first + second
+
+
+def test_lines_of_other_metrics_are_not_limited() -> None:
+    other = f"{windows.RUNNING}_other 1\n# HELP x {'x' * 10_000}\n" * 1000
+    read = sample("decode", f"{other}{windows.RUNNING} 3\n")
+    assert read.gauges == {windows.RUNNING: 3}
+
+
 def test_quantiles_are_interpolated_and_end_at_the_last_finite_bound() -> None:
     histogram = CumulativeHistogram({0.1: 0, 0.2: 50, 0.4: 90, inf: 100}, 0)
     assert histogram.quantile(0.25) == pytest.approx(0.15)

@@ -12,11 +12,10 @@ from baton_operator.plan.plan_expert_group import (
     JOIN_TOGETHER,
     UNREGISTERED,
     ExpertGroup,
-    ExpertGroupPlan,
     operation_id,
     plan_expert_group,
 )
-from baton_operator.plan.plan_group import DesiredGroup, Member
+from baton_operator.plan.plan_group import DesiredGroup, GroupPlan, Member
 from baton_operator.plan.topology_view import TopologyView
 from baton_protocol.topology import (
     MemberStatus,
@@ -75,7 +74,7 @@ def plan(
     topology: TopologyStatus | None,
     record: llmservice.TopologyStatus | None = None,
     name: str = "g",
-) -> ExpertGroupPlan:
+) -> GroupPlan:
     group = ExpertGroup(
         target=DesiredGroup(size=desired, revision="new", drain_timeout_s=TIMEOUT_S),
         service_uid="uid", name=name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from baton_operator.builders import gateway_objects
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.pod_template.free_form_fields import MAX_DEPTH
 from baton_operator.plan.plan_members import plan_members
-from baton_operator.reconcile import reconciler as reconcile
+from baton_operator.reconcile import member_reconciler, reconciler
 from baton_operator.reconcile.desired import compute_desired
 from support.operator.services import resolved
 from support.operator.simulation.api_server import service_path
@@ -77,7 +78,7 @@ MALFORMED: list[tuple[Object, str]] = [
         "decode.template.metadata.labels.a must be a string",
     ),
     (
-        {"decode": {"template": {"spec": {"volumes": "x" * 10**6}}}},
+        {"decode": {"template": {"spec": {"volumes": "x" * 10**4}}}},
         "decode.template.spec.volumes must be a list",
     ),
     ({"prefill": {"template": {"spec": "none"}}}, "prefill.template.spec must be an object"),
@@ -375,25 +376,25 @@ def fail_in_step(simulated: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    "place",
+    ("module", "place"),
     [
-        "observe",
-        "find_previous_revisions",
-        "apply_objects",
-        "collect_config_maps",
-        "gateway_group",
-        "report",
-        "plan_members",
+        (reconciler, "observe"),
+        (reconciler, "apply_objects"),
+        (member_reconciler, "find_previous_revisions"),
+        (member_reconciler, "plan_members"),
+        (reconciler, "collect_config_maps"),
+        (reconciler, "gateway_group"),
+        (reconciler, "report"),
     ],
 )
 def test_a_defect_in_any_step_is_reported_and_retried(
-    simulated: Service, monkeypatch: pytest.MonkeyPatch, place: str
+    simulated: Service, monkeypatch: pytest.MonkeyPatch, module: ModuleType, place: str
 ) -> None:
     simulated.create(SPEC)
     simulated.settle()
     before = member_names(simulated)
     with monkeypatch.context() as broken:
-        broken.setattr(reconcile, place, fails)
+        broken.setattr(module, place, fails)
         for _ in range(2):
             fail_in_step(simulated)
             ready, generation = simulated.condition(), simulated.object()["metadata"]["generation"]
@@ -416,13 +417,13 @@ def test_a_spec_that_causes_a_defect_is_reported_and_the_previous_members_are_ke
 ) -> None:
     simulated.create(SPEC)
     simulated.settle()
-    right = reconcile.compute_desired
+    right = reconciler.compute_desired
 
     def defect(wanted: Any, *args: Any, **options: Any) -> Any:
         return fails() if wanted.spec.engine.max_num_seqs == 4 else right(wanted, *args, **options)
 
     with monkeypatch.context() as broken:
-        broken.setattr(reconcile, "compute_desired", defect)
+        broken.setattr(reconciler, "compute_desired", defect)
         simulated.patch({"engine": {"maxNumSeqs": 4}})
         simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
         for _ in range(6):
@@ -447,7 +448,7 @@ def test_a_defect_in_one_group_does_not_delay_the_other(
     def defect(resolved: Any, role: str, *args: Any, **options: Any) -> Any:
         return fails() if role == "prefill" else plan_members(resolved, role, *args, **options)
 
-    monkeypatch.setattr(reconcile, "plan_members", defect)
+    monkeypatch.setattr(member_reconciler, "plan_members", defect)
     simulated.nodes.pod_vanishes(f"{NAME}-decode-1")
     for _ in range(6):
         fail_in_step(simulated)
@@ -462,10 +463,10 @@ def test_a_defect_in_the_error_handling_is_logged_and_the_first_one_is_raised(
 ) -> None:
     simulated.create(SPEC)
     simulated.settle()
-    monkeypatch.setattr(reconcile, "observe", fails)
-    monkeypatch.setattr(reconcile, "report_defect", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(reconciler, "observe", fails)
+    monkeypatch.setattr(reconciler, "report_defect", lambda *_, **__: 1 / 0)
     with caplog.at_level(logging.ERROR):
         fail_in_step(simulated)
-    (record,) = [record for record in caplog.records if record.name == reconcile.__name__]
+    (record,) = [record for record in caplog.records if record.name == reconciler.__name__]
     assert record.exc_info[0] is ZeroDivisionError
     assert str(KEY) in record.getMessage()

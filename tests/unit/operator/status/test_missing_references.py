@@ -9,7 +9,7 @@ import pytest
 from baton_kube.client import KubeError, Object
 from baton_operator.kube.objects import Kube
 from baton_operator.observe.observation import Reference
-from baton_operator.status.diagnose import may_lack_objects, references
+from baton_operator.status.missing_references import may_lack_objects, references
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup
@@ -45,7 +45,7 @@ class Objects(Kube):
         self.names, self.error = names, error
         self.asked: list[tuple[str, bool]] = []
 
-    async def get(self, path: str, *, metadata_only: bool = False) -> Any:
+    async def get(self, path: str, *, metadata_only: bool, max_bytes: int) -> Any:
         self.asked.append((path, metadata_only))
         if self.error:
             raise self.error

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from baton_kv_transfer.transports.sockets.framed_socket import DATA
 from baton_kv_transfer.transports.sockets.peer_link import HELLO, READ, WRITE
 from baton_kv_transfer.transports.tcp.tcp_server import Address

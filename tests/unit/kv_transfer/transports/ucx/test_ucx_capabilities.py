@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from baton_kv_transfer.transfer_connector import TransferConnector
 from baton_kv_transfer.transports.ucx import capabilities
 from baton_protocol.options.config import KVRole, KVTransferConfig
@@ -19,7 +19,7 @@ from baton_protocol.options.config import KVRole, KVTransferConfig
 ROOT = Path(__file__).parents[5]
 SWITCHED = """
 import numpy as np
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from baton_kv_transfer.transports.ucx import capabilities
 
 print(capabilities.describe())

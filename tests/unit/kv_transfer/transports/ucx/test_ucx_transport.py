@@ -17,12 +17,12 @@ import pytest
 
 from baton_kv_transfer.agent import transport_agent
 from baton_kv_transfer.agent.agent import INIT_AGENT
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from baton_kv_transfer.transports.iovec import pack
-from baton_kv_transfer.transports.selection import LOADERS
 from baton_kv_transfer.transports.transfer import XferState
+from baton_kv_transfer.transports.transport_selection import LOADERS
 from baton_kv_transfer.transports.transport_thread import TransportThread
-from baton_kv_transfer.transports.ucx import library, messages, worker
+from baton_kv_transfer.transports.ucx import library, messages, ucx_worker
 from baton_kv_transfer.transports.ucx import ucx_transport as transport_module
 from baton_kv_transfer.transports.ucx.connection import UCXConnection
 from baton_kv_transfer.transports.ucx.data_messages import PIECE_BYTES, Pieces
@@ -82,12 +82,12 @@ def raw(made: Callable[[Any], Any], pair: tuple[UCXTransportHere, UCXTransportHe
 
 def ignore_a_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the worker keep its UCX endpoint when the next connection is cut."""
-    disconnect = worker.UCXWorker.disconnect
+    disconnect = ucx_worker.UCXWorker.disconnect
 
-    def ignore(self: worker.UCXWorker, endpoint: Any, on_end: Callable[[str], None]) -> None:
-        monkeypatch.setattr(worker.UCXWorker, "disconnect", disconnect)
+    def ignore(self: ucx_worker.UCXWorker, endpoint: Any, on_end: Callable[[str], None]) -> None:
+        monkeypatch.setattr(ucx_worker.UCXWorker, "disconnect", disconnect)
 
-    monkeypatch.setattr(worker.UCXWorker, "disconnect", ignore)
+    monkeypatch.setattr(ucx_worker.UCXWorker, "disconnect", ignore)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_a_threshold_of_the_environment_keeps_the_order_of_a_write_and_its_data(
 
 def test_gpu_memory_is_moved_if_ucx_has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test uses host memory, because UCX detects the type of memory."""
-    monkeypatch.setattr(worker.UCXContext, "has_cuda", True)
+    monkeypatch.setattr(ucx_worker.UCXContext, "has_cuda", True)
     agent = create_agent("gpu", "ucx")
     words = np.arange(16, dtype=np.int64)
     agent.register_memory([(words.ctypes.data, words.nbytes, 3, "")], "VRAM")
@@ -174,7 +174,7 @@ def test_gpu_memory_on_either_side_is_not_moved_by_shm(
     ours: str, theirs: str, transport: str, prepared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test uses host memory, because UCX detects the type of memory."""
-    monkeypatch.setattr(worker.UCXContext, "has_cuda", True)
+    monkeypatch.setattr(ucx_worker.UCXContext, "has_cuda", True)
     both = {kind: LOADERS[kind]() for kind in ("shm", "ucx")}
     monkeypatch.setattr(transport_agent, "choose_transports", lambda kind: both)
     agent = create_agent("gpu", "auto")
@@ -303,7 +303,7 @@ def test_data_that_arrives_while_an_earlier_message_is_handled_is_kept(
     class SlowConnection(UCXConnection):
         """Progresses UCX while HELLO is handled, as the close of an earlier connection does."""
 
-        def __init__(self, ucx: worker.UCXWorker, address: bytes, *args: Any) -> None:
+        def __init__(self, ucx: ucx_worker.UCXWorker, address: bytes, *args: Any) -> None:
             super().__init__(ucx, address, *args)
             bit, info = messages.DATA_BIT, library.TagInfo()
 
@@ -552,19 +552,22 @@ def test_no_connection_is_opened_during_a_fence(
     one, owner = pair
     one.transport.send_notif("owner", b"me")
     eventually(lambda: owner.notifs, "the connection to cut")
-    take, cut = worker.UCXWorker.take, UCXConnection.cut
+    take, cut = ucx_worker.UCXWorker.take, UCXConnection.cut
     hello: list[Callable[[], None]] = []
 
     def take_later(
-        self: worker.UCXWorker, message: int, buffer: worker.Buffer, on_end: Callable[[str], None]
-    ) -> worker.UCXRequest:
+        self: ucx_worker.UCXWorker,
+        message: int,
+        buffer: ucx_worker.Buffer,
+        on_end: Callable[[str], None],
+    ) -> ucx_worker.UCXRequest:
         return take(self, message, buffer, lambda error: hello.append(lambda: on_end(error)))
 
     def cut_and_receive_hello(self: UCXConnection) -> None:
         cut(self)
         hello.pop()()
 
-    monkeypatch.setattr(worker.UCXWorker, "take", take_later)
+    monkeypatch.setattr(ucx_worker.UCXWorker, "take", take_later)
     monkeypatch.setattr(UCXConnection, "cut", cut_and_receive_hello)
     raw.send_hello(owner)
     raw.wait("HELLO", lambda: hello)
@@ -575,9 +578,9 @@ def test_no_connection_is_opened_during_a_fence(
 
 def test_workers_that_start_together_know_their_own_listening_sockets() -> None:
     start = threading.Barrier(2)
-    contexts = [worker.UCXContext(HOST) for _ in range(2)]
+    contexts = [ucx_worker.UCXContext(HOST) for _ in range(2)]
 
-    def create(context: worker.UCXContext) -> worker.UCXWorker:
+    def create(context: ucx_worker.UCXContext) -> ucx_worker.UCXWorker:
         start.wait()
         return context.create_worker()
 
@@ -609,16 +612,16 @@ def lose_network(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return a function that makes the creation of this many workers fail."""
 
     def lose(num_failures: float) -> None:
-        create = worker.UCXContext.create_worker
+        create = ucx_worker.UCXContext.create_worker
 
-        def create_worker(self: worker.UCXContext) -> worker.UCXWorker:
+        def create_worker(self: ucx_worker.UCXContext) -> ucx_worker.UCXWorker:
             nonlocal num_failures
             if num_failures > 0:
                 num_failures -= 1
                 raise UCXError("UCX cannot create a worker: No such device")
             return create(self)
 
-        monkeypatch.setattr(worker.UCXContext, "create_worker", create_worker)
+        monkeypatch.setattr(ucx_worker.UCXContext, "create_worker", create_worker)
 
     return lose
 
@@ -656,7 +659,7 @@ def test_a_closed_transport_leaves_no_file_open() -> None:
 
 
 def test_ucx_listens_only_on_the_hosts_device() -> None:
-    assert worker.find_devices("127.0.0.1").split(",")[0] == "lo"
+    assert ucx_worker.find_devices("127.0.0.1").split(",")[0] == "lo"
     with pytest.raises(OSError, match=r"cannot be served at 203\.0\.113\.7"):
         create_agent("me", "ucx", "203.0.113.7")
 
@@ -665,7 +668,7 @@ def test_a_host_may_be_a_secondary_address_of_a_device() -> None:
     script = f"""ip link set lo up && ip addr add 198.18.0.2/32 dev lo && {sys.executable} -c '
 from baton_kv_transfer.agent import transport_agent
 from baton_kv_transfer.agent.agent import INIT_AGENT
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 create_agent("me", "ucx", "198.18.0.2").close()
 print("served")'"""
     done = subprocess.run(

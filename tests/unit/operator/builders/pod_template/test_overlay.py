@@ -28,6 +28,15 @@ def test_an_item_without_its_key_is_refused_with_the_field() -> None:
         merge({"containers": [{"name": "a"}]}, {"containers": [{"image": "b"}]}, "template")
 
 
+def test_two_changes_of_one_item_are_refused_with_its_name() -> None:
+    base = {"containers": [{"name": "a"}]}
+    for name, other in (("a", "b"), ("b", "a")):
+        merge(base, {"containers": [{"name": name}, {"name": other}]}, "template")
+    for name in ("a", "b"):
+        with pytest.raises(ValueError, match=rf'^template\.containers has two items .* "{name}"'):
+            merge(base, {"containers": [{"name": name}, {"name": name}]}, "template")
+
+
 def test_tolerations_are_appended_once() -> None:
     ours, theirs = {"key": "a"}, {"key": "b"}
     merged = merge({"tolerations": [ours]}, {"tolerations": [ours, theirs]}, "template.spec")

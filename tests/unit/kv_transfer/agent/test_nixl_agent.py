@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from baton_kv_transfer.agent.agent import INIT_AGENT
-from baton_kv_transfer.agent.factory import create_agent
+from baton_kv_transfer.agent.agent_factory import create_agent
 from baton_kv_transfer.agent.nixl_agent import NixlAgent
 from baton_kv_transfer.connector import (
     BlockSave,

@@ -1,13 +1,15 @@
-"""Clients take turns in the threads that compile grammars."""
+"""Clients take turns in the threads of a pool."""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 
-from baton_engine.grammar.fair_thread_pool import FairPool
+from baton_protocol.process.fair_thread_pool import FairThreadPool
 
 DEADLINE_S = 30.0
 
@@ -16,7 +18,7 @@ class Busy:
     """A pool whose only thread is busy until `released` is set."""
 
     def __init__(self) -> None:
-        self.pool = FairPool(1, "test")
+        self.pool = FairThreadPool(1, "test")
         self.released = threading.Event()
         self.order: list[str] = []
         self._running = self.pool.submit("", lambda: self.released.wait(DEADLINE_S))
@@ -44,11 +46,37 @@ def test_a_cancelled_call_does_not_run() -> None:
     assert busy.order == ["a1"]
 
 
+class Arguments:
+    """Stands for the memory that a call refers to."""
+
+
+def test_a_cancelled_call_is_dropped_while_the_threads_are_busy() -> None:
+    busy, arguments = Busy(), Arguments()
+    is_alive = weakref.ref(arguments)
+    future = busy.pool.submit("a", partial(id, arguments))
+    del arguments
+    assert is_alive()
+    future.cancel()
+    assert not is_alive()
+    busy.released.set()
+    assert busy.pool.submit("a", lambda: "next").result(DEADLINE_S) == "next"
+
+
+def test_a_failed_call_is_dropped() -> None:
+    pool, arguments = FairThreadPool(1, "test"), Arguments()
+    is_alive = weakref.ref(arguments)
+    failed = pool.submit("a", partial(int, arguments))  # type: ignore[call-overload]
+    del arguments
+    assert isinstance(failed.exception(DEADLINE_S), TypeError)
+    pool.submit("a", lambda: None).result(DEADLINE_S)
+    assert not is_alive()
+
+
 def test_an_error_of_a_call_is_the_error_of_its_future() -> None:
     def fail() -> None:
         raise ValueError("bad")
 
-    pool = FairPool(1, "test")
+    pool = FairThreadPool(1, "test")
     with pytest.raises(ValueError, match="bad"):
         pool.submit("a", fail).result(DEADLINE_S)
     pool.submit("a", lambda: None).result(DEADLINE_S)
