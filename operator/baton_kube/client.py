@@ -67,12 +67,12 @@ class _ByteBudget:
             KubeError: status 413, the limit is exceeded.
         """
         try:
-            await response.content.readexactly(self._left + 1)
-        except asyncio.IncompleteReadError as error:
-            self._left -= len(error.partial)
-            return error.partial
-        message = f"{path} has more than {self._max_bytes} bytes, which are too many to read"
-        raise KubeError(413, "RequestEntityTooLarge", message)
+            body = await read_body(response, self._left)
+        except ValueError as error:
+            message = f"{path} has more than {self._max_bytes} bytes, which are too many to read"
+            raise KubeError(413, "RequestEntityTooLarge", message) from error
+        self._left -= len(body)
+        return body
 
 
 class _Name(msgspec.Struct):
@@ -399,6 +399,19 @@ class KubeClient:
         )
         answer = await self._api.call_api(*request, _request_timeout=timeout)
         return answer.response
+
+
+async def read_body(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """Return the body of a response.
+
+    Raises:
+        ValueError: the body is longer than `limit` bytes. The rest is not read.
+    """
+    try:
+        await response.content.readexactly(limit + 1)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    raise ValueError(f"the body is longer than {limit} bytes")
 
 
 def error_text(error: Exception) -> str:

@@ -209,7 +209,7 @@ def decode_spec(spec: Any) -> Spec:
     """
     try:
         num_bytes = len(msgspec.json.encode(spec))
-        is_deep = _is_deep(spec)
+        is_deep = is_deeper(spec, MAX_SPEC_DEPTH)
     except RecursionError:
         is_deep = True
     if is_deep:
@@ -221,9 +221,10 @@ def decode_spec(spec: Any) -> Spec:
     return msgspec.convert(spec, Spec)
 
 
-def _is_deep(value: Any) -> bool:
+def is_deeper(value: Any, num_levels: int) -> bool:
+    """Return whether the objects and lists in `value` are nested `num_levels` levels deep."""
     level = [value]
-    for _ in range(MAX_SPEC_DEPTH):
+    for _ in range(num_levels):
         level = [
             below
             for each in level

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from time import monotonic
 from typing import TypeVar
@@ -10,7 +9,7 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from baton_kube.client import error_text
+from baton_kube.client import error_text, read_body
 from baton_operator import names
 from baton_protocol.options.config import ENGINE_HTTP_PORT
 from baton_protocol.service_key import AdminRequest, ServiceKey
@@ -73,7 +72,7 @@ class _PodClient:
                 timeout=timeout,
                 allow_redirects=False,
             ) as response:
-                data = await read_body(response)
+                data = await read_body(response, MAX_BODY_BYTES)
                 if response.status == 200:
                     return msgspec.json.decode(data, type=reply)
                 text = data[:1000].decode(errors="replace")
@@ -92,19 +91,6 @@ class _PodClient:
             why,
         )
         return None
-
-
-async def read_body(response: aiohttp.ClientResponse, limit: int = MAX_BODY_BYTES) -> bytes:
-    """Return the body of a response.
-
-    Raises:
-        ValueError: the body is longer than `limit` bytes.
-    """
-    try:
-        await response.content.readexactly(limit + 1)
-    except asyncio.IncompleteReadError as error:
-        return error.partial
-    raise ValueError(f"the body is longer than {limit} bytes")
 
 
 class _Drain(msgspec.Struct):

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 import aiohttp
 import msgspec
 
-from baton_kube.client import KubeError, Object
+from baton_kube.client import KubeError, Object, read_body
 from baton_operator import names
 from baton_operator.builders.member_pods import CONTAINER
 from baton_operator.builders.resolved_service import ResolvedService
@@ -25,7 +25,6 @@ from baton_operator.observe.observation import (
     member,
     unready_since,
 )
-from baton_operator.observe.pod_clients import read_body
 from baton_operator.status.diagnose import by_name, is_leaving
 from baton_operator.status.missing_references import may_lack_objects, references
 from baton_operator.status.reasons import Progress

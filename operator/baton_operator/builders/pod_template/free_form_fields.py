@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from baton_operator.api.llmservice import is_deeper
+
 #: Maximum depth of nested values. A pod has far fewer levels.
 MAX_DEPTH = 100
 _SHOWN = 80  # maximum length of a value in an error message, in characters
@@ -27,12 +29,8 @@ def must_be(what: str, path: str, got: Any) -> ValueError:
 
 def check_depth(value: Any, path: str) -> None:
     """Raise ValueError if `value` is nested more than MAX_DEPTH levels deep."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [below for each in level if isinstance(each, dict | list) for below in _below(each)]
-        if not level:
-            return
-    raise ValueError(f"{path} is nested more than {MAX_DEPTH} levels deep")
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"{path} is nested more than {MAX_DEPTH} levels deep")
 
 
 def check_resources(resources: Any, path: str) -> None:
@@ -70,7 +68,3 @@ def strings(values: Any, path: str) -> dict[str, str]:
         if not isinstance(value, str):
             raise must_be("a string", f"{path}.{name}", value)
     return found
-
-
-def _below(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
