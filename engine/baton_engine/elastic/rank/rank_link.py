@@ -45,8 +45,9 @@ PROBE_TIMEOUT_S = 0.5
 MAX_MESSAGE_BYTES = 64 * 2**20
 #: Messages to read from one socket before this rank's own messages are sent.
 MAX_MESSAGES_PER_TURN = 256
-#: First and maximum delay of a reconnection.
-RECONNECT_MS = (50, 1000)
+#: First and maximum delay of a reconnection. A broken group serves nothing until a restarted
+#: coordinator has received the statuses of its ranks.
+RECONNECT_MS = (50, 200)
 #: Interval of ZeroMQ heartbeats. A connection closes after three intervals without an answer.
 HEARTBEAT_MS = 1000
 
