@@ -9,6 +9,9 @@ Gloo does not expose its connections. Baton needs them for two reasons:
   publish in their store the addresses from which they have connected. All other connections are
   shut down, and new connections are dropped.
 
+A process with many ranks has hundreds of sockets, so sockets that are older than the group's device
+are skipped.
+
 An attacker in the network can still make a group fail to form. Baton then retries. An attacker can
 also occupy file descriptors, because gloo closes connections only with the group.
 """
@@ -43,17 +46,19 @@ Address = tuple[str, int]
 
 
 class GlooConnection(NamedTuple):
-    """A socket of this process. The inode shows whether `fd` still refers to this socket."""
+    """A TCP connection of this process. The inode shows whether `fd` still refers to it."""
 
     fd: int
     inode: int
+    own: Address
+    peer: Address
 
 
-def open_device(host: str) -> tuple[Any, Address]:
+def open_device(host: str) -> tuple[Any, Address, Collection[int]]:
     """Create a gloo device.
 
     Returns:
-        The device, and the address on which it listens.
+        The device, the address on which it listens, and the inodes of all older sockets.
 
     Raises:
         RuntimeError: the address could not be determined.
@@ -61,39 +66,48 @@ def open_device(host: str) -> tuple[Any, Address]:
     gloo: Any = dist.ProcessGroupGloo
     with _opening_device:
         for _ in range(MAX_ATTEMPTS):
-            before = {inode for _, inode, _ in _tcp_sockets()}
+            older = {inode for _, inode in _sockets()}
             device = gloo.create_device(hostname=host, lazy_init=False)
             addresses = [
                 _address(tcp.getsockname())
-                for _, inode, tcp in _tcp_sockets()
-                if inode not in before and tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                for _, _, tcp in _tcp_sockets(older)
+                if tcp.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
             ]
             # If there are several, another thread has opened a listener, and ours is unknown.
             if len(addresses) == 1:
-                return device, addresses[0]
+                return device, addresses[0], older
     raise RuntimeError(
         f"a gloo device on {host} could not be distinguished from other listeners of this process"
     )
 
 
-def connections_among(listening: Collection[Address]) -> list[GlooConnection]:
+def connections_among(
+    listening: Collection[Address], older: Collection[int] = ()
+) -> list[GlooConnection]:
     """Return this process's connections to or from these addresses.
 
     If several ranks are threads of this process, the list has the connections of all these ranks.
+
+    Args:
+        listening: addresses on which the members' devices listen.
+        older: inodes of sockets that are older than this rank's device.
     """
-    return [each for each, own, peer in _connected() if {own, peer} & set(listening)]
+    return [each for each in _connected(older) if {each.own, each.peer} & set(listening)]
 
 
-def connected_from(listening: Collection[Address]) -> list[tuple[Address, Address]]:
-    """Return this process's connections to the addresses in `listening`.
-
-    Each connection is described by (own address, peer's address).
-    """
-    return [(own, peer) for _, own, peer in _connected() if peer in listening]
+def connected_from(
+    connections: Collection[GlooConnection], listening: Collection[Address]
+) -> list[tuple[Address, Address]]:
+    """Return (own address, peer's address) of each connection to an address in `listening`."""
+    return [(each.own, each.peer) for each in connections if each.peer in listening]
 
 
 def reject_non_members(
-    own: Address, members: Collection[Address], *, is_translated: bool = False
+    own: Address,
+    members: Collection[Address],
+    older: Collection[int] = (),
+    *,
+    is_translated: bool = False,
 ) -> int:
     """Shut down connections that are not from members, and drop new connections.
 
@@ -102,21 +116,22 @@ def reject_non_members(
     Args:
         own: address on which a device of this process listens.
         members: addresses from which members have connected to `own`.
+        older: inodes of sockets that are older than this device.
         is_translated: the network may change the peers' addresses. Then no connection is shut down
             if there are as many connections as members.
 
     Returns:
         Number of connections that were shut down.
     """
-    for _, _, tcp in _tcp_sockets():
+    for _, _, tcp in _tcp_sockets(older):
         if _address(tcp.getsockname()) == own and tcp.getsockopt(
             socket.SOL_SOCKET, socket.SO_ACCEPTCONN
         ):
             _drop_new_connections(tcp)
-    accepted = [(peer, each) for each, local, peer in _connected() if local == own]
-    if is_translated and _num_sockets(each for _, each in accepted) == len(set(members)):
+    accepted = [each for each in _connected(older) if each.own == own]
+    if is_translated and _num_sockets(accepted) == len(set(members)):
         return 0
-    rejected = [connection for address, connection in accepted if address not in members]
+    rejected = [each for each in accepted if each.peer not in members]
     end_connections(rejected)
     return _num_sockets(rejected)
 
@@ -166,33 +181,47 @@ def end_connections(connections: Collection[GlooConnection]) -> None:
                 tcp.shutdown(socket.SHUT_RDWR)
 
 
-def _connected() -> Iterator[tuple[GlooConnection, Address, Address]]:
-    """Yield (connection, own address, peer's address) for each TCP connection of this process."""
-    for fd, inode, tcp in _tcp_sockets():
+def _connected(older: Collection[int]) -> Iterator[GlooConnection]:
+    """Yield the TCP connections of this process, without those in `older`."""
+    for fd, inode, tcp in _tcp_sockets(older):
         with contextlib.suppress(OSError):  # not connected
-            yield (
-                GlooConnection(fd, inode),
-                _address(tcp.getsockname()),
-                _address(tcp.getpeername()),
+            yield GlooConnection(
+                fd, inode, _address(tcp.getsockname()), _address(tcp.getpeername())
             )
 
 
-def _tcp_sockets() -> Iterator[tuple[int, int, socket.socket]]:
-    """Yield (descriptor, inode, socket object) for each TCP socket of this process.
+def _tcp_sockets(older: Collection[int]) -> Iterator[tuple[int, int, socket.socket]]:
+    """Yield (descriptor, inode, socket object) for each TCP socket that is not in `older`.
 
     The socket object has a duplicate of the descriptor. The duplicate is closed when the next item
     is requested.
     """
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # it was closed since the listing
-            status = os.stat(f"/proc/self/fd/{name}")
-            if stat.S_ISSOCK(status.st_mode) and (copy := _copy_of(int(name), status.st_ino)):
-                with copy:
-                    if (
-                        copy.family in (socket.AF_INET, socket.AF_INET6)
-                        and copy.type == socket.SOCK_STREAM
-                    ):
-                        yield int(name), status.st_ino, copy
+    for fd, inode in _sockets():
+        if inode not in older and (copy := _copy_of(fd, inode)):
+            with copy:
+                if (
+                    copy.family in (socket.AF_INET, socket.AF_INET6)
+                    and copy.type == socket.SOCK_STREAM
+                ):
+                    yield fd, inode, copy
+
+
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Yield (descriptor, inode) for each socket of this process."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if inode := _inode_of(fd):
+            yield fd, inode
+
+
+def _inode_of(fd: int) -> int | None:
+    """Return the inode of a socket, or None if the descriptor is closed or is not a socket."""
+    try:
+        status = os.fstat(fd)
+    except OSError as error:
+        if error.errno == errno.EBADF:
+            return None
+        raise
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
 
 
 def _copy_of(fd: int, inode: int) -> socket.socket | None:
@@ -200,13 +229,13 @@ def _copy_of(fd: int, inode: int) -> socket.socket | None:
 
     The duplicate refers to this socket even if another thread closes and reuses the descriptor.
     """
+    # Closing a duplicate of a file would drop the process's locks on the file.
+    if _inode_of(fd) != inode:
+        return None
     try:
-        status = os.stat(f"/proc/self/fd/{fd}")
-        if status.st_ino != inode or not stat.S_ISSOCK(status.st_mode):
-            return None  # closing a duplicate of a file would drop the process's locks on it
         copy = os.dup(fd)
     except OSError as error:
-        if error.errno in (errno.ENOENT, errno.EBADF):
+        if error.errno == errno.EBADF:
             return None
         raise
     if os.fstat(copy).st_ino != inode:

@@ -362,7 +362,7 @@ def _gloo(
         The backend, and a function that aborts its operations.
     """
     gloo: Any = dist.ProcessGroupGloo
-    device, (own_host, port) = open_device(host or pod_ip())
+    device, (own_host, port), older = open_device(host or pod_ip())
     options = gloo._Options()
     options._devices = [device]
     options._timeout = timeout
@@ -372,9 +372,10 @@ def _gloo(
     connected = [f"connected-{other}" for other in range(size)]
     addresses = [address.decode().split(maxsplit=1) for address in listening]
     members = [(address, int(port)) for port, address in addresses]
-    connections = connections_among(members)
+    connections = connections_among(members, older)
     assert len(connections) >= size - 1, "gloo connects each pair of members over TCP"
-    store.set(f"connected-{rank}", msgspec.json.encode(connected_from(members)).decode())
+    own_ends = connected_from(connections, members)
+    store.set(f"connected-{rank}", msgspec.json.encode(own_ends).decode())
     others = [
         msgspec.json.decode(each, type=list[tuple[Address, Address]])
         for each in store.multi_get(connected)
@@ -383,6 +384,7 @@ def _gloo(
     num_rejected = reject_non_members(
         own,
         {source for each in others for source, target in each if target == own},
+        older,
         is_translated=os.environ.get(TRANSLATED_ADDRESSES) == "1",
     )
     if num_rejected:

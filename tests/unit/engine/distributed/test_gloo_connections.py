@@ -11,13 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import pytest
 import torch
 
 from baton_engine.distributed import gloo_connections, process_group
-from baton_engine.distributed.gloo_connections import reject_non_members
+from baton_engine.distributed.gloo_connections import connections_among, reject_non_members
 from baton_engine.distributed.group import Group
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.process_group import create_group
@@ -76,13 +76,15 @@ class Listening:
         self._lock = threading.Lock()
         original = process_group.open_device
 
-        def open_device(host: str) -> tuple[object, gloo_connections.Address]:
-            device, address = original(host)
+        def open_device(
+            host: str,
+        ) -> tuple[object, gloo_connections.Address, Collection[int]]:
+            device, address, older = original(host)
             with self._lock:
                 self.addresses.append(address)
                 for data in self.sequences:
                     assert self._ask(f"{address[0]} {address[1]} {data.hex()}") == "connected"
-            return device, address
+            return device, address, older
 
         monkeypatch.setattr(process_group, "open_device", open_device)
 
@@ -212,6 +214,23 @@ def test_a_connection_that_takes_the_place_of_a_member_is_closed(
         close(groups)
 
 
+def test_sockets_that_are_older_than_the_device_are_skipped() -> None:
+    with contextlib.ExitStack() as closing:
+        listener = closing.enter_context(socket.create_server((HOST, 0)))
+        address = listener.getsockname()
+
+        def connect() -> set[int]:
+            sockets = [closing.enter_context(socket.create_connection(address))]
+            sockets.append(closing.enter_context(listener.accept()[0]))
+            return {os.fstat(each.fileno()).st_ino for each in sockets}
+
+        before = connect()
+        _, _, older = gloo_connections.open_device(HOST)
+        after = connect()
+        assert {each.inode for each in connections_among([address])} == before | after
+        assert {each.inode for each in connections_among([address], older)} == after
+
+
 @pytest.mark.parametrize("is_translated", [False, True])
 def test_one_connection_of_a_stranger_does_not_count_as_the_one_member(is_translated: bool) -> None:
     """The member's connection may still be in the queue of the listener."""
@@ -242,7 +261,9 @@ def test_members_behind_address_translation_are_not_closed(
     monkeypatch.setattr(
         process_group,
         "connected_from",
-        lambda members: [(("10.9.9.9", port), target) for (_, port), target in original(members)],
+        lambda connections, members: [
+            (("10.9.9.9", port), target) for (_, port), target in original(connections, members)
+        ],
     )
     monkeypatch.setenv(process_group.TRANSLATED_ADDRESSES, "1")
     groups = groups_of(form(store, 3))
