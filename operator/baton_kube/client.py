@@ -53,12 +53,25 @@ class KubeError(Exception):
         self.status, self.reason, self.retry_after_s = status, reason, retry_after_s
 
 
-class _ByteBudget:
-    """Limits the bytes of the responses to one request, or to the pages of a list."""
+class ByteBudget:
+    """Limits the bytes of all responses that are read with it.
 
-    def __init__(self, max_bytes: int) -> None:
+    Decoding takes up to 50 times as much memory, so the limit is checked before.
+    """
+
+    def __init__(self, max_bytes: int, within: ByteBudget | None = None) -> None:
+        """Limit the bytes to `max_bytes`.
+
+        Args:
+            max_bytes: limit of this budget.
+            within: a budget with the bytes of further responses, which is also checked.
+        """
         self._max_bytes = max_bytes
-        self._left = max_bytes
+        self._within = within
+        #: Number of bytes that were read.
+        self.num_read = 0
+        #: Whether a response was not read because of this budget.
+        self.is_exceeded = False
 
     async def read(self, response: aiohttp.ClientResponse, path: str) -> bytes:
         """Return the body of a response.
@@ -66,13 +79,28 @@ class _ByteBudget:
         Raises:
             KubeError: status 413, the limit is exceeded.
         """
+        budgets = [self] if self._within is None else [self, self._within]
+        tightest = min(budgets, key=ByteBudget._left)
         try:
-            body = await read_body(response, self._left)
+            body = await read_body(response, max(0, tightest._left()))
         except ValueError as error:
-            message = f"{path} has more than {self._max_bytes} bytes, which are too many to read"
-            raise KubeError(413, "RequestEntityTooLarge", message) from error
-        self._left -= len(body)
+            raise tightest._refuse(path) from error
+        for budget in budgets:
+            budget.num_read += len(body)
+        # Other responses may have been read at the same time.
+        if exceeded := next((each for each in budgets if each._left() < 0), None):
+            raise exceeded._refuse(path)
         return body
+
+    def _left(self) -> int:
+        return self._max_bytes - self.num_read
+
+    def _refuse(self, path: str) -> KubeError:
+        self.is_exceeded = True
+        message = (
+            f"with {path}, more than {self._max_bytes} bytes would be read, which are too many"
+        )
+        return KubeError(413, "RequestEntityTooLarge", message)
 
 
 class _Name(msgspec.Struct):
@@ -131,19 +159,17 @@ class KubeClient:
         *,
         metadata_only: bool = False,
         query: Query = (),
-        max_bytes: int | None = None,
+        budget: ByteBudget | None = None,
     ) -> Object:
         """Return the object at `path`, or a PartialObjectMetadata if `metadata_only` is set.
 
         Args:
-            max_bytes: limit on the JSON of the object, because decoding takes up to 50 times as
-                much memory. None: no limit.
+            budget: limits the JSON of the object. None: no limit.
 
         Raises:
-            KubeError: the request was refused; status 404 if there is no such object, 413 if it is
-                larger than `max_bytes`.
+            KubeError: the request was refused; status 404 if there is no such object, 413 if it
+                exceeds `budget`.
         """
-        budget = None if max_bytes is None else _ByteBudget(max_bytes)
         accept = METADATA if metadata_only else _JSON
         return await self._request("get", "GET", path, query=query, accept=accept, budget=budget)
 
@@ -154,7 +180,7 @@ class KubeClient:
         label_selector: str = "",
         field_selector: str = "",
         not_older_than: str | None = None,
-        max_bytes: int | None = None,
+        budget: ByteBudget | None = None,
     ) -> tuple[list[Object], str]:
         """Return (objects, resource version) of the collection at `path`.
 
@@ -164,11 +190,11 @@ class KubeClient:
             not_older_than: None requests a consistent read, in pages of PAGE_SIZE. A resource
                 version lets the server reply from its watch cache, if the cache has reached that
                 version. "0" accepts a state of any age.
-            max_bytes: limit on the JSON of all objects, as in `get`.
+            budget: limits the JSON of all objects. None: no limit.
 
         Raises:
             KubeError: the request was refused; status 410 if the resource version expired between
-                two pages, 413 if the objects are larger than `max_bytes`.
+                two pages, 413 if the objects exceed `budget`.
         """
         query = _given(labelSelector=label_selector, fieldSelector=field_selector)
         query += [("limit", str(PAGE_SIZE))] if not_older_than is None else []
@@ -176,7 +202,6 @@ class KubeClient:
             resourceVersion=not_older_than, resourceVersionMatch=not_older_than and "NotOlderThan"
         )
         items: list[Object] = []
-        budget = None if max_bytes is None else _ByteBudget(max_bytes)
         while True:
             page = await self._request("list", "GET", path, query=[*query, *match], budget=budget)
             items += page.get("items") or []
@@ -345,12 +370,12 @@ class KubeClient:
         query: Query = (),
         content_type: str = _JSON,
         accept: str = _JSON,
-        budget: _ByteBudget | None = None,
+        budget: ByteBudget | None = None,
         type_: Any = Object,
     ) -> Any:
         timeout_s = REQUEST_TIMEOUT_S
         if method != "GET":
-            budget = _ByteBudget(MAX_WRITTEN_BYTES)
+            budget = ByteBudget(MAX_WRITTEN_BYTES)
             timeout_s = min(timeout_s, self.write_timeout_s())
             if timeout_s <= 0:
                 raise WritesForbiddenError(

@@ -7,10 +7,11 @@ discovered.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextvars import ContextVar
 from typing import Any
 from urllib.parse import quote
 
-from baton_kube.client import KubeClient, KubeError, Object
+from baton_kube.client import ByteBudget, KubeClient, KubeError, Object
 from baton_operator import names
 
 _RESOURCES = {
@@ -35,14 +36,11 @@ PLURALS = frozenset(plural for _, plural in _RESOURCES.values())
 #: Objects in one page of a list of LLMServices. Each may have 1.5 MiB, and decoded it takes up to
 #: 48 times as much memory.
 PAGE_SIZE = 2
-#: Limits on the JSON of an object that is read, by kind and for other kinds. The spec of an
-#: LLMService may have 32 KiB, and the only Secret that is read has a key.
-OBJECT_BYTES = {"LLMService": 2**19, "Secret": 2**17}
-MAX_OBJECT_BYTES = 2**18
-#: Limits on the JSON of all objects of a service, by kind and for other kinds. 600 pods of engines
-#: have about 10 MiB.
-LIST_BYTES = {"Pod": 2**25, "ControllerRevision": 2**22}
-MAX_LIST_BYTES = 2**20
+#: Limits on the JSON of one object that is read, and of a list.
+MAX_OBJECT_BYTES = 2**19
+MAX_LIST_BYTES = 10 * 2**20
+#: Limits everything that the current reconcile reads. None outside of reconciles.
+reads: ContextVar[ByteBudget | None] = ContextVar("reads", default=None)
 MAX_OWN_WRITES = 4096  # number of own writes that `Kube.is_own_write` remembers
 
 
@@ -143,14 +141,14 @@ class Kube:
                 The reply may then come from that cache. None: a consistent read.
         """
         query = () if not_older_than is None else (("resourceVersion", not_older_than),)
-        max_bytes = OBJECT_BYTES.get(kind, MAX_OBJECT_BYTES)
-        path = self.path(kind, namespace, name)
-        return await self._find(path, query=query, max_bytes=max_bytes)
+        budget = ByteBudget(MAX_OBJECT_BYTES, reads.get())
+        return await self._find(self.path(kind, namespace, name), query=query, budget=budget)
 
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
         """Return whether the object exists. The API server sends only its metadata."""
         path = self.path(kind, namespace, name)
-        found = await self._find(path, metadata_only=True, max_bytes=MAX_OBJECT_BYTES)
+        budget = ByteBudget(MAX_OBJECT_BYTES, reads.get())
+        found = await self._find(path, metadata_only=True, budget=budget)
         return found is not None
 
     async def list_all(
@@ -171,7 +169,7 @@ class Kube:
             path,
             label_selector=selected,
             not_older_than=not_older_than,
-            max_bytes=LIST_BYTES.get(kind, MAX_LIST_BYTES),
+            budget=ByteBudget(MAX_LIST_BYTES, reads.get()),
         )
         api_version, _ = self.resource(kind)
         # The items of a list have neither apiVersion nor kind.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -72,6 +74,13 @@ class Metrics:
 
 #: Connections to /health and /metrics. Any pod may open them. Above, the oldest one is closed.
 MAX_CONNECTIONS = 128
+#: Connections that are accepted in one turn of the event loop. A request takes about three turns,
+#: in which a burst must not open MAX_CONNECTIONS further connections.
+ACCEPTED_PER_TURN = MAX_CONNECTIONS // 8
+#: Connections that the kernel keeps until they are accepted.
+BACKLOG = 512
+#: Time for which the text of /metrics is kept.
+MAX_AGE_S = 0.1
 #: Limits of a connection: seconds, headers and bytes. Bodies are neither read nor decompressed.
 LIMITS: dict[str, Any] = {
     "lingering_time": 0.0,
@@ -144,9 +153,14 @@ async def serve(
         why = explain_stuck()
         return _last(web.Response(status=503 if why else 200, text=f"{why or 'ok'}\n"))
 
+    text, made_at = b"", -math.inf
+
     async def expose(_: web.Request) -> web.Response:
+        nonlocal text, made_at
+        if time.monotonic() - made_at > MAX_AGE_S:
+            text, made_at = generate_latest(metrics.registry), time.monotonic()
         headers = {"Content-Type": "text/plain; version=0.0.4"}
-        return _last(web.Response(body=generate_latest(metrics.registry), headers=headers))
+        return _last(web.Response(body=text, headers=headers))
 
     app = web.Application()
     app.add_routes([web.get("/health", health), web.get("/metrics", expose)])
@@ -159,8 +173,11 @@ async def serve(
     try:
         try:
             server = await asyncio.get_running_loop().create_server(
-                lambda: _Connection(manager, opened), host, port
+                lambda: _Connection(manager, opened), host, port, backlog=ACCEPTED_PER_TURN
             )
+            for each in server.sockets:
+                with each.dup() as listener:
+                    listener.listen(BACKLOG)
         except OSError as error:
             why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             raise AddressError(f"cannot listen on {host}:{port}: {why}") from error

@@ -14,8 +14,8 @@ from baton_operator.process.runtime import Runtime
 class WatchSession:
     """Opens HTTP sessions for kopf's watches, and records the responses.
 
-    A list request queues a reconcile of every service, because events before the list may have been
-    missed.
+    The first page of a list queues a reconcile of every service, because events before the list may
+    have been missed.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -46,6 +46,6 @@ class WatchSession:
             self._runtime.count_request(verb, path, code)
         if code == 200:
             self.answered_at = time.monotonic()
-            if verb == "list":
+            if verb == "list" and "continue" not in request.url.query:
                 self._runtime.queue_all(path)
         return response

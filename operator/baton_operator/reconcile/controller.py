@@ -1,7 +1,7 @@
 """The queue of services to reconcile, with one task per service.
 
-At most one reconcile per service and CONCURRENCY reconciles in total run at the same time. A failed
-reconcile is retried with backoff.
+At most one reconcile per service and CONCURRENCY reconciles in total run at the same time. Of these
+at most one reads more than MAX_READ_BYTES. A failed reconcile is retried with backoff.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
-from baton_kube.client import KubeError, error_text
+from baton_kube.client import ByteBudget, KubeError, error_text
 from baton_operator import logs
+from baton_operator.kube.objects import MAX_LIST_BYTES, reads
 from baton_operator.names import Key
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness
 
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 4
+#: Limits on the JSON that a reconcile reads. Decoded, it takes up to 20 times as much memory, and
+#: an LLMService up to 48 times. 500 pods of engines have about 9 MiB.
+MAX_READ_BYTES, MAX_LARGE_READ_BYTES = 2**20, MAX_LIST_BYTES
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0  # shortest and longest delay before a retry
 TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed
 MAX_ERROR_CHARACTERS = 1024  # of an error in the log
@@ -49,6 +53,8 @@ class _Service:
     """The queue entry of one known service."""
 
     due: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Whether its last reconcile read more than MAX_READ_BYTES, or would have.
+    is_large: bool = False
     #: Required freshness of the next reconcile.
     freshness: Freshness = field(default_factory=lambda: Freshness(versions={}))
     failures: int = 0
@@ -71,6 +77,8 @@ class Controller:
         self._retried = retried
         self._services: dict[Key, _Service] = {}
         self._slots = asyncio.Semaphore(CONCURRENCY)
+        #: Held during the reconcile of a large service.
+        self._large = asyncio.Lock()
         self._paused_until = 0.0
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -159,7 +167,8 @@ class Controller:
                 async with asyncio.timeout(revisit_s):
                     await service.due.wait()
             service.due.set()  # also after a timeout: `queue_depth` counts services that are due
-            async with self._slots:
+            # A large service waits for the others without a slot.
+            async with self._large if service.is_large else nullcontext(), self._slots:
                 while (pause_s := self._paused_until - time.monotonic()) > 0:
                     await asyncio.sleep(pause_s)
                 revisit_s = await self.reconcile(key)
@@ -167,7 +176,8 @@ class Controller:
     async def reconcile(self, key: Key) -> float | None:
         """Reconcile one service now. Return seconds until the next reconcile.
 
-        None: the next reconcile waits for an event or the resync.
+        None: the next reconcile waits for an event or the resync. A service that turns out to be
+        large is queued again.
         """
         service = self._get(key)
         freshness, versions = service.freshness, service.freshness.versions
@@ -175,15 +185,27 @@ class Controller:
         service.due.clear()
         service.began = time.monotonic()
         logs.operation.set("")
+        budget = ByteBudget(MAX_LARGE_READ_BYTES if service.is_large else MAX_READ_BYTES)
+        reads.set(budget)
+        failure: Exception | None = None
+        outcome = Outcome()
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 outcome = await self._reconcile(key, freshness)
         except Exception as error:  # an error in one service must not stop the others
-            service.freshness = Freshness(versions=versions)
-            return self._back_off(key, service, error)
+            failure = error
         finally:
             service.began = None
+        if budget.is_exceeded and not service.is_large:
+            service.is_large = True
+            service.freshness = Freshness(versions=versions)
+            service.due.set()
+            return None
+        if failure is not None:
+            service.freshness = Freshness(versions=versions)
+            return self._back_off(key, service, failure)
         service.failures = 0
+        service.is_large = budget.num_read > MAX_READ_BYTES
         if outcome.is_gone and not service.due.is_set():
             del self._services[key]
         return outcome.revisit_s

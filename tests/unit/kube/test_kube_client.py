@@ -15,7 +15,7 @@ from aiohttp import web
 from kubernetes.aio.config import ConfigException
 
 from baton_kube import client
-from baton_kube.client import KubeClient, KubeError, WritesForbiddenError, connect
+from baton_kube.client import ByteBudget, KubeClient, KubeError, WritesForbiddenError, connect
 from support.kube.kube_api_server import PODS, ApiServer, event, pod, serving, streamed
 
 
@@ -83,9 +83,9 @@ async def test_a_consistent_list_is_read_in_pages(server: ApiServer, kube: KubeC
 async def test_a_large_object_is_not_decoded(server: ApiServer, kube: KubeClient) -> None:
     answers(server, pod("a", 1))
     size = len(json.dumps(pod("a", 1)))
-    assert await kube.get(f"{PODS}/a", max_bytes=size) == pod("a", 1)
-    with pytest.raises(KubeError, match=f"has more than {size - 1} bytes"):
-        await kube.get(f"{PODS}/a", max_bytes=size - 1)
+    assert await kube.get(f"{PODS}/a", budget=ByteBudget(size)) == pod("a", 1)
+    with pytest.raises(KubeError, match=f"more than {size - 1} bytes"):
+        await kube.get(f"{PODS}/a", budget=ByteBudget(size - 1))
 
 
 async def test_names_are_read_in_pages(server: ApiServer, kube: KubeClient) -> None:
@@ -103,10 +103,23 @@ async def test_a_list_of_too_many_bytes_is_refused(server: ApiServer, kube: Kube
     last = {"metadata": {"resourceVersion": "7"}, "items": [pod("b", 2)]}
     size = len(json.dumps(first)) + len(json.dumps(last))
     answers(server, first, last)
-    assert len((await kube.list(PODS, max_bytes=size))[0]) == 2
+    assert len((await kube.list(PODS, budget=ByteBudget(size)))[0]) == 2
     answers(server, first, last)
-    with pytest.raises(KubeError, match=f"has more than {size - 1} bytes"):
-        await kube.list(PODS, max_bytes=size - 1)
+    with pytest.raises(KubeError, match=f"more than {size - 1} bytes"):
+        await kube.list(PODS, budget=ByteBudget(size - 1))
+
+
+async def test_a_budget_counts_reads_of_the_budgets_within_it(
+    server: ApiServer, kube: KubeClient
+) -> None:
+    size = len(json.dumps(pod("a", 1)))
+    whole = ByteBudget(2 * size - 1)
+    answers(server, pod("a", 1))
+    await kube.get(f"{PODS}/a", budget=ByteBudget(size, whole))
+    with pytest.raises(KubeError, match=f"more than {2 * size - 1} bytes"):
+        await kube.get(f"{PODS}/a", budget=ByteBudget(size, whole))
+    assert whole.is_exceeded
+    assert whole.num_read == size
 
 
 async def test_a_list_from_the_watch_cache_has_no_limit_and_follows_pages(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import aiohttp
 import pytest
@@ -59,6 +60,21 @@ async def test_a_connection_whose_response_is_not_read_is_closed_at_the_limit(po
                 assert (await reader.read()).count(b"HTTP/1.1 200") <= 1
     for _, writer in opened:
         writer.close()
+
+
+async def test_a_burst_of_connections_does_not_end_an_earlier_request(port: int) -> None:
+    with ExitStack() as closing:
+
+        def connect() -> socket.socket:
+            return closing.enter_context(socket.create_connection(("127.0.0.1", port)))
+
+        first = connect()
+        first.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        for _ in range(3 * MAX_CONNECTIONS):  # the server accepts none of them yet
+            connect()
+        reader, _ = await asyncio.open_connection(sock=first)
+        async with asyncio.timeout(DEADLINE_S):
+            assert (await reader.read()).endswith(b"ok\n")
 
 
 @pytest.mark.parametrize("headers", [b"a: " + b"x" * 5000, b"a: b\r\n" * 40])

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from baton_kube.client import KubeError
+from baton_kube.client import ByteBudget, KubeError
+from baton_operator.kube.objects import reads
 from baton_operator.names import Key
 from baton_operator.observe.freshness import Freshness, StaleReadError
 from baton_operator.reconcile import controller as module
-from baton_operator.reconcile.controller import Controller, Outcome, Reconcile
+from baton_operator.reconcile.controller import (
+    MAX_LARGE_READ_BYTES,
+    MAX_READ_BYTES,
+    Controller,
+    Outcome,
+    Reconcile,
+)
 from support.waiting import until
 
 A, B = Key("ns", "a"), Key("ns", "b")
@@ -231,3 +240,77 @@ async def test_retry_after_of_a_webhook_pauses_only_its_service() -> None:
         await until(lambda: visits == [A], "the refused service")
         controller.add(B)
         await until(lambda: visits == [A, B], "the other service")
+
+
+async def read(num_bytes: int) -> None:
+    """Read a response of the API server."""
+    content = asyncio.StreamReader()
+    content.feed_data(bytes(num_bytes))
+    content.feed_eof()
+    response: Any = SimpleNamespace(content=content)
+    await ByteBudget(2**30, reads.get()).read(response, "pods")
+
+
+async def test_one_large_service_is_reconciled_at_a_time() -> None:
+    done: list[Key] = []
+    running_now = most = 0
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        nonlocal running_now, most
+        await read(MAX_READ_BYTES + 1)
+        running_now += 1
+        most = max(most, running_now)
+        for _ in range(20):  # turns in which others could start
+            await asyncio.sleep(0)
+        running_now -= 1
+        done.append(key)
+        return NOTHING
+
+    async with running(reconcile) as controller:
+        controller.add(A)
+        controller.add(B)
+        await until(lambda: sorted(done) == [A, B], "both reconciles")
+    assert most == 1
+
+
+@pytest.mark.parametrize("is_swallowed", [False, True])
+async def test_a_service_that_outgrows_the_limit_is_reconciled_again(is_swallowed: bool) -> None:
+    """No failure is counted, also if a part of the reconcile ignores the refused read."""
+    size = MAX_READ_BYTES + 1
+    results: list[int] = []
+    retries = 0
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        with suppress(*[KubeError] if is_swallowed else []):
+            await read(size)
+            results.append(size)
+        return NOTHING
+
+    def on_retry() -> None:
+        nonlocal retries
+        retries += 1
+
+    controller = Controller(reconcile, retried=on_retry)
+    for _ in range(2):
+        controller.add(A)
+        await controller.reconcile(A)
+        assert not results
+        assert controller.is_due(A)
+        await controller.reconcile(A)
+        assert results == [size]
+        assert not controller.is_due(A)
+        size = 1  # the service shrinks, and is no longer large
+        await controller.reconcile(A)
+        size = MAX_READ_BYTES + 1
+        results.clear()
+    assert retries == 0
+
+
+async def test_the_limit_of_a_large_service_is_a_failure() -> None:
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        await read(MAX_LARGE_READ_BYTES + 1)
+        return NOTHING
+
+    controller = Controller(reconcile)
+    assert await controller.reconcile(A) is None
+    assert await controller.reconcile(A) is not None

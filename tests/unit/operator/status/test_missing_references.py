@@ -45,7 +45,7 @@ class Objects(Kube):
         self.names, self.error = names, error
         self.asked: list[tuple[str, bool]] = []
 
-    async def get(self, path: str, *, metadata_only: bool, max_bytes: int) -> Any:
+    async def get(self, path: str, *, metadata_only: bool, budget: Any) -> Any:
         self.asked.append((path, metadata_only))
         if self.error:
             raise self.error
