@@ -101,3 +101,15 @@ def problem_of(error: Exception) -> Problem:
         problem = InternalError(f"{what}: {type(error).__name__}: {error}")
     problem.__cause__ = error
     return problem
+
+
+def drop_tracebacks(error: BaseException) -> None:
+    """Remove the tracebacks of an error and of its causes.
+
+    The frames of a traceback refer to all objects that a reconcile has read, and often to the error
+    itself. Without this call, only a garbage collection would free them.
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        chain.__traceback__ = None
+        chain = chain.__cause__ or chain.__context__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Coroutine, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -116,7 +116,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         Each kind takes one request. A kind that was read before is not read again.
         """
         kinds = [kind for kind in kinds if kind not in self.kinds]
-        for listed in await asyncio.gather(
+        for listed in await read_together(
             *(list_own(kube, kind, self.key, self.freshness) for kind in kinds)
         ):
             self.objects.update({(obj["kind"], obj["metadata"]["name"]): obj for obj in listed})
@@ -125,6 +125,21 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
 
 def filter_by_role(pods: list[Object], role: names.Role) -> list[Object]:
     return [pod for pod in pods if pod["metadata"]["labels"].get(names.LABEL_ROLE) == role]
+
+
+async def read_together(*reads: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Return the results of all reads.
+
+    If one fails, the others end before its error is raised, because their results take memory.
+    """
+    tasks = [asyncio.create_task(each) for each in reads]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 async def list_own(kube: Kube, kind: str, key: names.Key, freshness: Freshness) -> list[Object]:
@@ -157,7 +172,7 @@ async def observe(
         recorded = await recorded_spec(kube, service)
         waiting = held_back(recorded, service["spec"]) if recorded is not None else ()
     service = {**service, "spec": recorded or service["spec"]}
-    found, deployments, services, key_secret = await asyncio.gather(
+    found, deployments, services, key_secret = await read_together(
         list_own(kube, "Pod", key, freshness),
         list_own(kube, "Deployment", key, freshness),
         list_own(kube, "Service", key, freshness),

@@ -22,6 +22,7 @@ from baton_operator import logs
 from baton_operator.kube.objects import MAX_LIST_BYTES, reads
 from baton_operator.names import Key
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness
+from baton_operator.reconcile_errors import drop_tracebacks
 
 logger = logging.getLogger(__name__)
 
@@ -187,13 +188,15 @@ class Controller:
         logs.operation.set("")
         budget = ByteBudget(MAX_LARGE_READ_BYTES if service.is_large else MAX_READ_BYTES)
         reads.set(budget)
-        failure: Exception | None = None
-        outcome = Outcome()
+        outcome, delay_s = Outcome(), None
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 outcome = await self._reconcile(key, freshness)
         except Exception as error:  # an error in one service must not stop the others
-            failure = error
+            service.freshness = Freshness(versions=versions)
+            if service.is_large or not budget.is_exceeded:
+                delay_s = self._back_off(key, service, error)
+            drop_tracebacks(error)
         finally:
             service.began = None
         if budget.is_exceeded and not service.is_large:
@@ -201,11 +204,11 @@ class Controller:
             service.freshness = Freshness(versions=versions)
             service.due.set()
             return None
-        if failure is not None:
-            service.freshness = Freshness(versions=versions)
-            return self._back_off(key, service, failure)
+        if delay_s is not None:
+            return delay_s
         service.failures = 0
-        service.is_large = budget.num_read > MAX_READ_BYTES
+        if freshness.is_consistent:  # other reconciles read less
+            service.is_large = budget.num_read > MAX_READ_BYTES
         if outcome.is_gone and not service.due.is_set():
             del self._services[key]
         return outcome.revisit_s

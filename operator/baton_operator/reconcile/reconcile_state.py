@@ -11,7 +11,12 @@ from datetime import datetime
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import Observation
 from baton_operator.reconcile.controller import Outcome
-from baton_operator.reconcile_errors import Problem, problem_of
+from baton_operator.reconcile_errors import (
+    InternalError,
+    Problem,
+    drop_tracebacks,
+    problem_of,
+)
 from baton_operator.status.status_probes import is_progress_expected
 
 #: Interval while another owner's object or a missing API blocks the service (`is_conflict`).
@@ -46,8 +51,13 @@ class ReconcileState:
     revisits: list[float] = field(default_factory=list)
 
     def fail(self, error: Exception) -> None:
-        """Add the error to `problems`."""
+        """Add the error to `problems`.
+
+        Only a defect keeps its traceback, for the log.
+        """
         problem = problem_of(error)
+        if not isinstance(problem, InternalError):
+            drop_tracebacks(problem)
         if problem not in self.problems:
             self.problems.append(problem)
 

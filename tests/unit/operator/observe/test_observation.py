@@ -17,7 +17,7 @@ from baton_kube.client import Object
 from baton_operator.builders.resolved_service import controlled_by
 from baton_operator.names import ANNOTATION_DRAIN_STARTED
 from baton_operator.observe import pod_clients
-from baton_operator.observe.observation import member
+from baton_operator.observe.observation import member, read_together
 from baton_operator.observe.pod_clients import Drainer
 from baton_protocol.service_key import AdminRequest, ServiceKey
 from support.http_server import serving
@@ -179,3 +179,20 @@ async def test_a_silent_address_delays_only_its_own_request(
         monkeypatch.setattr(pod_clients, "monotonic", lambda: monotonic() + pod_clients.SILENT_S)
         await drainer.drain("127.0.0.1")
         assert asked == 2
+
+
+async def test_if_a_read_fails_the_others_end_before_its_error_is_raised() -> None:
+    ended: list[str] = []
+
+    async def wait() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("the other read")
+
+    async def fail() -> None:
+        raise OSError("no route")
+
+    with pytest.raises(OSError, match="no route"):
+        await read_together(wait(), fail())
+    assert ended == ["the other read"]

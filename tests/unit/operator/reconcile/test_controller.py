@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
@@ -300,6 +302,7 @@ async def test_a_service_that_outgrows_the_limit_is_reconciled_again(is_swallowe
         assert results == [size]
         assert not controller.is_due(A)
         size = 1  # the service shrinks, and is no longer large
+        controller.add_all()
         await controller.reconcile(A)
         size = MAX_READ_BYTES + 1
         results.clear()
@@ -314,3 +317,40 @@ async def test_the_limit_of_a_large_service_is_a_failure() -> None:
     controller = Controller(reconcile)
     assert await controller.reconcile(A) is None
     assert await controller.reconcile(A) is not None
+
+
+async def test_a_defect_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        raise ZeroDivisionError
+
+    await Controller(reconcile).reconcile(A)
+    (record,) = [record for record in caplog.records if record.name == module.__name__]
+    assert record.exc_info[0] is ZeroDivisionError
+
+
+class Read:
+    """Stands for an object that a reconcile has read."""
+
+
+@pytest.mark.parametrize("is_defect", [False, True])
+async def test_a_failed_reconcile_keeps_no_object_that_it_has_read(
+    is_defect: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.logger, "disabled", True)  # pytest keeps the tracebacks of records
+    seen: list[weakref.ref[Read]] = []
+
+    async def reconcile(key: Key, freshness: Freshness) -> Outcome:
+        obj = Read()
+        seen.append(weakref.ref(obj))
+        try:
+            raise KubeError(500, "", "refused")
+        except KubeError as error:
+            cycle = ZeroDivisionError() if is_defect else OSError()
+            raise cycle from error
+
+    gc.disable()
+    try:
+        await Controller(reconcile).reconcile(A)
+        assert seen[0]() is None
+    finally:
+        gc.enable()
