@@ -148,8 +148,8 @@ async def test_pods_without_a_reply_do_not_delay_the_reconcile_beyond_the_deadli
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(status_probes, "CONCURRENCY", 1)
-    monkeypatch.setattr(status_probes, "TIMEOUT_S", 5.0)
-    monkeypatch.setattr(status_probes, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(status_probes, "TIMEOUT_S", 15.0)
+    monkeypatch.setattr(status_probes, "DEADLINE_S", 3.0)
     pods = [at("127.0.0.1", 0), at("127.0.0.2", 1), at("127.0.0.1", 2)]
     ended = asyncio.Event()
 
