@@ -109,7 +109,11 @@ def drop_tracebacks(error: BaseException) -> None:
     The frames of a traceback refer to all objects that a reconcile has read, and often to the error
     itself. Without this call, only a garbage collection would free them.
     """
-    chain: BaseException | None = error
-    while chain is not None:
-        chain.__traceback__ = None
-        chain = chain.__cause__ or chain.__context__
+    errors = [error]
+    for each in errors:  # the list grows
+        each.__traceback__ = None
+        errors += {
+            other
+            for other in (each.__cause__, each.__context__)
+            if other is not None and other not in errors
+        }

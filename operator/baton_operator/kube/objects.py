@@ -36,9 +36,8 @@ PLURALS = frozenset(plural for _, plural in _RESOURCES.values())
 #: Objects in one page of a list of LLMServices. Each may have 1.5 MiB, and decoded it takes up to
 #: 48 times as much memory.
 PAGE_SIZE = 2
-#: Limits on the JSON of one object that is read, and of a list.
+#: Limit on the JSON of one object that is read.
 MAX_OBJECT_BYTES = 2**19
-MAX_LIST_BYTES = 10 * 2**20
 #: Limits everything that the current reconcile reads. None outside of reconciles.
 reads: ContextVar[ByteBudget | None] = ContextVar("reads", default=None)
 MAX_OWN_WRITES = 4096  # number of own writes that `Kube.is_own_write` remembers
@@ -93,7 +92,8 @@ class Kube:
         `options` are passed to `KubeClient.get`.
         """
         try:
-            return await self.client.get(path, **options)
+            budget = ByteBudget(MAX_OBJECT_BYTES, reads.get())
+            return await self.client.get(path, budget=budget, **options)
         except KubeError as error:
             if error.status == 404:
                 return None
@@ -141,14 +141,12 @@ class Kube:
                 The reply may then come from that cache. None: a consistent read.
         """
         query = () if not_older_than is None else (("resourceVersion", not_older_than),)
-        budget = ByteBudget(MAX_OBJECT_BYTES, reads.get())
-        return await self._find(self.path(kind, namespace, name), query=query, budget=budget)
+        return await self._find(self.path(kind, namespace, name), query=query)
 
     async def exists(self, kind: str, namespace: str, name: str) -> bool:
         """Return whether the object exists. The API server sends only its metadata."""
         path = self.path(kind, namespace, name)
-        budget = ByteBudget(MAX_OBJECT_BYTES, reads.get())
-        found = await self._find(path, metadata_only=True, budget=budget)
+        found = await self._find(path, metadata_only=True)
         return found is not None
 
     async def list_all(
@@ -169,7 +167,7 @@ class Kube:
             path,
             label_selector=selected,
             not_older_than=not_older_than,
-            budget=ByteBudget(MAX_LIST_BYTES, reads.get()),
+            budget=reads.get(),
         )
         api_version, _ = self.resource(kind)
         # The items of a list have neither apiVersion nor kind.

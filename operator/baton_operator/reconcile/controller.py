@@ -19,7 +19,7 @@ import msgspec
 
 from baton_kube.client import ByteBudget, KubeError, error_text
 from baton_operator import logs
-from baton_operator.kube.objects import MAX_LIST_BYTES, reads
+from baton_operator.kube.objects import reads
 from baton_operator.names import Key
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness
 from baton_operator.reconcile_errors import drop_tracebacks
@@ -27,9 +27,9 @@ from baton_operator.reconcile_errors import drop_tracebacks
 logger = logging.getLogger(__name__)
 
 CONCURRENCY = 4
-#: Limits on the JSON that a reconcile reads. Decoded, it takes up to 20 times as much memory, and
-#: an LLMService up to 48 times. 500 pods of engines have about 9 MiB.
-MAX_READ_BYTES, MAX_LARGE_READ_BYTES = 2**20, MAX_LIST_BYTES
+#: Limits on the JSON that a reconcile reads, and that of a large service. Decoded, it takes about
+#: 20 times as much memory, and an LLMService up to 48 times.
+MAX_READ_BYTES, MAX_LARGE_READ_BYTES = 2**20, 10 * 2**20
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 30.0  # shortest and longest delay before a retry
 TIMEOUT_S = 300.0  # a reconcile that takes longer is cancelled and counts as failed
 MAX_ERROR_CHARACTERS = 1024  # of an error in the log
@@ -188,30 +188,38 @@ class Controller:
         logs.operation.set("")
         budget = ByteBudget(MAX_LARGE_READ_BYTES if service.is_large else MAX_READ_BYTES)
         reads.set(budget)
-        outcome, delay_s = Outcome(), None
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 outcome = await self._reconcile(key, freshness)
         except Exception as error:  # an error in one service must not stop the others
             service.freshness = Freshness(versions=versions)
-            if service.is_large or not budget.is_exceeded:
-                delay_s = self._back_off(key, service, error)
+            outgrew = self._queue_if_large(service, budget)
+            delay_s = None if outgrew else self._back_off(key, service, error)
             drop_tracebacks(error)
+            return delay_s
         finally:
             service.began = None
-        if budget.is_exceeded and not service.is_large:
-            service.is_large = True
-            service.freshness = Freshness(versions=versions)
-            service.due.set()
+        if self._queue_if_large(service, budget):  # a step ignored that its read was refused
             return None
-        if delay_s is not None:
-            return delay_s
         service.failures = 0
         if freshness.is_consistent:  # other reconciles read less
             service.is_large = budget.num_read > MAX_READ_BYTES
         if outcome.is_gone and not service.due.is_set():
             del self._services[key]
         return outcome.revisit_s
+
+    def _queue_if_large(self, service: _Service, budget: ByteBudget) -> bool:
+        """Queue a service that has outgrown MAX_READ_BYTES again, as a large one.
+
+        Returns:
+            Whether the service has outgrown that limit.
+        """
+        if service.is_large or not budget.is_exceeded:
+            return False
+        service.is_large = True
+        service.freshness = Freshness(versions=service.freshness.versions)
+        service.due.set()
+        return True
 
     def _back_off(self, key: Key, service: _Service, error: Exception) -> float:
         """Log the failure, and return seconds until the retry.
