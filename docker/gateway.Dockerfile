@@ -18,7 +18,7 @@ COPY engine/baton_protocol engine/baton_protocol
 COPY engine/baton_text engine/baton_text
 COPY operator/baton_kube operator/baton_kube
 # The command baton-model, which fetches the tokenizer.
-COPY engine/baton_engine/__init__.py engine/baton_engine/untrusted.py engine/baton_engine/
+COPY engine/baton_engine/__init__.py engine/baton_engine/bounded_log.py engine/baton_engine/
 COPY engine/baton_engine/fetch engine/baton_engine/fetch
 COPY engine/baton_engine/http engine/baton_engine/http
 # In a folder of its own, so that the last stage can copy Baton without its dependencies.

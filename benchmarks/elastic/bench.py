@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import skewed_experts
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from report import Goal, print_table, replace, write
 from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.load import Load, Stream

@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.topology import COORDINATOR_HTTP_PORT
 from support.elastic.expert_group import VOCAB_SIZE, ExpertGroup
 from support.load import Load, Stream

@@ -16,7 +16,7 @@ from peers.installation import Installation
 from torch.nn.functional import cosine_similarity
 from workload import VOCAB_SIZE, num_parameters, sample
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from report import Goal
 
 Rows = list[dict[str, Any]]

@@ -16,7 +16,7 @@ import torch
 from remote import Remote
 from tokenizers import Tokenizer
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from report import Goal
 
 LENGTH = 256

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton_engine.checkpoint import SIZES, create_checkpoint
+from baton_engine.random_checkpoint import SIZES, create_checkpoint
 
 SIZE = "150m"
 VOCAB_SIZE = SIZES[SIZE].vocab_size

@@ -30,7 +30,7 @@ ROOT = HERE.parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 import report  # noqa: E402 (needs the path)
-from baton_engine.checkpoint import create_checkpoint  # noqa: E402
+from baton_engine.random_checkpoint import create_checkpoint  # noqa: E402
 from baton_protocol.options.config import DiscoveryConfig, GatewayConfig, ModelConfig  # noqa: E402
 from pocketkube.ports import free_ports  # noqa: E402
 from support.waiting import until  # noqa: E402

@@ -23,7 +23,7 @@ from separation import auc
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.options.config import ENGINE_HTTP_PORT, GATEWAY_PORT, AccessConfig
 from report import Goal, print_table, show, write
 from support.pods import Pod, pods

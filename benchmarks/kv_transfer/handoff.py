@@ -51,7 +51,7 @@ from typing import Any
 import msgspec
 
 import report
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.engine_client.engine_client import EngineClient
 from baton_protocol.engine_messages import (
     EngineCoreRequest,

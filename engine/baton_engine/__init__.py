@@ -1,25 +1,25 @@
 """The inference engine: token ids in, token ids out.
 
-cli              the command `baton-engine`
-llm              the offline API, `from baton_engine import LLM, SamplingParams`
-server           the engine process: ZMQ, admin HTTP
-core             the step: schedule, execute, sample, update
-scheduling       chooses the requests of the next step
-kv_cache         KV blocks, the prefix cache, swapping and offloading
-grammar          structured output
-executor         passes steps to the workers
-worker           runs a step on a device
-models           architectures, layers, weights
-compilation      torch.compile and CUDA graphs
-expert_parallel  an engine core as a rank of an expert-parallel group
-elastic          coordinator of an expert-parallel group
-distributed      process groups
-checkpoint       checkpoints with random weights
-fetch            downloads models
-metrics          counters, histograms and their Prometheus form
-http             small HTTP servers
-untrusted        logs text from untrusted peers
-wake_pipe        wakes a thread that polls sockets
+cli                the command `baton-engine`
+llm                the offline API, `from baton_engine import LLM, SamplingParams`
+server             the engine process: ZMQ, admin HTTP
+core               the step: schedule, execute, sample, update
+scheduling         chooses the requests of the next step
+kv_cache           KV blocks, the prefix cache, swapping and offloading
+grammar            structured output
+executor           passes steps to the workers
+worker             runs a step on a device
+models             architectures, layers, weights
+compilation        torch.compile and CUDA graphs
+expert_parallel    an engine core as a rank of an expert-parallel group
+elastic            coordinator of an expert-parallel group
+distributed        process groups
+random_checkpoint  checkpoints with random weights
+fetch              downloads models
+metrics            counters, histograms and their Prometheus form
+http               small HTTP servers
+bounded_log        logs text from untrusted peers on one line, with limited length and rate
+wake_pipe          wakes a thread that polls sockets
 
 The names of the offline API are loaded at their first use, so that importing the package is cheap.
 """

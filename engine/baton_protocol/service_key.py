@@ -116,7 +116,7 @@ class ServiceKey:
     def sign(self, request: AdminRequest, *, now: float | None = None) -> str:
         """Return the value of the Authorization header for one HTTP admin request.
 
-        The receiver learns no secret. So the request may be sent to an address that belongs to
+        The signature reveals no secret. So the request may be sent to an address that belongs to
         another pod by now.
 
         Args:

@@ -378,10 +378,10 @@ def _add_checkpoint(commands: _Commands) -> None:
     )
     # Only for this command, because importing torch takes seconds.
     if sys.argv[1:3] == ["checkpoint", "create"]:
-        from baton_engine import checkpoint as checkpoint_module
+        from baton_engine import random_checkpoint
 
-        checkpoint_module.add_arguments(create)
-        create.set_defaults(run=checkpoint_module.run)
+        random_checkpoint.add_arguments(create)
+        create.set_defaults(run=random_checkpoint.run)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 
 
 @pytest.fixture(scope="session")

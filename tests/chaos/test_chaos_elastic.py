@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.load import Load, under_load
 from support.parity import reference_model

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.options.config import ENGINE_HTTP_PORT, GATEWAY_METRICS_PORT, GATEWAY_PORT
 from support.pods import Pod, pods
 from support.waiting import until

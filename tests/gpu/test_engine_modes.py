@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton_engine import LLM, SamplingParams
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol import sampling_params
 from baton_protocol.options.config import CompilationConfig, SchedulerConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_operator.builders.pod_template.pod import USER_ID
 from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.options.config import (
     ENGINE_HTTP_PORT,
     GATEWAY_PORT,

@@ -25,10 +25,10 @@ import zmq
 from torch.distributed import DistNetworkError
 from zmq.utils.monitor import recv_monitor_message
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.store.handshake import store_secret
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.wire import StoreAddress
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.options.config import ENGINE_PORT
 from baton_protocol.service_key import HANDSHAKE_FAILED, ServiceKey
 from baton_protocol.topology import (

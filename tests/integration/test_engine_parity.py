@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton_engine import LLM, SamplingParams
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from support.parity import assert_greedy, prompts, reference_model
 
 VOCAB_SIZE = 1024

@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from support.elastic.expert_group import SHAPE, VOCAB_SIZE, ExpertGroup
 from support.load import Load, Stream
 from support.parity import reference_model

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.engine_client.engine_client import EngineClient
 from baton_protocol.engine_messages import EngineCoreOutput, EngineCoreRequest, ErrorCode
 from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT

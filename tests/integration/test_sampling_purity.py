@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from baton_engine import LLM, SamplingParams, StructuredOutputsParams
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.llm.engine_args import EngineArgs, engine_config
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_text.reply_parsing.reasoning import REASONING_FORMATS
 from baton_text.reply_parsing.reply_grammar import ReplyGrammar

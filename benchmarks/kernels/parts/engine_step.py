@@ -175,7 +175,7 @@ def _random_model(path, config, dtype, device, parallel) -> CausalLM:  # type: i
     for name, weight in model.named_parameters():
         if "norm" in name:
             weight.fill_(1.0)
-        else:  # scaled to avoid near-ties: see baton_engine/checkpoint/weights.py
+        else:  # scaled to avoid near-ties: see baton_engine/random_checkpoint/weights.py
             scale = (3.0 if "lm_head" in name else 1.5) * weight.shape[-1] ** -0.5
             weight.normal_(std=1.0 if "embed" in name else scale, generator=generator)
     return model

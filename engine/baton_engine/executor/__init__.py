@@ -8,6 +8,6 @@ external_launcher  torchrun starts one engine per rank
 ray                one Ray actor per rank
 startup            loads the model on new workers and allocates the KV cache, for all executors
 commands           messages between an executor and its worker processes
-placement          the CPU cores of each worker
+cpu_binding        the CPU cores of each worker
 futures            completes futures that several threads may complete
 """

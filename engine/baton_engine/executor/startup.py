@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import msgspec
 
 from baton_engine.executor.base import ModelInfo, load_class
-from baton_engine.executor.placement import place_here
+from baton_engine.executor.cpu_binding import assign_usable_cores
 from baton_engine.models.errors import ConfigurationError
 from baton_protocol.options.config import EngineConfig, KVRole
 
@@ -98,7 +98,9 @@ def share_threads(config: EngineConfig, num_workers: int) -> EngineConfig:
     """
     if config.num_threads is not None:
         return config
-    return msgspec.structs.replace(config, num_threads=place_here(num_workers)[0].num_threads)
+    return msgspec.structs.replace(
+        config, num_threads=assign_usable_cores(num_workers)[0].num_threads
+    )
 
 
 def refuse_expert_parallel(config: EngineConfig, executor: str) -> None:

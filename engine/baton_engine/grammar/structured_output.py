@@ -36,19 +36,19 @@ MAX_COMPILED = 128
 #: Limit on the bytes of these grammars, as the trial measures them. A character of a schema takes
 #: about 120 bytes, and a character of a regular expression up to 4 KB.
 MAX_COMPILED_BYTES = 2**28
-#: Processor time in which the grammars of a client may accept tokens: at first, and for each token.
-#: A token of JSON takes less than 0.1 ms. An ambiguous grammar of a few lines takes seconds, while
-#: all requests of the engine wait.
+#: Processor time in which the grammars of a client may accept tokens: an initial amount, and an
+#: amount that each token adds. A token of JSON takes less than 0.1 ms. An ambiguous grammar of a
+#: few lines takes seconds, while all requests of the engine wait.
 FREE_S = 0.1
 S_PER_TOKEN = 0.0003
-#: The same for their bitmasks, which are computed while the model runs. The first ones of a large
-#: schema take long.
+#: The same amounts for bitmasks, which are computed while the model runs. The first bitmasks of a
+#: large schema take longer than later ones.
 FREE_BITMASK_S = 1.0
 S_PER_BITMASK = 0.001
 #: A grammar that has used at most this part of a client's time is not slow.
 SHARE = 0.1
-#: If the bitmasks of a step take longer than this, and than SLOW_ROW_S for each, the time of each
-#: grammar is measured in the next step.
+#: If the bitmasks of a step take longer than SLOW_S plus SLOW_ROW_S per grammar, the next step
+#: measures the time of each grammar.
 SLOW_S = 0.01
 SLOW_ROW_S = 0.00025
 

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import msgspec
 
-from baton_engine.untrusted import SparseLog, one_line
+from baton_engine.bounded_log import SparseLog, one_line
 
 logger = logging.getLogger(__name__)
 

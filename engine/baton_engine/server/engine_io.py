@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from baton_engine.bounded_log import SparseLog, one_line
 from baton_engine.scheduling.request_limits import refusal_of
 from baton_engine.server.access import Access
 from baton_engine.server.output_buffers import OutputBuffers
-from baton_engine.untrusted import SparseLog, one_line
 from baton_engine.wake_pipe import WakePipe
 from baton_protocol.engine_messages import (
     PROTOCOL_VERSION,

@@ -342,7 +342,10 @@ class NixlAgent(Agent):
                 self._open().send_notif(remote_agent_name, notif_msg)
             except self._errors as error:
                 logger.warning(
-                    "a KV transfer notification to %s was lost: %s", remote_agent_name, error
+                    "a KV transfer notification to %s was lost and is not sent again; a load that "
+                    "waits for it fails after the peer's kv_transfer.load_timeout_s: %s",
+                    remote_agent_name,
+                    error,
                 )
 
     def release_xfer_handle(self, handle: XferHandle) -> None:

@@ -201,15 +201,15 @@ class ConsumerSide:
 
     def _fence_needed(self, now: float) -> str:
         """Return why all peers must be cut off from this engine's memory now; empty if not."""
-        draining = [load for load in self._loads if load.state is LoadState.DRAINING]
-        for load in draining:
-            if now >= load.drain_deadline:
+        settling = [load for load in self._loads if load.state is LoadState.SETTLING]
+        for load in settling:
+            if now >= load.settle_deadline:
                 reason = load.error or "the producer did not confirm the end of its writes"
                 return f"transfer {load.transfer_id} did not end in time: {reason}"
         # A lost peer cannot confirm its last write, so only a fence ends the loads from this peer.
-        # The fence would also fail other loads, so it waits until all loads are DRAINING.
-        if len(draining) == len(self._loads):
-            for load in draining:
+        # The fence would also fail other loads, so it waits until all loads are SETTLING.
+        if len(settling) == len(self._loads):
+            for load in settling:
                 for rank_transfer in load.rank_transfers:
                     if rank_transfer.may_write and rank_transfer.peer.error:
                         return f"transfer {load.transfer_id}: {rank_transfer.peer.error}"

@@ -22,9 +22,9 @@ from baton_kv_transfer.consumer.rank_transfers import (
 from baton_kv_transfer.context import ConnectorContext
 from baton_protocol.options.config import KVRole
 
-#: A load in the state DRAINING waits this long for its reads, and then disconnects the peer. After
+#: A load in the state SETTLING waits this long for its reads, and then disconnects the peer. After
 #: the same time again, a fence (`Agent.fence`) cuts all peers off.
-DRAIN_TIMEOUT_S = 5.0
+SETTLE_TIMEOUT_S = 5.0
 #: Longest interval between heartbeats. The interval is a third of the peer's lease or of this
 #: side's timeout, whichever is shorter.
 MAX_HEARTBEAT_S = 5.0
@@ -102,8 +102,8 @@ class LoadManager:
     def deadlines(self) -> list[float]:
         deadlines = []
         for load in self._loads.values():
-            if load.state is LoadState.DRAINING:
-                deadlines.append(load.drain_deadline)
+            if load.state is LoadState.SETTLING:
+                deadlines.append(load.settle_deadline)
                 continue
             deadlines += [
                 rank_transfer.deadline
@@ -146,8 +146,8 @@ class LoadManager:
                 if rank_transfer.is_complete and not rank_transfer.may_write:
                     self.release(rank_transfer)  # even if other per-rank transfers go on
             if all(rank_transfer.is_complete for rank_transfer in load.rank_transfers):
-                load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
-        if load.state is LoadState.DRAINING:
+                load.state, load.settle_deadline = LoadState.SETTLING, now + SETTLE_TIMEOUT_S
+        if load.state is LoadState.SETTLING:
             for rank_transfer in load.rank_transfers:
                 self.release(rank_transfer)
             if all(rank_transfer.is_settled for rank_transfer in load.rank_transfers):
@@ -249,13 +249,13 @@ class LoadManager:
         self._releases.clear()
 
     def fail(self, load: Load, reason: FailureReason, error: str, now: float) -> None:
-        """Move a load to DRAINING, and keep the failure for the load's LoadResult.
+        """Move a load to SETTLING, and keep the failure for the load's LoadResult.
 
-        Do nothing if the load is DRAINING already.
+        Do nothing if the load is SETTLING already.
         """
-        if load.state is LoadState.DRAINING:
+        if load.state is LoadState.SETTLING:
             return
-        load.state, load.drain_deadline = LoadState.DRAINING, now + DRAIN_TIMEOUT_S
+        load.state, load.settle_deadline = LoadState.SETTLING, now + SETTLE_TIMEOUT_S
         load.reason, load.error = reason, error
         self._want_slots.pop(load.transfer_id, None)
         for rank_transfer in load.rank_transfers:
@@ -286,14 +286,14 @@ class LoadManager:
                     why = f"no progress from {name}: no block for {silence_s:.1f} s"
                     self.fail(load, FailureReason.TIMEOUT, why, now)
                     break
-        elif load.state is LoadState.DRAINING and now >= load.drain_deadline:
+        elif load.state is LoadState.SETTLING and now >= load.settle_deadline:
             # A peer that failed is disconnected, which ends its reads in ERR, and thereby the load.
             for rank_transfer in load.rank_transfers:
                 peer = rank_transfer.peer
                 if rank_transfer.num_batches and not peer.error:
-                    why = f"reads from {peer.name} did not end within {DRAIN_TIMEOUT_S:g} s"
+                    why = f"reads from {peer.name} did not end within {SETTLE_TIMEOUT_S:g} s"
                     peer.fail(FailureReason.PEER_LOST, why)
-                    load.drain_deadline = now + DRAIN_TIMEOUT_S
+                    load.settle_deadline = now + SETTLE_TIMEOUT_S
 
     # Messages of a producer's worker
 

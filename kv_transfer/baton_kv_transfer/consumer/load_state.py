@@ -5,13 +5,14 @@ Load
     HANDSHAKE  The load connects to the producer's first worker, which names all workers.
     LOADING    The load has a per-rank transfer for each worker with needed heads. Published blocks
                are read, unless the worker wrote the blocks here (push). All blocks are verified.
-    DRAINING   The outcome is known, and nothing new is started. The load ends with its LoadResult
-               when all per-rank transfers are settled.
+    SETTLING   The outcome, success or failure, is known, and nothing new is started. The load ends
+               with its LoadResult when all per-rank transfers are settled. `Load.reason` is set if
+               the load failed.
 
     HANDSHAKE -> LOADING    the first worker is ready
-    HANDSHAKE -> DRAINING   the load failed
-    LOADING   -> DRAINING   every per-rank transfer verified all blocks, or the load failed
-    DRAINING  -> (ended)    no block is in flight or unverified, and the producer cannot write
+    HANDSHAKE -> SETTLING   the load failed
+    LOADING   -> SETTLING   every per-rank transfer verified all blocks, or the load failed
+    SETTLING  -> (ended)    no block is in flight or unverified, and the producer cannot write
 
 Per-rank transfer
 
@@ -25,9 +26,9 @@ Per-rank transfer
     PUSHING    -> OPEN           RELEASED was received: the worker confirms the end of its writes
     OPEN       -> ENDED          all blocks are verified, or the load has failed
     PUSHING    -> ENDED          all blocks are verified, and nothing is left to write
-    PUSHING    -> QUARANTINE     the load is DRAINING, and the worker may still write
+    PUSHING    -> QUARANTINE     the load is SETTLING, and the worker may still write
     QUARANTINE -> ENDED          RELEASED was received, or a fence cut the worker off
-    HANDSHAKE  -> ENDED          the load is DRAINING, and the worker is ready
+    HANDSHAKE  -> ENDED          the load is SETTLING, and the worker is ready
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ from baton_kv_transfer.memory.layout import HeadRange
 
 
 class LoadState(enum.Enum):
+    """The states of a load, which the module describes."""
+
     HANDSHAKE = enum.auto()
     LOADING = enum.auto()
-    DRAINING = enum.auto()
+    SETTLING = enum.auto()
 
 
 class RankTransferState(enum.Enum):
@@ -149,7 +152,7 @@ class RankTransfer:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A running LoadRequest."""
+    """A LoadRequest, its state, its per-rank transfers and, once it has failed, the reason."""
 
     request: LoadRequest
     #: Random number that the messages about this load carry, see `side_channel`.
@@ -166,8 +169,8 @@ class Load:
     rank_transfers: list[RankTransfer] = field(default_factory=list)
     #: With push: a slot per block, from the first SUBSCRIBE to the end of the load.
     slots: list[int] | None = None
-    #: DRAINING: time after which peers are disconnected or cut off.
-    drain_deadline: float = 0.0
+    #: SETTLING: time after which peers are disconnected or cut off.
+    settle_deadline: float = 0.0
     #: Why the load failed; None: it has not failed.
     reason: FailureReason | None = None
     error: str = ""

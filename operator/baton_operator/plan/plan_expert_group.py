@@ -316,7 +316,7 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
         return False
     if member.name in view.desired and any(m.expert_group for m in staying):
         return False
-    return view.stands_by(member.name) or not view.knows(member.name) or not member.serving
+    return view.is_standby(member.name) or not view.is_registered(member.name) or not member.serving
 
 
 def _deletion_reason(
@@ -328,7 +328,7 @@ def _deletion_reason(
     if not member.draining:
         return ""
     # A rank that does not run, or has not registered, may be restarting.
-    unsure = member.expert_group and not (member.serving and view.knows(member.name))
+    unsure = member.expert_group and not (member.serving and view.is_registered(member.name))
     if unsure and (member.drain_started is None or now < member.drain_started + UNREGISTERED):
         return ""
     return deletion_reason(member, drain_timeout_s, now)

@@ -62,13 +62,13 @@ class TopologyView:
             OperationPhase.COMMITTING,
         )
 
-    def knows(self, name: str) -> bool:
+    def is_registered(self, name: str) -> bool:
         """Return whether the coordinator reports a registered process of this name."""
         return name in self._entries
 
     def is_rank(self, name: str) -> bool:
         """Return whether the member is a rank in the current generation."""
-        if not self.knows(name):
+        if not self.is_registered(name):
             return name in self._recorded
         return any(entry.rank is not None for entry in self._entries[name])
 
@@ -79,7 +79,7 @@ class TopologyView:
             for entry in self._entries.get(name, ())
         )
 
-    def stands_by(self, name: str) -> bool:
+    def is_standby(self, name: str) -> bool:
         """Return whether the member is in phase LOADING or STANDBY and is not a rank."""
         entries = self._entries.get(name, ())
         idle = any(entry.phase in (RankPhase.STANDBY, RankPhase.LOADING) for entry in entries)

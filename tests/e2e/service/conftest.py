@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from support.service.local_cluster import LocalClusterUnderTest, local_cluster, manifest
 
 ARCHITECTURES = ("llama", "qwen3", "qwen3_moe")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.topology import OperationPhase
 from support.elastic.expert_group import SHAPE, VOCAB_SIZE
 from support.load import under_load

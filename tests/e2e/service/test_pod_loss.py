@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_operator.names import ordinal_of
 from support.elastic.expert_group import SHAPE
 from support.elastic.expert_group import VOCAB_SIZE as EXPERT_VOCAB_SIZE

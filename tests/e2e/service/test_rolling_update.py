@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from support.load import fresh_connections, under_load
 from support.parity import reference_model
 from support.service.local_cluster import (

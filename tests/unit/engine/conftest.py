@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker import model_runner
 from support.engine.engine_process import EngineProcess
 from support.engine.step_driver import VOCAB_SIZE

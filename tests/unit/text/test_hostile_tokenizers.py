@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_text import chat_template
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.tokenizer import Tokenizer, TokenizerError

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from baton_engine.bounded_log import SparseLog
 from baton_engine.distributed.store.client_connection import StoreClient
 from baton_engine.distributed.store.values import Values
 from baton_engine.distributed.store.wire import (
@@ -36,7 +37,6 @@ from baton_engine.distributed.store.wire import (
     listen,
     prepare,
 )
-from baton_engine.untrusted import SparseLog
 from baton_protocol.options.config import pod_ip
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ import time
 import msgspec
 import zmq
 
+from baton_engine.bounded_log import SparseLog
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
 from baton_engine.elastic.coordinator.coordinator_metrics import CoordinatorMetrics
@@ -25,7 +26,6 @@ from baton_engine.elastic.coordinator.validation import (
     check_status,
     truncate_failure,
 )
-from baton_engine.untrusted import SparseLog
 from baton_engine.wake_pipe import WakePipe
 from baton_protocol.service_key import (
     AdminRequest,

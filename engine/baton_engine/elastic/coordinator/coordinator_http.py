@@ -13,9 +13,9 @@ from typing import Protocol
 import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
+from baton_engine.bounded_log import one_line
 from baton_engine.elastic.coordinator.validation import OperationRefusal
 from baton_engine.http.bounded_server import BoundedHandler, BoundedHTTPServer
-from baton_engine.untrusted import one_line
 from baton_protocol.service_key import AdminRequest
 from baton_protocol.topology import TopologyRequest, TopologyStatus
 

@@ -98,9 +98,9 @@ class Roster:
         """Decide which instances are living.
 
         A living instance has sent a status within its deadline, and is not stalled. The deadline is
-        shorter for instances that other ranks cannot reach. Of several such instances with one
-        name, only the last to register is living. Instances without a status for FORGET_AFTER_S are
-        removed.
+        shorter for instances that other ranks cannot reach. If several such instances have one
+        name, only the one that registered last is living. Instances without a status for
+        FORGET_AFTER_S are removed.
         """
         for instance_id in [
             each for each, rank in self.ranks.items() if now - rank.seen > FORGET_AFTER_S

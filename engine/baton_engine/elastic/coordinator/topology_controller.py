@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
+from baton_engine.bounded_log import one_line
 from baton_engine.elastic.coordinator.backoff import FEW_FAILURES, Retries
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.operation import (
@@ -39,7 +40,6 @@ from baton_engine.elastic.coordinator.stalls import Stalls
 from baton_engine.elastic.coordinator.topology_planner import Need, TopologyPlanner
 from baton_engine.elastic.coordinator.topology_report import topology_status
 from baton_engine.elastic.coordinator.validation import MAX_FAILURE, OperationRefusal, check_request
-from baton_engine.untrusted import one_line
 from baton_protocol.topology import (
     Directive,
     Generation,

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from baton_engine.untrusted import SparseLog
+from baton_engine.bounded_log import SparseLog
 from baton_engine.wake_pipe import WakePipe
 from baton_protocol.service_key import ServiceKey, watch_handshakes, why_handshake_failed
 from baton_protocol.topology import (

@@ -36,12 +36,12 @@ from baton_engine.executor.commands import (
     TransfersEnded,
     Wakeup,
 )
+from baton_engine.executor.cpu_binding import bindings
 from baton_engine.executor.futures import reject, resolve
 from baton_engine.executor.multiproc.connector_outputs import OutputAggregator
 from baton_engine.executor.multiproc.interrupts import InterruptPipes
 from baton_engine.executor.multiproc.shm_ring import RingMemory, RingWriter
 from baton_engine.executor.multiproc.worker_processes import WorkerProcesses
-from baton_engine.executor.placement import bindings
 from baton_engine.executor.startup import (
     JOIN_TIMEOUT_S,
     initialize_workers,

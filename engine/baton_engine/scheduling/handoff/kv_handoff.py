@@ -162,7 +162,7 @@ class KVHandoff:
         self._append_load(request, transfer, first, request.block_ids[first:end], hashes[first:end])
 
     def decline(self, request: Request) -> None:
-        """Release the producer's blocks, which the request does not need, by an empty load."""
+        """Start an empty load, so that the producer frees its blocks. The request needs none."""
         self._append_load(None, _transfer(request), 0, [], [])
 
     def cancel_load(self, request: Request) -> None:

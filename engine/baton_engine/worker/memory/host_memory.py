@@ -8,8 +8,9 @@ import psutil
 
 from baton_protocol.process.control_groups import ROOT, control_groups
 
-#: Files of a control group with its limit and its use, and the entries of memory.stat for the page
-#: cache and for the shared memory in it.
+#: Names in a control group of version 2 and 1: the files with the memory limit and with the memory
+#: in use, and the fields of memory.stat for the page cache and for shared memory. The page cache
+#: includes shared memory.
 _VERSION_2 = ("memory.max", "memory.current", "file", "shmem")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache", "total_shmem")
 

@@ -78,7 +78,12 @@ class PeerLink(abc.ABC):
             transfer.end(error)
             self._context.wakeup()
         elif error:
-            logger.warning("a KV transfer notification to %s was lost: %s", self.peer, error)
+            logger.warning(
+                "a KV transfer notification to %s was lost and is not sent again; a load that "
+                "waits for it fails after the peer's kv_transfer.load_timeout_s: %s",
+                self.peer,
+                error,
+            )
 
     def give_up(self, reason: str) -> None:
         """Close the connection. All transfers in flight end in ERR, and later posts fail."""

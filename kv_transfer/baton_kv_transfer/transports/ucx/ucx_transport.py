@@ -160,7 +160,12 @@ class UCXTransport(Transport):
             connection = self._connect(peer, name)
             connection.send_message(Notif(connection.session, message))
         except UCXError as error:
-            logger.warning("a KV transfer notification to %s was lost: %s", name, error)
+            logger.warning(
+                "a KV transfer notification to %s was lost and is not sent again; a load that "
+                "waits for it fails after the peer's kv_transfer.load_timeout_s: %s",
+                name,
+                error,
+            )
 
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
         """Cut the connection to a removed peer, unless only requests of the peer use it."""

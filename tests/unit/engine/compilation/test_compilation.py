@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.compilation.cache_key import environment_key, piece_key
 from baton_engine.compilation.inductor import InductorCompiler
 from baton_engine.compilation.passes import RemoveNoOps
@@ -20,6 +19,7 @@ from baton_engine.compilation.piecewise import PieceCompiler, PiecewiseBackend, 
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.models.layers import CausalLM
 from baton_engine.models.operators import SPLITTING
+from baton_engine.random_checkpoint import create_checkpoint
 from support.engine.model_cases import CPU, load, run_model, run_ranks
 
 NUM_LAYERS = 3

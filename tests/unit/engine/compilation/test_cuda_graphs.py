@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from baton_engine import LLM, SamplingParams
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.compilation.graphs import CudaGraphs
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker import dummy_steps, forward_runner
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import CompilationConfig, EngineConfig, ModelConfig

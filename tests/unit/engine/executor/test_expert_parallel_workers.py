@@ -15,7 +15,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.distributed.store.store_server import open_store
 from baton_engine.distributed.store.wire import StoreAddress
@@ -23,6 +22,7 @@ from baton_engine.executor.base import Executor, ModelInfo, WorkerDiedError
 from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
 from baton_engine.executor.uniproc import UniProcExecutor
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
 from baton_protocol.topology import Generation, TopologyMember
 from support.engine.greedy_steps import (

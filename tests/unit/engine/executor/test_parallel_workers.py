@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.base import executor_name, load_executor_class
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.worker import Worker
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_protocol.options.config import EngineConfig, KVRole, KVTransferConfig

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.base import Executor
 from baton_engine.executor.multiproc.multiproc_executor import MultiprocExecutor
 from baton_engine.executor.step import CachedRequestData, SchedulerOutput
 from baton_engine.executor.uniproc import UniProcExecutor
+from baton_engine.random_checkpoint import create_checkpoint
 from support.engine.greedy_steps import (
     NUM_TOKENS,
     PROMPTS,

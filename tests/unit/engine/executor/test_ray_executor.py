@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.core.engine_core import EngineCore
 from baton_engine.core.step_records import StepFailedError
 from baton_engine.executor.base import WorkerDiedError, WorkerError
-from baton_engine.executor.placement import place_here
+from baton_engine.executor.cpu_binding import assign_usable_cores
 from baton_engine.executor.ray import RayExecutor
 from baton_engine.models.errors import ModelInvalid
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import EngineConfig, ModelConfig
 from baton_protocol.sampling_params import SamplingParams
@@ -176,7 +176,7 @@ def test_ranks_are_ordered_by_node_and_share_the_cores_and_gpus_of_their_node(
     alone, *together = call("environment", "CUDA_VISIBLE_DEVICES")
     assert alone == "0"
     assert together in (["0,1"] * 2, ["1,0"] * 2)
-    expected = [place_here(num_workers)[0].num_threads for num_workers in (1, 2, 2)]
+    expected = [assign_usable_cores(num_workers)[0].num_threads for num_workers in (1, 2, 2)]
     assert [num_threads for num_threads, _ in call("threads")] == expected
 
 

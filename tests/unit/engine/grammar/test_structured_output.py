@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.grammar import sandboxed_compile, structured_output
 from baton_engine.grammar.compiler import NUM_THREADS
 from baton_engine.grammar.structured_output import (
     Grammar,
     StructuredOutputManager,
 )
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKind
 from baton_text.reply_parsing.reasoning import REASONING_FORMATS
 from baton_text.reply_parsing.reply_grammar import ReplyGrammar

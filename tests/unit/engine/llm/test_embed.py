@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from baton_engine import LLM, PoolingParams, SamplingParams
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.process.fatal import ConfigurationError
 from support.parity import cosine, reference_embedding
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton_engine import LLM, SamplingParams
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.pooling_params import PairFormat
 from baton_protocol.process.fatal import ConfigurationError
 from baton_text.score_prompts import encode_pair

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models import expert_shard
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
@@ -21,6 +20,7 @@ from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.expert_shard import ExpertShard, LayerPlacement, uses_masked_layout
 from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import forward_context
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.dummy_steps import no_batch
 from baton_engine.worker.experts.expert_weights import ExpertForm
 from baton_engine.worker.packed_weights import quantize_weights

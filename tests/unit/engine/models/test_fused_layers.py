@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.models.forward_context import forward_context
 from baton_engine.models.fused_layers import fuse_layers
 from baton_engine.models.layers import CausalLM
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_kernels import cpu
 from baton_protocol.options.config import QUANTIZATIONS

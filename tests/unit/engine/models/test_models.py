@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.metrics.load_counter import COUNTER
 from baton_engine.models.architectures import qwen2
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
@@ -26,6 +25,7 @@ from baton_engine.models.checkpoint.loader import (
 )
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
 from baton_engine.models.factory import load_model
+from baton_engine.random_checkpoint import ARCHITECTURES, create_checkpoint
 from support.engine.model_cases import edit_config
 
 GUIDE = Path(__file__).parents[4] / "docs" / "internals" / "adding-a-model.md"

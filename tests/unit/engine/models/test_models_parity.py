@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.models import forward_context as forward_context_file
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.forward_context import forward_context
+from baton_engine.random_checkpoint import ARCHITECTURES, create_checkpoint
 from baton_kernels.attention import plan_attention
 from support.engine.model_cases import (
     chunk_batch,

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.cli import parse_config
 from baton_engine.compilation.cudagraph_dispatcher import CudagraphMode
 from baton_engine.models.checkpoint.checkpoint_config import (
@@ -16,6 +15,7 @@ from baton_engine.models.checkpoint.checkpoint_config import (
     load_checkpoint_config,
 )
 from baton_engine.models.errors import ConfigurationError
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.compilation_plan import (
     CompilationPlan,
     default_capture_sizes,

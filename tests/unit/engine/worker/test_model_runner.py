@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.executor.step import CachedRequestData, SchedulerOutput
 from baton_engine.models.errors import ConfigurationError, ModelNotFound
+from baton_engine.random_checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.worker.devices import check_quantization
 from baton_engine.worker.model_runner import ModelRunner
 from baton_kv_transfer.memory.layout import explain_layout_mismatch

@@ -20,10 +20,10 @@ import msgspec
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.models.errors import ConfigurationError
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker import model_runner
 from baton_engine.worker.memory import block_budget, host_memory
 from baton_engine.worker.memory.block_budget import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, PendingOutput
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker import model_runner
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import ObservabilityConfig, ParallelConfig, SchedulerConfig

@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import CacheConfig, CompilationConfig
 from baton_protocol.sampling_params import SamplingParams

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.executor.step import (
     CachedRequestData,
     GrammarOutput,
     NewRequestData,
     SchedulerOutput,
 )
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.sampling_params import SamplingParams, StructuredOutput, StructuredOutputKind
 from support.engine.step_driver import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker import optional_outputs
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import ObservabilityConfig

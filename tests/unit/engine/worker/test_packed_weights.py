@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.factory import load_model
+from baton_engine.random_checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_kernels.linear import PackedWeight, QuantizedWeight
 from baton_protocol.options.config import QUANTIZATIONS

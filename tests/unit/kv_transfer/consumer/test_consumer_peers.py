@@ -10,7 +10,7 @@ import pytest
 
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import FailureReason, LoadResult
-from baton_kv_transfer.consumer.load_manager import DRAIN_TIMEOUT_S
+from baton_kv_transfer.consumer.load_manager import SETTLE_TIMEOUT_S
 from baton_kv_transfer.memory.layout import HeadRange, RankAddress
 from baton_kv_transfer.side_channel import Cancelled, Pending, Released, Subscribe
 from baton_kv_transfer.transports.transfer import TransportError
@@ -195,13 +195,13 @@ def lose_from_the_agent(rig: Rig, worker: Worker) -> None:
     rig.deliver(worker, worker.published(subscribe, [0], last=True))
 
 
-def lose_in_the_drain_of_another_load(rig: Rig, worker: Worker) -> None:
+def lose_while_another_load_settles(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("cancelled", worker, [2])
     rig.begin("t", worker, [1])
     rig.agent.hold = True
     rig.deliver(worker, worker.published(subscribe, [0], last=True))
     rig.consumer.cancel("cancelled")
-    rig.advance(DRAIN_TIMEOUT_S)
+    rig.advance(SETTLE_TIMEOUT_S)
     rig.advance()
 
 
@@ -227,7 +227,7 @@ def lose_by_a_refusal_after_the_handshake(rig: Rig, worker: Worker) -> None:
         lose_after_subscribe,
         lose_during_a_read,
         lose_from_the_agent,
-        lose_in_the_drain_of_another_load,
+        lose_while_another_load_settles,
         lose_to_a_successor,
         lose_by_a_refusal_after_the_handshake,
     ],
@@ -253,10 +253,10 @@ def test_a_peer_that_a_fence_removes_is_reported_as_lost(
     rig.agent.hold = rig.agent.ignores_removal = True
     rig.deliver(other, other.published(other.receive(Subscribe), [0], last=True))
     rig.consumer.cancel("cancelled")
-    rig.advance(DRAIN_TIMEOUT_S)
+    rig.advance(SETTLE_TIMEOUT_S)
     rig.deliver(worker, Pending(["t"]))
     assert not rig.results
-    rig.advance(DRAIN_TIMEOUT_S)
+    rig.advance(SETTLE_TIMEOUT_S)
     assert rig.agent.num_fences == 1
     assert "cut off" in rig.results["t"].error
     assert failures(rig) == {FailureReason.CANCELLED: 1, FailureReason.PEER_LOST: 1}

@@ -175,7 +175,7 @@ def test_blocks_that_are_published_after_the_confirmation_are_read(
     assert worker.receive(Release).completed
 
 
-def test_a_load_that_waits_for_the_confirmation_sleeps_until_the_drain_timeout(
+def test_a_load_that_waits_for_the_confirmation_sleeps_until_the_settle_timeout(
     pushed: Rig, worker: Worker
 ) -> None:
     pushed.subscribed("t", worker, [9])

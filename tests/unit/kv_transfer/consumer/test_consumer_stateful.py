@@ -293,7 +293,7 @@ class ConsumerMachine(RuleBasedStateMachine):
                 assert not (rank_transfer.is_released and rank_transfer.num_batches)
                 if rank_transfer.state is RankTransferState.QUARANTINE:
                     assert self.push
-                    assert rank_transfer.load.state is LoadState.DRAINING
+                    assert rank_transfer.load.state is LoadState.SETTLING
 
     def teardown(self) -> None:
         try:

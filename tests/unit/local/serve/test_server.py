@@ -18,7 +18,7 @@ import openai
 import psutil
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_local.serve.server import run_serve
 from pocketkube.ports import free_ports
 from support.fetch.fake_hub import fake_hub, folder_files

@@ -100,7 +100,7 @@ def test_a_restarted_rank_has_the_phase_of_its_new_process_and_stays_a_rank() ->
     ]
     view = TopologyView(TopologyStatus(generation=4, desired=[], members=retired), None)
     assert not view.is_rank("a")
-    assert view.stands_by("a")
+    assert view.is_standby("a")
 
 
 def test_the_record_survives_a_restart_of_the_coordinator_but_drops_deleted_pods() -> None:

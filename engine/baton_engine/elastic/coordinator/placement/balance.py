@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
 
+from baton_engine.bounded_log import SparseLog
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.operation import Rebalancing
 from baton_engine.elastic.coordinator.placement.expert_placement import (
@@ -17,7 +18,6 @@ from baton_engine.elastic.coordinator.placement.expert_placement import (
 )
 from baton_engine.elastic.coordinator.placement.rebalance_steps import first_moves
 from baton_engine.elastic.coordinator.roster import Roster, key_of
-from baton_engine.untrusted import SparseLog
 from baton_protocol.topology import ExpertLoads, Generation, Placement, Status, TopologyMember
 
 logger = logging.getLogger(__name__)

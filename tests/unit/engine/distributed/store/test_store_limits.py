@@ -16,7 +16,7 @@ import pytest
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
-from baton_engine import untrusted
+from baton_engine import bounded_log
 from baton_engine.distributed.store import store_server
 from baton_engine.distributed.store import values as store_values
 from baton_engine.distributed.store.handshake import Challenge, Proof, StoreHello, authenticate
@@ -256,7 +256,7 @@ def test_invalid_messages_are_logged_once_with_a_count(
     server: StoreServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: 0.0)
-    monkeypatch.setattr(untrusted, "time", clock)
+    monkeypatch.setattr(bounded_log, "time", clock)
 
     def send_invalid() -> None:
         with connection_to(server) as connection:
@@ -266,7 +266,7 @@ def test_invalid_messages_are_logged_once_with_a_count(
     for _ in range(20):
         send_invalid()
     assert len([record for record in caplog.records if "dropped a client" in record.message]) == 1
-    clock.monotonic = lambda: untrusted.LOG_INTERVAL_S
+    clock.monotonic = lambda: bounded_log.LOG_INTERVAL_S
     send_invalid()
     eventually(
         lambda: "and 19 more warnings of this kind" in caplog.text,
@@ -276,10 +276,10 @@ def test_invalid_messages_are_logged_once_with_a_count(
 
 
 def test_untrusted_text_is_logged_as_one_line() -> None:
-    assert untrusted.one_line("a\n2026-01-01 ERROR forged\x1b[2J\u2028\ud800") == (
+    assert bounded_log.one_line("a\n2026-01-01 ERROR forged\x1b[2J\u2028\ud800") == (
         "a\\n2026-01-01 ERROR forged\\x1b[2J\\u2028\\ud800"
     )
-    assert len(untrusted.one_line("x" * 10**6)) < 400
+    assert len(bounded_log.one_line("x" * 10**6)) < 400
 
 
 # The secret

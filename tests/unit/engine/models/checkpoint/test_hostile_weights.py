@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.cli import main
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.checkpoint.loader import (
@@ -25,6 +24,7 @@ from baton_engine.models.checkpoint.loader import (
 from baton_engine.models.checkpoint.sharding import WeightTarget
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.factory import load_model
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.checkpoint_files import open_file
 from support.hostile.attack import Attack, fields, parametrize
 from support.hostile.configs import CONFIG_ATTACKS, GENERATION_ATTACKS

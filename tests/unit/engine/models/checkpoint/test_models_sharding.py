@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import embedding
 
-from baton_engine.checkpoint import ARCHITECTURES, create_checkpoint
 from baton_engine.distributed.group import LoneGroup, ParallelContext
 from baton_engine.models.checkpoint import loader
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
@@ -23,6 +22,7 @@ from baton_engine.models.checkpoint.sharding import ModelShard, WeightTarget, sh
 from baton_engine.models.errors import ConfigurationError, ModelInvalid
 from baton_engine.models.factory import load_model, make_model
 from baton_engine.models.layers import VocabParallelEmbedding
+from baton_engine.random_checkpoint import ARCHITECTURES, create_checkpoint
 from support.engine.model_cases import (
     load,
     new_kv_cache,

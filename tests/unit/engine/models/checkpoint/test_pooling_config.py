@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.checkpoint.pooling_config import PoolingConfig, PoolingType
 from baton_engine.models.errors import ModelInvalid
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.pooling_params import Task
 from support.engine.model_cases import edit_config
 

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.executor.step import (
@@ -17,6 +16,7 @@ from baton_engine.executor.step import (
     NewRequestData,
     SchedulerOutput,
 )
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.experts.generations import ExpertWorker, Generations
 from baton_engine.worker.experts.preparation import PreparationState
 from baton_engine.worker.model_runner import ModelRunner

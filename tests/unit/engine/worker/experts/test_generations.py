@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton_engine.checkpoint import create_checkpoint
 from baton_engine.distributed.group import Group, LoneGroup
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models.errors import ModelInvalid
+from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.experts import generations as generations_module
 from baton_engine.worker.experts.expert_exchange import plan_transfers, wanted_by
 from baton_engine.worker.experts.expert_weights import Expert, ExpertForm, ExpertKey, ExpertStore

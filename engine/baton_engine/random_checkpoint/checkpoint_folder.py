@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from baton_engine.checkpoint.shape import SIZES, CheckpointShape
-from baton_engine.checkpoint.tokenizer_files import END_OF_TEXT, TURN_END, write_tokenizer
-from baton_engine.checkpoint.weights import random_weights, write_weights
+from baton_engine.random_checkpoint.shape import SIZES, CheckpointShape
+from baton_engine.random_checkpoint.tokenizer_files import END_OF_TEXT, TURN_END, write_tokenizer
+from baton_engine.random_checkpoint.weights import random_weights, write_weights
 
 #: Architecture by config.json's model_type.
 ARCHITECTURES = {

@@ -1,4 +1,4 @@
-"""Assigns the CPUs of a host to workers.
+"""Assigns the CPU cores of a host to workers, and chooses the CPUs to which workers are bound.
 
 The CPUs that this process may use are divided by physical core and NUMA node, as listed in /sys. If
 /sys has no such list, there is one node, and every CPU counts as a core.
@@ -27,7 +27,7 @@ class Core(NamedTuple):
     cpus: tuple[int, ...]
 
 
-class WorkerPlacement(NamedTuple):
+class WorkerCores(NamedTuple):
     """The CPUs and the number of threads of one worker."""
 
     cpus: frozenset[int]
@@ -36,9 +36,9 @@ class WorkerPlacement(NamedTuple):
     num_threads: int
 
 
-def place(
+def assign_cores(
     cores: Sequence[Core], num_ranks: int, cpu_limit: float | None = None
-) -> list[WorkerPlacement]:
+) -> list[WorkerCores]:
     """Divide the cores among the ranks. Every rank gets the same number of cores.
 
     - Fewer cores than ranks: every rank gets all cores.
@@ -53,7 +53,7 @@ def place(
             no limit.
 
     Returns:
-        One Place per rank.
+        One entry per rank.
     """
     nodes = [list(own) for _, own in groupby(sorted(cores), lambda core: core.node)]
     share = len(cores) // num_ranks
@@ -70,14 +70,14 @@ def place(
     if not share:
         runs = [list(cores)] * num_ranks
     return [
-        WorkerPlacement(frozenset(cpu for core in run for cpu in core.cpus), most)
+        WorkerCores(frozenset(cpu for core in run for cpu in core.cpus), most)
         for run in runs[:num_ranks]
     ]
 
 
-def place_here(num_ranks: int) -> list[WorkerPlacement]:
-    """Divide the CPUs that this process may use. Return one Place per rank."""
-    return place(usable_cores(os.sched_getaffinity(0)), num_ranks, cpu_limit())
+def assign_usable_cores(num_ranks: int) -> list[WorkerCores]:
+    """Divide the CPUs that this process may use. Return one entry per rank."""
+    return assign_cores(usable_cores(os.sched_getaffinity(0)), num_ranks, cpu_limit())
 
 
 def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[frozenset[int]]:
@@ -93,11 +93,11 @@ def bindings(config: EngineConfig, num_ranks: int, root: Path = ROOT) -> list[fr
     on_cpu = config.device == "cpu" or (
         config.device == "auto" and not (root / "proc/driver/nvidia").exists()
     )
-    places = place_here(num_ranks)
-    enough = config.num_threads is None or config.num_threads <= len(places[0].cpus)
+    workers = assign_usable_cores(num_ranks)
+    enough = config.num_threads is None or config.num_threads <= len(workers[0].cpus)
     if not (config.bind_threads and on_cpu and enough and num_ranks > 1):
         return [frozenset()] * num_ranks
-    return [place.cpus for place in places]
+    return [worker.cpus for worker in workers]
 
 
 def usable_cores(cpus: set[int], root: Path = ROOT) -> list[Core]:

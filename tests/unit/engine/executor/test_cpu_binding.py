@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.executor.placement import Core, bindings, cpu_limit, place, usable_cores
+from baton_engine.executor.cpu_binding import Core, assign_cores, bindings, cpu_limit, usable_cores
 from baton_protocol.options.config import EngineConfig, ModelConfig
 
 
@@ -28,33 +28,33 @@ def machines(draw: st.DrawFn) -> list[Core]:
 def test_ranks_get_equal_numbers_of_separate_cores(
     cores: list[Core], num_ranks: int, limit: float | None
 ) -> None:
-    places = place(cores, num_ranks, limit)
-    own = [[core for core in cores if set(core.cpus) <= cpus] for cpus, _ in places]
-    assert len(places) == num_ranks
-    for rank, (cpus, num_threads) in enumerate(places):
+    workers = assign_cores(cores, num_ranks, limit)
+    own = [[core for core in cores if set(core.cpus) <= cpus] for cpus, _ in workers]
+    assert len(workers) == num_ranks
+    for rank, (cpus, num_threads) in enumerate(workers):
         assert cpus == {cpu for core in own[rank] for cpu in core.cpus}, (
             "a rank gets all hardware threads of a core"
         )
         assert len(own[rank]) == len(own[0])
         assert 1 <= num_threads <= len(own[rank])
         if num_ranks <= len(cores):
-            assert all(cpus.isdisjoint(other) for other, _ in places[:rank])
+            assert all(cpus.isdisjoint(other) for other, _ in workers[:rank])
         if len({core.node for core in cores}) <= num_ranks <= len(cores):
             assert len({core.node for core in own[rank]}) == 1
     if limit is not None:
-        assert sum(num_threads for _, num_threads in places) <= max(limit, num_ranks), (
+        assert sum(num_threads for _, num_threads in workers) <= max(limit, num_ranks), (
             "the threads exceed the CPU limit"
         )
 
 
 def test_one_rank_takes_all_cores_of_all_nodes() -> None:
     cores = [Core(node=cpu % 2, cpus=(cpu,)) for cpu in range(8)]
-    assert place(cores, 1) == [(frozenset(range(8)), 8)]
-    assert [sorted(rank.cpus) for rank in place(cores, 2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert assign_cores(cores, 1) == [(frozenset(range(8)), 8)]
+    assert [sorted(rank.cpus) for rank in assign_cores(cores, 2)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_more_ranks_than_cores_share_all_cores() -> None:
-    assert place([Core(0, (3,)), Core(0, (5,))], 3) == [(frozenset({3, 5}), 1)] * 3
+    assert assign_cores([Core(0, (3,)), Core(0, (5,))], 3) == [(frozenset({3, 5}), 1)] * 3
 
 
 def write(root: Path, **files: str) -> None:
@@ -117,7 +117,7 @@ def test_workers_are_bound_only_if_they_share_the_cpus_and_compute_on_them(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(
-        "baton_engine.executor.placement.usable_cores",
+        "baton_engine.executor.cpu_binding.usable_cores",
         lambda cpus: [Core(0, (cpu,)) for cpu in cpus],
     )
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from baton_engine import checkpoint
-from baton_engine.checkpoint import ARCHITECTURES, SIZES, create_checkpoint
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.factory import make_model
+from baton_engine.random_checkpoint import ARCHITECTURES, SIZES, create_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from baton_engine.checkpoint.checkpoint_folder import (
+from baton_engine.random_checkpoint.checkpoint_folder import (
     ARCHITECTURES,
     DTYPES,
     ENCODERS,
@@ -14,7 +14,7 @@ from baton_engine.checkpoint.checkpoint_folder import (
     ROPE_SCALINGS,
     create_checkpoint,
 )
-from baton_engine.checkpoint.shape import SIZES
+from baton_engine.random_checkpoint.shape import SIZES
 
 #: Field of CheckpointShape by flag.
 SIZE_FLAGS = {

@@ -11,8 +11,8 @@ tokenizer_files    a byte-level BPE tokenizer, trained on built-in sentences
 create_command     the flags of the command, and the function that runs it
 """
 
-from baton_engine.checkpoint.checkpoint_folder import ARCHITECTURES, create_checkpoint
-from baton_engine.checkpoint.create_command import add_arguments, run
-from baton_engine.checkpoint.shape import SIZES, CheckpointShape
+from baton_engine.random_checkpoint.checkpoint_folder import ARCHITECTURES, create_checkpoint
+from baton_engine.random_checkpoint.create_command import add_arguments, run
+from baton_engine.random_checkpoint.shape import SIZES, CheckpointShape
 
 __all__ = ["ARCHITECTURES", "SIZES", "CheckpointShape", "add_arguments", "create_checkpoint", "run"]

@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton_engine.checkpoint.tokenizer_files import SPECIAL_TOKENS
+from baton_engine.random_checkpoint.tokenizer_files import SPECIAL_TOKENS
 from baton_protocol.pooling_params import Task
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from baton_engine.checkpoint.tokenizer_files import MIN_VOCAB_SIZE
+from baton_engine.random_checkpoint.tokenizer_files import MIN_VOCAB_SIZE
 
 
 @dataclass(frozen=True, kw_only=True)
