@@ -18,6 +18,9 @@ ROOT = Path(__file__).parents[3]
 PAGES = sorted((ROOT / "docs" / "internals").glob("*.md"))
 PACKAGES = ("engine", "gateway", "kernels", "kv_transfer", "local", "operator")
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+#: The text of a heading, of any level.
+HEADING = re.compile(r"^#+ +(.*?)[ #]*$", re.MULTILINE)
+CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"[\w./-]+\.(?:py|h|cpp)")
 #: A struct, class or function at the top level of a C++ file.
 CPP_DEFINITION = re.compile(r"^(?:(?:struct|class) (\w+)|[A-Za-z][\w:&<> ]* (\w+)\()", re.MULTILINE)
@@ -92,6 +95,13 @@ def test_every_named_file_exists(page: Path) -> None:
 def test_every_named_member_and_private_name_exists(page: Path) -> None:
     named = {match[1] for span in spans(page) if (match := NAME.fullmatch(span))}
     assert named - members_and_private_names() == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_two_headings_of_a_page_have_the_same_text(page: Path) -> None:
+    text = CODE_BLOCK.sub("", page.read_text())
+    headings = [heading.casefold() for heading in HEADING.findall(text)]
+    assert [each for each in headings if headings.count(each) > 1] == []
 
 
 def index() -> Iterator[tuple[str, list[tuple[str, Path, list[str]]]]]:
