@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,6 +23,7 @@ from baton_engine.distributed.group import ParallelContext
 from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.checkpoint.sharding import ALONE, shard
+from baton_engine.models.errors import ModelInvalid
 from baton_engine.models.factory import load_model
 from baton_engine.models.forward_context import ForwardBatch, ForwardContext, forward_context
 from baton_engine.models.layers import CausalLM
@@ -34,6 +36,15 @@ T = TypeVar("T")
 
 def load(path: Path, parallel: ParallelContext = ALONE) -> CausalLM:
     return load_model(path, load_checkpoint_config(path), torch.float32, CPU, parallel)
+
+
+def assert_invalid(path: Path, *parts: str) -> None:
+    """Check that the load of the model is refused, with all these parts in the message."""
+    with pytest.raises(ModelInvalid) as caught:
+        load(path)
+    assert caught.value.reason == "ModelInvalid"
+    for part in parts:
+        assert part in caught.value.message
 
 
 def new_kv_cache(model: CausalLM, num_tokens: int, num_seqs: int) -> Tensor:

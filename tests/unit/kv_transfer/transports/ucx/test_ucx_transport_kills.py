@@ -2,7 +2,8 @@
 
 This kills 100 times in each role and prints the times:
 
-    BATON_CHAOS_ROUNDS=100 pytest tests/unit/kv_transfer/transports/ucx/test_ucx_kills.py -s
+    export BATON_CHAOS_ROUNDS=100
+    pytest tests/unit/kv_transfer/transports/ucx/test_ucx_transport_kills.py -s
 """
 
 from __future__ import annotations

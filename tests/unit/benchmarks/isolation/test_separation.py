@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ISOLATION = Path(__file__).parents[3] / "benchmarks" / "isolation"
+ISOLATION = Path(__file__).parents[4] / "benchmarks" / "isolation"
 
 
 def test_the_auc_is_the_probability_that_a_hit_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

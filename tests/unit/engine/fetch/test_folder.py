@@ -1,89 +1,20 @@
-"""Parts of the fetcher: file selection, the lock, partial folders, and a full disk."""
+"""The folders of a model on disk: reuse of partial folders, markers, and planted state."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from baton_engine.fetch.fetch_errors import FetchError
 from baton_engine.fetch.folder import INCOMPLETE, MARKER, Marker, Partial, read_complete
-from baton_engine.fetch.lock import FetchLock, boot_id
-from baton_engine.fetch.selection import select
+from baton_engine.fetch.lock import boot_id
 from baton_engine.fetch.sources.source import RemoteFile
-from baton_protocol.process.health import LoadProgress
-from support.fetch import fetcher
-from support.fetch.fake_hub import fake_hub
-from support.waiting import eventually
 
 URI = "hf://org/model"
-
-
-@given(st.lists(st.text(max_size=20)))
-def test_selected_files_stay_in_the_folder_for_any_names(names: list[str]) -> None:
-    try:
-        taken = select([*names, "config.json", "x.safetensors"], "all")
-    except FetchError:
-        return
-    for name in taken:
-        assert os.path.normpath(name) == name
-        assert "/" not in name
-        assert name.endswith((".json", ".safetensors", ".jinja", ".txt", ".model"))
-
-
-def test_a_lock_has_one_holder_until_it_is_released(
-    tmp_path: Path,
-) -> None:
-    first, second = FetchLock(tmp_path / "lock"), FetchLock(tmp_path / "lock")
-    assert first.try_acquire()
-    assert not second.try_acquire()
-    first.release()
-    assert second.try_acquire()
-    second.release()
-
-
-def write_beat(path: Path, machine: str, count: int = 7) -> None:
-    path.write_bytes(msgspec.json.encode({"holder": "x", "machine": machine, "count": count}))
-
-
-def test_the_lock_of_a_dead_process_on_this_machine_is_taken_at_once(tmp_path: Path) -> None:
-    write_beat(tmp_path / "lock", boot_id())
-    lock = FetchLock(tmp_path / "lock", dead_after_s=3600)
-    assert lock.try_acquire()
-    lock.release()
-
-
-def test_the_lock_of_another_machine_is_held_while_its_heartbeat_changes(tmp_path: Path) -> None:
-    """Some shared file systems do not share flock between machines."""
-    path = tmp_path / "lock"
-    write_beat(path, "another machine")
-    patient, quick = FetchLock(path, dead_after_s=3600), FetchLock(path, dead_after_s=0.2)
-    assert not patient.try_acquire()
-    for count in range(3):
-        write_beat(path, "another machine", count)
-        assert not quick.try_acquire(), "the heartbeat has just changed"
-    eventually(quick.try_acquire, timeout_s=30, what="the lock of a holder without heartbeats")
-    quick.release()
-
-
-def test_the_lock_of_a_frozen_holder_is_taken(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    frozen = FetchLock(path, beat_s=3600)
-    assert frozen.try_acquire()
-    other = FetchLock(path, dead_after_s=0.2)
-    eventually(other.try_acquire, timeout_s=30, what="the lock of a frozen holder")
-    frozen.release()
-    third = FetchLock(path, dead_after_s=3600)
-    assert not third.try_acquire(), "the frozen holder released the lock of another process"
-    other.release()
 
 
 FILE = RemoteFile("config.json", 2, "")
@@ -238,61 +169,3 @@ def test_two_fetchers_that_finish_together_both_succeed(tmp_path: Path) -> None:
     assert first.commit("all", [FILE]) == second.commit("all", [FILE])
     assert partials(target) == set()
     assert (target / "config.json").read_bytes() == b"{}"
-
-
-@pytest.mark.parametrize(
-    ("done", "total", "text"),
-    [
-        (0, 0, ""),
-        (3, 4, "75 % of 4.0 bytes"),
-        (3 * 2**30, 14 * 2**30, "21 % of 14.0 GiB"),
-        (2**20, 2**20, "100 % of 1.0 MiB"),
-    ],
-)
-def test_progress_as_text(done: int, total: int, text: str) -> None:
-    assert str(LoadProgress(done, total)) == text
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Mount a file system of 1 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if mounted.returncode != 0:
-        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_disk_that_is_too_small_fails_before_the_download(small_disk: Path) -> None:
-    with fake_hub({**fetcher.MODEL_FILES, "big.safetensors": bytes(2**20)}) as hub:
-        code, stderr = fetcher.run(
-            URI, small_disk / "model", HF_ENDPOINT=hub.url, HF_HOME=str(small_disk.parent / "hf")
-        )
-    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL NoSpace"), stderr
-    assert hub.downloads.total() == 0
-
-
-def test_a_disk_that_fills_up_during_the_download_ends_the_fetch(small_disk: Path) -> None:
-    with fake_hub(dict(fetcher.MODEL_FILES)) as hub:
-        hub.hold_after = 1000
-        process = fetcher.start(
-            URI, small_disk / "model", HF_ENDPOINT=hub.url, HF_HOME=str(small_disk.parent / "hf")
-        )
-        assert hub.held.wait(60), "the fetcher requested no weights"
-        free = os.statvfs(small_disk)
-        # The fetcher also writes, so the disk may be full earlier.
-        with contextlib.suppress(OSError):
-            (small_disk / "of-another").write_bytes(bytes(free.f_bavail * free.f_frsize))
-        hub.release.set()
-        code, stderr = fetcher.finish(process)
-    assert (code, fetcher.last_line(stderr).partition(":")[0]) == (78, "FATAL NoSpace"), stderr
-    assert not (small_disk / "model").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ENGINE = Path(__file__).parents[3] / "benchmarks" / "engine"
+ENGINE = Path(__file__).parents[5] / "benchmarks" / "engine"
 
 
 def test_the_versions_of_the_installed_peers_are_known(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -40,11 +39,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return create_checkpoint(
         tmp_path_factory.mktemp("models") / "qwen3", "qwen3", num_layers=1, vocab_size=300
     )
-
-
-@pytest.fixture
-def checkpoint(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "model"))
 
 
 def load(path: Path) -> list[str]:
