@@ -17,8 +17,8 @@ from baton_gateway.endpoints.stored_responses import StoredResponses
 from baton_gateway.endpoints.tokenize_endpoints import TokenizeEndpoints
 from baton_gateway.endpoints.writers.chat_writer import ChatAPI
 from baton_gateway.endpoints.writers.completion_writer import CompletionAPI
+from baton_gateway.endpoints.writers.generation_api import GenerationAPI
 from baton_gateway.endpoints.writers.messages_writer import MessagesAPI
-from baton_gateway.endpoints.writers.response_writer import GenerationAPI
 from baton_gateway.endpoints.writers.responses_writer import ResponsesAPI
 from baton_gateway.http.cors import CORS
 from baton_gateway.http.middlewares import (
@@ -51,7 +51,7 @@ def build_applications(
     keys: ApiKeys | None,
     cors: CORS,
 ) -> tuple[web.Application, web.Application, GracefulShutdown]:
-    """Return the HTTP applications of a gateway, and what ends their requests.
+    """Return the HTTP applications of a gateway, and the object that shuts them down.
 
     Args:
         services: what the endpoints share.
@@ -62,7 +62,8 @@ def build_applications(
         cors: the origins of browsers.
 
     Returns:
-        The application for clients, that for the port of the metrics, and the graceful shutdown.
+        The application for clients, the application for the port of the metrics, and the graceful
+        shutdown.
     """
     config, metrics, pool = services.config, services.metrics, services.pool
     placer = Placer(

@@ -99,7 +99,7 @@ def error_body(path: str, error: APIError) -> ErrorBody | MessageError:
 
 
 def error_event(path: str, error: APIError) -> tuple[bytes, str]:
-    """Return the data and the name of the event with which a stream of the API at `path` fails."""
+    """Return the data and the name of the last event of a failed stream of the API at `path`."""
     if path == RESPONSES_PATH:
         event = ResponseError(message=error.message, code=error.code, param=error.param)
         return msgspec.json.encode(event), event.type
@@ -124,11 +124,11 @@ def check_model(model: str | None, served: str) -> None:
 
 
 def check_task(engine: Task, *wanted: Task) -> None:
-    """Raise APIError (400) if the engines do not do what an endpoint needs.
+    """Raise APIError (400) if an endpoint does not support the task of the engines.
 
     Args:
-        engine: what the engines do with prompts.
-        wanted: what the endpoint needs, one of these tasks.
+        engine: the task of the engines.
+        wanted: the tasks that the endpoint supports.
     """
     if engine not in wanted:
         raise APIError(400, _WRONG_TASK[engine], code="unsupported_endpoint")

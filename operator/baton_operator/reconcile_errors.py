@@ -112,8 +112,6 @@ def drop_tracebacks(error: BaseException) -> None:
     errors = [error]
     for each in errors:  # the list grows
         each.__traceback__ = None
-        errors += {
-            other
-            for other in (each.__cause__, each.__context__)
-            if other is not None and other not in errors
-        }
+        for other in (each.__cause__, each.__context__):
+            if other is not None and not any(other is known for known in errors):
+                errors.append(other)

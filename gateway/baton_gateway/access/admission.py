@@ -53,21 +53,21 @@ class Admission:
             )
 
     @contextmanager
-    def request(self, client: str | None) -> Iterator[AdmittedRequest]:
-        """Count a request in flight, in the place of one sequence, until the `with` block ends.
+    def request(self, client: str | None) -> Iterator[Reservation]:
+        """Count a request in flight, and reserve one sequence, until the `with` block ends.
 
         Args:
-            client: as in `place`.
+            client: as in `reserve`.
 
         Raises:
-            APIError: as `place`.
+            APIError: as `reserve`.
         """
         self._num_requests += 1
         self._idle.clear()
         self._metrics.in_flight.set(self._num_requests)
         try:
-            with self.place(client) as place:
-                yield place
+            with self.reserve(client) as reservation:
+                yield reservation
         finally:
             self._num_requests -= 1
             self._metrics.in_flight.set(self._num_requests)
@@ -75,10 +75,10 @@ class Admission:
                 self._idle.set()
 
     @contextmanager
-    def place(self, client: str | None) -> Iterator[AdmittedRequest]:
-        """Take the place of one sequence until the `with` block ends.
+    def reserve(self, client: str | None) -> Iterator[Reservation]:
+        """Reserve one sequence until the `with` block ends.
 
-        Requests take a place before their body is read, so that clients that send slowly count.
+        Call it before the body is read, so that the limits count clients that send slowly.
 
         Args:
             client: name of the client, whose own limit applies too; None: only the limit of the
@@ -89,12 +89,12 @@ class Admission:
                 gateway accepts no more requests.
         """
         self.check_open()
-        place = AdmittedRequest(self, client)
-        place.resize(1)
+        reservation = Reservation(self, client)
+        reservation.resize(1)
         try:
-            yield place
+            yield reservation
         finally:
-            place.release()
+            reservation.release()
 
     def _acquire(self, num_sequences: int, num_options: int, client: str | None) -> None:
         """Count `num_sequences` more sequences in flight.
@@ -168,8 +168,8 @@ class Admission:
         return True
 
 
-class AdmittedRequest:
-    """The sequences in flight of one request."""
+class Reservation:
+    """The sequences and long options that the limits count for one request."""
 
     def __init__(self, admission: Admission, client: str | None) -> None:
         self._admission = admission
@@ -186,13 +186,13 @@ class AdmittedRequest:
 
         Raises:
             APIError: 400 if the request has more sequences than a limit, 429 if the sequences in
-                flight leave too little room. The place is then given up.
+                flight leave too little room. The reservation is then released.
         """
         self.release()
         self._admission._acquire(num_sequences, num_options, self._client)
         self._num_sequences, self._num_options = num_sequences, num_options
 
     def release(self) -> None:
-        """Give the place up."""
+        """Stop counting the request."""
         self._admission._release(self._num_sequences, self._num_options, self._client)
         self._num_sequences = self._num_options = 0

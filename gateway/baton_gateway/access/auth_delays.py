@@ -7,10 +7,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 
-#: Refusals of one address that are sent at once. One more is allowed every REFILL_S.
+#: Number of refusals that one address gets without delay. One more is allowed every REFILL_S.
 BURST = 10
 REFILL_S = 6.0
-#: Delay in seconds of further refusals.
+#: Delay of each further refusal, in seconds.
 DELAY_S = 2.0
 #: Number of addresses in the table. Beyond it, the address whose last refusal is oldest is dropped.
 MAX_ADDRESSES = 4096
@@ -36,7 +36,7 @@ class AuthDelays:
         now, key = self._clock(), _network(address or "")
         forgotten_at = max(now, self._forgotten_at.pop(key, now)) + REFILL_S
         is_delayed = forgotten_at - now > BURST * REFILL_S
-        # A delayed refusal adds nothing: the rate of the others stays one per REFILL_S.
+        # A delayed refusal does not count, so one refusal per REFILL_S is always sent at once.
         self._forgotten_at[key] = forgotten_at - REFILL_S if is_delayed else forgotten_at
         if len(self._forgotten_at) > MAX_ADDRESSES:
             self._forgotten_at.popitem(last=False)

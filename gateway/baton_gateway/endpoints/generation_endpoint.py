@@ -16,18 +16,18 @@ from typing import Any, Generic
 import msgspec
 from aiohttp import web
 
-from baton_gateway.access.admission import AdmittedRequest
+from baton_gateway.access.admission import Reservation
 from baton_gateway.access.api_keys import CLIENT, client_name
 from baton_gateway.endpoints.request_deadline import RequestDeadline
 from baton_gateway.endpoints.request_services import RequestServices
 from baton_gateway.endpoints.stream_sender import StreamSender
-from baton_gateway.endpoints.writers.response_writer import (
+from baton_gateway.endpoints.writers.generation_api import (
     INLINE_ENTRIES,
     LARGE_ENTRIES,
     Body,
     GenerationAPI,
     GenerationBody,
-    ResponseWriter,
+    GenerationWriter,
 )
 from baton_gateway.errors import APIError, bad_request, error_event
 from baton_gateway.http.body_budget import BodyCharge
@@ -85,22 +85,22 @@ class GenerationEndpoint(Generic[Body]):
             APIError, RequestError: the request failed before the first byte of the response.
         """
         stream = EventStream(http, client_timeout_s=self._services.config.client_timeout_s)
-        with self._services.admission.request(http.get(CLIENT)) as place:
+        with self._services.admission.request(http.get(CLIENT)) as reservation:
             try:
-                return await self._serve(http, place, stream)
+                return await self._serve(http, reservation, stream)
             except (RequestError, APIError) as failure:
                 if not stream.is_open:
                     raise
                 return await _end_failed(http, stream, failure)
 
     async def _serve(
-        self, http: web.Request, place: AdmittedRequest, stream: EventStream
+        self, http: web.Request, reservation: Reservation, stream: EventStream
     ) -> web.StreamResponse:
         """Read the body of one request, run its job and send the response.
 
         Args:
             http: the request.
-            place: is resized to the sequences of the request.
+            reservation: resized to the sequences of the request.
             stream: opened if the request asks for a stream.
 
         Raises:
@@ -111,7 +111,7 @@ class GenerationEndpoint(Generic[Body]):
         async with services.bodies.charge(client) as charge:
             body, request, body_size = await self._read(http, charge)
             # Before the prompts are tokenized, so that a refusal takes little time.
-            place.resize(request.num_sequences, request.num_options)
+            reservation.resize(request.num_sequences, request.num_options)
             async with deadline.paused():
                 await services.queue.wait(stream.keep_alive if request.stream else None)
             async with deadline.enforced():
@@ -145,7 +145,7 @@ class GenerationEndpoint(Generic[Body]):
         request.data_parallel_rank = _data_parallel_rank(http, request.data_parallel_rank)
         return body, request, size
 
-    def _start(self, body: Body, job: Job, client: str | None) -> ResponseWriter[Body]:
+    def _start(self, body: Body, job: Job, client: str | None) -> GenerationWriter[Body]:
         """Return the writer of the response, and release what a running job does not need."""
         writer = self._api.writer(body, job, client)
         body.release_prompt()
@@ -155,7 +155,7 @@ class GenerationEndpoint(Generic[Body]):
     async def _answer(
         self,
         http: web.Request,
-        writer: ResponseWriter[Any],
+        writer: GenerationWriter[Any],
         events: _Events,
         deadline: RequestDeadline,
     ) -> web.StreamResponse:
@@ -165,7 +165,7 @@ class GenerationEndpoint(Generic[Body]):
             return await send_json(http, encoded, timeout_s, charge)
 
     async def _encoded_answer(
-        self, writer: ResponseWriter[Any], events: _Events, deadline: RequestDeadline
+        self, writer: GenerationWriter[Any], events: _Events, deadline: RequestDeadline
     ) -> bytes:
         """Return the complete response as JSON, and drop the outputs."""
         job = writer.job
@@ -192,13 +192,13 @@ class GenerationEndpoint(Generic[Body]):
     async def _stream(
         self,
         http: web.Request,
-        writer: ResponseWriter[Any],
+        writer: GenerationWriter[Any],
         events: _Events,
         deadline: RequestDeadline,
         stream: EventStream,
     ) -> web.StreamResponse:
         async with deadline.enforced():
-            # An earlier failure is sent as an HTTP status, and a later failure as an event.
+            # A failure before the first output is sent as an HTTP status, a later one as an event.
             first = await anext(events)
         response = await stream.open()
         try:

@@ -46,7 +46,7 @@ INLINE_VECTOR_BYTES = 2**14
 LARGE_VECTOR_BYTES = 2**20
 
 _Body = TypeVar("_Body", bound=PoolingRequest)
-#: A job, and what makes the response after it has run.
+#: A job, and the function that computes the response after the job has run.
 Work = tuple[PoolingJob, Callable[[], msgspec.Struct]]
 
 
@@ -98,19 +98,19 @@ class PoolingEndpoints:
 
         Args:
             kind: type of the body.
-            build: returns the job of a body, of its size in bytes and of the client, and what makes
-                the response after the job has run.
+            build: called with the body, its size in bytes and the client. Returns the job, and
+                `respond`, which computes the response after the job has run.
 
         Raises:
             APIError, RequestError: the request failed.
         """
         services, client, started = self._services, http.get(CLIENT), time.monotonic()
         deadline = RequestDeadline(services.config.request_timeout_s)
-        with services.admission.request(client) as place:
+        with services.admission.request(client) as reservation:
             async with services.bodies.charge(client) as charge:
                 body, size = await services.reader.read(http, charge, kind)
                 # Before the prompts are tokenized, so that a refusal takes little time.
-                place.resize(body.num_sequences)
+                reservation.resize(body.num_sequences)
                 async with deadline.paused():
                     await services.queue.wait()
                 async with deadline.enforced():

@@ -1,4 +1,4 @@
-"""What the endpoints share on the way of a request from its body to an engine."""
+"""The parts of a gateway that all endpoints use, from the body of a request to the engines."""
 
 from __future__ import annotations
 

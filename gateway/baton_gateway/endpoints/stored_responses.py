@@ -29,7 +29,7 @@ class StoredResponses:
         return [web.get(path, self.get), web.delete(path, self.delete)]
 
     async def get(self, http: web.Request) -> web.StreamResponse:
-        with self._services.admission.place(http.get(CLIENT)):
+        with self._services.admission.reserve(http.get(CLIENT)):
             response = self._store.get(http.match_info["response"], http.get(CLIENT))
             async with self._services.bodies.charge(http.get(CLIENT)) as charge:
                 charge.add(len(response))

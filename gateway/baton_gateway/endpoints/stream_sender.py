@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from baton_gateway.endpoints.writers.response_writer import (
+from baton_gateway.endpoints.writers.generation_api import (
     INLINE_ENTRIES,
     LARGE_ENTRIES,
-    ResponseWriter,
+    GenerationWriter,
 )
 from baton_gateway.http.event_stream import EventStream
 from baton_gateway.requests.job import Choice
@@ -30,7 +30,7 @@ class StreamSender:
         stream: the stream of the response.
     """
 
-    def __init__(self, writer: ResponseWriter[Any], stream: EventStream) -> None:
+    def __init__(self, writer: GenerationWriter[Any], stream: EventStream) -> None:
         self._writer = writer
         self._stream = stream
         #: By the index of the choice: number of characters of the tokens that were sent with

@@ -62,7 +62,7 @@ class TokenizeEndpoints:
         answer: Callable[[_Request, str, TextBounds, int | None], msgspec.Struct],
     ) -> web.StreamResponse:
         services, client = self._services, http.get(CLIENT)
-        with services.admission.place(client):
+        with services.admission.reserve(client):
             async with services.bodies.charge(client) as charge:
                 encoded = await self._encoded_answer(http, kind, answer, charge)
             async with services.bodies.charge(client) as charge:

@@ -1,7 +1,7 @@
 """Reads request bodies within a time, and within a budget of bytes over all connections.
 
-The number of bodies that one client sends at once is limited too, so that a client that sends heads
-without bodies leaves places of `admission` to others.
+The number of bodies that one client sends at once is limited too. So a client that sends heads
+without bodies cannot reserve all sequences that `admission` allows.
 
 A byte is charged to the budget until its request's prompt is tokenized or refused. Afterwards, the
 limits of `admission` and of the model bound what a request costs.
@@ -91,15 +91,15 @@ class BodyBudget:
             raise _exhausted()
 
     def add_response(self, charge: BodyCharge, num_bytes: int) -> None:
-        """Add a finished response to `charge`, which is new.
+        """Add a finished response to `charge`, which has no other bytes.
 
-        The response is not dropped for the other requests, and they keep the whole budget.
+        The response causes no refusals in this call, but it counts in later calls.
         """
         self._make_room()
         self._count(charge, num_bytes)
 
     def _make_room(self) -> None:
-        """End requests until the budget is kept."""
+        """Refuse the largest requests until the rest fits into the budget."""
         while self._num_bytes > MAX_TOTAL_BODY_BYTES:
             largest = max(self._charges, key=self._size)
             self._remove(largest)
@@ -142,7 +142,7 @@ class BodyBudget:
                 del self._num_bytes_of[charge.client]
 
     def _size(self, charge: BodyCharge) -> tuple[int, int]:
-        """Return the bytes of the charge's client, and of the charge."""
+        """Return the bytes of all charges of the charge's client, and the bytes of the charge."""
         if charge.client is None:
             return charge.num_bytes, charge.num_bytes
         return self._num_bytes_of[charge.client], charge.num_bytes
@@ -167,7 +167,7 @@ class BodyCharge:
         self._budget.add(self, num_bytes)
 
     def add_response(self, num_bytes: int) -> None:
-        """Charge a finished response until its client has read it. The charge is new."""
+        """Charge a finished response until its client has read it, before any other bytes."""
         self._budget.add_response(self, num_bytes)
 
     async def read(self, http: web.Request, timeout_s: float) -> bytes:

@@ -63,8 +63,8 @@ async def listen(
         return connection if context is None else TLSHandshake(connection, connections, context)
 
     manager.request_factory = on_request
-    # asyncio accepts as many connections as `backlog` before it reads from any of them. With more
-    # than a part of the limit, a burst would evict a client before its request is read.
+    # asyncio accepts as many connections as `backlog` before it reads from any of them. With a
+    # larger backlog, a burst could evict a client before its request is read.
     backlog = min(MAX_BACKLOG, max(1, connections.limit // 4))
     server = await loop.create_server(make_protocol, host, port, backlog=backlog)
     for listening in server.sockets:  # accepted connections inherit the option

@@ -65,7 +65,7 @@ async def convert_errors(request: web.Request, handler: _Handler) -> web.StreamR
         return _error_response(request, error)
     except web.HTTPException as error:
         return _error_response(request, _http_error(request, error), error)
-    except RecursionError:  # of a body that is nested as deep as its parser allows
+    except RecursionError:  # the parser allows deeper nesting than later steps
         too_deep = RequestError("The body is nested too deeply", code="invalid_json")
         return _error_response(request, bad_request(too_deep))
     except Exception:

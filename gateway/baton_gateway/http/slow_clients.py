@@ -22,7 +22,7 @@ MAX_UNREAD_OUTPUTS = 4096
 MAX_UNREAD_LOGPROBS = 2**20
 #: Up to this many bytes fit into the buffer of a connection.
 BUFFERED_BYTES = 2**16
-#: More bytes than the name of an event and the head of its chunk.
+#: Upper bound on the bytes of the name of an event and of the head of its chunk.
 MAX_EVENT_HEAD = 2**10
 
 

@@ -138,8 +138,8 @@ class Job:
                 choices = sorted(
                     choices, key=lambda choice: choice.processor.mean_logprob, reverse=True
                 )
-            for place, choice in enumerate(choices[:num_samples]):
-                choice.index = index * num_samples + place
+            for sample, choice in enumerate(choices[:num_samples]):
+                choice.index = index * num_samples + sample
                 best.append(choice)
         return best
 

@@ -15,9 +15,10 @@ from baton_text.output import TextOutput
 from baton_text.reply_parsing.reply_parser import ReplyDelta
 from baton_text.reply_parsing.tool_formats import ToolCallDelta, merge_deltas
 
-#: This many outputs wait as they are. Later outputs of a choice are joined.
+#: Number of outputs that wait one by one. Later outputs of a choice are joined.
 MAX_SINGLE_OUTPUTS = 8
-#: Tokens that are joined to one output: the client reads them as one event, which has a timeout.
+#: Limit on the tokens of a joined output. It is sent as one event, which the client must read in
+#: time.
 MAX_JOINED_TOKENS = 64
 
 _LOGPROBS = msgspec.msgpack.Decoder(list[TokenLogprobs])
@@ -62,9 +63,9 @@ class CollectedOutput:
             self._tool_calls += output.reply.tool_calls
 
     def continues_with(self, output: TextOutput) -> bool:
-        """Return whether `output` may be added for an event of a stream.
+        """Return whether `output` may be joined to the outputs so far, for an event of a stream.
 
-        The event must not be long, and the parts of a reply stay in their order in it.
+        False if the event would be too long, or would change the order of the parts of a reply.
         """
         if len(self._token_ids) + len(output.token_ids) > MAX_JOINED_TOKENS:
             return False

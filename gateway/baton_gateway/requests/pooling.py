@@ -76,7 +76,7 @@ class PairJob:
 
     Args:
         job: the prompts.
-        embedded: places of both texts of each pair among the prompts. None if each prompt is a
+        embedded: indices of both texts of each pair among the prompts. None if each prompt is a
             pair.
     """
 
@@ -172,21 +172,23 @@ class PoolingJobBuilder:
                 code="request_too_large",
             )
         unit = PoolingParams(normalize=True)
-        places: dict[str, int] = {}  # of the texts that are embedded
+        indices: dict[str, int] = {}  # prompt of each text that is embedded
 
         def prompts() -> list[_Prompt]:
             if pair_format is not None:
                 return [self._pair(pair_format, pair, fields, bounds) for pair in pairs]
             for pair in pairs:
                 for text in pair:
-                    places.setdefault(text, len(places))
+                    indices.setdefault(text, len(indices))
             names = {
                 text: field for pair in pairs for text, field in zip(pair, fields, strict=True)
             }
-            return [(self._token_ids(text, names[text], bounds, True), unit) for text in places]
+            return [(self._token_ids(text, names[text], bounds, True), unit) for text in indices]
 
         job = self._job(request, await run_tokenization(prompts, max(size, num_characters)), client)
-        embedded = [(places[first], places[second]) for first, second in pairs] if places else None
+        embedded = None
+        if indices:
+            embedded = [(indices[first], indices[second]) for first, second in pairs]
         return PairJob(job, embedded)
 
     def _bounds(self) -> PromptBounds:

@@ -179,7 +179,7 @@ class PromptReader:
                 f"The chat template refuses these messages: {error}", param="messages"
             ) from error
         except TemplateProcessError as error:
-            logger.warning("%s; the client gets 503 and can retry", error)
+            logger.warning("a chat request failed: %s; the client gets 503 and can retry", error)
             raise unavailable(f"{error}. Retry the request.") from error
         except TimeoutError:
             logger.warning(

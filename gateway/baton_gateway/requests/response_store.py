@@ -69,9 +69,9 @@ class ResponseStore:
         limit = memory_limit()
         self._max_bytes = max_bytes if limit is None else min(max_bytes, limit // MEMORY_SHARE)
         self._lock = threading.Lock()
-        #: The responses by client and id, those of all clients and those of each. The oldest one is
-        #: the first.
+        #: The responses of all clients, by client and id, oldest first.
         self._stored: OrderedDict[_Key, StoredResponse] = OrderedDict()
+        #: The keys of the responses of each client, oldest first.
         self._by_client: dict[str | None, OrderedDict[_Key, None]] = {}
         self._sizes: Counter[str | None] = Counter()
 

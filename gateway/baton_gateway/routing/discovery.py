@@ -26,6 +26,6 @@ class Discovery(abc.ABC):
     def is_scaled_to_zero(self) -> bool:
         """Whether no decode engine starts until the service is scaled up by hand.
 
-        False if this kind of discovery cannot tell.
+        False if this discovery does not report it.
         """
         return False

@@ -38,8 +38,8 @@ LOAD_TIMEOUT_S = 600.0
 MIN_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 3.0
 _POLL_S = 0.1
-#: If no other engine can continue them, requests stay on a stalled engine for this long. Then they
-#: leave it and wait for an engine, as after the loss of their engine.
+#: Requests stay on a stalled engine for this long if no other engine can continue them. After that
+#: they wait for another engine, as if their engine were lost.
 MAX_STALL_S = 600.0
 
 _Picked = TypeVar("_Picked")
@@ -239,7 +239,10 @@ class EnginePool:
                     logger.info("engine %s is not ready, retrying: %s", endpoint.name, error)
                 elif num_refusals == 2:
                     logger.warning(
-                        "engine %s refuses this gateway, retrying: %s", endpoint.name, error
+                        "the handshake with engine %s failed twice, usually because the service "
+                        "keys differ; retrying: %s",
+                        endpoint.name,
+                        error,
                     )
             except (EngineDeadError, TimeoutError, OSError) as error:
                 num_refusals = 0

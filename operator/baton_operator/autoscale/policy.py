@@ -249,7 +249,8 @@ def _hold(
 ) -> tuple[Reason, str, bool] | None:
     """Return (reason, text, is_settled) if the size must stay; None if the size may change.
 
-    `is_settled` is whether the existing pods are the desired ones.
+    `is_settled` is whether the existing pods are the desired ones. If it is False, the history
+    records this time, and later decisions use only measurements that begin after it.
     """
     if group.operation:
         return "OperationRunning", f"{group.operation} is under way", False

@@ -30,7 +30,7 @@ QUEUE_SHARE = 0.1
 #: Number of waiting requests per engine that counts as a queue. Fewer may have arrived during a
 #: step.
 WAITING_PER_ENGINE = 1.0
-#: Number of waiting requests per engine up to which the queue does not prevent a smaller size.
+#: A queue of at most this many requests per engine does not prevent a smaller size.
 WAITING_AT_REST = 0.1
 #: Largest recommended size. It exceeds every bound that the spec allows.
 LARGEST = 10_000
@@ -285,7 +285,7 @@ def load_per_engine(n: int, prefill: bool, role: RoleWindow) -> float:
 def recommend_after_breach(
     n: int, prefill: bool, role: RoleWindow, breach: Breach, tolerance: float
 ) -> Recommendation:
-    """Recommend the smallest size at which no engine gets the load at which a target was missed.
+    """Recommend the smallest size that keeps the load per engine below that of the last breach.
 
     At this size, the load per engine is at most (1 - tolerance) times the load in `breach`. The
     recommendation is at most `n`.

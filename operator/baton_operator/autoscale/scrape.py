@@ -13,7 +13,7 @@ from prometheus_client import Counter
 from baton_operator.autoscale.windows import ScrapedSample, sample
 from baton_operator.names import MemberRole, url_host
 
-#: Concurrent scrapes, over all services and of one service.
+#: Maximum number of concurrent scrapes: of all services, and of one service.
 CONCURRENCY, SERVICE_CONCURRENCY = 32, 8
 TIMEOUT_S = 5.0
 MAX_BYTES = 2**20

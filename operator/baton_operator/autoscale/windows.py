@@ -47,8 +47,8 @@ _METRICS = (
 )
 #: Matches the lines to parse, which are about a tenth of a scrape. Parsing is slow.
 _READ = re.compile(rf"^(?:# (?:HELP|TYPE) )?(?:{'|'.join(_METRICS)})[_{{ ].*\n?", re.MULTILINE)
-#: Limits of a scrape, because anyone may have written it. The time to parse a line grows with the
-#: square of its length.
+#: Limits on a scrape, whose content is untrusted. The time to parse a line grows with the square of
+#: its length.
 MAX_LINE_LENGTH = 1024
 MAX_PARSED_LENGTH = 2**17
 #: Limit on the buckets of a histogram, and of the histograms of all scrapes together.

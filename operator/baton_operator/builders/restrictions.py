@@ -38,8 +38,7 @@ class Restrictions(msgspec.Struct, frozen=True, kw_only=True):
     #: below it, to read only. A pod that can write below a folder could place a symbolic link
     #: there, and mount its target. So nothing below a writable folder is allowed.
     host_paths: tuple[str, ...] = ()
-    #: Beginnings of the keys that annotations of pods and of the Ingress may have, and of the keys
-    #: with a domain that labels of pods may have.
+    #: Allowed key prefixes: annotations of pods and the Ingress, and pod labels with a domain.
     annotation_prefixes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

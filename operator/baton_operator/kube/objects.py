@@ -38,7 +38,7 @@ PLURALS = frozenset(plural for _, plural in _RESOURCES.values())
 PAGE_SIZE = 2
 #: Limit on the JSON of one object that is read.
 MAX_OBJECT_BYTES = 2**19
-#: Limits everything that the current reconcile reads. None outside of reconciles.
+#: Limit on all bytes that the current reconcile reads. None outside of reconciles.
 reads: ContextVar[ByteBudget | None] = ContextVar("reads", default=None)
 MAX_OWN_WRITES = 4096  # number of own writes that `Kube.is_own_write` remembers
 

@@ -53,7 +53,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     #: Pods that the service controls but that do not have a member's name, such as copies of
     #: members. The operator does not change them.
     strays: list[Object]
-    #: By (kind, name): all objects except pods that have the service's label, for listed kinds.
+    #: By (kind, name): the objects of the listed kinds that have the service's label, except pods.
     objects: dict[tuple[str, str], Object]
     #: Kinds that were listed.
     kinds: set[str]

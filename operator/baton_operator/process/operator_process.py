@@ -19,18 +19,18 @@ from baton_operator.process.leader import Election, Elector
 from baton_operator.process.operator_metrics import serve
 from baton_operator.process.runtime import Runtime, open_runtime
 
-#: Levels that Python may recurse. API servers accept objects of 10,000 nested levels, and the limit
-#: also applies to JSON parsers.
+#: Recursion limit of Python, which also applies to JSON parsers. API servers accept objects of
+#: 10,000 nested levels.
 MAX_RECURSION = 12_000
-#: Stack of each thread, which such a parser needs.
+#: Stack size of each thread. A parser needs it at this recursion limit.
 STACK_BYTES = 2**26
 
 
 def allow_deep_objects() -> None:
     """Let this process read objects of any depth that API servers accept.
 
-    Otherwise one such LLMService would end each watch and list. Threads that run already keep their
-    stacks.
+    Otherwise one deeply nested LLMService would make each watch and list fail. Threads that already
+    run keep the size of their stacks.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
     if soft != resource.RLIM_INFINITY:

@@ -30,7 +30,7 @@ class WatchSession:
     async def _record(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """Send the request as a middleware of the session, and record the response."""
+        """Send the request, and record the response. This is a middleware of the session."""
         path, code = request.url.path, 0
         verb = "list" if path.rpartition("/")[2] in PLURALS else "get"
         if request.url.query.get("watch") == "true":

@@ -31,8 +31,9 @@ async def apply_objects(
     """Create, update and delete the objects of a service except its member pods.
 
     Written objects are added to `observed`. Kinds outside `observed.kinds` are skipped. If the
-    API server refuses one object, the others are still written, except those that would use it as
-    an account or as its rights: an object of another owner may have this name.
+    API server refuses one object, the others are still written. Exceptions are the Deployments and
+    the RoleBinding that use a refused account or role. They would use the object that has its name,
+    which may have another owner.
 
     Returns:
         (kind, problem) for each refused object.

@@ -168,7 +168,7 @@ class Controller:
                 async with asyncio.timeout(revisit_s):
                     await service.due.wait()
             service.due.set()  # also after a timeout: `queue_depth` counts services that are due
-            # A large service waits for the others without a slot.
+            # A large service waits for other large ones before it takes a slot.
             async with self._large if service.is_large else nullcontext(), self._slots:
                 while (pause_s := self._paused_until - time.monotonic()) > 0:
                     await asyncio.sleep(pause_s)
@@ -199,7 +199,7 @@ class Controller:
             return delay_s
         finally:
             service.began = None
-        if self._queue_if_large(service, budget):  # a step ignored that its read was refused
+        if self._queue_if_large(service, budget):  # a step ignored the refusal of its read
             return None
         service.failures = 0
         if freshness.is_consistent:  # other reconciles read less

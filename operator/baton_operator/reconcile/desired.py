@@ -96,7 +96,7 @@ def compute_desired(
             `resolved.restrictions` do not allow.
     """
     is_postponed = resolved.is_expert_parallel and resolved.coordinator is None
-    if is_postponed:  # a template that is refused must be refused before anything is created
+    if is_postponed:  # raises an error for a refused template before any object is created
         MemberTemplate(msgspec.structs.replace(resolved, coordinator=_ANY_ADDRESS), "decode")
     roles = [role for role in names.CONFIGURED_ROLES if not (role == "decode" and is_postponed)]
     configured = [role for role in roles if role != "prefill" or resolved.has_prefill]

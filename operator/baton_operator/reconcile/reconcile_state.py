@@ -11,6 +11,7 @@ from datetime import datetime
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import Observation
 from baton_operator.reconcile.controller import Outcome
+from baton_operator.reconcile.desired import Desired
 from baton_operator.reconcile_errors import (
     InternalError,
     Problem,
@@ -37,6 +38,8 @@ class ReconcileState:
     spec_revision: str | None
     #: The resolved service for the status. None: no spec could be resolved.
     resolved: ResolvedService | None = None
+    #: The desired state. None: no spec could be used.
+    desired: Desired | None = None
     #: Hash of all desired objects except member pods.
     content: str = ""
     #: Whether all these objects are as desired. An HTTPRoute is ignored if the cluster has no

@@ -1,6 +1,6 @@
 """Reconcile one service: observe, plan, apply, report. Level-triggered and idempotent.
 
-`Reconciler._run_steps` lists the steps, in order.
+`Reconciler._run_steps` and `Reconciler._converge` list the steps, in order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from baton_operator.reconcile.desired import Desired, compute_desired, resolve
 from baton_operator.reconcile.drain import drain_members
 from baton_operator.reconcile.member_reconciler import MemberReconciler
 from baton_operator.reconcile.reconcile_state import ReconcileState
-from baton_operator.reconcile_errors import GatewayAPIMissing, InvalidSpec, Paused, problem_of
+from baton_operator.reconcile_errors import (
+    GatewayAPIMissing,
+    InvalidSpec,
+    Paused,
+    drop_tracebacks,
+    problem_of,
+)
 from baton_operator.revision_history import record as record_spec
 from baton_operator.revision_history import recorded_name, recorded_spec
 from baton_operator.status.report import report, report_defect
@@ -83,19 +89,21 @@ class Reconciler:
             Exception: the operator has a defect, which the status reports. Retry.
         """
         try:
-            is_stale = False
-            try:
-                state = await self._run_steps(key, freshness)
-            except StaleReadError:
-                is_stale = True  # the second run follows when the error has freed the first one
-            if is_stale:
-                state = await self._run_steps(key, Freshness(versions=freshness.versions))
+            state = await self._run_until_fresh(key, freshness)
         except (KubeError, OSError):
             raise
         except Exception as error:
             await self._report_defect(key, error)
             raise
         return state.outcome() if state is not None else Outcome(is_gone=True)
+
+    async def _run_until_fresh(self, key: names.Key, freshness: Freshness) -> ReconcileState | None:
+        """Run the steps, and again with consistent reads if the first reads may be stale."""
+        try:
+            return await self._run_steps(key, freshness)
+        except StaleReadError as error:
+            drop_tracebacks(error)  # frees the objects that the first run has read
+        return await self._run_steps(key, Freshness(versions=freshness.versions))
 
     async def _run_steps(self, key: names.Key, freshness: Freshness) -> ReconcileState | None:
         """Run one reconcile. Return its state, or None if the service is deleted."""
@@ -105,35 +113,44 @@ class Reconciler:
             self._forget(key)
             return None
         state = ReconcileState(observed, self._clock(), recorded_name(observed.service))
-        desired: Desired | None = None
         try:
-            # 2. Drain marked members. The topology was read before. So if it shows that a member
-            # stands by, the requests are counted after the member has left the topology.
-            state.observed = await drain_members(self._drainer, state.observed)
-            # 3. Find members that are paused or asleep. They do not stall a rollout.
-            state.observed = await self._probes.find_suspended(state.observed, state.now)
-            # 4. Compute what should exist.
-            desired = await self._decide(state)
-            # While paused or if the spec cannot be used, the recorded spec applies.
-            if not desired.resolved.spec.paused and not state.problems:
-                state.spec_revision = await record_spec(
-                    self._kube, desired.resolved, observed.service
-                )
-            # 5. Write the objects other than member pods.
-            await self._write_objects(state, desired)
-            # 6. Take the next step of each group of members, even if an object was refused.
-            if await self._members.reconcile(state, desired):
-                # 7. Delete ConfigMaps that no pod needs.
-                await self._collect(state, desired)
+            # 2 to 7. Move the service one step towards its desired state.
+            await self._converge(state)
         except StaleReadError:
             raise
         except Exception as error:  # after any error the status must not stay Ready
             state.fail(error)
         # 8. Send the status probes, and pass the groups to the autoscaler, even if a step failed.
-        groups = await self._probe_groups(state, desired) if desired is not None else {}
+        groups = {} if state.desired is None else await self._probe_groups(state, state.desired)
         # 9. Report.
         state.is_ready = await self._report(state, groups)
         return state
+
+    async def _converge(self, state: ReconcileState) -> None:
+        """Take the steps that change the service, and set `state.desired`.
+
+        Raises:
+            StaleReadError: a step needs consistent reads.
+            Exception: a step failed, and the steps after it were not taken.
+        """
+        # 2. Drain marked members. If the topology, which step 1 read, lists a member as STANDBY,
+        # the member has already left the generation. Its requests are counted after that.
+        state.observed = await drain_members(self._drainer, state.observed)
+        # 3. Find members that are paused or asleep. They do not stall a rollout.
+        state.observed = await self._probes.find_suspended(state.observed, state.now)
+        # 4. Compute what should exist.
+        state.desired = desired = await self._decide(state)
+        # While paused or if the spec cannot be used, the recorded spec applies.
+        if not desired.resolved.spec.paused and not state.problems:
+            state.spec_revision = await record_spec(
+                self._kube, desired.resolved, state.observed.service
+            )
+        # 5. Write the objects other than member pods.
+        await self._write_objects(state, desired)
+        # 6. Take the next step of each group of members, even if an object was refused.
+        if await self._members.reconcile(state, desired):
+            # 7. Delete ConfigMaps that no pod needs.
+            await self._collect(state, desired)
 
     def _forget(self, key: names.Key) -> None:
         """Drop the cached state of a deleted service."""
@@ -257,18 +274,14 @@ class Reconciler:
     async def _report(self, state: ReconcileState, groups: dict[names.Role, ReportedGroup]) -> bool:
         """Write the status and its Events. Return whether the service is Ready."""
         observed, service, resolved = state.observed, state.observed.service, state.resolved
-        gateway = observed.owned("Service", names.gateway_name(observed.key.name))
         problem = state.problems[0] if state.problems else None
         status = report(
-            service,
+            observed,
             resolved,
             groups,
-            cluster_ip=gateway["spec"].get("clusterIP") if gateway else None,
             problem=problem,
             now=state.now,
             spec_revision=state.spec_revision,
-            kv=observed.kv,
-            held_back=observed.held_back,
         )
         written = await self._status.write(service, status)
         if written is not None:

@@ -17,7 +17,7 @@ from baton_operator.api.llmservice import (
 )
 from baton_operator.builders.gateway_objects import scheme_in_use
 from baton_operator.builders.resolved_service import ResolvedService
-from baton_operator.observe.observation import conditions
+from baton_operator.observe.observation import Observation, conditions
 from baton_operator.reconcile_errors import Problem
 from baton_operator.status.diagnose import Verdict
 from baton_operator.status.reasons import (
@@ -40,36 +40,31 @@ _BLIND = (METRICS_MISSING, METRICS_STALE)  # the autoscaler has no measurements
 
 
 def report(
-    service: Object,
+    observed: Observation,
     resolved: ResolvedService | None,
     groups: dict[names.Role, ReportedGroup],
     *,
-    cluster_ip: str | None,
     problem: Problem | None,
     now: datetime,
     spec_revision: str | None = None,
-    kv: Mapping[str, KVCompatibility] = {},
-    held_back: tuple[str, ...] = (),
 ) -> Status:
     """Return the status of the service for this reconcile.
 
     Args:
-        service: the LLMService with its previous status.
+        observed: the observed state, with the previous status of the service.
         resolved: the resolved service; None if no spec could be used.
         groups: the observed groups. The condition of a missing group is Unknown.
-        cluster_ip: address of the gateway's Service; None if there is none yet.
         problem: the first error of this reconcile, which makes Ready False; None without an error.
         spec_revision: name of the ControllerRevision with the spec that is rolled out; None if no
             spec was rolled out.
-        kv: KV compatibility that engines reported, by pod name.
-        held_back: fields of the spec whose edits wait until `spec.paused` is false.
     """
+    service = observed.service
     before = service.get("status") or {}
     members = [groups[role] for role in names.MEMBER_ROLES if role in groups]
     updating = Verdict("Unknown", Settled.NOT_OBSERVED, "pods were not observed yet")
     if resolved is not None and groups:
-        updating = updating_verdict(resolved.spec, groups.values(), held_back, now)
-    ready = _ready_verdicts(groups, updating, kv)
+        updating = updating_verdict(resolved.spec, groups.values(), observed.held_back, now)
+    ready = _ready_verdicts(groups, updating, observed.kv)
     verdicts = {
         "Ready": _summary(ready, problem, updating),
         "Available": _available(groups, ready),
@@ -92,7 +87,7 @@ def report(
         observed_generation=service["metadata"]["generation"],
         spec_revision=spec_revision,
         served_revision=spec_revision if is_ready else before.get("servedRevision"),
-        endpoint=_endpoint(resolved, cluster_ip),
+        endpoint=_endpoint(resolved, observed),
         ingress_endpoint=_ingress_endpoint(resolved),
         conditions=_conditions(service, verdicts, now),
         model=model_status(resolved.spec.model, members, before.get("model")) if resolved else None,
@@ -282,8 +277,10 @@ def _gateway_status(group: ReportedGroup | None) -> GroupStatus | None:
     return GroupStatus(**_counts(group)) if group else None
 
 
-def _endpoint(resolved: ResolvedService | None, cluster_ip: str | None) -> str | None:
+def _endpoint(resolved: ResolvedService | None, observed: Observation) -> str | None:
     """Return the URL of the gateway's Service; None if the Service has no address yet."""
+    gateway = observed.owned("Service", names.gateway_name(observed.key.name))
+    cluster_ip = gateway["spec"].get("clusterIP") if gateway else None
     return _url(scheme_in_use(resolved), cluster_ip) if resolved and cluster_ip else None
 
 

@@ -35,8 +35,8 @@ from baton_protocol.process.health import Health
 
 #: Timeout of one request to a pod. It is short, because the reconcile waits for the reply.
 TIMEOUT_S = 1.0
-#: Deadline of a reconcile for the replies of all pods to one kind of request. It includes the time
-#: in which requests wait for others.
+#: Longest wait of a reconcile for the replies of all pods to one kind of request. It includes the
+#: wait for one of the CONCURRENCY slots.
 DEADLINE_S = 3.0
 #: Concurrent requests to pods, over all services.
 CONCURRENCY = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,7 +13,10 @@ from baton_operator.api.llmservice import decode_spec
 from baton_operator.builders import config_maps
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
-from baton_operator.names import GROUP, ConfiguredRole
+from baton_operator.names import GROUP, ConfiguredRole, Key
+from baton_operator.observe.freshness import Freshness
+from baton_operator.observe.observation import Observation
+from baton_protocol.kv_compatibility import KVCompatibility
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -44,6 +48,41 @@ def service(conditions: list[Object] | None = None, generation: int = 1) -> Obje
         "spec": {},
         "status": {"conditions": conditions} if conditions else {},
     }
+
+
+def observed(
+    llmservice: Object | None = None,
+    *,
+    cluster_ip: str | None = None,
+    kv: Mapping[str, KVCompatibility] | None = None,
+) -> Observation:
+    """Return the observed state of a service without pods.
+
+    Args:
+        llmservice: the LLMService; None: `service()`.
+        cluster_ip: address of the gateway's Service; None: the Service does not exist.
+        kv: KV compatibility that engines reported, by pod name.
+    """
+    gateway = {
+        "metadata": {
+            "name": "demo-gateway",
+            "ownerReferences": [{"controller": True, "uid": "uid-1"}],
+        },
+        "spec": {"clusterIP": cluster_ip},
+    }
+    return Observation(
+        key=Key("default", "demo"),
+        freshness=Freshness(),
+        service=service() if llmservice is None else llmservice,
+        pods=[],
+        strays=[],
+        objects={} if cluster_ip is None else {("Service", "demo-gateway"): gateway},
+        kinds={"Service"},
+        key_secret=None,
+        service_key=None,
+        members={"decode": [], "prefill": []},
+        kv=kv or {},
+    )
 
 
 def pod(

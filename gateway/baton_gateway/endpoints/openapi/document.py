@@ -20,7 +20,7 @@ from baton_gateway.endpoints.openapi.operations import (
     Struct,
 )
 from baton_gateway.endpoints.openapi.schemas import make_schemas, reference
-from baton_gateway.endpoints.writers.response_writer import ResponseWriter
+from baton_gateway.endpoints.writers.generation_api import GenerationWriter
 from baton_gateway.errors import MESSAGES_PATH, RESPONSES_PATH
 from baton_gateway.http.request_id import REQUEST_ID_HEADER
 from baton_gateway.http.slow_clients import send_json
@@ -187,7 +187,7 @@ def _event(path: str, operation: OpenAPIOperation) -> dict[str, Any]:
     event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     if path in (RESPONSES_PATH, MESSAGES_PATH):
         return event
-    data = {"const": ResponseWriter.LAST_EVENT.decode()}
+    data = {"const": GenerationWriter.LAST_EVENT.decode()}
     last = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     return {"anyOf": [last, event]}
 

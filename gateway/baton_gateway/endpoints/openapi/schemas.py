@@ -68,7 +68,7 @@ def _components(kinds: Iterable[Struct]) -> dict[str, dict[str, Any]]:
 
 
 def _structs(kinds: Iterable[Any]) -> dict[str, Struct]:
-    """Return the structs among `kinds` and in them, by name."""
+    """Return the structs among `kinds` and in the types of their fields, by name."""
     found: dict[str, Struct] = {}
     pending = [*kinds]
     while pending:

@@ -5,13 +5,8 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from baton_gateway.endpoints.writers.response_writer import (
-    GenerationAPI,
-    ResponseWriter,
-    chunk_usage,
-    new_call_id,
-    returned_token_ids,
-)
+from baton_gateway.endpoints.writers.chunk_writer import ChunkWriter
+from baton_gateway.endpoints.writers.generation_api import GenerationAPI, new_call_id
 from baton_gateway.requests.job import Choice, Job
 from baton_text.output import TextOutput, chat_logprobs, prompt_token_logprobs
 from baton_text.reply_parsing.tool_formats import ToolCallDelta
@@ -26,6 +21,7 @@ from baton_text.responses.openai import (
     ChatLogprobs,
     ChatResponseMessage,
     ChatToolCall,
+    Usage,
 )
 
 
@@ -40,7 +36,7 @@ class ChatAPI(GenerationAPI[ChatCompletionRequest]):
         return ChatWriter(body, job, self._served_name, self._tokenizer)
 
 
-class ChatWriter(ResponseWriter[ChatCompletionRequest]):
+class ChatWriter(ChunkWriter[ChatCompletionRequest]):
     def response(self, outputs: list[tuple[Choice, TextOutput]]) -> ChatCompletion:
         choices = [
             ChatChoice(
@@ -49,7 +45,7 @@ class ChatWriter(ResponseWriter[ChatCompletionRequest]):
                 logprobs=self._logprobs(output),
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
-                token_ids=returned_token_ids(self.body, output),
+                token_ids=self._token_ids(output),
                 num_nans_in_logits=output.num_nans_in_logits or UNSET,
             )
             for choice, output in outputs
@@ -82,26 +78,28 @@ class ChatWriter(ResponseWriter[ChatCompletionRequest]):
             logprobs=self._logprobs(output) if output.logprobs else None,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
-            token_ids=returned_token_ids(self.body, output),
+            token_ids=self._token_ids(output),
             num_nans_in_logits=output.num_nans_in_logits or UNSET,
         )
         pieces = [ChatChunkChoice(index=choice.index, delta=delta) for delta in deltas]
         return [self._chunk(piece) for piece in (*pieces, last)]
 
     def closing(self) -> list[msgspec.Struct]:
-        if not self.body.include_usage:
-            return []
-        chunk = self._chunk()
-        chunk.usage = self.job.usage()
-        return [chunk]
+        usage = self._final_usage()
+        return [] if usage is None else [self._completion_chunk([], usage)]
 
-    def _chunk(self, *choices: ChatChunkChoice) -> ChatCompletionChunk:
+    def _chunk(self, choice: ChatChunkChoice) -> ChatCompletionChunk:
+        return self._completion_chunk([choice], self._chunk_usage())
+
+    def _completion_chunk(
+        self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None
+    ) -> ChatCompletionChunk:
         return ChatCompletionChunk(
             id=self.job.id,
             created=self.job.created,
             model=self.served_name,
-            choices=list(choices),
-            usage=chunk_usage(self.body, self.job),
+            choices=choices,
+            usage=usage,
         )
 
     def _logprobs(self, output: TextOutput) -> ChatLogprobs | None:

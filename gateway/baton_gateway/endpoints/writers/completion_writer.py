@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from baton_gateway.endpoints.writers.response_writer import (
-    GenerationAPI,
-    ResponseWriter,
-    chunk_usage,
-    returned_token_ids,
-)
+from baton_gateway.endpoints.writers.chunk_writer import ChunkWriter
+from baton_gateway.endpoints.writers.generation_api import GenerationAPI
 from baton_gateway.requests.job import Choice, Job
 from baton_text.output import TextOutput, completion_logprobs, prompt_token_logprobs
 from baton_text.requests.completion_request import CompletionRequest
@@ -27,7 +23,7 @@ class CompletionAPI(GenerationAPI[CompletionRequest]):
         return CompletionWriter(body, job, self._served_name, self._tokenizer)
 
 
-class CompletionWriter(ResponseWriter[CompletionRequest]):
+class CompletionWriter(ChunkWriter[CompletionRequest]):
     def response(self, outputs: list[tuple[Choice, TextOutput]]) -> Completion:
         choices = []
         for choice, output in outputs:
@@ -56,10 +52,11 @@ class CompletionWriter(ResponseWriter[CompletionRequest]):
         return [self._chunk(self._choice(choice, output, echo, logprobs))]
 
     def closing(self) -> list[msgspec.Struct]:
-        return [self._completion([], self.job.usage())] if self.body.include_usage else []
+        usage = self._final_usage()
+        return [] if usage is None else [self._completion([], usage)]
 
     def _chunk(self, choice: CompletionChoice) -> Completion:
-        return self._completion([choice], chunk_usage(self.body, self.job))
+        return self._completion([choice], self._chunk_usage())
 
     def _completion(
         self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None
@@ -81,7 +78,7 @@ class CompletionWriter(ResponseWriter[CompletionRequest]):
             logprobs=logprobs,
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
-            token_ids=returned_token_ids(self.body, output),
+            token_ids=self._token_ids(output),
             num_nans_in_logits=output.num_nans_in_logits or msgspec.UNSET,
         )
 

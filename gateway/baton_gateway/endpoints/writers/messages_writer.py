@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from baton_gateway.endpoints.writers.response_writer import (
+from baton_gateway.endpoints.writers.generation_api import (
     GenerationAPI,
-    ResponseWriter,
+    GenerationWriter,
     new_call_id,
 )
 from baton_gateway.errors import MESSAGES_PATH
@@ -46,7 +46,7 @@ class MessagesAPI(GenerationAPI[MessagesRequest]):
         return MessagesWriter(body, job, self._served_name, self._tokenizer)
 
 
-class MessagesWriter(ResponseWriter[MessagesRequest]):
+class MessagesWriter(GenerationWriter[MessagesRequest]):
     """Writes messages of blocks: reasoning, text and calls. A stream has one open block at most."""
 
     LAST_EVENT = b""

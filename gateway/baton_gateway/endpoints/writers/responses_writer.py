@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from baton_gateway.endpoints.writers.response_writer import (
+from baton_gateway.endpoints.writers.generation_api import (
     GenerationAPI,
-    ResponseWriter,
+    GenerationWriter,
     new_call_id,
 )
 from baton_gateway.errors import RESPONSES_PATH
@@ -33,9 +33,9 @@ from baton_text.responses.responses_api import (
 )
 from baton_text.tokenizer import Tokenizer
 
-#: Part and event name of the items that have a text.
+#: By the type of an item that has a text: type of its part, and name in its events.
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
-#: Start of the ids of items.
+#: Prefix of the ids of items, by the type of the item.
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -65,7 +65,7 @@ class ResponsesAPI(GenerationAPI[ResponsesRequest]):
         )
 
 
-class ResponsesWriter(ResponseWriter[ResponsesRequest]):
+class ResponsesWriter(GenerationWriter[ResponsesRequest]):
     """Writes items: reasoning, messages and calls. A stream has one open item at most.
 
     Args:
@@ -91,7 +91,7 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
         self._id = job.id.replace("chatcmpl-", "resp_")
         self._output: list[OutputItem] = []
         self._num_events = 0
-        #: Item whose text arrives. Its texts so far are in `_texts`.
+        #: The item that receives text, or None. `_texts` has its text so far.
         self._open: OutputItem | None = None
         self._texts: list[str] = []
         self._is_truncated = False
@@ -163,7 +163,7 @@ class ResponsesWriter(ResponseWriter[ResponsesRequest]):
         return self._event(kind, item_id=item.id, output_index=len(self._output), **fields)
 
     def _begin(self, kind: str, name: str = "") -> list[msgspec.Struct]:
-        """Return the events that end the open item and begin another. `name` is that of a tool."""
+        """Return the events that end the open item and begin another. `name`: name of a tool."""
         events = self._end()
         index = len(self._output)
         item = _item(kind, new_item_id(_PREFIXES[kind], self._id, index), name)

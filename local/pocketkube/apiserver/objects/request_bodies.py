@@ -28,8 +28,8 @@ def decode_body(
         The object, and the paths of the unknown fields that were dropped.
 
     Raises:
-        ApiError: 400 or 422, the object has another kind or namespace than the request, or fields
-            that are refused.
+        ApiError: 400 or 422. The kind or namespace of the object differs from that of the request,
+            or a field is refused.
     """
     resource = info.resource
     _check_type(resource, obj, require_type or resource.custom)

@@ -33,7 +33,8 @@ _SYSCTLS = (
     "net.ipv4.tcp_syncookies",
 )
 _SELINUX_TYPES = ("container_t", "container_init_t", "container_kvm_t", "container_engine_t")
-#: The profile also admits csi. A driver may mount secrets from outside the cluster, though.
+#: The profile also admits csi. It is missing here, because a driver may mount secrets from outside
+#: the cluster.
 _VOLUMES = (
     *("configMap", "downwardAPI", "emptyDir", "ephemeral", "image"),
     *("persistentVolumeClaim", "projected", "secret"),
@@ -205,7 +206,7 @@ def _check_profile(own: Object, merged: Object, path: str) -> None:
 def _check_host_path_mounts(
     own: Object, merged: Object, path: str, restrictions: Restrictions
 ) -> None:
-    """Check that folders of nodes that are allowed to read only are mounted to read only."""
+    """Raise ValueError if a folder of nodes that pods may only read is mounted writable."""
     read_only = [
         volume["name"]
         for volume in own["spec"]["volumes"]
@@ -231,7 +232,7 @@ def _check_credentials(
     for steps, key, value in _objects(merged["spec"], (f"{path}.spec",)):
         field = "".join(steps)
         if "secret" in key.lower():
-            # Every name counts, because the API server ignores the one that is not a field.
+            # Check both names. Only one is a field here, and the API server ignores the other.
             found = [value[each] for each in ("secretName", "name") if each in value]
             if not found or not all(isinstance(name, str) and name in secrets for name in found):
                 raise must_be("a Secret that another field of the service names", field, value)

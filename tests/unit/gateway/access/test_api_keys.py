@@ -181,7 +181,7 @@ async def test_a_key_that_sends_heads_without_bodies_leaves_places_to_others(
             0
         ] == 200
 
-    await until(is_admitted, "the places of closed connections")
+    await until(is_admitted, "the release of the reservations of closed connections")
 
 
 async def test_requests_without_a_key_do_not_prolong_the_graceful_shutdown(

@@ -14,7 +14,7 @@ from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.status_probes import find_missing
-from support.operator.services import NOW, pod, resolved, service
+from support.operator.services import NOW, observed, pod, resolved, service
 
 CREATING = {"waiting": {"reason": "ContainerCreating"}}
 INITIALIZING = {"waiting": {"reason": "PodInitializing"}}
@@ -162,9 +162,7 @@ def test_a_missing_object_is_reported_for_its_group_until_it_exists() -> None:
     gateway = ReportedGroup(
         role="gateway", desired=1, pods=[waiting()], updated=False, missing=frozenset({KEYS})
     )
-    status = report(
-        service(), resolved(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
-    )
+    status = report(observed(), resolved(), {"gateway": gateway}, problem=None, now=NOW)
     condition, reason, message = condition_of("GatewayReady", status)
     assert (condition, reason) == ("False", "SecretNotFound")
     assert "pod demo-gateway-0: Secret keys does not exist" in message
@@ -172,9 +170,7 @@ def test_a_missing_object_is_reported_for_its_group_until_it_exists() -> None:
     assert condition_of("Ready", status)[:2] == ("False", "SecretNotFound")
     assert [each.reason for each in new_failures(service(), status)] == ["SecretNotFound"]
     there = ReportedGroup(role="gateway", desired=1, pods=[waiting()], updated=False)
-    status = report(
-        service(), resolved(), {"gateway": there}, cluster_ip=None, problem=None, now=NOW
-    )
+    status = report(observed(), resolved(), {"gateway": there}, problem=None, now=NOW)
     assert condition_of("GatewayReady", status)[:2] == ("False", "Starting")
 
 
@@ -188,9 +184,7 @@ def test_a_missing_secret_takes_precedence_over_the_containers_error() -> None:
     group = ReportedGroup(
         role="decode", desired=1, pods=[member], revision="new", missing=frozenset({hub})
     )
-    status = report(
-        service(), resolved(), {"decode": group}, cluster_ip=None, problem=None, now=NOW
-    )
+    status = report(observed(), resolved(), {"decode": group}, problem=None, now=NOW)
     condition, reason, message = condition_of("DecodeReady", status)
     assert (condition, reason) == ("False", "SecretNotFound")
     assert "environment of container model" in message
@@ -204,9 +198,7 @@ def test_a_rollout_names_the_missing_object_of_its_new_pod() -> None:
     group = ReportedGroup(
         role="decode", desired=1, pods=[old, new], revision="new", missing=frozenset({settings})
     )
-    status = report(
-        service(), resolved(), {"decode": group}, cluster_ip=None, problem=None, now=NOW
-    )
+    status = report(observed(), resolved(), {"decode": group}, problem=None, now=NOW)
     assert condition_of("DecodeReady", status)[1] == "ConfigMapNotFound"
     assert condition_of("Updating", status)[:2] == ("True", "Starting")
     assert "ConfigMap settings does not exist" in condition_of("Updating", status)[2]

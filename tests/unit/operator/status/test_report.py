@@ -20,7 +20,7 @@ from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup, group_verdict, refusal_of_deployment
 from baton_protocol.process.health import Health
 from pocketkube.apiserver.serving.tables import json_path
-from support.operator.services import NOW, pod, resolved, service
+from support.operator.services import NOW, observed, pod, resolved, service
 
 FATAL = {
     "exitCode": 78,
@@ -179,7 +179,9 @@ def test_conditions_of_a_group(group: ReportedGroup, status: str, reason: str, t
 def conditions(
     before: Object, groups: dict[Any, ReportedGroup], problem: Problem | None = None
 ) -> dict[str, Condition]:
-    status = report(before, resolved(), groups, cluster_ip="10.0.0.7", problem=problem, now=NOW)
+    status = report(
+        observed(before, cluster_ip="10.0.0.7"), resolved(), groups, problem=problem, now=NOW
+    )
     return {condition.type: condition for condition in status.conditions or []}
 
 
@@ -295,7 +297,7 @@ def test_a_service_is_available_while_it_answers_requests(
 
 def test_kubectl_shows_that_a_service_is_available_although_it_is_not_ready() -> None:
     groups = ALL_READY | {"decode": decode([pod(ready=True), BROKEN_POD], 2)}
-    status = report(service(), resolved(), groups, cluster_ip="10.0.0.7", problem=None, now=NOW)
+    status = report(observed(cluster_ip="10.0.0.7"), resolved(), groups, problem=None, now=NOW)
     shown = service() | {"status": msgspec.to_builtins(status)}
     version = custom_resource_definition()["spec"]["versions"][0]
     columns = {
@@ -361,7 +363,7 @@ def test_the_transition_time_changes_only_with_the_status() -> None:
 
 def test_a_failure_causes_one_event() -> None:
     groups = ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])}
-    status = report(service(), resolved(), groups, cluster_ip=None, problem=None, now=NOW)
+    status = report(observed(), resolved(), groups, problem=None, now=NOW)
     assert [c.reason for c in new_failures(service(), status)] == ["ModelNotFound"]
     known = service(
         [
@@ -387,7 +389,7 @@ def test_one_event_warns_of_kv_transfers_without_authentication(
         kvTransfer={"transport": transport},
         **({"prefill": {}} if has_prefill else {}),
     )
-    status = report(service(), wanted, ALL_READY, cluster_ip=None, problem=None, now=NOW)
+    status = report(observed(), wanted, ALL_READY, problem=None, now=NOW)
     found = {each.type: each for each in status.conditions or []}
     assert found["Ready"].status == "True", "the warning must not affect readiness"
     if has_policy or not has_prefill or transport in ("tcp", "shm"):
@@ -416,7 +418,7 @@ def test_counts_and_endpoints() -> None:
         "decode": decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)])
     }
     wanted = resolved(gateway={"ingress": {"host": "demo.localhost"}})
-    status = report(service(), wanted, groups, cluster_ip="10.0.0.7", problem=None, now=NOW)
+    status = report(observed(cluster_ip="10.0.0.7"), wanted, groups, problem=None, now=NOW)
     assert (status.decode.desired, status.decode.ready, status.decode.replicas) == (1, 1, 2)
     assert (status.endpoint, status.ingress_endpoint) == (
         "http://10.0.0.7",
@@ -436,9 +438,7 @@ def test_a_refused_pod_of_a_deployment_is_the_reason_of_its_group() -> None:
     assert found.reason == "QuotaExceeded"
     assert refusal_of_deployment({"metadata": {"name": "demo-gateway"}}) is None
     gateway = ReportedGroup(role="gateway", desired=1, pods=[], updated=False, refusal=found)
-    status = report(
-        service(), resolved(), {"gateway": gateway}, cluster_ip=None, problem=None, now=NOW
-    )
+    status = report(observed(), resolved(), {"gateway": gateway}, problem=None, now=NOW)
     (ready,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
     assert (ready.status, ready.reason) == ("False", "QuotaExceeded")
     assert [each.reason for each in new_failures(service(), status)] == ["QuotaExceeded"]

@@ -14,7 +14,7 @@ from baton_kube.client import Object
 from baton_operator.status.report import report
 from baton_operator.status.report_group import ReportedGroup
 from baton_protocol.process.health import Health, LoadProgress
-from support.operator.services import NOW, pod, resolved, service
+from support.operator.services import NOW, observed, pod, resolved, service
 
 TYPO = "file:///models/typo"
 BACK_OFF = {
@@ -73,10 +73,9 @@ class Reported:
             role="decode", desired=2, pods=pods, revision="new", loading=loading or {}
         )
         status = report(
-            self.before,
+            observed(self.before),
             resolved(model=self.model),
             {"decode": group},
-            cluster_ip=None,
             problem=None,
             now=at,
         )

@@ -19,7 +19,7 @@ from baton_operator.status.status_probes import StatusProbes
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.process.health import Health
 from support.http_server import serving
-from support.operator.services import NOW, pod, resolved, service
+from support.operator.services import NOW, observed, pod, resolved, service
 
 KEY = Key("default", "demo")
 KV = KVCompatibility(
@@ -49,7 +49,11 @@ def reported(
     gateway = ReportedGroup(role="gateway", desired=1, pods=[pod("demo-gateway", ready=True)])
     groups: dict[Any, ReportedGroup] = {"prefill": prefill, "decode": decode, "gateway": gateway}
     return report(
-        service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW, kv=kv
+        observed(kv=kv),
+        resolved(**spec),
+        groups,
+        problem=None,
+        now=NOW,
     )
 
 

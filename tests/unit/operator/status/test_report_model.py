@@ -18,7 +18,7 @@ from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.status_probes import StatusProbes, is_progress_expected
 from baton_protocol.process.health import Health, LoadProgress
 from support.http_server import serving
-from support.operator.services import NOW, pod, resolved, service
+from support.operator.services import NOW, observed, pod, resolved, service
 
 HUB = {"uri": "hf://org/some.model@v1.0"}
 GIB = 2**30
@@ -54,7 +54,7 @@ def status_of(
         role="decode", desired=1, pods=pods, revision="new", loading=loading or {}
     )
     wanted = resolved(model=spec or HUB)
-    return report(service(), wanted, {"decode": group}, cluster_ip=None, problem=problem, now=NOW)
+    return report(observed(), wanted, {"decode": group}, problem=problem, now=NOW)
 
 
 def condition(status: Any, type_: str = "ModelAvailable") -> Any:
@@ -80,7 +80,7 @@ def test_a_pod_whose_engine_is_paused_has_the_model() -> None:
     paused = {"demo-decode-1": Health("Paused", "")}
     group = ReportedGroup(role="decode", desired=3, pods=pods, revision="new", suspended=paused)
     wanted = resolved(model={"uri": "file:///models/x"})
-    status = report(service(), wanted, {"decode": group}, cluster_ip=None, problem=None, now=NOW)
+    status = report(observed(), wanted, {"decode": group}, problem=None, now=NOW)
     assert condition(status).message.startswith("2 of 3 pods have the model")
 
 
@@ -119,20 +119,20 @@ def test_the_model_is_available_after_the_first_fetch_with_its_revision() -> Non
     assert condition(status).status == "True"
     assert (status.model.uri, status.model.revision) == (HUB["uri"], "c0ffee")
     later = report(
-        {**service(), "status": {"model": {"uri": HUB["uri"], "revision": "c0ffee"}}},
+        observed({**service(), "status": {"model": {"uri": HUB["uri"], "revision": "c0ffee"}}}),
         resolved(model=HUB),
         {"decode": ReportedGroup(role="decode", desired=1, pods=[], revision="new")},
-        cluster_ip=None,
         problem=None,
         now=NOW,
     )
     assert later.model.revision == "c0ffee"
     assert (
         report(
-            {**service(), "status": {"model": {"uri": "hf://org/other", "revision": "c0ffee"}}},
+            observed(
+                {**service(), "status": {"model": {"uri": "hf://org/other", "revision": "c0ffee"}}}
+            ),
             resolved(model=HUB),
             {},
-            cluster_ip=None,
             problem=None,
             now=NOW,
         ).model
@@ -149,7 +149,7 @@ def after(
         role="decode", desired=0, pods=pods, revision="new", loading=loading or {}
     )
     status = report(
-        stored, resolved(model=model), {"decode": group}, cluster_ip=None, problem=None, now=NOW
+        observed(stored), resolved(model=model), {"decode": group}, problem=None, now=NOW
     )
     found = condition(status)
     return found.status, found.message
@@ -188,10 +188,9 @@ def test_a_service_at_zero_does_not_report_a_model_that_it_never_had() -> None:
     ]
     had = {"conditions": [], "model": {"uri": FILE["uri"]}}
     lost = report(
-        {**service(), "status": had},
+        observed({**service(), "status": had}),
         resolved(model=FILE),
         {"decode": ReportedGroup(role="decode", desired=1, pods=[missing], revision="new")},
-        cluster_ip=None,
         problem=None,
         now=NOW,
     )

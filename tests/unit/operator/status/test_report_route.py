@@ -11,7 +11,7 @@ from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.report_route import diagnose_route
-from support.operator.services import NOW, pod, resolved, service
+from support.operator.services import NOW, observed, pod, resolved, service
 
 
 def condition(type_: str, status: str, reason: str = "Because", **more: Any) -> Object:
@@ -82,9 +82,7 @@ def gateway_ready(given: Object, ready: bool = True) -> tuple[Any, Any]:
     group = ReportedGroup(
         role="gateway", desired=1, pods=[pod("g", ready=ready)], route=diagnose_route(given)
     )
-    status = report(
-        service(), resolved(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW
-    )
+    status = report(observed(), resolved(), {"gateway": group}, problem=None, now=NOW)
     (found,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
     return found, [each.reason for each in new_failures(service(), status)]
 

@@ -13,7 +13,7 @@ from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup
 from baton_protocol.process.health import Health
-from support.operator.services import NOW, pod, resolved, service
+from support.operator.services import NOW, observed, pod, resolved, service
 
 DEADLINE_S = 600
 LATE = {"creationTimestamp": (NOW - timedelta(seconds=DEADLINE_S + 1)).isoformat()}
@@ -117,7 +117,7 @@ def reported(
             suspended_at=suspended_at,
         )
     }
-    return report(service(), resolved(**spec), groups, cluster_ip=None, problem=None, now=NOW)
+    return report(observed(), resolved(**spec), groups, problem=None, now=NOW)
 
 
 def condition(status: Any, type_: str) -> tuple[str, str, str]:
@@ -205,8 +205,6 @@ def test_the_gateway_is_included() -> None:
     group = ReportedGroup(
         role="gateway", desired=2, pods=gateways, updated=False, template_revision="g2"
     )
-    status = report(
-        service(), resolved(), {"gateway": group}, cluster_ip=None, problem=None, now=NOW
-    )
+    status = report(observed(), resolved(), {"gateway": group}, problem=None, now=NOW)
     assert condition(status, "Updating")[:2] == ("True", "Replacing")
     assert (status.gateway.updated, status.gateway.revision) == (1, "g2")

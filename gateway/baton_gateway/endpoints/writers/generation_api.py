@@ -12,9 +12,7 @@ from baton_gateway.requests.job import Choice, Job
 from baton_text.output import TextOutput
 from baton_text.requests.chat_request import ChatCompletionRequest
 from baton_text.requests.completion_request import CompletionRequest
-from baton_text.requests.generation_request import GenerationRequest
 from baton_text.requests.parsing import LongRunning
-from baton_text.responses.openai import Usage
 from baton_text.tokenizer import Tokenizer
 
 Body = TypeVar("Body", bound=LongRunning)
@@ -46,27 +44,27 @@ class GenerationAPI(abc.ABC, Generic[Body]):
         self._tokenizer = tokenizer
 
     def earlier(self, body: Body, client: str | None) -> bytes:
-        """Return the stored messages that `body` of `client` continues, as JSON.
+        """Return, as JSON, the stored messages that a request of `client` continues.
 
         Raises:
-            APIError, RequestError: a message is not stored, or is of another client.
+            APIError, RequestError: a message is not stored, or belongs to another client.
         """
         return b""
 
     @abc.abstractmethod
     def request(self, body: Body, earlier: bytes) -> GenerationBody:
-        """Return the request of `body` and of the `earlier` messages.
+        """Return the request of `body`, which continues the `earlier` messages.
 
         Raises:
             RequestError: a field cannot be converted.
         """
 
     @abc.abstractmethod
-    def writer(self, body: Body, job: Job, client: str | None) -> ResponseWriter[Body]:
-        """Return what converts the outputs of `job` of `client` to a response."""
+    def writer(self, body: Body, job: Job, client: str | None) -> GenerationWriter[Body]:
+        """Return the writer that converts the outputs of `job` to a response for `client`."""
 
 
-class ResponseWriter(abc.ABC, Generic[Body]):
+class GenerationWriter(abc.ABC, Generic[Body]):
     """Converts the outputs of one job to a complete response, or to the events of a stream.
 
     Args:
@@ -110,20 +108,6 @@ class ResponseWriter(abc.ABC, Generic[Body]):
     def name(self, event: msgspec.Struct) -> str:
         """Return the name of an event in the stream, or an empty string if it has no name."""
         return ""
-
-
-def returned_token_ids(
-    request: GenerationRequest, output: TextOutput
-) -> list[int] | msgspec.UnsetType:
-    return output.token_ids if request.return_token_ids else msgspec.UNSET
-
-
-def chunk_usage(body: GenerationRequest, job: Job) -> Usage | msgspec.UnsetType | None:
-    """Return the usage of a chunk that is not the last one."""
-    options = body.stream_options
-    if options is None or not options.include_usage:
-        return msgspec.UNSET
-    return job.streamed_usage() if options.continuous_usage_stats else None
 
 
 def new_call_id() -> str:
