@@ -94,12 +94,13 @@ class RunningPlanner:
         step.run(sequence, num_tokens)
 
     def _shorter_prompt_waits(self, sequence: Request) -> bool:
+        """Return whether the first waiting prompt, or another unfinished one, is shorter."""
         num_tokens = sequence.num_uncomputed_tokens
         first = self.waiting.peek()
         return (
             first is not None and first is not sequence and first.num_uncomputed_tokens < num_tokens
         ) or any(
-            other.num_uncomputed_tokens < num_tokens
+            1 < other.num_uncomputed_tokens < num_tokens  # 1: only its next token is left
             for other in self._prefills
             if other is not sequence
         )

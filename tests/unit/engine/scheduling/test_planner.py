@@ -102,6 +102,10 @@ LONG_PREFILL: Cases = {
         [prompt("a", 20), prompt("b", 6)], {"long_prefill_token_threshold": 4},
         {"a": 4, "b": 6},
     ),
+    "a shorter prompt that this step runs whole no longer waits": (
+        [prompt("a", 6), prompt("b", 20)], {"long_prefill_token_threshold": 4},
+        {"a": 6, "b": 10},
+    ),
     "a long prompt leaves tokens for a shorter waiting one": (
         [prompt("a", 20), waiting("b", 6)], {"long_prefill_token_threshold": 4}, {"a": 4},
     ),
