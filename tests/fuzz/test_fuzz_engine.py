@@ -32,7 +32,12 @@ from baton_protocol.engine_messages import (
     PrefillResult,
     UtilityRequest,
 )
-from baton_protocol.options.config import ENGINE_HTTP_PORT, ENGINE_PORT, SchedulerConfig
+from baton_protocol.options.config import (
+    ENGINE_HTTP_PORT,
+    ENGINE_PORT,
+    CacheConfig,
+    SchedulerConfig,
+)
 from baton_protocol.sampling_params import (
     RepetitionDetection,
     SamplingParams,
@@ -57,6 +62,8 @@ from support.pods import Pod, Pods, pods
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 #: A short context bounds the work of requests without max_tokens.
 MAX_MODEL_LEN = 64
+#: Sleep frees the pages of the KV cache, so a large cache would change the measured memory.
+KV_BYTES = 4 * 2**20
 PARAMS = [
     SamplingParams(max_tokens=2),
     SamplingParams(
@@ -184,6 +191,7 @@ def start(group: Pods, checkpoint: Path) -> Callable[[str, str], Pod]:
         engine = group.engine(
             name,
             checkpoint,
+            cache=CacheConfig(memory_bytes=KV_BYTES),
             scheduler=SchedulerConfig(max_num_seqs=64),
             service_key_file=key_file,
             max_model_len=MAX_MODEL_LEN,
