@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton_engine import checkpoint
+from baton_engine import random_checkpoint
 from baton_engine.models.checkpoint.checkpoint_config import load_checkpoint_config
 from baton_engine.models.factory import make_model
 from baton_engine.random_checkpoint import ARCHITECTURES, SIZES, create_checkpoint
@@ -125,7 +125,7 @@ def test_the_command_line_writes_the_requested_sizes_and_refuses_a_folder_with_f
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parser = argparse.ArgumentParser()
-    checkpoint.add_arguments(parser)
+    random_checkpoint.add_arguments(parser)
     out = tmp_path / "cli"
     arguments = [
         "--arch",
@@ -139,21 +139,22 @@ def test_the_command_line_writes_the_requested_sizes_and_refuses_a_folder_with_f
         "--experts",
         "4",
     ]
-    assert checkpoint.run(parser.parse_args(arguments)) == 0
+    assert random_checkpoint.run(parser.parse_args(arguments)) == 0
     config = json.loads((out / "config.json").read_text())
     assert (config["hidden_size"], config["num_hidden_layers"], config["num_experts"]) == (64, 1, 4)
-    assert checkpoint.run(parser.parse_args(arguments)) == 2
+    assert random_checkpoint.run(parser.parse_args(arguments)) == 2
     assert "not empty" in capsys.readouterr().err
 
 
 def test_the_command_line_takes_a_preset_and_options_that_override_it(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    checkpoint.add_arguments(parser)
+    random_checkpoint.add_arguments(parser)
     out = tmp_path / "cli"
     options = ["--size", "150m", "--layers", "1", "--vocab-size", "300", "--sliding-window", "64"]
     options += ["--rope-scaling", "yarn", "--rope-factor", "2"]
     assert (
-        checkpoint.run(parser.parse_args(["--arch", "mistral", "--out", str(out), *options])) == 0
+        random_checkpoint.run(parser.parse_args(["--arch", "mistral", "--out", str(out), *options]))
+        == 0
     )
     config = json.loads((out / "config.json").read_text())
     sizes = (config["hidden_size"], config["num_hidden_layers"], config["vocab_size"])
