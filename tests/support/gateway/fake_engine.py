@@ -312,7 +312,11 @@ class FakeEngine:
             done += len(tokens)
             if finish is not None:
                 return
-            await asyncio.sleep(self.step_s)
+            await self._next_step()
+
+    async def _next_step(self) -> None:
+        """Wait until a request may have its next output."""
+        await asyncio.sleep(self.step_s)
 
     def _pooled(self, request: EngineCoreRequest, params: PoolingParams) -> EngineCoreOutput:
         vector = vector_of(request.prompt_token_ids)
