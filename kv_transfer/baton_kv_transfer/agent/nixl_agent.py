@@ -52,6 +52,7 @@ from baton_kv_transfer.agent.descriptors import (
 )
 from baton_kv_transfer.agent.transfer_checks import check_post, pair, unknown_peer
 from baton_kv_transfer.transports.transfer import (
+    LOST_NOTIFICATION,
     Descriptors,
     Post,
     Region,
@@ -341,12 +342,7 @@ class NixlAgent(Agent):
             try:
                 self._open().send_notif(remote_agent_name, notif_msg)
             except self._errors as error:
-                logger.warning(
-                    "a KV transfer notification to %s was lost and is not sent again; a load that "
-                    "waits for it fails after the peer's kv_transfer.load_timeout_s: %s",
-                    remote_agent_name,
-                    error,
-                )
+                logger.warning(LOST_NOTIFICATION, remote_agent_name, error)
 
     def release_xfer_handle(self, handle: XferHandle) -> None:
         with self._lock:

@@ -14,6 +14,12 @@ Descriptors = NDArray[np.int64]
 #: NIXL's names for host memory and GPU memory.
 MEM_TYPES = ("DRAM", "VRAM")
 
+#: Warning in the log. Arguments: name of the peer, error.
+LOST_NOTIFICATION = (
+    "a KV transfer notification to %s was lost and is not sent again; a load that waits for it "
+    "fails after the peer's kv_transfer.load_timeout_s: %s"
+)
+
 
 class TransportError(RuntimeError):
     """A call of a transport or an agent failed. After a timeout, the call may still take effect."""

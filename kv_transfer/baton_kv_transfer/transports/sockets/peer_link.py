@@ -11,7 +11,7 @@ from collections.abc import Callable
 from baton_kv_transfer.transports.iovec import check
 from baton_kv_transfer.transports.sockets.framed_socket import DATA, MAX_PAYLOAD_BYTES, FramedSocket
 from baton_kv_transfer.transports.sockets.row_io import Rows
-from baton_kv_transfer.transports.transfer import Transfer, TransportError
+from baton_kv_transfer.transports.transfer import LOST_NOTIFICATION, Transfer, TransportError
 from baton_kv_transfer.transports.transport import TransportContext
 
 #: Kinds of messages. Each frame has the number of the transfer to which the frame belongs.
@@ -78,12 +78,7 @@ class PeerLink(abc.ABC):
             transfer.end(error)
             self._context.wakeup()
         elif error:
-            logger.warning(
-                "a KV transfer notification to %s was lost and is not sent again; a load that "
-                "waits for it fails after the peer's kv_transfer.load_timeout_s: %s",
-                self.peer,
-                error,
-            )
+            logger.warning(LOST_NOTIFICATION, self.peer, error)
 
     def give_up(self, reason: str) -> None:
         """Close the connection. All transfers in flight end in ERR, and later posts fail."""

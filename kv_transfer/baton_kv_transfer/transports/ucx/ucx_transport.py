@@ -20,7 +20,12 @@ import time
 import msgspec
 
 from baton_kv_transfer.transports.iovec import check, count_outside, pack
-from baton_kv_transfer.transports.transfer import Region, Transfer, TransportError
+from baton_kv_transfer.transports.transfer import (
+    LOST_NOTIFICATION,
+    Region,
+    Transfer,
+    TransportError,
+)
 from baton_kv_transfer.transports.transport import Transport, TransportContext
 from baton_kv_transfer.transports.ucx import capabilities, messages
 from baton_kv_transfer.transports.ucx.connection import Outgoing, UCXConnection
@@ -160,12 +165,7 @@ class UCXTransport(Transport):
             connection = self._connect(peer, name)
             connection.send_message(Notif(connection.session, message))
         except UCXError as error:
-            logger.warning(
-                "a KV transfer notification to %s was lost and is not sent again; a load that "
-                "waits for it fails after the peer's kv_transfer.load_timeout_s: %s",
-                name,
-                error,
-            )
+            logger.warning(LOST_NOTIFICATION, name, error)
 
     def _disconnect(self, peer: PeerAddress, reason: str) -> None:
         """Cut the connection to a removed peer, unless only requests of the peer use it."""
