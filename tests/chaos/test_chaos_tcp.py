@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.suspended import suspend
 
 from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.agent.agent_factory import create_agent
@@ -80,14 +81,6 @@ class Peers:
     def is_in_progress(self, handle: XferHandle) -> bool:
         return self._agent.check_xfer_state(handle) == "PROC"
 
-    def freeze_owner(self) -> None:
-        """Stop the owner and wait until all its threads have stopped.
-
-        A running thread could still answer.
-        """
-        self.owner.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.owner.pid, os.WSTOPPED)
-
     def close(self) -> None:
         self._agent.close()
         self.owner.send_signal(signal.SIGCONT)
@@ -113,7 +106,7 @@ def test_transfers_to_a_silent_host_fail(peers: Peers, op: str, num_bytes: int) 
 
 def test_a_read_from_a_frozen_owner_fails_when_its_host_is_silent(peers: Peers) -> None:
     """No data is in flight, so only the kernel's keepalive probes detect it."""
-    peers.freeze_owner()
+    suspend(peers.owner.pid)
     handle = peers.begin("READ", SMALL)
     time.sleep(1.0)  # the kernel of the frozen process acknowledges the request
     assert peers.is_in_progress(handle)
@@ -125,7 +118,7 @@ def test_a_read_from_a_frozen_owner_fails_when_its_host_is_silent(peers: Peers) 
 
 
 def test_a_write_to_a_host_that_reads_no_bytes_fails(peers: Peers) -> None:
-    peers.freeze_owner()
+    suspend(peers.owner.pid)
     assert peers.outcome(peers.begin("WRITE", LARGE)) == "ERR"
     peers.owner.send_signal(signal.SIGCONT)
     assert peers.outcome(peers.begin("READ", SMALL)) == "DONE"

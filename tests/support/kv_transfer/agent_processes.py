@@ -10,11 +10,11 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.support.suspended import suspend
 
 from baton_kv_transfer.agent.agent import INIT_AGENT, DlistHandle, XferHandle
 from baton_kv_transfer.agent.agent_factory import create_agent
@@ -134,17 +134,12 @@ class OwnerProcess(_Process):
     @contextmanager
     def frozen(self) -> Iterator[None]:
         assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
         try:
-            eventually(self._is_stopped, "all threads to stand still")
+            suspend(self.process.pid)
             yield
         finally:
             with suppress(ProcessLookupError):  # killed at the same time
                 os.kill(self.process.pid, signal.SIGCONT)
-
-    def _is_stopped(self) -> bool:
-        stats = [task / "stat" for task in Path(f"/proc/{self.process.pid}/task").iterdir()]
-        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
 class OwnerHere:

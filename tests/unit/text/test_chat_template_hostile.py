@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.support.suspended import suspend
 
 from baton_text import chat_template
 from baton_text.chat_template import (
@@ -71,7 +72,7 @@ def test_a_process_that_was_killed_is_replaced() -> None:
 def test_a_process_without_cpus_is_ended_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate("sound", {})
     process = process_of(template)
-    process.suspend()
+    suspend(process.pid)
     monkeypatch.setattr(chat_template, "MAX_WALL_S", 0.2)
     with pytest.raises(TemplateProcessError, match=r"it takes more than 0\.2 s"):
         template.render(MESSAGES)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.suspended import suspend
 
 from baton_engine.grammar import sandboxed_compile, structured_output
 from baton_engine.grammar.compiler import NUM_THREADS
@@ -382,7 +383,7 @@ def test_a_child_that_does_not_answer_is_ended_and_later_specifications_work(
     child = manager._trial._process
     assert child is not None
     monkeypatch.setattr(sandboxed_compile, "MAX_WALL_S", 0.2)
-    child.send_signal(signal.SIGSTOP)
+    suspend(child.pid)
     assert "too complex" in refusal(manager, "regex", "while it is frozen")
     monkeypatch.undo()
     compiled(manager, "regex", "after it was replaced")
@@ -396,7 +397,7 @@ def test_a_compiled_grammar_is_used_again_at_once_and_with_its_cache_salt_only(
     manager.compile(known, "one").result(timeout=30)
     child = manager._trial._process
     assert child is not None
-    child.send_signal(signal.SIGSTOP)
+    suspend(child.pid)
     try:
         others = [
             manager.compile(StructuredOutput(StructuredOutputKind.REGEX, f"other {number}"), "two")

@@ -7,8 +7,8 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
+from tests.support.suspended import suspend
 
 from baton_text import chat_template
 from baton_text.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ async def test_a_host_without_cpus_is_no_fault_of_the_request(
     assert template is not None
     with monkeypatch.context() as patch:
         patch.setattr(chat_template, "MAX_WALL_S", 0.2)
-        psutil.Process(template._idle[0]._process.pid).suspend()
+        suspend(template._idle[0]._process.pid)
         status, answer, headers = await rig.post(path, chat("hello"))
     assert (status, answer["error"]["code"]) == (503, "service_unavailable")
     assert "takes more than 0.2 s" in answer["error"]["message"]

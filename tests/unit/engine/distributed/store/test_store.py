@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.suspended import suspend
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -221,8 +222,7 @@ def test_a_killed_store_fails_calls_at_once_and_a_frozen_one_at_their_timeout() 
     with store_process() as (process, address):
         store = connect_store(address, WAIT_S)
         store.set("key", "value")
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
+        suspend(process.pid)
         with pytest.raises(DistStoreError, match=r"within 0\.3 s"):
             store.wait(["key"], timedelta(seconds=0.3))
         process.send_signal(signal.SIGCONT)
