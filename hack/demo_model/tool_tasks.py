@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from baton_local.tool_agent import tool_entry
+from baton_local.up.tool_agent import tool_entry
 from demo_model.questions import expand, normalize, split
 
 Values = dict[str, Any]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from baton_local.detach import run_detached
 from baton_local.state_dir import ClusterInfo, StateDir, StateDirError
+from baton_local.up.detach import run_detached
 from baton_protocol.options import arguments
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _add_up(commands: _Commands) -> None:
 
 def _run_up(args: argparse.Namespace) -> int:
     from baton_local.status_tables import make_console
-    from baton_local.up import UpOptions, run_up
+    from baton_local.up.supervisor import UpOptions, run_up
 
     options = UpOptions(
         file=args.file,
@@ -276,12 +276,12 @@ def _add_status(commands: _Commands) -> None:
 
 
 def _run_status(args: argparse.Namespace) -> int:
-    info = _running_cluster()
-    found = asyncio.run(_status(info))
+    info = _running_cluster()  # before the imports, which take longer
     from baton_local.kv_bytes import fetch_kv_bytes
     from baton_local.service_status import ServiceStatus, with_pids
     from baton_local.status_tables import make_console, print_status
 
+    found = asyncio.run(_status(info))
     if found is not None:
         status = with_pids(asyncio.run(fetch_kv_bytes(found)))
     else:
@@ -289,7 +289,15 @@ def _run_status(args: argparse.Namespace) -> int:
             f"[red]baton status:[/] LLMService {info.namespace}/{info.service} was deleted"
         )
         status = ServiceStatus(
-            info.service, info.namespace, "", "", [], [], "", info.kubeconfig, exists=False
+            service=info.service,
+            namespace=info.namespace,
+            endpoint="",
+            model="",
+            conditions=[],
+            pods=[],
+            ingress="",
+            kubeconfig=info.kubeconfig,
+            exists=False,
         )
     if args.output == "json":
         print(msgspec.json.format(msgspec.json.encode(status)).decode())

@@ -14,6 +14,7 @@ from baton_local.service_status import ServiceCondition, ServiceStatus, pod_stat
 from baton_operator import names
 from pocketkube.conditions import has_condition
 from pocketkube.loopback import served_port
+from pocketkube.proxy.ingress_proxy import PORT_ANNOTATION
 
 FIELD_MANAGER = "baton"
 ACCOUNT_TOKEN_S = 365 * 86400
@@ -128,7 +129,7 @@ class ClusterApi:
             return ""
         nodes, _ = await self._kube.list("/api/v1/nodes")
         for node in nodes:
-            if port := (node["metadata"].get("annotations") or {}).get("pocketkube/ingress-port"):
+            if port := (node["metadata"].get("annotations") or {}).get(PORT_ANNOTATION):
                 return f"-H 'Host: {host}' http://127.0.0.1:{port}"
         return ""
 

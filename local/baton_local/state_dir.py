@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from pocketkube.private_folder import check_private_folder, create_private_folder
+from pocketkube.private_files import check_private_folder, create_private_folder
 
 #: Time to wait for the lock. `StateDir.supervisor` may hold it for a moment.
 PROBE_S = 0.5

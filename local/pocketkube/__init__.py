@@ -11,6 +11,6 @@
 - `networks`, `loopback`, `ports`: address ranges, addresses and ports of this machine.
 - `websockets`: the handshake, the messages and the end of WebSockets.
 - `certificates`, `kubeconfig`: files with keys and credentials.
-- `private_folder`: folders that other users cannot write.
+- `private_files`: files that other users cannot read, folders that they cannot write.
 - `event_recorder`, `conditions`, `timestamps`: Events, conditions and times of the Kubernetes API.
 """

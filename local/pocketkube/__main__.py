@@ -17,7 +17,7 @@ HEAL_INTERVAL_S = 0.5  # interval of the check whether a component has ended
 def main() -> None:
     """Parse the command line, and run the cluster until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(
-        prog="pocketkube",
+        prog="python -m pocketkube",
         description="Run a Kubernetes cluster whose pods are processes of this machine. "
         "Prints the kubeconfig's path once the API server answers.",
     )

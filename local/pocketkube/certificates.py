@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from pocketkube.private_files import write_private
 
 _VALIDITY = datetime.timedelta(days=365)
 _AUTHORITY_USAGE = x509.KeyUsage(
@@ -37,15 +38,6 @@ class Certificates:
     #: The API server identifies itself to kubelets and to etcd with this certificate.
     client_certificate: Path
     client_key: Path
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read. The file appears at `path` only when complete."""
-    part = path.with_name(path.name + ".part")
-    part.unlink(missing_ok=True)
-    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(data)
-    part.replace(path)
 
 
 def _pem(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey) -> bytes:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from pocketkube.certificates import write_private
+from pocketkube.private_files import write_private
 
 
 def write_account_kubeconfig(admin: Path, path: Path, token: str) -> Path:

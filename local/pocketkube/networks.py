@@ -6,12 +6,10 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-#: Control plane -> (range of pods, range of Services). A real API server refuses addresses of
-#: 127/8 in Endpoints.
-_RANGES = {
-    "embedded": ("127.77.0.0/16", "127.96.0.0/16"),
-    "real": ("198.18.0.0/16", "198.19.0.0/16"),
-}
+#: Control plane -> range of the addresses of pods, and of Services, that its clusters share. A real
+#: API server refuses addresses of 127/8 in Endpoints.
+POD_RANGES = {"embedded": "127.77.0.0/16", "real": "198.18.0.0/16"}
+SERVICE_RANGES = {"embedded": "127.96.0.0/16", "real": "198.19.0.0/16"}
 _PREFIX = 20
 CLUSTERS = 2 ** (_PREFIX - 16)
 
@@ -48,7 +46,7 @@ def claim_networks(control_plane: str) -> Networks:
     """
     pods, services = (
         list(ipaddress.ip_network(text).subnets(new_prefix=_PREFIX))
-        for text in _RANGES[control_plane]
+        for text in (POD_RANGES[control_plane], SERVICE_RANGES[control_plane])
     )
     for index in range(CLUSTERS):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

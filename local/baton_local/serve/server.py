@@ -39,8 +39,8 @@ from baton_protocol.options.config import (
     ModelConfig,
 )
 from baton_protocol.process.fatal import ConfigurationError, report_fatal
-from pocketkube.certificates import write_private
 from pocketkube.ports import LOOPBACK, free_ports
+from pocketkube.private_files import write_private
 
 POLL_S = 0.2  # interval of the requests to /ready and /metrics
 #: Interval between messages while the engine or the gateway is not ready.

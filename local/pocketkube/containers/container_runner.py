@@ -38,8 +38,8 @@ _MESSAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class Services:
-    """The kubelet's clients and settings, which all pods share."""
+class Dependencies:
+    """The clients and settings of the kubelet, which all its pods share."""
 
     api: KubeClient
     #: CA of the API server, in PEM.
@@ -64,7 +64,7 @@ class PodContext:
     The pod worker replaces `pod` when the API server has a newer version of the pod.
     """
 
-    services: Services
+    dependencies: Dependencies
     pod: Object
     pod_ip: str
     volumes: PodVolumes
@@ -107,7 +107,7 @@ class ContainerRunner:
                 ran = await self._run_once()
                 if self._finished() or self._stopping.is_set():
                     return
-                delay = self._context.services.backoff.next_delay(delay, ran)
+                delay = self._context.dependencies.backoff.next_delay(delay, ran)
                 await self._back_off(delay)
         finally:
             self._stopped.set()
@@ -119,7 +119,7 @@ class ContainerRunner:
             await self._terminate(process, "Stopping container", self._context.grace_deadline)
         await self._stopped.wait()
 
-    def settle(self) -> None:
+    def mark_terminated(self) -> None:
         """Change the state of a waiting container to terminated. Call this after `stop()`."""
         if isinstance(self.state.state, Waiting):
             self.state.state = self.state.last or Terminated(
@@ -198,14 +198,14 @@ class ContainerRunner:
             self._process = None
 
     async def _prepare(self) -> tuple[dict[str, str], list[str], Path]:
-        context, services = self._context, self._context.services
+        context, dependencies = self._context, self._context.dependencies
         check_handlers(self.container)
         root = context.volumes.mount(self.container)
-        base = base_environment(context.pod, pod_ip=context.pod_ip, server=services.api.server)
+        base = base_environment(context.pod, pod_ip=context.pod_ip, server=dependencies.api.server)
         base["POCKETKUBE_POD_ROOT"] = str(root)
-        addresses = {"status.podIP": context.pod_ip, "status.hostIP": services.host_ip}
+        addresses = {"status.podIP": context.pod_ip, "status.hostIP": dependencies.host_ip}
         environment = await container_environment(
-            context.pod, self.container, base, addresses, services.lookup
+            context.pod, self.container, base, addresses, dependencies.lookup
         )
         # The pod cannot override these: the process needs its mounts and its address.
         environment |= {"POCKETKUBE_POD_ROOT": str(root), "POD_IP": context.pod_ip}
@@ -222,7 +222,7 @@ class ContainerRunner:
         output = ContainerLog(log_file(self._context.log_folder, self.container["name"], restart))
         try:
             process = ContainerProcess.start(
-                argv, environment, cwd, self._context.services.reaper, instance, output
+                argv, environment, cwd, self._context.dependencies.reaper, instance, output
             )
         except StartError:
             output.close()
@@ -261,7 +261,7 @@ class ContainerRunner:
             self._event("Unhealthy", f"{kind.capitalize()} probe failed: {message}")
 
         context = self._context
-        return Probe(spec, self.container, context.pod_ip, context.services.http, on_failure)
+        return Probe(spec, self.container, context.pod_ip, context.dependencies.http, on_failure)
 
     async def _watch_readiness(self, probe: Probe) -> None:
         while True:
@@ -339,7 +339,7 @@ class ContainerRunner:
     def _event(self, reason: str, message: str) -> None:
         group = "initContainers" if self._init else "containers"
         path = f"spec.{group}{{{self.container['name']}}}"
-        self._context.services.events.record(
+        self._context.dependencies.events.record(
             self._context.pod, "Pod", reason, message, field_path=path
         )
 

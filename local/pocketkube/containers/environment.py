@@ -149,7 +149,7 @@ def field_value(path: str, pod: Object, addresses: Mapping[str, str]) -> str:
             return addresses["status.podIP"]
         case "status.hostIP" | "status.hostIPs":
             return addresses["status.hostIP"]
-    raise ConfigError(f"unsupported fieldPath {path!r}")
+    raise ConfigError(f"fieldPath {path!r} is not supported here")
 
 
 async def read_data(
@@ -192,7 +192,10 @@ async def _value_from(
             if reference.get("optional"):
                 return None
             raise ConfigError(f"couldn't find key {key} in {kind} {namespace}/{name}")
-    raise ConfigError(f"unsupported valueFrom {sorted(source)}")
+    raise ConfigError(
+        f"valueFrom {', '.join(sorted(source)) or 'without a source'} is not supported here; use "
+        "fieldRef, configMapKeyRef or secretKeyRef"
+    )
 
 
 def _text(value: bytes) -> str:

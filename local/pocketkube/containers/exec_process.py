@@ -17,6 +17,7 @@ from typing import IO
 from pocketkube.containers.container_reaper import kill_all
 from pocketkube.containers.process import (
     EXEC_MARKER,
+    KILL_S,
     ContainerProcess,
     StartError,
     exit_code,
@@ -28,8 +29,6 @@ from pocketkube.containers.process import (
 _DRAIN_S = 1.0
 #: The capacity of a pipe, and the maximum size of a read.
 _PIPE_BYTES = 65536
-#: Maximum wait for the end of processes after SIGKILL.
-_KILL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class ExecProcess:
         if not self._exited.is_set():
             # Kill the processes also if the caller is cancelled before a thread is free.
             await asyncio.shield(
-                asyncio.to_thread(kill_all, {self._popen.pid}, self._marker, _KILL_S)
+                asyncio.to_thread(kill_all, {self._popen.pid}, self._marker, KILL_S)
             )
 
     def _on_exit(self) -> None:

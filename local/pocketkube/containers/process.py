@@ -22,7 +22,7 @@ from typing import IO
 from pocketkube.containers import container_reaper
 from pocketkube.containers.container_log import ContainerLog
 from pocketkube.lifecycle import kill_at_end_of_parent, wait_up_to
-from pocketkube.private_folder import create_private_folder
+from pocketkube.private_files import create_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,8 @@ RUNTIME = "process://"
 #: Time to read the remaining output after the last process of a container has ended.
 _DRAIN_S = 1.0
 _READ_BYTES = 65536
+#: Maximum wait for the end of processes after SIGKILL.
+KILL_S = 5.0
 
 
 class StartError(Exception):
@@ -110,8 +112,9 @@ class ContainerReaper:
                     await asyncio.to_thread(self._process.wait)
             except TimeoutError:
                 logger.warning(
-                    "the container reaper is still killing processes after %g s; the next "
-                    "kubelet waits for its end",
+                    "the container reaper (process %d) is still killing processes after %g s; the "
+                    "next kubelet waits for its end",
+                    self._process.pid,
                     timeout_s,
                 )
         os.close(self._lock)
@@ -134,7 +137,9 @@ class ContainerReaper:
         self._process.wait()
         if not self._stopping:
             logger.error(
-                "the container reaper has ended with exit code %s; starting another one",
+                "the container reaper (process %d) has ended with exit code %s, starting another "
+                "one",
+                self._process.pid,
                 self._process.returncode,
             )
             self._spawn()
@@ -230,11 +235,15 @@ class ContainerProcess:
 
     async def finish(self) -> None:
         """Kill the container's remaining processes, and read the rest of their output."""
-        while not await asyncio.to_thread(container_reaper.kill_all, {self.pid}, self._marker, 5.0):
+        kill_all = container_reaper.kill_all
+        while not await asyncio.to_thread(kill_all, {self.pid}, self._marker, KILL_S):
             logger.warning(
-                "processes with %s in their environment survive SIGKILL; a device may hang: see "
-                "`dmesg`",
+                "process %d or its descendants (%s in their environment) still run %g s after "
+                "SIGKILL, trying again; a device may hang: see `ps -s %d` and `dmesg`",
+                self.pid,
                 self._marker,
+                KILL_S,
+                self.pid,
             )
         await self._exited.wait()
         if not await wait_up_to(_DRAIN_S, self._drained):

@@ -201,11 +201,10 @@ class PodVolumes:
             if not path.is_symlink():
                 path.symlink_to(host)
         else:
-            kinds = sorted(key for key in volume if key != "name")
+            kinds = ", ".join(sorted(key for key in volume if key != "name"))
             raise MountError(
                 f"volume {volume['name']!r}: {kinds} is not supported here; use hostPath, "
-                "emptyDir, configMap, secret, projected "
-                "or downwardAPI"
+                "emptyDir, configMap, secret, projected or downwardAPI"
             )
 
     def _host_path(self, path: str) -> Path:
@@ -267,7 +266,10 @@ class PodVolumes:
         files: Payload = {}
         for item in source.get("items") or []:
             if "fieldRef" not in item:
-                raise ConfigError(f"unsupported downwardAPI item {sorted(item)}")
+                raise ConfigError(
+                    f"the downwardAPI file {item['path']!r} has no fieldRef; other fields are not "
+                    "supported here"
+                )
             path = item["fieldRef"]["fieldPath"]
             files[item["path"]] = field_value(path, self.pod, self._addresses).encode()
         return files
@@ -328,7 +330,7 @@ def _check_host_path(path: Path, kind: str) -> None:
         "BlockDevice": path.is_block_device(),
     }
     if not tests.get(kind, False):
-        raise MountError(f"hostPath {path} is not a {kind} on this machine")
+        raise MountError(f"hostPath {path} does not have the type {kind} on this machine")
 
 
 def _write_atomically(path: Path, files: Payload, volume: Object) -> None:

@@ -20,10 +20,9 @@ from pocketkube.certificates import create_certificates
 from pocketkube.child_processes import ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
 from pocketkube.lifecycle import run_until_terminated, until_stopped
+from pocketkube.networks import SERVICE_RANGES
 from pocketkube.ports import LOOPBACK
-from pocketkube.private_folder import create_private_folder
-
-DEFAULT_SERVICE_NETWORK = "127.96.0.0/16"
+from pocketkube.private_files import create_private_folder
 
 
 class EmbeddedControlPlane:
@@ -40,7 +39,7 @@ class EmbeddedControlPlane:
         self,
         state_dir: Path,
         port: int = 0,
-        service_network: str = DEFAULT_SERVICE_NETWORK,
+        service_network: str = SERVICE_RANGES["embedded"],
         event_window: int = DEFAULT_WINDOW,
     ) -> None:
         self.kubeconfig = state_dir / "kubeconfig"
@@ -129,7 +128,7 @@ def main() -> None:
         help="where certificates and the kubeconfig are written",
     )
     parser.add_argument(
-        "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
+        "--service-network", default=SERVICE_RANGES["embedded"], help="addresses of Services"
     )
     arguments = parser.parse_args()
     create_private_folder(arguments.state_dir)

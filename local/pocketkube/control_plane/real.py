@@ -26,19 +26,14 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-from pocketkube.certificates import (
-    Certificates,
-    create_certificates,
-    create_signing_key,
-    write_private,
-)
+from pocketkube.certificates import Certificates, create_certificates, create_signing_key
 from pocketkube.child_processes import Children, ComponentError
 from pocketkube.kubeconfig import write_kubeconfig
+from pocketkube.networks import SERVICE_RANGES
 from pocketkube.ports import LOOPBACK, free_ports
-from pocketkube.private_folder import create_private_folder
+from pocketkube.private_files import create_private_folder, write_private
 
 BINARIES = ("etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler")
-DEFAULT_SERVICE_NETWORK = "198.19.0.0/16"
 _CACHE = (
     Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton" / "control-plane"
 )
@@ -101,7 +96,7 @@ class RealControlPlane:
         self,
         assets: Path,
         state_dir: Path,
-        service_network: str = DEFAULT_SERVICE_NETWORK,
+        service_network: str = SERVICE_RANGES["real"],
         audit_log: Path | None = None,
         apiserver_flags: tuple[str, ...] = (),
         *,
@@ -329,7 +324,7 @@ def main() -> None:
         "--state-dir", type=Path, required=True, help="etcd's data, keys, logs and the kubeconfig"
     )
     parser.add_argument(
-        "--service-network", default=DEFAULT_SERVICE_NETWORK, help="addresses of Services"
+        "--service-network", default=SERVICE_RANGES["real"], help="addresses of Services"
     )
     parser.add_argument(
         "--audit-log",

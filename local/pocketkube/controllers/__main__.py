@@ -14,7 +14,7 @@ from pocketkube.lifecycle import die_with_parent, run_until_terminated
 def main() -> None:
     """Parse the command line, and run the controllers until SIGTERM."""
     parser = argparse.ArgumentParser(
-        prog="pocketkube.controllers",
+        prog="python -m pocketkube.controllers",
         description="Deployments, ReplicaSets and scheduling for the embedded control plane.",
     )
     parser.add_argument("--kubeconfig", type=Path, required=True)

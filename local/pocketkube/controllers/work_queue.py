@@ -39,22 +39,24 @@ class WorkQueue:
                 await self._reconcile(key)
                 self._failures.pop(key, None)
             except KubeError as error:
-                self._retry(key, str(error), expected=error.status in (404, 409))
+                # 404 and 409: the cache lags behind the API server.
+                level = logging.INFO if error.status in (404, 409) else logging.WARNING
+                self._retry(key, error, level)
             except OSError as error:  # the API server does not answer
-                self._retry(key, str(error), expected=True)
+                self._retry(key, error, logging.INFO)
             except Exception as error:
-                logger.exception("reconciling %s %s failed", self._name, key)
-                self._retry(key, repr(error), expected=True)
+                self._retry(key, error, logging.ERROR)
 
-    def _retry(self, key: str, why: str, *, expected: bool) -> None:
+    def _retry(self, key: str, error: Exception, level: int) -> None:
         count = self._failures[key] = self._failures.get(key, 0) + 1
         delay = min(0.1 * 2**count, 10.0)
         logger.log(
-            logging.INFO if expected else logging.WARNING,
-            "reconciling %s %s failed: %s; retrying in %.1f s",
+            level,
+            "reconciling %s %s failed, retrying in %.1f s: %s",
             self._name,
             key,
-            why,
             delay,
+            str(error) or repr(error),
+            exc_info=level == logging.ERROR,
         )
         asyncio.get_running_loop().call_later(delay, self.add, key)

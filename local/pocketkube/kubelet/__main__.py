@@ -9,12 +9,13 @@ from pathlib import Path
 from pocketkube.containers.backoff import BackoffPolicy
 from pocketkube.kubelet.kubelet import Kubelet, KubeletConfig
 from pocketkube.lifecycle import die_with_parent, run_until_terminated
+from pocketkube.networks import POD_RANGES
 
 
 def main() -> None:
     """Parse the command line, and run the kubelet until SIGTERM."""
     parser = argparse.ArgumentParser(
-        prog="pocketkube.kubelet",
+        prog="python -m pocketkube.kubelet",
         description="Run the pods of one node as processes of this machine.",
     )
     parser.add_argument("--kubeconfig", type=Path, required=True)
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--node-name", default=socket.gethostname().lower())
     parser.add_argument(
         "--address-pool",
-        default="127.77.0.0/16",
+        default=POD_RANGES["embedded"],
         help=(
             "network of the pods' addresses; addresses outside of 127.0.0.0/8 are added to the "
             "loopback device (needs root)"

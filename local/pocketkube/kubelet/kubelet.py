@@ -14,7 +14,7 @@ import aiohttp
 from baton_kube.client import KubeClient, KubeError, Object, connect
 from baton_kube.reflector import Reflector
 from pocketkube.containers.backoff import BackoffPolicy
-from pocketkube.containers.container_runner import Services
+from pocketkube.containers.container_runner import Dependencies
 from pocketkube.containers.environment import ConfigError, Lookup
 from pocketkube.containers.process import ContainerReaper
 from pocketkube.event_recorder import EventRecorder
@@ -92,7 +92,7 @@ class Kubelet:
         config = self._config
         events = EventRecorder(api, "kubelet", config.node_name)
         authority = certificate_authority(config.kubeconfig)
-        services = Services(
+        dependencies = Dependencies(
             api=api,
             ca_pem=authority,
             events=events,
@@ -108,7 +108,7 @@ class Kubelet:
         port = await server.start(pool.node_address)
         node = Node(api, config.node_name, pool.node_address, port)
         pods = Reflector(api, "/api/v1/pods", field_selector=f"spec.nodeName={config.node_name}")
-        pods.subscribe(lambda old, new: self._pod_changed(services, pool, old, new))
+        pods.subscribe(lambda old, new: self._pod_changed(dependencies, pool, old, new))
         try:
             await _register(node, stop)
             logger.info(
@@ -129,7 +129,7 @@ class Kubelet:
                 await node.write_status(ready=False)
 
     def _pod_changed(
-        self, services: Services, pool: AddressPool, old: Object | None, new: Object | None
+        self, dependencies: Dependencies, pool: AddressPool, old: Object | None, new: Object | None
     ) -> None:
         replaced = old is not None and (
             new is None or new["metadata"]["uid"] != old["metadata"]["uid"]
@@ -142,7 +142,7 @@ class Kubelet:
         if worker := self._workers.get(uid):
             worker.update(new)
             return
-        worker = PodWorker(services, pool, self._pods_folder / uid, new)
+        worker = PodWorker(dependencies, pool, self._pods_folder / uid, new)
         self._workers[uid] = worker
         task = asyncio.create_task(worker.run())
         self._tasks.add(task)

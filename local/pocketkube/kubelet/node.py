@@ -136,7 +136,7 @@ class Node:
                 "type": kind,
                 "status": "False",
                 "reason": reason,
-                "message": "not watched: resources are not enforced here",
+                "message": "not measured: resources are not enforced here",
                 "lastHeartbeatTime": now,
                 "lastTransitionTime": self._ready_since,
             }

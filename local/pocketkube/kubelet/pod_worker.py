@@ -14,7 +14,12 @@ from baton_kube.client import KubeError, Object
 from baton_kube.reflector import key_of
 from pocketkube.conditions import TERMINAL_PHASES
 from pocketkube.containers.container_log import ContainerLog
-from pocketkube.containers.container_runner import ContainerRunner, PodContext, Services, log_file
+from pocketkube.containers.container_runner import (
+    ContainerRunner,
+    Dependencies,
+    PodContext,
+    log_file,
+)
 from pocketkube.containers.container_state import Waiting
 from pocketkube.containers.environment import ConfigError
 from pocketkube.containers.volumes import MountError, PodVolumes, with_service_account_token
@@ -40,15 +45,17 @@ class PodWorker:
     The kubelet calls `update()` and `forget()` when the pod changes in the API server.
     """
 
-    def __init__(self, services: Services, pool: AddressPool, folder: Path, pod: Object) -> None:
+    def __init__(
+        self, dependencies: Dependencies, pool: AddressPool, folder: Path, pod: Object
+    ) -> None:
         self.pod = pod
         #: Init and main containers, by name.
         self.runners: dict[str, ContainerRunner] = {}
-        self._services = services
+        self._dependencies = dependencies
         self._pool = pool
         self._folder = folder
         self._dirty = asyncio.Event()
-        self._leave = asyncio.Event()
+        self._terminating = asyncio.Event()
         #: True if the worker must not delete the pod: it is deleted already, or the kubelet stops.
         self._gone = False
         self._keep_folder = False
@@ -64,7 +71,7 @@ class PodWorker:
         before = {entry["name"]: entry for entry in status.get("containerStatuses") or []}
         before_init = {entry["name"]: entry for entry in status.get("initContainerStatuses") or []}
         self.runtime = PodRuntime(
-            host_ip=services.host_ip,
+            host_ip=dependencies.host_ip,
             start_time=parse_time(status.get("startTime")) or datetime.now(UTC),
             init={
                 c["name"]: inherited_state(before_init.get(c["name"], {}), policy, init=True)
@@ -106,7 +113,7 @@ class PodWorker:
         """Stop the pod's processes. Write no status, because the pod object no longer exists."""
         self._gone = True
         self._shorten(MIN_GRACE_S)
-        self._leave.set()
+        self._terminating.set()
 
     def shut_down(self, grace_s: float) -> None:
         """Stop the pod's processes because the kubelet ends.
@@ -116,7 +123,7 @@ class PodWorker:
         self._keep_folder = True
         self._gone = True
         self._shorten(grace_s)
-        self._leave.set()
+        self._terminating.set()
 
     def log(self, container: str, *, previous: bool) -> tuple[Path, ContainerLog | None] | None:
         """Return the path of a container's log, and the `ContainerLog` that writes the file.
@@ -140,7 +147,7 @@ class PodWorker:
         lifecycle = asyncio.create_task(self._lifecycle())
         lifecycle.add_done_callback(self._report_failure)
         try:
-            await self._leave.wait()
+            await self._terminating.wait()
             # If only the kubelet stops, the next kubelet continues the pod, so the phase is not
             # final.
             self.runtime.stopping = not self._keep_folder
@@ -173,14 +180,14 @@ class PodWorker:
         volumes = PodVolumes(
             pod,
             self._folder,
-            api=self._services.api,
-            ca_pem=self._services.ca_pem,
-            lookup=self._services.lookup,
+            api=self._dependencies.api,
+            ca_pem=self._dependencies.ca_pem,
+            lookup=self._dependencies.lookup,
             addresses=addresses,
-            host_root=self._services.host_root,
+            host_root=self._dependencies.host_root,
         )
         context = PodContext(
-            services=self._services,
+            dependencies=self._dependencies,
             pod=pod,
             pod_ip=self._address,
             volumes=volumes,
@@ -207,7 +214,7 @@ class PodWorker:
             runner = ContainerRunner(context, container, state, init=True)
             self.runners[container["name"]] = runner
             await runner.run()
-            if not state.has_succeeded or self._leave.is_set():
+            if not state.has_succeeded or self._terminating.is_set():
                 return
         mains = []
         for container in context.pod["spec"]["containers"]:
@@ -230,7 +237,7 @@ class PodWorker:
         """
         named = self.pod["spec"].get("serviceAccountName")
         namespace = self.pod["metadata"]["namespace"]
-        account = await self._services.lookup("ServiceAccount", namespace, named or "default")
+        account = await self._dependencies.lookup("ServiceAccount", namespace, named or "default")
         if account is None and named and named != "default":
             raise MountError(f"serviceaccount {named!r} not found in namespace {namespace!r}")
         return account
@@ -241,7 +248,7 @@ class PodWorker:
             try:
                 return await attempt()
             except (MountError, ConfigError, OSError) as error:
-                self._services.events.record(self.pod, "Pod", reason, str(error))
+                self._dependencies.events.record(self.pod, "Pod", reason, str(error))
                 logger.warning(
                     "pod %s cannot start, retrying in %g s: %s", key_of(self.pod), RETRY_S, error
                 )
@@ -250,18 +257,18 @@ class PodWorker:
     async def _refresh(self, volumes: PodVolumes) -> None:
         """Refresh configMap, secret and token files every `refresh_s`, until cancelled."""
         while True:
-            await asyncio.sleep(self._services.refresh_s)
+            await asyncio.sleep(self._dependencies.refresh_s)
             volumes.pod = with_service_account_token(self.pod, self._account)
             try:
                 await volumes.make()
             except (MountError, OSError) as error:
-                self._services.events.record(self.pod, "Pod", "FailedMount", str(error))
+                self._dependencies.events.record(self.pod, "Pod", "FailedMount", str(error))
 
     def _check_deletion(self) -> None:
         if self.pod["metadata"].get("deletionTimestamp"):
             grace_s = self.pod["metadata"]["deletionGracePeriodSeconds"]
             self._shorten(max(grace_s, MIN_GRACE_S))
-            self._leave.set()
+            self._terminating.set()
 
     def _shorten(self, grace_s: float) -> None:
         self._deadline = min(self._deadline, asyncio.get_running_loop().time() + grace_s)
@@ -292,7 +299,7 @@ class PodWorker:
         if all(previous.get(key) == value for key, value in wanted.items()):
             return True
         try:
-            await self._services.api.merge(
+            await self._dependencies.api.merge(
                 f"{self._path}/status", {"metadata": {"uid": self.uid}, "status": wanted}
             )
         except (KubeError, OSError) as error:
@@ -318,12 +325,12 @@ class PodWorker:
     async def _delete(self) -> None:
         """Write the final status, then delete the pod object. Retry until this succeeds."""
         for runner in self.runners.values():
-            runner.settle()
+            runner.mark_terminated()
         delay = 0.2
         while not self._gone:
             await self._write_status()
             try:
-                await self._services.api.delete(self._path, grace_s=0, uid=self.uid)
+                await self._dependencies.api.delete(self._path, grace_s=0, uid=self.uid)
                 return
             except (KubeError, OSError) as error:
                 if _is_gone(error):
@@ -342,7 +349,7 @@ class PodWorker:
                 key_of(self.pod),
                 exc_info=error,
             )
-            self._services.events.record(
+            self._dependencies.events.record(
                 self.pod, "Pod", "Failed", f"the kubelet failed: {error!r}"
             )
 

@@ -19,7 +19,8 @@ from pocketkube.proxy.service_proxy import ServiceProxy
 def main() -> None:
     """Parse the command line, and run the proxies until SIGTERM."""
     parser = argparse.ArgumentParser(
-        prog="pocketkube.proxy", description="Service and Ingress proxy of a local cluster."
+        prog="python -m pocketkube.proxy",
+        description="Service and Ingress proxy of a local cluster.",
     )
     parser.add_argument("--kubeconfig", type=Path, required=True)
     parser.add_argument(

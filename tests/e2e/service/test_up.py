@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from baton_local.up import AGENT_QUESTION, PROMPT
+from baton_local.up.supervisor import AGENT_QUESTION, PROMPT
 from support.service.local_cluster import (
     BATON,
     LocalClusterUnderTest,

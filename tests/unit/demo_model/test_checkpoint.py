@@ -14,8 +14,8 @@ from demo_model.sampling import Conversation, held_out_answers, held_out_tasks
 from train_demo_model import Data
 
 from baton_engine import LLM
-from baton_local.demo_model import DEMO_CHECKPOINT
-from baton_local.up import PROMPT
+from baton_local.up.demo_model import DEMO_CHECKPOINT
+from baton_local.up.supervisor import PROMPT
 
 ROOT = Path(__file__).parents[3]
 README = ROOT / "hack/demo_model/README.md"

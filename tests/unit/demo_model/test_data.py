@@ -19,8 +19,8 @@ from demo_model.texts import Renderer, encode, train_tokenizer
 from demo_model.tool_tasks import READY_PODS, TOOLS, draw_task
 
 from baton_local.cli import _parser
-from baton_local.tool_agent import ready_pods_tool
-from baton_local.up import AGENT_QUESTION, PROMPT
+from baton_local.up.supervisor import AGENT_QUESTION, PROMPT
+from baton_local.up.tool_agent import ready_pods_tool
 from baton_protocol.options import config
 from baton_protocol.topology import COORDINATOR_PORT
 

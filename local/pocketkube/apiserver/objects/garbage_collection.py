@@ -39,15 +39,15 @@ class GarbageCollector:
         self._store = store
         self._catalog = catalog
         self._deletion = deletion
-        self._due: deque[tuple[str, StoreEvent]] = deque()
+        self._queue: deque[tuple[str, StoreEvent]] = deque()
         self._wake = asyncio.Event()
-        store.listen(self._note)
+        store.listen(self._enqueue)
 
-    def _note(self, storage: str, event: StoreEvent) -> None:
+    def _enqueue(self, storage: str, event: StoreEvent) -> None:
         metadata = event.object["metadata"]
         new_owners = event.type != "DELETED" and owners_of(event.object) and event.previous is None
         if event.type == "DELETED" or metadata.get("deletionTimestamp") or new_owners:
-            self._due.append((storage, event))
+            self._queue.append((storage, event))
             self._wake.set()
 
     async def run(self) -> None:
@@ -61,8 +61,8 @@ class GarbageCollector:
             self.drain()
 
     def drain(self) -> None:
-        while self._due:
-            storage, event = self._due.popleft()
+        while self._queue:
+            storage, event = self._queue.popleft()
             if event.type == "DELETED":
                 self._after_removal(storage, event.object)
             elif event.object["metadata"].get("deletionTimestamp"):

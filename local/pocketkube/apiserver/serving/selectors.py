@@ -101,7 +101,7 @@ def required_labels(selector: str) -> list[tuple[str, str]]:
     return [(match[1], match[3]) for match in matches if match and match[2] != "!="]
 
 
-def field_value(obj: Object, path: str) -> str:
+def _field_value(obj: Object, path: str) -> str:
     value = lookup(obj, path)
     if isinstance(value, bool):
         return str(value).lower()
@@ -129,5 +129,5 @@ def field_selector(selector: str, storage: str) -> Predicate:
             )
         terms.append((match[1], match[2] != "!=", match[3]))
     return lambda obj: all(
-        (field_value(obj, path) == value) == equal for path, equal, value in terms
+        (_field_value(obj, path) == value) == equal for path, equal, value in terms
     )

@@ -29,16 +29,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from baton_kube.client import KubeError, Object
-from baton_local.chat_client import AskError, ask
 from baton_local.cluster_api import ClusterApi, UnknownKindError
-from baton_local.demo_model import DEMO_CHECKPOINT, ModelError, provide_model
-from baton_local.gateway_readiness import are_gateways_connected
 from baton_local.kv_bytes import fetch_kv_bytes, format_kv_bytes, kv_bytes_received
 from baton_local.manifest_file import as_kubectl_applies, load_documents, load_service
 from baton_local.service_status import PodStatus, ServiceStatus
 from baton_local.state_dir import ClusterInfo, StateDir, StateDirError
 from baton_local.status_tables import ProgressDisplay, service_tables
-from baton_local.tool_agent import MAX_TURNS, ready_pods_tool, run_agent
+from baton_local.up.chat_client import AskError, ask
+from baton_local.up.demo_model import DEMO_CHECKPOINT, ModelError, provide_model
+from baton_local.up.gateway_readiness import are_gateways_connected
+from baton_local.up.tool_agent import MAX_TURNS, ready_pods_tool, run_agent
 from baton_operator import names
 from baton_operator.api.crd import custom_resource_definition
 from pocketkube.child_processes import ComponentError
@@ -54,7 +54,7 @@ NODE_NAME = "baton-local"
 #: Control characters, except tab and newline.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 #: A link to manifests/rbac.
-RBAC = Path(__file__).parent / "rbac"
+RBAC = Path(__file__).parents[1] / "rbac"
 
 
 class UpError(Exception):
@@ -106,7 +106,7 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
         host_root=state.host_root,
     )
     try:
-        return asyncio.run(_Up(options, state, console, cluster, documents, service).run())
+        return asyncio.run(_Supervisor(options, state, console, cluster, documents, service).run())
     except NetworksInUseError as error:
         console.print(f"[red]baton up:[/] {error} with `baton down`")
         return 1
@@ -127,7 +127,7 @@ def run_up(options: UpOptions, state: StateDir, console: Console) -> int:
 
 
 @dataclass(eq=False)
-class _Up:
+class _Supervisor:
     """One run of `baton up`."""
 
     options: UpOptions

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from baton_local.chat_client import AskError
 from baton_local.service_status import PodStatus, ServiceStatus
-from baton_local.tool_agent import MAX_TURNS, Tool, ready_pods_tool, run_agent
+from baton_local.up.chat_client import AskError
+from baton_local.up.tool_agent import MAX_TURNS, Tool, ready_pods_tool, run_agent
 from support.http_server import serving
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from baton_local.demo_model import DEMO_CHECKPOINT, ModelError, provide_model
 from baton_local.state_dir import StateDir
+from baton_local.up.demo_model import DEMO_CHECKPOINT, ModelError, provide_model
 
 
 def model_folder(folder: Path) -> Path:

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_local.chat_client import ask_message
 from baton_local.cluster_api import ClusterApi
 from baton_local.service_status import ServiceStatus
+from baton_local.up.chat_client import ask_message
 
 #: Requests of one question. After the last one the agent gives up.
 MAX_TURNS = 4

@@ -7,7 +7,7 @@ import json
 import pytest
 from aiohttp import web
 
-from baton_local.chat_client import AskError, ask
+from baton_local.up.chat_client import AskError, ask
 from support.http_server import serving
 
 

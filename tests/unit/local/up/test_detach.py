@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from baton_local import detach
-from baton_local.detach import run_detached
 from baton_local.state_dir import StateDir
+from baton_local.up import detach
+from baton_local.up.detach import run_detached
 from support.waiting import eventually
 
 #: A supervisor that records its cluster if asked to, and then neither answers nor ends by SIGTERM.

@@ -12,7 +12,7 @@ import pytest
 from baton_local.state_dir import StateDir, StateDirError
 from pocketkube.containers.process import ContainerReaper
 from pocketkube.control_plane.real import RealControlPlane
-from pocketkube.private_folder import create_private_folder
+from pocketkube.private_files import create_private_folder
 
 
 def start_kubelet(folder: Path) -> None:

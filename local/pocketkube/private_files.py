@@ -1,4 +1,4 @@
-"""Create the folders of keys, tokens and logs, which other users must not control."""
+"""Files and folders of keys, tokens and logs, which other users must neither read nor control."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ def check_private_folder(folder: Path) -> None:
     else:
         return
     raise PermissionError(errno.EPERM, why, str(folder))
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that only its owner can read. The file appears at `path` only when complete."""
+    part = path.with_name(path.name + ".part")
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(data)
+    part.replace(path)

@@ -14,7 +14,7 @@ from rich.console import Console
 from baton_kube.client import KubeError
 from baton_local.service_status import PodStatus, ServiceCondition, ServiceStatus
 from baton_local.state_dir import StateDir
-from baton_local.up import UpError, UpOptions, _printable, _Up, run_up
+from baton_local.up.supervisor import UpError, UpOptions, _printable, _Supervisor, run_up
 
 SERVICE = "apiVersion: serving.baton.dev/v1alpha1\nkind: LLMService\nmetadata: %s"
 
@@ -57,7 +57,7 @@ class FakeApi:
         yield f"the log of {pod}\n".encode()
 
 
-def make_up(tmp_path: Path) -> _Up:
+def make_up(tmp_path: Path) -> _Supervisor:
     file = tmp_path / "service.yaml"
     options = UpOptions(
         file, None, once=False, control_plane="embedded", ingress_port=0, timeout_s=600,
@@ -66,7 +66,7 @@ def make_up(tmp_path: Path) -> _Up:
     cluster: Any = SimpleNamespace(check=lambda: None, heal=list, logs=tmp_path / "logs")
     service = {"metadata": {"name": "demo"}}
     state = StateDir(tmp_path / "home")
-    return _Up(options, state, Console(width=1000), cluster, [service], service)
+    return _Supervisor(options, state, Console(width=1000), cluster, [service], service)
 
 
 def status_with(reason: str, message: str = "", state: str = "False") -> ServiceStatus:
@@ -105,7 +105,7 @@ async def test_up_reports_a_deleted_service_once_per_deletion(
         if len(api.answers) == 1:
             up.stopped.set()
 
-    monkeypatch.setattr("baton_local.up.asyncio.sleep", sleep)
+    monkeypatch.setattr("baton_local.up.supervisor.asyncio.sleep", sleep)
     await up._watch(api)
     assert capsys.readouterr().out.count("default/demo was deleted; `kubectl apply -f ") == 2
 

@@ -15,7 +15,7 @@ from baton_local.state_dir import StateDir
 #: URI of the demo model, which `baton up` provides unless --model names another one.
 DEMO_MODEL_URI = "file:///models/demo"
 #: Checkpoint of the demo model, which hack/train_demo_model.py trained.
-DEMO_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
+DEMO_CHECKPOINT = Path(__file__).parents[1] / "demo_checkpoint"
 
 
 class ModelError(Exception):
