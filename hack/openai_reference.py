@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 from generated_page import main
@@ -163,8 +163,10 @@ def _type(kind: Any) -> str:
         return f"list of ({inner})" if " or " in inner else f"list of {inner}"
     if get_origin(kind) is dict:
         return "object" if arguments[1] is Any else f"object of {_type(arguments[1])}"
+    if get_origin(kind) is Literal:
+        return "string"
     names = {str: "string", int: "integer", float: "number", bool: "boolean", Any: "any"}
-    return names.get(kind) or _link(kind)
+    return {**names, type(None): "null"}.get(kind) or _link(kind)
 
 
 def _nested(kind: Any, around: tuple[Struct, ...] = ()) -> Iterator[Struct]:
