@@ -184,7 +184,7 @@ class ConnectorStats(msgspec.Struct):
     queued_bytes: int = 0
     #: Gauge: bytes of posted transfers that have not ended.
     inflight_bytes: int = 0
-    #: Bytes sent and received by transport and lane (mechanism and device), such as `ucx tcp/lo`.
+    #: Bytes sent and received by transport, mechanism and device, such as `ucx tcp/lo`.
     #: Blocks that failed verification count.
     bytes_moved: dict[str, int] = {}
     #: Why the connector cannot serve until the engine is restarted; empty while it works.

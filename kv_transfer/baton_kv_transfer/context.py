@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from baton_kv_transfer.agent.agent import INIT_AGENT, Agent, DlistHandle
 from baton_kv_transfer.connector import ConnectorStats
-from baton_kv_transfer.memory.layout import HeadRange, RankAddress
+from baton_kv_transfer.memory.layout import HeadRange, KVCacheLayout, RankAddress
 from baton_kv_transfer.memory.slot_memory import SlotMemory, slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 from baton_protocol.options.config import KVTransferConfig
@@ -33,7 +33,7 @@ class ConnectorContext:
     clock: Callable[[], float] = time.monotonic
     _local: dict[HeadRange, DlistHandle] = field(default_factory=dict)
 
-    def local_slots(self, heads: HeadRange) -> DlistHandle:
+    def local_slot_descs(self, heads: HeadRange) -> DlistHandle:
         """Return prepared descriptors of a range of heads: one for each slot of the memory."""
         if heads not in self._local:
             memory = self.memory
@@ -47,8 +47,28 @@ class ConnectorContext:
             self._local[heads] = self.agent.prep_xfer_dlist(INIT_AGENT, rows, memory.mem_type)
         return self._local[heads]
 
-    def drop_local_slots(self) -> None:
-        """Drop the descriptor lists of `local_slots`, which `Agent.fence` made invalid."""
+    def peer_slot_descs(
+        self, agent_name: str, memory: MemoryDescription, layout: KVCacheLayout
+    ) -> DlistHandle | None:
+        """Return prepared descriptors of the heads that a peer shares with this worker.
+
+        There is one descriptor for each slot of the peer's memory. None if no head is shared.
+
+        Args:
+            agent_name: name of the peer's agent, which was added to `agent`.
+            memory: memory of the peer, which `explain_invalid_memory` has accepted.
+            layout: layout of the peer's blocks.
+        """
+        heads = self.memory.layout.heads.overlap(layout.heads)
+        if not heads.count:
+            return None
+        rows = slot_rows(
+            memory.base_address, memory.num_slots, layout, heads, device_id=memory.device_id
+        )
+        return self.agent.prep_xfer_dlist(agent_name, rows, memory.mem_type)
+
+    def drop_local_slot_descs(self) -> None:
+        """Drop the descriptor lists of `local_slot_descs`, which `Agent.fence` made invalid."""
         self._local.clear()
 
     def describe_memory(self) -> MemoryDescription:

@@ -42,12 +42,22 @@ from baton_protocol.block_hash import BlockHash
 
 VERSION = 2
 MAX_MESSAGE_BYTES = 64 * 2**20
-#: Limit for messages before the sender has proved the token, because decoding takes memory.
+#: Limit for messages before the sender is authenticated, because decoding takes memory.
 MAX_HANDSHAKE_BYTES = 2**18
 #: A side reads at most this many messages of one socket before it does something else.
 MAX_MESSAGES_PER_ROUND = 1024
 #: Limit of MemoryDescription.num_slots. The limit also bounds the memory that a receiver allocates.
 MAX_SLOTS = 2**22
+_MAX_ADDRESS = 2**63
+#: Exceptions that an invalid MemoryDescription or KVCacheLayout of a peer can cause.
+INVALID_DESCRIPTION = (
+    ValueError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+    msgspec.MsgspecError,
+)
 #: Time from HELLO to DESCRIPTION after which a consumer gives up. The producer waits twice as long
 #: for DESCRIBE, so that it does not refuse a consumer whose process was paused.
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -70,6 +80,25 @@ class MemoryDescription(msgspec.Struct, array_like=True, gc=False):
     mem_type: str
     #: Index of the GPU; 0 for DRAM.
     device_id: int
+
+
+def explain_invalid_memory(memory: MemoryDescription, layout: KVCacheLayout) -> str:
+    """Return why the description of a peer's memory is invalid; empty if it is valid.
+
+    Args:
+        memory: the description.
+        layout: layout of the peer's blocks, which the memory must hold.
+    """
+    nbytes = memory.num_slots * memory.slot_nbytes
+    if memory.slot_nbytes != layout.block_nbytes:
+        return f"slots have {memory.slot_nbytes} bytes, blocks have {layout.block_nbytes}"
+    if not 0 < memory.num_slots <= MAX_SLOTS:
+        return f"there must be 1 to {MAX_SLOTS} slots, got {memory.num_slots}"
+    if memory.base_address < 0 or memory.base_address + nbytes >= _MAX_ADDRESS:
+        return f"{nbytes} bytes at address {memory.base_address:#x} exceed the address space"
+    if not 0 <= memory.device_id < 2**31:
+        return f"the device id must be in [0, 2**31), got {memory.device_id}"
+    return ""
 
 
 class Hello(_Message):

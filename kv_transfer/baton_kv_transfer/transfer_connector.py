@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -39,6 +40,13 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 10.0
 MAX_SLEEP_S = 1.0
+
+
+class _Command(NamedTuple):
+    """A call of `start` or `save` that the connector's thread carries out."""
+
+    run: Callable[[ConnectorMetadata], None]
+    metadata: ConnectorMetadata
 
 
 class TransferConnector(KVConnectorWorker):
@@ -81,18 +89,16 @@ class TransferConnector(KVConnectorWorker):
             )
         if config.rdma:
             require_rdma()
-        self._config, self._instance_id, self._compatibility_hash = (
-            config,
-            instance_id,
-            compatibility_hash,
-        )
-        self._service_key, self._host = service_key, host
+        self._config = config
+        self._instance_id = instance_id
+        self._compatibility_hash = compatibility_hash
+        self._service_key = service_key
+        self._host = host
         self._agent = create_agent(f"{instance_id}/{rank}", config.transport, host)
-        self._lanes_in_use: set[str] = set()
+        #: Keys of `_count_bytes` that were logged.
+        self._logged_transports: set[str] = set()
         self._lock = threading.Lock()
-        self._commands: deque[tuple[Callable[[ConnectorMetadata], None], ConnectorMetadata]] = (
-            deque()
-        )
+        self._commands: deque[_Command] = deque()
         self._output = ConnectorOutput()
         self._stats = ConnectorStats()
         self._user_wakeup: Callable[[], None] = lambda: None
@@ -167,7 +173,7 @@ class TransferConnector(KVConnectorWorker):
         for load in metadata.loads:
             self._check_blocks(load.transfer_id, load.block_ids, load.block_hashes)
         if metadata.offers or metadata.loads or metadata.cancels or metadata.waits:
-            self._command(self._start, metadata)
+            self._queue(_Command(self._start, metadata))
 
     def save(self, metadata: ConnectorMetadata) -> None:
         if metadata.saves and self._config.role is KVRole.CONSUMER:
@@ -175,7 +181,7 @@ class TransferConnector(KVConnectorWorker):
         for save in metadata.saves:
             self._check_blocks(save.transfer_id, save.block_ids, save.block_hashes)
         if metadata.saves:
-            self._command(self._save, metadata)
+            self._queue(_Command(self._save, metadata))
 
     def get_finished(self) -> ConnectorOutput:
         with self._lock:
@@ -186,25 +192,26 @@ class TransferConnector(KVConnectorWorker):
         self._user_wakeup = wakeup
 
     def stats(self) -> ConnectorStats:
-        ours = self._stats
-        refused = ours.descriptors_refused + self._agent.num_refused
+        counted = self._stats
         return msgspec.structs.replace(
-            ours,
-            failures=dict(ours.failures),
-            failure=ours.failure or self._agent.failure,
-            descriptors_refused=refused,
+            counted,
+            failures=dict(counted.failures),
+            failure=counted.failure or self._agent.failure,
+            descriptors_refused=counted.descriptors_refused + self._agent.num_refused,
             bytes_moved=self._count_bytes(),
         )
 
     def _count_bytes(self) -> dict[str, int]:
-        """Return the bytes moved, by transport and lane, such as `ucx tcp/lo`.
+        """Return the bytes moved, by transport, mechanism and device, such as `ucx tcp/lo`.
 
-        NIXL does not report bytes, so with NIXL the bytes of verified and of written blocks count
-        under `nixl unknown`.
+        NIXL does not report bytes. With NIXL, the key `nixl unknown` has the bytes of the verified
+        and the written blocks.
         """
         moved = self._agent.bytes_moved
         total = self._stats.bytes_sent + self._stats.bytes_received
-        return {"nixl unknown": total} if moved is None and total else moved or {}
+        if moved is None:
+            return {"nixl unknown": total} if total else {}
+        return moved
 
     def shutdown(self) -> None:
         if self._stopping:
@@ -239,12 +246,10 @@ class TransferConnector(KVConnectorWorker):
 
     # Between the threads
 
-    def _command(
-        self, command: Callable[[ConnectorMetadata], None], metadata: ConnectorMetadata
-    ) -> None:
+    def _queue(self, command: _Command) -> None:
         if not self._running or self._stopping:
             raise ValueError("the connector is not running: call register_kv_cache first")
-        self._commands.append((command, metadata))
+        self._commands.append(command)
         self._wake()
 
     def _wake(self) -> None:
@@ -254,21 +259,21 @@ class TransferConnector(KVConnectorWorker):
 
     def _finished_sending(self, transfer_ids: Collection[str]) -> None:
         if transfer_ids:
-            self._log_new_lanes()
+            self._log_new_transports()
             with self._lock:
                 self._output.finished_sending.update(transfer_ids)
             self._user_wakeup()
 
     def _load_finished(self, transfer_id: str, result: LoadResult) -> None:
-        self._log_new_lanes()
+        self._log_new_transports()
         with self._lock:
             self._output.load_results[transfer_id] = result
         self._user_wakeup()
 
-    def _log_new_lanes(self) -> None:
-        for lane in self._count_bytes().keys() - self._lanes_in_use:
-            self._lanes_in_use.add(lane)
-            logger.info("KV blocks travel over transport and lane %s", lane)
+    def _log_new_transports(self) -> None:
+        for name in self._count_bytes().keys() - self._logged_transports:
+            self._logged_transports.add(name)
+            logger.info("KV blocks travel over transport and lane %s", name)
 
     # The connector's thread
 
@@ -288,8 +293,8 @@ class TransferConnector(KVConnectorWorker):
         while not self._stopping:
             self._sleep()
             while self._commands:
-                command, metadata = self._commands[0]
-                command(metadata)
+                command = self._commands[0]
+                command.run(command.metadata)
                 # Remove the command after its success. _fail_from_now_on also answers commands that
                 # failed.
                 self._commands.popleft()
@@ -330,7 +335,7 @@ class TransferConnector(KVConnectorWorker):
             self._producer.offer(transfer_id, peer_instance_id)
         for transfer_id, wait in metadata.waits.items():
             assert self._consumer is not None
-            self._consumer.expect(transfer_id, wait)
+            self._consumer.add_wait(transfer_id, wait)
         for load in metadata.loads:
             assert self._consumer is not None
             self._consumer.begin(load)
@@ -359,14 +364,14 @@ class TransferConnector(KVConnectorWorker):
             if poller.poll(int(MAX_SLEEP_S * 1000)):
                 os.eventfd_read(self._wake_fd)
             while self._commands:
-                _, metadata = self._commands.popleft()
+                metadata = self._commands.popleft().metadata
                 for load in metadata.loads:
                     self._load_finished(load.transfer_id, LoadResult(0, reason))
                 self._finished_sending(metadata.offers)
 
     def _close(self) -> None:
-        for lane, nbytes in self._count_bytes().items():
-            logger.info("%s moved %.2f MiB of KV blocks", lane, nbytes / 2**20)
+        for name, nbytes in self._count_bytes().items():
+            logger.info("%s moved %.2f MiB of KV blocks", name, nbytes / 2**20)
         if self._consumer is not None:
             self._consumer.close()
         if self._producer is not None:

@@ -129,10 +129,10 @@ class Agent(abc.ABC):
 
     @property
     def bytes_moved(self) -> dict[str, int] | None:
-        """Bytes sent and received, by transport and lane such as `ucx tcp/lo`; None with NIXL.
+        """Bytes sent and received, by transport, mechanism and device, such as `ucx tcp/lo`.
 
-        A lane is the mechanism and the device that move the bytes. With shm, only the receiving
-        side counts a copy, because that side makes the copy.
+        None with NIXL, which does not report bytes. With shm, only the receiving side counts a
+        copy, because that side makes the copy.
         """
         return None
 
@@ -203,15 +203,19 @@ class Agent(abc.ABC):
         """Disconnect and remove a peer. Its transfers in flight end in ERR."""
 
     def get_xfer_descs(
-        self, descs: Sequence[tuple[int, int, int]] | Descriptors, mem_type: str = "DRAM"
+        self,
+        descs: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
+        mem_type: str = "DRAM",
     ) -> XferDescs:
         """Return checked descriptors made from rows of (address, length, device id).
+
+        XferDescs are returned unchanged.
 
         Raises:
             ValueError: the shape is not [n, 3], there is no row, a length is below 1, or the memory
                 type is unknown.
         """
-        return check_rows(descs, mem_type)
+        return descs if isinstance(descs, XferDescs) else check_rows(descs, mem_type)
 
     @abc.abstractmethod
     def prep_xfer_dlist(
@@ -225,7 +229,7 @@ class Agent(abc.ABC):
         Args:
             agent_name: NIXL_INIT_AGENT or "" for the local side; for the remote side, the name of a
                 peer or of this agent.
-            xfer_list: rows as in get_xfer_descs.
+            xfer_list: as in get_xfer_descs.
             mem_type: DRAM or VRAM.
 
         Raises:
@@ -243,12 +247,22 @@ class Agent(abc.ABC):
         remote_indices: Sequence[int] | NDArray[np.int64],
         notif_msg: bytes = b"",
     ) -> XferHandle:
-        """Return a transfer that pairs the selected rows of two prepared lists, in order.
+        """Return a transfer of selected rows of two prepared lists.
 
-        Rows that are adjacent on both sides are merged into one descriptor.
+        The i-th selected local row is copied to or from the i-th selected remote row. Pairs that
+        are adjacent in both memories are merged into one descriptor.
+
+        Args:
+            operation: READ copies from the remote to the local side, WRITE the other way.
+            local_xfer_side: list of this agent's memory.
+            local_indices: rows of `local_xfer_side`.
+            remote_xfer_side: list of a peer's memory, or of this agent's own.
+            remote_indices: rows of `remote_xfer_side`, as many as local rows.
+            notif_msg: notification for the peer after all bytes have arrived; empty for none.
 
         Raises:
-            ValueError: rows do not exist or cannot be paired, or a list was released.
+            ValueError: an index is out of range, the numbers of rows or the lengths of paired rows
+                differ, or a list was released.
         """
 
     @abc.abstractmethod
@@ -260,7 +274,7 @@ class Agent(abc.ABC):
         remote_agent: str,
         notif_msg: bytes = b"",
     ) -> XferHandle:
-        """Return a transfer that pairs the rows of two descriptor lists, in order.
+        """Return a transfer between the rows of two lists: the i-th local and the i-th remote row.
 
         Raises:
             KeyError: the peer is unknown.

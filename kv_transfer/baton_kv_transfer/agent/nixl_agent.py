@@ -50,7 +50,7 @@ from baton_kv_transfer.agent.descriptors import (
     locate,
     run_starts,
 )
-from baton_kv_transfer.agent.transfer_checks import check_post, pair, unknown_peer
+from baton_kv_transfer.agent.transfer_checks import check_post, select_pairs, unknown_peer_error
 from baton_kv_transfer.transports.transfer import (
     LOST_NOTIFICATION,
     Descriptors,
@@ -115,12 +115,12 @@ class _Xfer(XferHandle):
         super().__init__(peer, known_peer, num_descs, notif)
         self.native = native
         self.posted_notif = b""
-        #: Error with which the current post will end, because its peer was removed; else empty.
-        self.doomed = ""
+        #: Why the current post ends in ERR: its peer was removed. Empty: its peer was not removed.
+        self.removal_error = ""
 
     def end(self, error: str = "") -> None:
         assert self.post is not None, "only a posted transfer ends"
-        self.post.end(error or self.doomed)
+        self.post.end(error or self.removal_error)
 
 
 class NixlAgent(Agent):
@@ -138,12 +138,12 @@ class NixlAgent(Agent):
         self._lock = threading.Condition(threading.RLock())
         self._natives: weakref.WeakSet[_Native] = weakref.WeakSet()
         self._registered: list[_RegDescs] = []
-        self._self = _Peer()
+        self._own_peer = _Peer()
         self._peers: dict[str, _Peer] = {}
         #: Peers that were removed with transfers in flight, and the deadline of these transfers.
-        self._leaving: dict[str, float] = {}
+        self._removing: dict[str, float] = {}
         self._in_flight: list[_Xfer] = []
-        self._known_outside = False  # whether this agent's metadata was requested
+        self._is_metadata_requested = False  # after the request, a peer may connect at any time
         self._pause_s = POLL_MIN_S
         self._nixl: Any = nixl_library.create(self._api, self.name)
         self._thread = threading.Thread(target=self._run, name=f"nixl-{name}", daemon=True)
@@ -174,7 +174,7 @@ class NixlAgent(Agent):
     def get_agent_metadata(self) -> bytes:
         with self._lock:
             packed: bytes = self._open().get_agent_metadata()
-            self._known_outside = True
+            self._is_metadata_requested = True
             self._lock.notify()
         return nixl_library.seal(packed)
 
@@ -190,7 +190,7 @@ class NixlAgent(Agent):
             if known is not None and known.metadata == packed:
                 return name
             self._peers.pop(name, None)
-            if name in self._leaving or self._posted_to(name):
+            if name in self._removing or self._posted_to(name):
                 self._restart(f"agent {name} was replaced")
                 nixl = self._open()
             elif known is not None:
@@ -209,8 +209,8 @@ class NixlAgent(Agent):
                 return
             if posted := self._posted_to(agent):
                 for xfer in posted:
-                    xfer.doomed = f"agent {agent} was removed"
-                self._leaving[agent] = time.monotonic() + REMOVE_GRACE_S
+                    xfer.removal_error = f"agent {agent} was removed"
+                self._removing[agent] = time.monotonic() + REMOVE_GRACE_S
             else:
                 self._nixl.remove_remote_agent(agent)
 
@@ -220,11 +220,7 @@ class NixlAgent(Agent):
         xfer_list: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
         mem_type: str = "DRAM",
     ) -> DlistHandle:
-        descs = (
-            xfer_list
-            if isinstance(xfer_list, XferDescs)
-            else self.get_xfer_descs(xfer_list, mem_type)
-        )
+        descs = self.get_xfer_descs(xfer_list, mem_type)
         with self._lock:
             local = agent_name in ("", INIT_AGENT)
             peer = None if local else self._peer(agent_name)
@@ -252,7 +248,7 @@ class NixlAgent(Agent):
             np.asarray(remote_indices, dtype=np.int64),
         )
         num_descs = len(
-            run_starts(*pair(operation, local_xfer_side, ours, remote_xfer_side, theirs))
+            run_starts(*select_pairs(operation, local_xfer_side, ours, remote_xfer_side, theirs))
         )
         lists, rows = (
             (local_xfer_side.native, remote_xfer_side.native),
@@ -302,8 +298,8 @@ class NixlAgent(Agent):
             if handle.posted_notif and not notif:
                 handle.native.drop()  # else the library would send the last post's notification
             handle.posted_notif = notif
-            handle.post, handle.doomed = Post(), ""
-            known = self._self if handle.peer == self.name else self._peers.get(handle.peer)
+            handle.post, handle.removal_error = Post(), ""
+            known = self._own_peer if handle.peer == self.name else self._peers.get(handle.peer)
             if known is not handle.known_peer:
                 handle.end(f"agent {handle.peer} was removed or replaced: make the transfer again")
             else:
@@ -355,7 +351,7 @@ class NixlAgent(Agent):
         with self._lock:
             self._open()
             self._peers.clear()
-            self._known_outside = False
+            self._is_metadata_requested = False
             self._restart("all peers were cut off")
         self._wakeup()
 
@@ -382,9 +378,9 @@ class NixlAgent(Agent):
             self._nixl.agent = None  # a traceback may still hold the wrapper, but not the agent
             self._nixl = None
         for xfer in self._in_flight:
-            xfer.end(xfer.doomed or reason)
+            xfer.end(xfer.removal_error or reason)
         self._in_flight.clear()
-        self._leaving.clear()
+        self._removing.clear()
 
     def _restart(self, reason: str) -> None:
         """Replace NIXL's agent with a new one that has the same memory and peers.
@@ -410,9 +406,9 @@ class NixlAgent(Agent):
         return self._nixl
 
     def _peer(self, name: str) -> _Peer:
-        peer = self._self if name == self.name else self._peers.get(name)
+        peer = self._own_peer if name == self.name else self._peers.get(name)
         if peer is None:
-            raise unknown_peer(name)
+            raise unknown_peer_error(name)
         return peer
 
     def _posted_to(self, peer: str) -> list[_Xfer]:
@@ -448,38 +444,38 @@ class NixlAgent(Agent):
 
     def _run(self) -> None:
         while self._nixl is not None:
-            moved = False
+            has_event = False
             with self._lock:
                 if self._nixl is not None and self._is_expecting():
                     try:
-                        moved = self._poll()
+                        has_event = self._poll()
                     except Exception:
                         logger.exception(
                             "the thread that polls NIXL failed: all KV transfers of this engine "
                             "fail, and so do later ones; restart the engine"
                         )
                         self._destroy("the polling thread failed")
-                        moved = True
-            if moved:
+                        has_event = True
+            if has_event:
                 self._wakeup()
             with self._lock:
                 if self._nixl is None:
                     return
                 longest = POLL_BUSY_S if self._in_flight else POLL_IDLE_S
-                self._pause_s = POLL_MIN_S if moved else min(2 * self._pause_s, longest)
+                self._pause_s = POLL_MIN_S if has_event else min(2 * self._pause_s, longest)
                 self._lock.wait(self._pause_s if self._is_expecting() else None)
 
     def _is_expecting(self) -> bool:
-        return bool(self._in_flight or self._leaving or self._peers or self._known_outside)
+        return bool(self._in_flight or self._removing or self._peers or self._is_metadata_requested)
 
     def _poll(self) -> bool:
         """Poll NIXL once; return whether a notification arrived or a transfer ended."""
-        moved = self._take_notifs()
+        has_event = self._take_notifs()
         for xfer in list(self._in_flight):
-            moved |= self._collect(xfer)
-        for name, deadline in list(self._leaving.items()):
+            has_event |= self._collect(xfer)
+        for name, deadline in list(self._removing.items()):
             if not self._posted_to(name):
-                del self._leaving[name]
+                del self._removing[name]
                 self._nixl.remove_remote_agent(name)
             elif time.monotonic() >= deadline:
                 logger.warning(
@@ -490,13 +486,13 @@ class NixlAgent(Agent):
                 )
                 self._restart("NIXL's agent was restarted")
                 return True
-        return moved
+        return has_event
 
     def _take_notifs(self) -> bool:
-        news: dict[str, list[bytes]] = self._nixl.get_new_notifs()
-        for sender, messages in news.items():
+        notifs: dict[str, list[bytes]] = self._nixl.get_new_notifs()
+        for sender, messages in notifs.items():
             self._notifs.extend((sender, message) for message in messages)
-        return bool(news)
+        return bool(notifs)
 
     def _collect(self, xfer: _Xfer) -> bool:
         """Check a posted transfer. If it has ended, record the result and return True."""

@@ -22,7 +22,7 @@ def check_post(handle: XferHandle) -> None:
         raise ValueError("the transfer is still active: post it again after DONE or ERR")
 
 
-def pair(
+def select_pairs(
     operation: str,
     local: DlistHandle,
     ours: NDArray[np.int64],
@@ -46,5 +46,5 @@ def pair(
     return rows
 
 
-def unknown_peer(name: str) -> KeyError:
+def unknown_peer_error(name: str) -> KeyError:
     return KeyError(f"agent {name} is not known: add_remote_agent(its metadata) first")

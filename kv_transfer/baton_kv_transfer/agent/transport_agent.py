@@ -33,7 +33,7 @@ from baton_kv_transfer.agent.descriptors import (
     may_merge,
     merge,
 )
-from baton_kv_transfer.agent.transfer_checks import check_post, pair, unknown_peer
+from baton_kv_transfer.agent.transfer_checks import check_post, select_pairs, unknown_peer_error
 from baton_kv_transfer.transports.transfer import Descriptors, Region, Transfer, TransportError
 from baton_kv_transfer.transports.transport import Transport, TransportContext
 from baton_kv_transfer.transports.transport_selection import choose_transports
@@ -115,7 +115,7 @@ class TransportAgent(Agent):
         except BaseException:
             self._thread.close()
             raise
-        self._thread.start(lambda: [each.end() for each in self._transports.values()])
+        self._thread.start(lambda: [each.close() for each in self._transports.values()])
         #: Guards the regions, the peers and the address of this agent.
         self._lock = threading.RLock()
         self._regions: list[Region] = []
@@ -136,9 +136,9 @@ class TransportAgent(Agent):
     @property
     def bytes_moved(self) -> dict[str, int]:
         return {
-            f"{kind} {carrier}": nbytes
+            f"{kind} {mechanism}": nbytes
             for kind, context in self._contexts.items()
-            for carrier, nbytes in context.moved.copy().items()
+            for mechanism, nbytes in context.bytes_moved.copy().items()
         }
 
     def waiting(self) -> AbstractContextManager[int | None]:
@@ -235,11 +235,7 @@ class TransportAgent(Agent):
         xfer_list: Sequence[tuple[int, int, int]] | Descriptors | XferDescs,
         mem_type: str = "DRAM",
     ) -> DlistHandle:
-        descs = (
-            xfer_list
-            if isinstance(xfer_list, XferDescs)
-            else self.get_xfer_descs(xfer_list, mem_type)
-        )
+        descs = self.get_xfer_descs(xfer_list, mem_type)
         if agent_name in ("", INIT_AGENT):
             return _Dlist("", descs, locate(descs, self._regions, INIT_AGENT), None)
         peer = self._peer(agent_name)
@@ -260,7 +256,7 @@ class TransportAgent(Agent):
             np.asarray(local_indices, dtype=np.int64),
             np.asarray(remote_indices, dtype=np.int64),
         )
-        rows = pair(operation, local_xfer_side, ours, remote_xfer_side, theirs)
+        rows = select_pairs(operation, local_xfer_side, ours, remote_xfer_side, theirs)
         if may_merge(*rows):
             rows = merge(
                 *rows, local_xfer_side.regions.take(ours), remote_xfer_side.regions.take(theirs)
@@ -351,7 +347,7 @@ class TransportAgent(Agent):
             try:
                 return self._peers[name]
             except KeyError:
-                raise unknown_peer(name) from None
+                raise unknown_peer_error(name) from None
 
     def _add_own(self) -> None:
         """Add this agent as a peer of itself, or update its address if the address has changed."""

@@ -121,15 +121,13 @@ class BlockVerifier:
         """Post queued reads, up to each peer's limit of bytes in flight."""
         for peer, window in self._windows.items():
             while not peer.error and (batch := window.take_batch(self._memory)) is not None:
-                assert peer.blocks is not None
+                assert peer.slot_descs is not None
                 rank_transfer = batch.rank_transfer
-                ours, theirs = (
-                    self._context.local_slots(rank_transfer.shared.heads),
-                    rank_transfer.slots_there[batch.positions],
-                )
+                local_descs = self._context.local_slot_descs(rank_transfer.shared.heads)
+                peer_slots = rank_transfer.peer_slots[batch.positions]
                 try:
                     handle = self._agent.make_prepped_xfer(
-                        "READ", ours, batch.slots, peer.blocks, theirs
+                        "READ", local_descs, batch.slots, peer.slot_descs, peer_slots
                     )
                     self._agent.transfer(handle)
                 except (KeyError, ValueError, TransportError) as error:

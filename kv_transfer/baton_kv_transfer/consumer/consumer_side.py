@@ -52,30 +52,30 @@ class ConsumerSide:
         self._agent, self._clock = context.agent, context.clock
         #: Whether `advance` has called `Agent.fence` since the last `take_fence`.
         self._has_fenced = False
-        #: Loads that wait for memory: transfer id to the first worker of the producer.
-        self._expected: dict[str, Peer] = {}
+        #: Loads that wait for memory: transfer id to the lead peer (see `Load.lead_peer`).
+        self._waits: dict[str, Peer] = {}
         self._peers = PeerRegistry(context)
-        self._blocks = BlockVerifier(context)
-        self._loads = LoadManager(context, self._peers, self._blocks)
+        self._verifier = BlockVerifier(context)
+        self._loads = LoadManager(context, self._peers, self._verifier)
         self._peers.describe_memory()
 
     # From the scheduler
 
-    def expect(self, transfer_id: str, wait: LoadWait) -> None:
+    def add_wait(self, transfer_id: str, wait: LoadWait) -> None:
         """Send heartbeats for a load that waits for memory, so that the producer keeps its blocks.
 
         The heartbeats end when the producer is lost. A load that has begun sends heartbeats itself.
         """
         try:
-            first = self._peers.connect(
+            lead_peer = self._peers.connect(
                 wait.remote_host, wait.remote_port, wait.peer_instance_id, self._clock()
             )
         except zmq.ZMQError:
             return  # the load will fail with the reason
-        self._expected[transfer_id] = first
+        self._waits[transfer_id] = lead_peer
 
     def begin(self, request: LoadRequest) -> None:
-        self._expected.pop(request.transfer_id, None)
+        self._waits.pop(request.transfer_id, None)
         if self._loads.get(request.transfer_id) is not None:
             logger.error(
                 "transfer %s is loading already; ignoring the second load",
@@ -84,14 +84,14 @@ class ConsumerSide:
             return
         now = self._clock()
         try:
-            first = self._peers.connect(
+            lead_peer = self._peers.connect(
                 request.remote_host, request.remote_port, request.peer_instance_id, now
             )
         except zmq.ZMQError as error:  # not an address, or no socket is left
             why = f"cannot connect to {request.remote_host}:{request.remote_port}: {error}"
             self._loads.reject(request, FailureReason.PEER_LOST, why)
             return
-        self._loads.begin(request, first, now)
+        self._loads.begin(request, lead_peer, now)
 
     def cancel(self, transfer_id: str) -> None:
         load = self._loads.get(transfer_id)
@@ -106,7 +106,7 @@ class ConsumerSide:
         Call this only after closing the agent.
         """
         now = self._clock()
-        self._blocks.discard_all()
+        self._verifier.discard_all()
         for load in self._loads:
             self._loads.fail(load, FailureReason.DEFECT, reason, now)
             self._loads.end(load, now)
@@ -157,7 +157,7 @@ class ConsumerSide:
         return has_fenced
 
     def _verify_blocks(self) -> None:
-        for rank_transfer, wrong in self._blocks.advance():
+        for rank_transfer, wrong in self._verifier.advance():
             self._loads.record_verified(rank_transfer, wrong, self._clock())
 
     def next_deadline(self) -> float | None:
@@ -165,11 +165,11 @@ class ConsumerSide:
 
         None means that only an event makes `advance` necessary.
         """
-        is_due = self._loads.has_finished or self._blocks.has_unverified
+        is_due = self._loads.has_finished or self._verifier.has_unverified
         if is_due or any(peer.error for peer in self._peers):
             return 0.0
         deadlines = [peer.handshake_deadline for peer in self._peers if not peer.is_ready]
-        if len(self._loads) or self._expected:
+        if len(self._loads) or self._waits:
             deadlines += [peer.next_heartbeat for peer in self._peers if peer.is_ready]
         return min(deadlines + self._loads.deadlines(), default=None)
 
@@ -191,13 +191,15 @@ class ConsumerSide:
     def _lose(self, peer: Peer, now: float) -> None:
         """Disconnect a lost peer and fail the loads that need it. The next load connects again."""
         self._peers.remove(peer)
-        self._expected = {
-            transfer_id: first for transfer_id, first in self._expected.items() if first is not peer
+        self._waits = {
+            transfer_id: lead_peer
+            for transfer_id, lead_peer in self._waits.items()
+            if lead_peer is not peer
         }
         for load in self._loads:
             if peer in load.peers:
                 self._loads.fail(load, peer.reason, peer.error, now)
-        self._blocks.drop_peer(peer)
+        self._verifier.drop_peer(peer)
 
     def _fence_needed(self, now: float) -> str:
         """Return why all peers must be cut off from this engine's memory now; empty if not."""
@@ -225,10 +227,10 @@ class ConsumerSide:
         self._has_fenced = True
         self._context.stats.memory_fences += 1
         self._agent.fence()
-        if self._blocks.is_reading:
+        if self._verifier.is_reading:
             raise RuntimeError("transfers continue after a fence: the transport is defective")
-        self._blocks.discard_all()
-        self._context.drop_local_slots()
+        self._verifier.discard_all()
+        self._context.drop_local_slot_descs()
         for load in self._loads:
             self._loads.fail(
                 load, FailureReason.PEER_LOST, f"peers were cut off from the KV memory: {why}", now
@@ -239,8 +241,8 @@ class ConsumerSide:
             self._loads.advance(load, now)
         for peer in self._peers:
             self._peers.remove(peer)
-            self._blocks.drop_peer(peer)
-        self._expected.clear()
+            self._verifier.drop_peer(peer)
+        self._waits.clear()
         self._peers.describe_memory()
 
     def _send_heartbeats(self, now: float) -> None:
@@ -248,8 +250,8 @@ class ConsumerSide:
         if not due:
             return
         transfer_ids: dict[Peer, list[str]] = defaultdict(list)
-        for transfer_id, first in self._expected.items():
-            workers, _ = connect_workers(self._context, self._peers, first, now)
+        for transfer_id, lead_peer in self._waits.items():
+            workers, _ = connect_workers(self._context, self._peers, lead_peer, now)
             for peer in workers.values():
                 transfer_ids[peer].append(transfer_id)
         for load in self._loads:

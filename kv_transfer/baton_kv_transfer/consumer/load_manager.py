@@ -34,7 +34,7 @@ class LoadManager:
     """The running loads of this worker."""
 
     def __init__(
-        self, context: ConnectorContext, peers: PeerRegistry, blocks: BlockVerifier
+        self, context: ConnectorContext, peers: PeerRegistry, verifier: BlockVerifier
     ) -> None:
         """Create a manager without loads, and check the KV heads of this engine's workers.
 
@@ -46,7 +46,7 @@ class LoadManager:
         self._context = context
         self._memory, self._load_timeout_s = context.memory, context.config.load_timeout_s
         self._peers = peers
-        self._blocks = blocks
+        self._verifier = verifier
         self._loads: dict[str, Load] = {}
         #: Transfer ids and results of ended loads, until `take_finished` removes them.
         self._finished: deque[tuple[str, LoadResult]] = deque()
@@ -81,13 +81,13 @@ class LoadManager:
         self._context.stats.count_failure(reason)
         self._finished.append((request.transfer_id, LoadResult(0, error)))
 
-    def begin(self, request: LoadRequest, first_worker: Peer, now: float) -> None:
+    def begin(self, request: LoadRequest, lead_peer: Peer, now: float) -> None:
         num_blocks = len(request.block_ids)
         has_fitting_blocks = 0 < num_blocks <= self._memory.num_slots
         load = Load(
             request,
             generation=1 + secrets.randbelow(2**63 - 1),
-            first_worker=first_worker,
+            lead_peer=lead_peer,
             started=now,
             # More blocks than slots are read in parts, because a push needs a slot for each block.
             push=self._context.config.mode == "push" and has_fitting_blocks,
@@ -126,7 +126,7 @@ class LoadManager:
                 self._take_steps(load, now)
         yield from self.take_finished()
         self._send_releases()
-        self._blocks.post()
+        self._verifier.post()
 
     def advance(self, load: Load, now: float) -> None:
         """Advance one load through its states as far as possible."""
@@ -134,7 +134,7 @@ class LoadManager:
         self._send_releases()
 
     def _take_steps(self, load: Load, now: float) -> None:
-        if load.state is LoadState.HANDSHAKE and load.first_worker.is_ready:
+        if load.state is LoadState.HANDSHAKE and load.lead_peer.is_ready:
             self._open_rank_transfers(load, now)
         if load.state is LoadState.LOADING:
             for rank_transfer in load.rank_transfers:
@@ -158,12 +158,12 @@ class LoadManager:
 
         If a worker cannot be connected, fail the load.
         """
-        first = load.first_worker
-        if first.rank != 0:
-            why = f"{first.name} is worker {first.rank}, not the first one"
+        lead = load.lead_peer
+        if lead.rank != 0:
+            why = f"{lead.name} is worker {lead.rank}, not the first one"
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
-        workers, error = connect_workers(self._context, self._peers, first, now)
+        workers, error = connect_workers(self._context, self._peers, lead, now)
         if error:
             self.fail(load, FailureReason.PEER_LOST, error, now)
             return
@@ -178,16 +178,16 @@ class LoadManager:
         sent after the load has its slots.
         """
         load, peer, rank = rank_transfer.load, rank_transfer.peer, rank_transfer.rank
-        expected, heads = load.first_worker.ranks[rank].heads, peer.ranks[peer.rank].heads
+        expected, heads = load.lead_peer.ranks[rank].heads, peer.own_heads
         if (peer.rank, heads) != (rank, expected):
             why = (
                 f"{peer.name} is worker {peer.rank} with KV heads [{heads.first}, {heads.end}), "
-                f"{load.first_worker.name} names worker {rank} with "
+                f"{load.lead_peer.name} names worker {rank} with "
                 f"[{expected.first}, {expected.end})"
             )
             self.fail(load, FailureReason.PROTOCOL, why, now)
             return
-        if load.push and load.slots is None and not self._accept(load):
+        if load.push and load.slots is None and not self._try_take_slots(load):
             return  # tried again at each step, until its deadline
         rank_transfer.state = RankTransferState.PUSHING if load.push else RankTransferState.OPEN
         self._record_progress(rank_transfer, now)
@@ -207,8 +207,8 @@ class LoadManager:
             )
         )
 
-    def _accept(self, load: Load) -> bool:
-        """Try to allocate the slots of a load with push. Return whether the load has its slots.
+    def _try_take_slots(self, load: Load) -> bool:
+        """Allocate the slots of a load with push. Return false if the load must wait for them.
 
         Only the load that has waited longest may take slots.
         """
@@ -259,7 +259,7 @@ class LoadManager:
         load.reason, load.error = reason, error
         self._want_slots.pop(load.transfer_id, None)
         for rank_transfer in load.rank_transfers:
-            self._blocks.drop(rank_transfer)
+            self._verifier.drop(rank_transfer)
 
     def end(self, load: Load, now: float) -> None:
         del self._loads[load.transfer_id]
@@ -324,7 +324,8 @@ class LoadManager:
     def _handle_publish(
         self, rank_transfer: RankTransfer, message: side_channel.Publish, now: float
     ) -> None:
-        load, request, new = rank_transfer.load, rank_transfer.load.request, []
+        load, request = rank_transfer.load, rank_transfer.load.request
+        new: list[int] = []  # positions of the blocks that were not published before
         is_pushing = rank_transfer.state is RankTransferState.PUSHING
         if message.written and load.push and not is_pushing:
             why = f"{rank_transfer.peer.name} wrote blocks after it had sent RELEASED"
@@ -339,7 +340,7 @@ class LoadManager:
                 )
                 self.fail(load, FailureReason.PROTOCOL, why, now)
                 return
-            if not 0 <= position < load.num_blocks or rank_transfer.slots_there[position] >= 0:
+            if not 0 <= position < load.num_blocks or rank_transfer.peer_slots[position] >= 0:
                 continue  # in the prefix cache, not requested, or published before
             if block.chain_hash != request.block_hashes[position]:
                 why = (
@@ -348,14 +349,14 @@ class LoadManager:
                 )
                 self.fail(load, FailureReason.OTHER_PROMPT, why, now)
                 return
-            rank_transfer.slots_there[position] = block.slot
+            rank_transfer.peer_slots[position] = block.slot
             rank_transfer.checksums[position] = block.checksum
             new.append(position)
-        if new or (message.last and not rank_transfer.last):
+        if new or (message.last and not rank_transfer.is_last_received):
             self._record_progress(rank_transfer, now)
         if message.last:
-            rank_transfer.last = True
-            num_published = int((rank_transfer.slots_there >= 0).sum())
+            rank_transfer.is_last_received = True
+            num_published = int((rank_transfer.peer_slots >= 0).sum())
             if num_published < load.num_blocks:
                 name = rank_transfer.peer.name
                 why = f"{name} published {num_published} of the {load.num_blocks} requested blocks"
@@ -363,9 +364,9 @@ class LoadManager:
                 return
         if message.written and is_pushing:
             rank_transfer.num_written += len(new)
-            self._blocks.verify(rank_transfer, new)
+            self._verifier.verify(rank_transfer, new)
         else:
-            self._blocks.read(rank_transfer, new)
+            self._verifier.read(rank_transfer, new)
 
     def record_verified(self, rank_transfer: RankTransfer, wrong: list[int], now: float) -> None:
         """Record that a batch was verified. Fail the load if a block was wrong twice.

@@ -1,34 +1,26 @@
 """The states and data of a load and of its per-rank transfers, without I/O.
 
-Load
+A load ends with one LoadResult:
 
-    HANDSHAKE  The load connects to the producer's first worker, which names all workers.
-    LOADING    The load has a per-rank transfer for each worker with needed heads. Published blocks
-               are read, unless the worker wrote the blocks here (push). All blocks are verified.
-    SETTLING   The outcome, success or failure, is known, and nothing new is started. The load ends
-               with its LoadResult when all per-rank transfers are settled. `Load.reason` is set if
-               the load failed.
+    state       waits for                                ended by
+    HANDSHAKE   the lead peer, which names all workers   handshake -> LOADING; failure -> SETTLING
+    LOADING     blocks to read and verify                all verified, or failure -> SETTLING
+    SETTLING    the end of running reads and writes      all transfers settled -> LoadResult
 
-    HANDSHAKE -> LOADING    the first worker is ready
-    HANDSHAKE -> SETTLING   the load failed
-    LOADING   -> SETTLING   every per-rank transfer verified all blocks, or the load failed
-    SETTLING  -> (ended)    no block is in flight or unverified, and the producer cannot write
+A per-rank transfer is the part of a load from one worker of the producer:
 
-Per-rank transfer
+    state       waits for                                ended by
+    HANDSHAKE   the worker and, with push, slots         SUBSCRIBE -> OPEN, or PUSHING with slots
+    OPEN        blocks, which this engine reads          all verified, or failure -> ENDED
+    PUSHING     blocks, which the worker writes here     all verified, no write left -> ENDED;
+                                                         RELEASED -> OPEN; otherwise, when the load
+                                                         is SETTLING -> QUARANTINE
+    QUARANTINE  the end of the worker's writes           RELEASED or a fence -> ENDED
+    ENDED       nothing
 
-    HANDSHAKE   The transfer waits for the connection to its worker and, with push, for slots.
-    OPEN        SUBSCRIBE was sent, unless the load has no blocks. The worker does not write here.
-    PUSHING     SUBSCRIBE was sent with slots. The worker may write to these slots.
-    QUARANTINE  RELEASE was sent, or the worker is lost. The worker may still write to the slots.
-    ENDED       RELEASE was sent, or the worker is lost. The worker cannot write.
-
-    HANDSHAKE  -> OPEN, PUSHING  the worker is ready and, with push, the load has its slots
-    PUSHING    -> OPEN           RELEASED was received: the worker confirms the end of its writes
-    OPEN       -> ENDED          all blocks are verified, or the load has failed
-    PUSHING    -> ENDED          all blocks are verified, and nothing is left to write
-    PUSHING    -> QUARANTINE     the load is SETTLING, and the worker may still write
-    QUARANTINE -> ENDED          RELEASED was received, or a fence cut the worker off
-    HANDSHAKE  -> ENDED          the load is SETTLING, and the worker is ready
+RELEASE is sent on the way to QUARANTINE and ENDED, unless the worker is lost. A transfer in
+HANDSHAKE whose load fails goes to ENDED if the worker is ready, and otherwise stays. While blocks
+are in flight or unverified, a transfer stays OPEN or PUSHING.
 """
 
 from __future__ import annotations
@@ -45,7 +37,7 @@ from baton_kv_transfer.memory.layout import HeadRange
 
 
 class LoadState(enum.Enum):
-    """The states of a load, which the module describes."""
+    """The states of a load. The module docstring has a table of them."""
 
     HANDSHAKE = enum.auto()
     LOADING = enum.auto()
@@ -53,6 +45,8 @@ class LoadState(enum.Enum):
 
 
 class RankTransferState(enum.Enum):
+    """The states of a per-rank transfer. The module docstring has a table of them."""
+
     HANDSHAKE = enum.auto()
     OPEN = enum.auto()
     PUSHING = enum.auto()
@@ -62,13 +56,12 @@ class RankTransferState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SharedHeads:
-    """Heads that a worker of the producer shares with this worker.
-
-    `side_channel.Subscribe` describes `subscriber` and `num_subscribers`.
-    """
+    """KV heads that both one worker of the producer and this worker hold."""
 
     heads: HeadRange
+    #: Index of this worker among this engine's workers that share heads with that worker.
     subscriber: int
+    #: Number of this engine's workers that share heads with that worker.
     num_subscribers: int
 
 
@@ -91,8 +84,8 @@ class RankTransfer:
     last_block: float
     #: Time at which the load fails. Each block and each PENDING postpones this time.
     deadline: float
-    #: [num_blocks]: slot of the producer's memory that has the block; -1: not published.
-    slots_there: NDArray[np.int64]
+    #: [num_blocks]: slot of the peer's memory that has the block; -1: not published.
+    peer_slots: NDArray[np.int64]
     #: [num_blocks]: checksum that the producer published for the block.
     checksums: list[int]
     #: [num_blocks]: whether the block differed from its checksum once and is read again.
@@ -106,7 +99,7 @@ class RankTransfer:
     #: With push: number of blocks that the producer has published as written.
     num_written: int = 0
     #: Whether the last PUBLISH was received.
-    last: bool = False
+    is_last_received: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -128,7 +121,7 @@ class RankTransfer:
     @property
     def may_write(self) -> bool:
         """Whether the producer's worker may still write to the load's slots."""
-        is_last_write_over = self.last or self.num_written == len(self.checksums)
+        is_last_write_over = self.is_last_received or self.num_written == len(self.checksums)
         return self.state is RankTransferState.QUARANTINE or (
             self.state is RankTransferState.PUSHING
             and not (self.is_complete and is_last_write_over)
@@ -157,8 +150,8 @@ class Load:
     request: LoadRequest
     #: Random number that the messages about this load carry, see `side_channel`.
     generation: int
-    #: The first worker (rank 0) of the producer.
-    first_worker: Peer
+    #: The producer's first worker (rank 0), which names all workers.
+    lead_peer: Peer
     started: float
     #: True: the producer writes the blocks to `slots`. False: this engine reads the blocks.
     push: bool
@@ -187,7 +180,7 @@ class Load:
     def peers(self) -> list[Peer]:
         """Peers that the load still needs. If one of them is lost, the load fails."""
         if self.state is LoadState.HANDSHAKE:
-            return [self.first_worker]
+            return [self.lead_peer]
         return [
             rank_transfer.peer
             for rank_transfer in self.rank_transfers

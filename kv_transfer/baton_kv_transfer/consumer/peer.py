@@ -17,9 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 import zmq
-from numpy.typing import NDArray
 from zmq.utils.monitor import recv_monitor_message
 
 from baton_kv_transfer import auth, side_channel
@@ -28,11 +26,9 @@ from baton_kv_transfer.connector import FailureReason
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory.layout import (
     HeadRange,
-    KVCacheLayout,
     RankAddress,
     explain_layout_mismatch,
 )
-from baton_kv_transfer.memory.slot_memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 from baton_kv_transfer.transports.transfer import TransportError
 from baton_protocol.service_key import HANDSHAKE_FAILED, ServiceKey, why_handshake_failed
@@ -103,7 +99,7 @@ class Peer:
     def __init__(
         self,
         context: ConnectorContext,
-        offered: MemoryDescription | None,
+        push_memory: MemoryDescription | None,
         *,
         host: str,
         port: int,
@@ -114,7 +110,7 @@ class Peer:
 
         Args:
             context: state that both sides of the connector share.
-            offered: description of the memory that the producer writes to (push); None with pull.
+            push_memory: this worker's memory, to which the producer writes; None with pull.
             host: address of the side channel.
             port: port of the side channel.
             peer_instance_id: instance id that the producer's engine must have.
@@ -129,7 +125,7 @@ class Peer:
         self.reason = FailureReason.PEER_LOST
         #: The shared heads in each slot of the peer's memory. None before READY, and if the peer
         #: has no shared head.
-        self.blocks: DlistHandle | None = None
+        self.slot_descs: DlistHandle | None = None
         self.num_slots = 0
         #: Rank of the peer in its engine; -1 before READY.
         self.rank = -1
@@ -142,7 +138,7 @@ class Peer:
         self._state = PeerState.HELLO_SENT
         self._address = (host, port)
         self._context = context
-        self._offered = offered
+        self._push_memory = push_memory
         self._agent = context.agent
         #: Name of the peer's transfer agent; empty before READY.
         self.agent_name = ""
@@ -163,6 +159,11 @@ class Peer:
     @property
     def is_ready(self) -> bool:
         return self._state is PeerState.READY and not self.error
+
+    @property
+    def own_heads(self) -> HeadRange:
+        """KV heads of the peer. Valid once `rank` is set."""
+        return self.ranks[self.rank].heads
 
     def send(self, message: side_channel.ToProducer) -> None:
         """Queue a message to the peer. Do nothing if the peer is lost."""
@@ -271,7 +272,9 @@ class Peer:
         self._state = PeerState.AUTHENTICATED
         layout = self._context.memory.layout
         self.send(
-            side_channel.Describe(self._proof(auth.CONSUMER, welcome.nonce), layout, self._offered)
+            side_channel.Describe(
+                self._proof(auth.CONSUMER, welcome.nonce), layout, self._push_memory
+            )
         )
 
     def _proof(self, role: str, producer_nonce: bytes) -> bytes:
@@ -308,27 +311,19 @@ class Peer:
             if self.agent_name not in names:
                 raise ValueError(f"agent {self.agent_name} is not one of {', '.join(names)}")
             self.rank = names.index(self.agent_name)
-            if self.ranks[self.rank].heads != theirs.heads:
+            if self.own_heads != theirs.heads:
                 raise ValueError(
-                    f"{self.agent_name} has {theirs.heads}, "
-                    f"its ranks name {self.ranks[self.rank].heads}"
+                    f"{self.agent_name} has {theirs.heads}, its ranks name {self.own_heads}"
                 )
-            rows = _slot_rows(description.memory, theirs, ours.heads)
-            if len(rows):
-                self.blocks = self._agent.prep_xfer_dlist(
-                    self.agent_name, rows, description.memory.mem_type
-                )
+            if wrong := side_channel.explain_invalid_memory(description.memory, theirs):
+                raise ValueError(wrong)
+            self.slot_descs = self._context.peer_slot_descs(
+                self.agent_name, description.memory, theirs
+            )
         except TransportError as error:  # the producer died after its DESCRIPTION
             self.fail(FailureReason.PEER_LOST, f"{self.name} cannot be reached: {error}")
             return
-        except (
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            MemoryError,
-            RuntimeError,
-            msgspec.MsgspecError,
-        ) as error:
+        except side_channel.INVALID_DESCRIPTION as error:
             self.fail(FailureReason.PROTOCOL, f"{self.name} sent an invalid DESCRIPTION: {error}")
             return
         self.num_slots, self.lease_s = description.memory.num_slots, description.lease_s
@@ -362,31 +357,3 @@ def _check_ranks(ranks: list[RankAddress], num_heads: int) -> None:
         end = worker.heads.end
     if end != num_heads:
         raise ValueError(f"the workers in it have {end} of the model's {num_heads} KV heads")
-
-
-def _slot_rows(
-    memory: MemoryDescription, layout: KVCacheLayout, wanted: HeadRange
-) -> NDArray[np.int64]:
-    """Return one descriptor of the wanted heads for each slot of a producer's worker.
-
-    Returns:
-        [num_slots, 3] of (address, length, device id); [0, 3] if the worker has no wanted head.
-
-    Raises:
-        ValueError: the described sizes are invalid.
-    """
-    if (
-        memory.slot_nbytes != layout.block_nbytes
-        or not 0 < memory.num_slots <= side_channel.MAX_SLOTS
-    ):
-        raise ValueError(
-            f"{memory.num_slots} slots of {memory.slot_nbytes} bytes for blocks of "
-            f"{layout.block_nbytes} bytes (the limit is {side_channel.MAX_SLOTS} slots)"
-        )
-    return slot_rows(
-        memory.base_address,
-        memory.num_slots,
-        layout,
-        layout.heads.overlap(wanted),
-        device_id=memory.device_id,
-    )

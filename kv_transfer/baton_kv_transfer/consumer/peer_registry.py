@@ -17,7 +17,7 @@ class PeerRegistry:
         self._known: dict[tuple[str, int, str], Peer] = {}
         #: Push: description of this worker's memory for handshakes. None with pull, and before
         #: `describe_memory`.
-        self._offered: MemoryDescription | None = None
+        self._push_memory: MemoryDescription | None = None
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._known.values()))
@@ -27,7 +27,7 @@ class PeerRegistry:
 
         Call this again after a fence (`Agent.fence`), because the agent has new metadata then.
         """
-        self._offered = (
+        self._push_memory = (
             self._context.describe_memory() if self._context.config.mode == "push" else None
         )
 
@@ -41,7 +41,7 @@ class PeerRegistry:
         if key not in self._known:
             self._known[key] = Peer(
                 self._context,
-                self._offered,
+                self._push_memory,
                 host=host,
                 port=port,
                 peer_instance_id=peer_instance_id,

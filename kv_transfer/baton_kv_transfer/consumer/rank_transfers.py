@@ -38,30 +38,32 @@ def check_heads(context: ConnectorContext) -> None:
 
 
 def connect_workers(
-    context: ConnectorContext, peers: PeerRegistry, first: Peer, now: float
+    context: ConnectorContext, peers: PeerRegistry, lead_peer: Peer, now: float
 ) -> tuple[dict[int, Peer], str]:
     """Connect to the producer's workers that share heads with this worker.
 
     Args:
         context: this worker's memory.
         peers: the connected peers, to which new connections are added.
-        first: the producer's first worker, which names all workers when it is ready.
+        lead_peer: the producer's first worker, which names all workers when it is ready.
         now: the current time.
 
     Returns:
         The workers by rank, and an error: why a connection failed; empty if none failed.
     """
     workers, error = {}, ""
-    for rank, address in enumerate(first.ranks if first.is_ready else ()):
+    for rank, address in enumerate(lead_peer.ranks if lead_peer.is_ready else ()):
         if not context.memory.layout.heads.overlap(address.heads).count:
             continue
         host, port = address.host, address.port
         try:
             workers[rank] = (
-                peers.connect(host, port, first.peer_instance_id, now) if rank else first
+                peers.connect(host, port, lead_peer.peer_instance_id, now) if rank else lead_peer
             )
         except zmq.ZMQError as failure:
-            error = f"cannot connect to worker {rank} of {first.name} at {host}:{port}: {failure}"
+            error = (
+                f"cannot connect to worker {rank} of {lead_peer.name} at {host}:{port}: {failure}"
+            )
     return workers, error
 
 
@@ -72,14 +74,14 @@ def create_rank_transfers(
 
     Args:
         context: this worker's memory and timeouts, and the heads of all workers of this engine.
-        load: the load, whose first worker is ready.
+        load: the load, whose lead peer is ready.
         workers: the producer's workers that share heads with this worker, by rank.
         now: the current time.
     """
     transfers = []
     for rank, peer in workers.items():
         shared = _shared_heads(
-            load.first_worker.ranks[rank].heads,
+            load.lead_peer.ranks[rank].heads,
             context.memory.layout.heads,
             (worker.heads for worker in context.ranks),
         )
@@ -92,7 +94,7 @@ def create_rank_transfers(
                 block_nbytes=shared.heads.count * context.memory.layout.head_nbytes,
                 last_block=now,
                 deadline=now + context.config.load_timeout_s,
-                slots_there=np.full(load.num_blocks, -1, dtype=np.int64),
+                peer_slots=np.full(load.num_blocks, -1, dtype=np.int64),
                 checksums=[0] * load.num_blocks,
                 reread=np.zeros(load.num_blocks, dtype=np.bool_),
             )
@@ -101,7 +103,10 @@ def create_rank_transfers(
 
 
 def _shared_heads(theirs: HeadRange, ours: HeadRange, engine: Iterable[HeadRange]) -> SharedHeads:
-    """Return the heads that a worker of the producer shares with this worker.
+    """Return the KV heads that both a worker of the producer and this worker hold.
+
+    The transfer between the two carries these heads. Other workers of this engine can hold heads of
+    the same producer's worker, so the result also counts and numbers this worker among them.
 
     Args:
         theirs: heads of the producer's worker.

@@ -42,7 +42,7 @@ def blocks_per_batch(rank_transfer: RankTransfer, memory: SlotMemory) -> int:
     return max(1, min(BATCH_BYTES // rank_transfer.block_nbytes, memory.num_slots))
 
 
-def _accept(memory: SlotMemory, block_ids: list[int]) -> list[int]:
+def _take_slots(memory: SlotMemory, block_ids: list[int]) -> list[int]:
     """Allocate and return slots for the blocks, or only for the leading blocks.
 
     The number of blocks is halved until there are enough free slots. The result is empty if no slot
@@ -101,7 +101,7 @@ class ReadWindow:
             if load.slots is not None:
                 slots = [load.slots[position] for position in positions]
             else:
-                slots = _accept(
+                slots = _take_slots(
                     memory, [load.request.block_ids[position] for position in positions]
                 )
             if not slots:

@@ -41,6 +41,8 @@ class _PeerWindow:
 
 @dataclass(slots=True, eq=False)
 class _Write:
+    """A posted write of some blocks to one subscriber."""
+
     window: _PeerWindow
     subscriber: Subscriber
     blocks: list[PublishedBlock]
@@ -75,12 +77,12 @@ class BlockWriter:
         if not subscriber.queue:
             window.turns.append(subscriber)
         subscriber.queue += blocks
-        self._stats.queued_bytes += len(blocks) * self._nbytes(subscriber)
+        self._stats.queued_bytes += len(blocks) * self._block_nbytes(subscriber)
 
     def stop(self, subscriber: Subscriber) -> None:
         """Drop the queued blocks of a subscriber. Writes in flight continue."""
         if subscriber.queue:
-            self._stats.queued_bytes -= len(subscriber.queue) * self._nbytes(subscriber)
+            self._stats.queued_bytes -= len(subscriber.queue) * self._block_nbytes(subscriber)
             subscriber.queue.clear()
 
     def has_writes_to(self, session: Session) -> bool:
@@ -98,18 +100,18 @@ class BlockWriter:
                 no_reason = "the transport gave no reason"
                 yield self._end(write, write.handle.error or no_reason if state == "ERR" else "")
         for name, window in list(self._windows.items()):
-            yield from self._post(window)
+            yield from self._post_queued(window)
             if not window.turns and not window.inflight_bytes:
                 del self._windows[name]
 
-    def _post(self, window: _PeerWindow) -> Iterator[EndedWrite]:
+    def _post_queued(self, window: _PeerWindow) -> Iterator[EndedWrite]:
         """Post queued blocks to one peer. Yield writes that cannot be posted."""
         while window.turns:
             subscriber = window.turns[0]
             if not subscriber.queue:  # stopped
                 window.turns.popleft()
                 continue
-            nbytes = self._nbytes(subscriber)
+            nbytes = self._block_nbytes(subscriber)
             room = self._context.config.max_inflight_bytes - window.inflight_bytes
             count = min(len(subscriber.queue), max(1, min(room, MAX_WRITE_BYTES) // nbytes))
             if window.inflight_bytes and count * nbytes > room:
@@ -120,16 +122,16 @@ class BlockWriter:
             if subscriber.queue:
                 window.turns.append(subscriber)
             try:
-                self._begin(window, subscriber, blocks, count * nbytes)
+                self._post_write(window, subscriber, blocks, count * nbytes)
             except (ValueError, LookupError, TransportError) as error:
                 # The peer was removed, possibly by a fence (`Agent.fence`).
                 yield EndedWrite(subscriber, [], str(error))
 
-    def _begin(
+    def _post_write(
         self, window: _PeerWindow, subscriber: Subscriber, blocks: list[OfferedBlock], nbytes: int
     ) -> None:
         published = checksum_blocks(self._context.memory, subscriber, blocks)
-        handle = self._make(subscriber, published)
+        handle = self._make_transfer(subscriber, published)
         self._agent.transfer(handle)
         if not subscriber.num_writes:
             subscriber.writing_since = self._clock()
@@ -140,15 +142,15 @@ class BlockWriter:
         self._stats.descriptors_posted += handle.num_descs
         self._in_flight.append(_Write(window, subscriber, published, nbytes, handle))
 
-    def _make(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> XferHandle:
-        remote_side = subscriber.session.slots
+    def _make_transfer(self, subscriber: Subscriber, blocks: list[PublishedBlock]) -> XferHandle:
+        remote_side = subscriber.session.slot_descs
         if remote_side is None:
             raise ValueError("the consumer's memory was removed")
         our_slots = [block.slot for block in blocks]
         their_slots = subscriber.slots[
             [block.index - subscriber.first_block_index for block in blocks]
         ]
-        local_side = self._context.local_slots(subscriber.heads)
+        local_side = self._context.local_slot_descs(subscriber.heads)
         publish = side_channel.Publish(
             subscriber.transfer.transfer_id, subscriber.generation, blocks, last=False, written=True
         )
@@ -171,6 +173,6 @@ class BlockWriter:
         self._stats.bytes_sent += write.nbytes
         return EndedWrite(subscriber, write.blocks, "")
 
-    def _nbytes(self, subscriber: Subscriber) -> int:
+    def _block_nbytes(self, subscriber: Subscriber) -> int:
         """Return the size of the subscriber's heads in one block, in bytes."""
         return subscriber.heads.count * self._context.memory.layout.head_nbytes

@@ -84,8 +84,8 @@ class ProducerSide:
         self._stats = context.stats
         self._handshakes = watch_handshakes(router) if context.service_key is not None else None
         self._unreachable: set[bytes] = set()
-        self._writes = BlockWriter(context)
-        self._transfers = TransferManager(context, self._writes, self._send)
+        self._writer = BlockWriter(context)
+        self._transfers = TransferManager(context, self._writer, self._send)
         self._sessions = SessionRegistry(context)
         self._last_round = context.clock()
         self._last_empty = self._last_round
@@ -148,7 +148,7 @@ class ProducerSide:
             for identity in self._sessions.take_silent(now):
                 self._send(identity, side_channel.Pending([]))  # finds connections that are lost
         for session in [
-            one for one in self._sessions.failed if not self._writes.has_writes_to(one)
+            one for one in self._sessions.failed if not self._writer.has_writes_to(one)
         ]:
             self._forget(session.identity, session.error)
             self._send(session.identity, side_channel.Refused(session.error))
@@ -218,7 +218,7 @@ class ProducerSide:
                 self._transfers.heartbeat(session, transfer_ids)
 
     def _advance_writes(self) -> None:
-        for subscriber, blocks, error in self._writes.advance():
+        for subscriber, blocks, error in self._writer.advance():
             if error and not subscriber.session.error:
                 self._cut_off(subscriber.session, f"writing to the consumer failed: {error}")
             self._transfers.record_written(subscriber, blocks)

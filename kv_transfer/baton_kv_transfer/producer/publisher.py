@@ -30,16 +30,16 @@ PART_BYTES = 16 * 2**20
 class Publisher:
     """Makes blocks available to subscribers: with PUBLISH messages, or with push by writes."""
 
-    def __init__(self, context: ConnectorContext, writes: BlockWriter, send: Send) -> None:
+    def __init__(self, context: ConnectorContext, writer: BlockWriter, send: Send) -> None:
         """Create a publisher.
 
         Args:
             context: state that both sides of the connector share.
-            writes: writes blocks to consumers.
+            writer: writes blocks to consumers.
             send: sends a message to a connection.
         """
         self._memory, self._stats, self._clock = context.memory, context.stats, context.clock
-        self._writes = writes
+        self._writer = writer
         self._send = send
 
     def send_blocks(self, subscriber: Subscriber, blocks: Sequence[OfferedBlock]) -> None:
@@ -48,7 +48,7 @@ class Publisher:
         end = first + len(subscriber.slots) if subscriber.push else math.inf
         wanted = [block for block in blocks if first <= block.index < end]
         if subscriber.push and wanted:
-            self._writes.enqueue(subscriber, wanted)
+            self._writer.enqueue(subscriber, wanted)
             return
         step = max(1, PART_BYTES // self._memory.layout.block_nbytes)
         while len(wanted) > step:
@@ -70,7 +70,7 @@ class Publisher:
         """
         last = (
             not more
-            and subscriber.transfer.last
+            and subscriber.transfer.has_last_blocks
             and subscriber.is_idle
             and not subscriber.last_sent_at
         )
@@ -92,7 +92,7 @@ class Publisher:
         """Publish and write nothing more to an ACTIVE subscriber, and send CANCELLED."""
         if subscriber.state is SubscriberState.ACTIVE:
             subscriber.state = SubscriberState.STOPPED
-            self._writes.stop(subscriber)
+            self._writer.stop(subscriber)
             cancelled = side_channel.Cancelled(
                 subscriber.transfer.transfer_id, subscriber.generation, reason
             )

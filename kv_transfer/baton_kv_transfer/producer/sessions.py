@@ -21,13 +21,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
 from baton_kv_transfer import auth, side_channel
 from baton_kv_transfer.agent.agent import DlistHandle
 from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory.layout import KVCacheLayout, explain_layout_mismatch
-from baton_kv_transfer.memory.slot_memory import slot_rows
 from baton_kv_transfer.side_channel import MemoryDescription
 
 #: Limit of pending handshakes. Above this limit, the oldest handshake is dropped.
@@ -36,7 +33,6 @@ MAX_HANDSHAKES = 1024
 #: and has to connect again.
 MAX_OPEN = 4096
 MAX_ID_LENGTH = 512
-_MAX_ADDRESS = 2**63
 
 #: A function (ZeroMQ identity of a connection, message) that sends the message.
 Send = Callable[[bytes, side_channel.ToConsumer], None]
@@ -60,7 +56,7 @@ class Session:
     agent_name: str = ""
     #: Prepared descriptors of the shared heads in each slot of `memory`. None without `memory` or
     #: shared heads.
-    slots: DlistHandle | None = None
+    slot_descs: DlistHandle | None = None
     #: Why the session FAILED or was removed; empty before.
     error: str = ""
 
@@ -70,11 +66,9 @@ class SessionRegistry:
 
     def __init__(self, context: ConnectorContext) -> None:
         self._context = context
-        self._agent, self._layout, self._lease_s = (
-            context.agent,
-            context.memory.layout,
-            context.config.lease_s,
-        )
+        self._agent = context.agent
+        self._layout = context.memory.layout
+        self._lease_s = context.config.lease_s
         self._token = auth.derive_token(context.service_key)
         self._pending: OrderedDict[bytes, Session] = OrderedDict()
         self._open: OrderedDict[bytes, Session] = OrderedDict()  # longest silent first
@@ -158,8 +152,8 @@ class SessionRegistry:
         if session.error:
             self.failed.remove(session)
         session.error = session.error or reason
-        if session.slots is not None:
-            self._agent.release_dlist_handle(session.slots)
+        if session.slot_descs is not None:
+            self._agent.release_dlist_handle(session.slot_descs)
         if session.agent_name and not self._users(session.agent_name):
             self._agent.remove_remote_agent(session.agent_name)  # ends writes in flight in ERR
         return [session]
@@ -231,30 +225,18 @@ class SessionRegistry:
         """
         if memory is None:
             return ""
-        if wrong := _explain_invalid_memory(memory, layout):
+        if wrong := side_channel.explain_invalid_memory(memory, layout):
             return wrong
         name = ""
         try:
             name = self._agent.add_remote_agent(memory.agent_metadata)
-            heads = self._layout.heads.overlap(layout.heads)
-            if heads.count:
-                rows = slot_rows(
-                    memory.base_address, memory.num_slots, layout, heads, device_id=memory.device_id
-                )
-                session.slots = self._agent.prep_xfer_dlist(name, rows, memory.mem_type)
+            session.slot_descs = self._context.peer_slot_descs(name, memory, layout)
             wrong = (
                 ""
                 if name.rpartition("/")[0] == session.instance_id
                 else f"its agent is called {name}"
             )
-        except (
-            ValueError,
-            LookupError,
-            ArithmeticError,
-            MemoryError,
-            RuntimeError,
-            msgspec.MsgspecError,
-        ) as error:
+        except side_channel.INVALID_DESCRIPTION as error:
             wrong = str(error)
         if not wrong:
             session.agent_name = name
@@ -290,23 +272,4 @@ def _explain_invalid_layout(layout: KVCacheLayout) -> str:
             f"the consumer's layout has {layout.num_blocks} blocks and KV heads "
             f"[{heads.first}, {heads.end}) of {layout.num_model_heads}"
         )
-    return ""
-
-
-def _explain_invalid_memory(memory: MemoryDescription, layout: KVCacheLayout) -> str:
-    """Return why the description of a consumer's memory is invalid; empty if it is valid.
-
-    Args:
-        memory: the description.
-        layout: layout of the consumer's blocks, which the memory must hold.
-    """
-    nbytes = memory.num_slots * memory.slot_nbytes
-    if memory.slot_nbytes != layout.block_nbytes:
-        return f"slots have {memory.slot_nbytes} bytes, blocks have {layout.block_nbytes}"
-    if not 0 < memory.num_slots <= side_channel.MAX_SLOTS:
-        return f"there must be 1 to {side_channel.MAX_SLOTS} slots, got {memory.num_slots}"
-    if memory.base_address < 0 or memory.base_address + nbytes >= _MAX_ADDRESS:
-        return f"{nbytes} bytes at address {memory.base_address:#x} exceed the address space"
-    if not 0 <= memory.device_id < 2**31:
-        return f"the device id must be in [0, 2**31), got {memory.device_id}"
     return ""

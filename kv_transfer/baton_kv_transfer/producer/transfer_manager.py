@@ -54,16 +54,16 @@ SLOT_RETRY_S = 0.02
 class TransferManager:
     """The transfers that this worker offers, and their subscribers."""
 
-    def __init__(self, context: ConnectorContext, writes: BlockWriter, send: Send) -> None:
+    def __init__(self, context: ConnectorContext, writer: BlockWriter, send: Send) -> None:
         """Create a manager without transfers.
 
         Args:
             context: state that both sides of the connector share.
-            writes: writes blocks to consumers.
+            writer: writes blocks to consumers.
             send: sends a message to a connection.
         """
-        self._writes = writes
-        self._publisher = Publisher(context, writes, send)
+        self._writer = writer
+        self._publisher = Publisher(context, writer, send)
         self._lease_s = context.config.lease_s
         self._memory, self._stats, self._clock = context.memory, context.stats, context.clock
         self._send = send
@@ -102,7 +102,7 @@ class TransferManager:
         if transfer is None or transfer.state is TransferState.CLOSED:
             return
         transfer.held_since = transfer.held_since or self._clock()
-        transfer.waiting.append(save)
+        transfer.waiting_saves.append(save)
         if transfer.is_waiting_for_subscribers:
             transfer.deadline = self._deadline_in(self._lease_s)
         if transfer.num_blocks > (room := self._memory.num_slots):
@@ -315,7 +315,7 @@ class TransferManager:
             was_held = transfer.deadline == transfer.held_since + MAX_WAIT_S
             self._record_expiry(transfer, MAX_WAIT_S if was_held else None)
             self._close(transfer, "its lease expired")
-        elif transfer.waiting and now >= transfer.slots_deadline:
+        elif transfer.waiting_saves and now >= transfer.slots_deadline:
             self._close(
                 transfer,
                 f"no slot became free at the producer within {self._lease_s:g} s",
@@ -370,19 +370,19 @@ class TransferManager:
         if subscriber.state is not SubscriberState.LEFT:
             subscriber.state = SubscriberState.LEFT
             subscriber.deadline = self._deadline_in(DRAIN_TIMEOUT_S)
-            self._writes.stop(subscriber)
+            self._writer.stop(subscriber)
 
     # One transfer
 
     def _expose(self, transfer: OfferedTransfer) -> None:
         """Publish the blocks that wait for slots, one BlockSave at a time, while slots are free."""
-        while transfer.waiting:
-            save = transfer.waiting[0]
+        while transfer.waiting_saves:
+            save = transfer.waiting_saves[0]
             slots = self._memory.expose(save.block_ids)
             if slots is None:
                 self._wait_for_slots(transfer)
                 return
-            transfer.waiting.popleft()
+            transfer.waiting_saves.popleft()
             transfer.slots_deadline = 0.0
             rows = zip(slots, save.block_hashes, strict=True)
             blocks = [
@@ -390,7 +390,7 @@ class TransferManager:
                 for row, (slot, chain_hash) in enumerate(rows)
             ]
             transfer.blocks += blocks
-            transfer.last = transfer.last or save.last
+            transfer.has_last_blocks = transfer.has_last_blocks or save.last
             for subscriber in transfer.subscribers.values():
                 if subscriber.state is SubscriberState.ACTIVE:
                     self._publisher.send_blocks(subscriber, blocks)
@@ -406,8 +406,8 @@ class TransferManager:
         Each ACTIVE subscriber receives CANCELLED. Its lease is renewed a last time, so that it can
         send RELEASE.
         """
-        transfer.closed = reason
-        transfer.waiting.clear()
+        transfer.close_reason = reason
+        transfer.waiting_saves.clear()
         self._waiting_for_slots.pop(transfer.transfer_id, None)
         for subscriber in transfer.subscribers.values():
             if subscriber.state is SubscriberState.ACTIVE:
@@ -442,7 +442,7 @@ class TransferManager:
     def _end(self, transfer: OfferedTransfer) -> None:
         del self._transfers[transfer.transfer_id]
         self._waiting_for_slots.pop(transfer.transfer_id, None)
-        self._remember(transfer.transfer_id, transfer.closed or "released")
+        self._remember(transfer.transfer_id, transfer.close_reason or "released")
         if transfer.blocks:
             self._memory.release([block.slot for block in transfer.blocks])
         self._finished.append(transfer.transfer_id)

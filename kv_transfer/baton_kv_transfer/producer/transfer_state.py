@@ -121,25 +121,25 @@ class OfferedTransfer:
     #: Published blocks, each in a slot of this worker's memory.
     blocks: list[OfferedBlock] = field(default_factory=list)
     #: Saves that wait for free slots. The transfer also holds the blocks of these saves.
-    waiting: deque[BlockSave] = field(default_factory=deque)
+    waiting_saves: deque[BlockSave] = field(default_factory=deque)
     #: Time until which the first waiting save must get its slots; 0: no save waits.
     slots_deadline: float = 0.0
     #: Whether the last blocks of the prompt were published.
-    last: bool = False
+    has_last_blocks: bool = False
     #: Why the transfer is CLOSED; empty otherwise.
-    closed: str = ""
+    close_reason: str = ""
 
     @property
     def state(self) -> TransferState:
-        if self.closed:
+        if self.close_reason:
             return TransferState.CLOSED
-        has_blocks = self.blocks or self.waiting or self.last
+        has_blocks = self.blocks or self.waiting_saves or self.has_last_blocks
         return TransferState.HOLDING if has_blocks else TransferState.OFFERED
 
     @property
     def num_blocks(self) -> int:
         """Number of blocks that the transfer holds: published, or waiting for slots."""
-        return len(self.blocks) + sum(len(save.block_ids) for save in self.waiting)
+        return len(self.blocks) + sum(len(save.block_ids) for save in self.waiting_saves)
 
     @property
     def has_all_subscribers(self) -> bool:
@@ -221,7 +221,7 @@ def explain_refusal(
             f"not to {session.instance_id}"
         )
     if transfer.state is TransferState.CLOSED:
-        return f"transfer {transfer.transfer_id} has ended: {transfer.closed}"
+        return f"transfer {transfer.transfer_id} has ended: {transfer.close_reason}"
     if transfer.num_subscribers not in (0, message.num_subscribers):
         return (
             f"transfer {transfer.transfer_id} has {transfer.num_subscribers} subscribers, "

@@ -42,8 +42,8 @@ class TransportContext:
         self.num_refused = 0
         #: See Agent.failure.
         self.failure = ""
-        #: Bytes moved, by lane: the mechanism and the device that moved them.
-        self.moved: Counter[str] = Counter()
+        #: Bytes moved, by the mechanism and the device that moved them, such as `tcp/lo`.
+        self.bytes_moved: Counter[str] = Counter()
 
     def refuse(self, iovec: bytes) -> str:
         """Return why a peer's request is refused; empty if all its runs are in registered memory.
@@ -63,8 +63,8 @@ class TransportContext:
 class Transport(abc.ABC):
     """A mechanism that moves bytes to and from peers.
 
-    Only the agent's thread calls `forget_region`, `fence` and `end`. Any thread may call the other
-    methods.
+    Only the agent's thread calls `forget_region`, `fence` and `close`. Any thread may call the
+    other methods.
     """
 
     #: Types of memory that this transport moves.
@@ -111,5 +111,5 @@ class Transport(abc.ABC):
         """Cut all peers off. See Agent.fence."""
 
     @abc.abstractmethod
-    def end(self) -> None:
+    def close(self) -> None:
         """Close the transport. The agent's thread calls this last."""

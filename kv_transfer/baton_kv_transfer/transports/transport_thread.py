@@ -25,9 +25,9 @@ from baton_kv_transfer.transports.transfer import CopyError
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
-#: A user that leaves `waiting` does the transports' work for at most this time. It stops earlier
-#: when a transfer has ended or a notification has arrived.
-HELP_S = 0.005
+#: Maximum time for which a user that leaves `waiting` does the transports' work. The user stops
+#: earlier when a transfer has ended or a notification has arrived.
+USER_TURN_S = 0.005
 #: How late a timer may be called while a user waits, in seconds.
 MAX_PARKED_S = 1.0
 
@@ -48,7 +48,7 @@ class SteppedCopy(Protocol):
         """
 
 
-class TransportJob:
+class CopyJob:
     """A copy that this process makes, for a read of its own or for a write of a peer."""
 
     def __init__(self, copy: SteppedCopy, finish: Callable[[str], None], owner: object) -> None:
@@ -65,7 +65,7 @@ class TransportJob:
 
 
 class _Waiting:
-    """The context that `waiting` returns: on entry the user may take the work, on exit it works.
+    """The context of `waiting`: on entry the user may take the work, on exit the user does it.
 
     `with` gives the descriptor to wait for, or None if another thread has the work. This is a class
     because a context manager made from a generator function would be slower.
@@ -101,7 +101,7 @@ class TransportThread:
         Args:
             name: name of the thread.
         """
-        self.jobs: deque[TransportJob] = deque()
+        self.jobs: deque[CopyJob] = deque()
         #: By file descriptor: the epoll events to wait for, and the handler.
         self._handlers: dict[int, tuple[int, Callable[[], None]]] = {}
         self._progress: Callable[[], bool] = lambda: False
@@ -193,9 +193,9 @@ class TransportThread:
     def call_later(self, delay_s: float, command: Callable[[], None]) -> None:
         heapq.heappush(self._later, (time.monotonic() + delay_s, next(self._serial), command))
 
-    def take_jobs(self, of: object) -> list[TransportJob]:
-        """Remove and return the jobs whose owner is `of`."""
-        taken = [job for job in self.jobs if job.owner is of]
+    def take_jobs(self, owner: object) -> list[CopyJob]:
+        """Remove and return the copies of this owner."""
+        taken = [job for job in self.jobs if job.owner is owner]
         for job in taken:
             self.jobs.remove(job)
         return taken
@@ -204,13 +204,13 @@ class TransportThread:
 
     def _leave(self, has_work: bool) -> None:
         if has_work:
-            self._handoff.hand_back(self._help())
+            self._handoff.hand_back(self._work_as_user())
         self._handoff.leave()
 
-    def _help(self) -> bool:
+    def _work_as_user(self) -> bool:
         """Do the work as a user that leaves `waiting`. Return whether work is left."""
         more = True
-        until = time.monotonic() + HELP_S
+        until = time.monotonic() + USER_TURN_S
         self._has_event = False
         try:
             with self._work:

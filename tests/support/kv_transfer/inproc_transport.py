@@ -47,11 +47,11 @@ class InprocTransport(Transport):
         return target is not None
 
     def fence(self) -> None:
-        self.end()
+        self.close()
         self._peers.clear()
         self._listen()
 
-    def end(self) -> None:
+    def close(self) -> None:
         with self._memory_lock, _lock:
             _transports.pop(self.address, None)
 

@@ -68,7 +68,7 @@ class TransportHere:
             lambda: None,
         )
         self.transport = self.transport_class(self.context)
-        self.thread.start(self.transport.end)
+        self.thread.start(self.transport.close)
         self.words = np.arange(self.num_words, dtype=np.int64)
         self.region = Region(self.words.ctypes.data, self.words.nbytes)
         self.context.regions.append(self.region)

@@ -26,14 +26,16 @@ class StoreClient:
     A client must read the answer to a request before it sends the next request.
     """
 
-    def __init__(self, connection: socket.socket, secret: bytes) -> None:
+    def __init__(self, connection: socket.socket, address: str, secret: bytes) -> None:
         """Create the state of a new connection.
 
         Args:
             connection: the socket, non-blocking.
+            address: host and port of the client, for log lines.
             secret: secret that the client must prove to have. Empty: clients need not authenticate.
         """
         self.socket = connection
+        self.address = address
         #: None once the client is authenticated.
         self.authentication = Authentication(secret) if secret else None
         #: Keys of a pending Get.

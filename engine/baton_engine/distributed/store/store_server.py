@@ -166,7 +166,7 @@ class StoreServer:
 
     def _accept(self) -> None:
         try:
-            connection, _ = self._listener.accept()
+            connection, (host, port, *_) = self._listener.accept()
         except (BlockingIOError, ConnectionError):
             return  # the client has disconnected
         except OSError as error:
@@ -178,9 +178,11 @@ class StoreServer:
             self._selector.unregister(self._listener)  # it would stay ready
             self._accept_again_at = time.monotonic() + ACCEPT_PAUSE_S
             return
+        address = f"{host}:{port}"
         if len(self._clients) >= self._max_clients:
             self._log.warning(
-                "the rendezvous store refused a client: the limit of %s clients is reached",
+                "the rendezvous store refused a client at %s: the limit of %s clients is reached",
+                address,
                 self._max_clients,
             )
             connection.close()
@@ -191,7 +193,7 @@ class StoreServer:
         except OSError:
             connection.close()
             return
-        client = StoreClient(connection, self._secret)
+        client = StoreClient(connection, address, self._secret)
         self._clients[client] = 0
         self._selector.register(connection, selectors.EVENT_READ, client)
         if client.authentication is not None:
@@ -238,7 +240,9 @@ class StoreServer:
 
     def _drop(self, client: StoreClient, error: Exception) -> None:
         if not isinstance(error, EOFError | ConnectionError):
-            self._log.warning("the rendezvous store dropped a client: %s", error)
+            self._log.warning(
+                "the rendezvous store dropped a client at %s: %s", client.address, error
+            )
         self._num_buffered -= self._clients.pop(client)
         self._unauthenticated.pop(client, None)
         self._forget_waiting(client)

@@ -90,7 +90,9 @@ class PeerProcess:
         """
         with self._lock:
             if self.pidfd < 0:
-                raise CopyError(f"process {self.pid} was given up")
+                raise CopyError(
+                    f"process {self.pid} is not read any more: its peer was removed or lost"
+                )
             count = len(local) // RUN_BYTES + 1
             copied = self._readv(
                 self.pid, local + self._landing_run, count, remote + self._nonce_run, count, 0

@@ -22,7 +22,7 @@ from baton_kv_transfer.transports.sockets.peer_server import (
     PeerServer,
 )
 from baton_kv_transfer.transports.transfer import Region
-from baton_kv_transfer.transports.transport_thread import TransportJob
+from baton_kv_transfer.transports.transport_thread import CopyJob
 
 #: Prefix of the names of the abstract unix sockets. Peers may name no other socket.
 SOCKET_PREFIX = b"\0baton-kv-"
@@ -47,10 +47,10 @@ class HostAddress(msgspec.Struct, array_like=True, frozen=True):
 class SHMHello(msgspec.Struct, array_like=True):
     """First message on a connection, from the side that connects.
 
-    `peer_nonce` is the content of the receiver's nonce, which proves that the sender has the
-    receiver's metadata. The other fields describe the sender.
+    The fields after `peer_nonce` describe the sender.
     """
 
+    #: Content of the receiver's nonce. Only a sender with the receiver's metadata has it.
     peer_nonce: bytes
     name: str
     nonce_address: int
@@ -93,8 +93,8 @@ def get_location() -> tuple[str, int, int]:
 class _Client(PeerClient):
     """A process that connected. `process` is None until its HELLO was accepted."""
 
-    def __init__(self, link: FramedSocket, pid: int) -> None:
-        super().__init__(link, f"process {pid}")
+    def __init__(self, connection: FramedSocket, pid: int) -> None:
+        super().__init__(connection, f"process {pid}")
         self.pid = pid
         self.process: PeerProcess | None = None
 
@@ -117,23 +117,23 @@ class SHMServer(PeerServer[_Client]):
     def open(self) -> None:
         """Listen at a new address, with a new nonce."""
         self._nonce = ProcessNonce()
-        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        server.setblocking(False)
-        server.bind(SOCKET_PREFIX + os.urandom(12).hex().encode())
-        server.listen(MAX_UNAUTHENTICATED)
-        self._server = server
-        self._listen(server)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.setblocking(False)
+        listener.bind(SOCKET_PREFIX + os.urandom(12).hex().encode())
+        listener.listen(MAX_UNAUTHENTICATED)
+        self._listener = listener
+        self._listen(listener)
         here = get_location()
         self.address = msgspec.msgpack.encode(
             HostAddress(
-                *here, os.getpid(), self._nonce.address, self._nonce.value, server.getsockname()
+                *here, os.getpid(), self._nonce.address, self._nonce.value, listener.getsockname()
             )
         )
 
     def close(self) -> None:
         self._nonce.clear()
-        self._thread.unwatch(self._server.fileno())
-        self._server.close()
+        self._thread.unwatch(self._listener.fileno())
+        self._listener.close()
         super().close()
 
     def _make_client(self, end: socket.socket, where: Any) -> _Client | None:
@@ -142,7 +142,9 @@ class SHMServer(PeerServer[_Client]):
         )
         if uid not in (os.geteuid(), 0):
             return None
-        return _Client(FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved), pid)
+        return _Client(
+            FramedSocket(end, MAX_HELLO_BYTES, bytes_moved=self._context.bytes_moved), pid
+        )
 
     def _check_hello(self, client: _Client, kind: int, payload: bytes) -> str:
         if kind != HELLO:
@@ -173,9 +175,9 @@ class SHMServer(PeerServer[_Client]):
 
         def finish(error: str) -> None:
             if not error:
-                self._context.moved["process_vm_readv"] += copy.nbytes
+                self._context.bytes_moved["process_vm_readv"] += copy.nbytes
                 if notif:
                     self._context.deliver(client.name, notif)
             self._answer(client, number, error)
 
-        self._thread.jobs.append(TransportJob(copy, finish, client))
+        self._thread.jobs.append(CopyJob(copy, finish, client))

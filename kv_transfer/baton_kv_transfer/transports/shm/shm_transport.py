@@ -34,7 +34,7 @@ from baton_kv_transfer.transports.sockets.peer_link import HELLO, NOTIF, WRITE, 
 from baton_kv_transfer.transports.sockets.socket_transport import SocketTransport
 from baton_kv_transfer.transports.transfer import CopyError, Transfer
 from baton_kv_transfer.transports.transport import TransportContext
-from baton_kv_transfer.transports.transport_thread import TransportJob
+from baton_kv_transfer.transports.transport_thread import CopyJob
 
 logger = logging.getLogger(__name__)
 
@@ -67,35 +67,35 @@ class _SHMLink(PeerLink):
     def connect(self) -> FramedSocket:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            link = FramedSocket(end)
+            connection = FramedSocket(end)
             end.connect(self._address.socket_name)
             hello = SHMHello(
                 self._address.nonce, self._context.name, self._nonce.address, self._nonce.value
             )
-            link.send(HELLO, 0, msgspec.msgpack.encode(hello))
+            connection.send(HELLO, 0, msgspec.msgpack.encode(hello))
         except OSError:
             end.close()
             raise
-        return link
+        return connection
 
     def withdraw(self) -> None:
         self._nonce.clear()
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         self.withdraw()
         self.error = self.error or reason
         self._thread.unwatch(self.process.pidfd)
         self.process.close()
         for job in self._thread.take_jobs(self):
             job.finish(self.error)
-        super().give_up(reason)
+        super().abort(reason)
 
     def on_lost(self, reason: str) -> None:
-        self.give_up(reason)
+        self.abort(reason)
 
     def end_read(self, transfer: Transfer, copy: BatchedCopy, error: str) -> None:
         if not error:
-            self._context.moved["process_vm_readv"] += copy.nbytes
+            self._context.bytes_moved["process_vm_readv"] += copy.nbytes
             if transfer.notif:
                 self.post(NOTIF, transfer.notif)
         transfer.end(error and f"READ of {self.peer}'s memory: {error}")
@@ -105,12 +105,12 @@ class _SHMLink(PeerLink):
 class SHMTransport(SocketTransport[_SHMLink]):
     """The transport `shm`."""
 
-    _clients: SHMServer
+    _server: SHMServer
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
-        self._clients = SHMServer(context)
-        self._clients.open()
+        self._server = SHMServer(context)
+        self._server.open()
 
     def add_peer(self, name: str, address: bytes) -> None:
         """Add the peer, unless this process cannot read the peer's memory.
@@ -134,7 +134,7 @@ class SHMTransport(SocketTransport[_SHMLink]):
             logger.info("KV transfers with %s cannot use the transport shm: %s", name, error)
             return
         self._thread.commands.submit(
-            lambda: self._thread.watch(link.process.pidfd, lambda: link.give_up(f"{name} died"))
+            lambda: self._thread.watch(link.process.pidfd, lambda: link.abort(f"{name} died"))
         )
         self._links[name] = link
 
@@ -158,14 +158,14 @@ class SHMTransport(SocketTransport[_SHMLink]):
 
     def fence(self) -> None:
         self._cut_off("this agent cut all its peers off")
-        self._clients.open()
+        self._server.open()
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._cut_off("the transport was closed")
 
     def _cut_off(self, reason: str) -> None:
-        self._clients.close()
-        self.give_up_all(reason)
+        self._server.close()
+        self.remove_all_peers(reason)
         while self._thread.jobs:
             self._thread.jobs.popleft().finish(reason)
 
@@ -174,7 +174,7 @@ class SHMTransport(SocketTransport[_SHMLink]):
             link.end_read(transfer, copy, link.error)
         else:
             self._thread.jobs.append(
-                TransportJob(copy, lambda error: link.end_read(transfer, copy, error), link)
+                CopyJob(copy, lambda error: link.end_read(transfer, copy, error), link)
             )
 
 

@@ -48,7 +48,7 @@ class FramedSocket:
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
         *,
         takes_data: bool = False,
-        moved: Counter[str] | None = None,
+        bytes_moved: Counter[str] | None = None,
     ) -> None:
         """Take over a connected or connecting socket.
 
@@ -57,7 +57,7 @@ class FramedSocket:
             max_payload_bytes: largest payload that the other side may send in a message.
             takes_data: whether the other side may send data. Data of transfers that were not passed
                 to `expect` are discarded.
-            moved: counter to whose entry "sockets" the data bytes sent and received are added;
+            bytes_moved: counter whose entry "sockets" counts the bytes of data sent and received;
                 None: nothing is counted.
         """
         end.setblocking(False)
@@ -65,7 +65,7 @@ class FramedSocket:
         #: Largest payload in bytes that the other side may send in a message.
         self.max_payload_bytes = max_payload_bytes
         self.takes_data = takes_data
-        self._moved: Counter[str] = Counter() if moved is None else moved
+        self._bytes_moved: Counter[str] = Counter() if bytes_moved is None else bytes_moved
         self._messages = bytearray()  # to send before the next frame of data
         self._head = bytearray()  # being sent: messages, and the header of the next data
         self._sending: tuple[int, Rows] | None = None
@@ -222,7 +222,7 @@ class FramedSocket:
 
     def _send_data(self, number: int, rows: Rows) -> int:
         of_head, sent = rows.send(self.fileno(), self._head)
-        self._moved["sockets"] += sent
+        self._bytes_moved["sockets"] += sent
         del self._head[:of_head]
         if not rows.frame_missing:
             self._sending = None
@@ -244,7 +244,7 @@ class FramedSocket:
         """
         if self._target is not None:
             received = self._target.receive(self.fileno())
-            self._moved["sockets"] += received
+            self._bytes_moved["sockets"] += received
             self._missing -= received
             return received, True
         if self._missing > _BUFFER_BYTES and self._is_message:
@@ -285,7 +285,7 @@ class FramedSocket:
                 self._payload += self._view[self._read : self._read + nbytes]
             elif self._target is not None:
                 self._target.put(self._base + self._read, nbytes)
-                self._moved["sockets"] += nbytes
+                self._bytes_moved["sockets"] += nbytes
             self._read += nbytes
             self._missing -= nbytes
 

@@ -30,7 +30,7 @@ class PeerLink(abc.ABC):
         self._context = context
         self._thread = context.thread
         self.peer = peer
-        #: Why the link was given up; empty before.
+        #: Why the link was aborted; empty before.
         self.error = ""
         self._lock = threading.RLock()
         self._socket: FramedSocket | None = None
@@ -46,7 +46,7 @@ class PeerLink(abc.ABC):
         """
 
     def withdraw(self) -> None:  # noqa: B027
-        """Revoke the peer's access to this process's memory. Call `give_up` afterwards."""
+        """Revoke the peer's access to this process's memory. Call `abort` afterwards."""
 
     def on_lost(self, reason: str) -> None:  # noqa: B027
         """React to the loss of the connection. By default, do nothing."""
@@ -80,7 +80,7 @@ class PeerLink(abc.ABC):
         elif error:
             logger.warning(LOST_NOTIFICATION, self.peer, error)
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Close the connection. All transfers in flight end in ERR, and later posts fail."""
         with self._lock:
             self.error = self.error or reason
@@ -130,7 +130,7 @@ class PeerLink(abc.ABC):
         return connection
 
     def _submit(self, command: Callable[[], None]) -> None:
-        # A closed queue accepts no command. The transports' thread gives up all links at its end.
+        # A closed queue accepts no command. The transports' thread aborts all links at its end.
         with contextlib.suppress(TransportError):
             self._thread.commands.submit(command)
 
@@ -177,7 +177,8 @@ class PeerLink(abc.ABC):
             unsent = connection.has_outgoing
             connection.close()
             transfers, self._transfers = self._transfers, {}
-        logger.log(logging.WARNING if unsent else logging.INFO, "%s", reason)
+        level = logging.WARNING if unsent else logging.INFO
+        logger.log(level, "the KV transfer connection to %s was closed: %s", self.peer, reason)
         for transfer in transfers.values():
             transfer.end(reason)
         self._context.wakeup()

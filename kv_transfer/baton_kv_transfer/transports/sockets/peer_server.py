@@ -38,19 +38,19 @@ logger = logging.getLogger(__name__)
 class PeerClient:
     """A peer that connected. `name` is empty until the peer's HELLO was accepted."""
 
-    def __init__(self, link: FramedSocket, where: str) -> None:
+    def __init__(self, connection: FramedSocket, where: str) -> None:
         """Take over a new connection.
 
         Args:
-            link: the connection.
+            connection: messages from and to the peer.
             where: address or process of the peer, for the log.
         """
-        self.link = link
+        self.connection = connection
         self.where = where
         self.name = ""
 
     def close(self) -> None:
-        self.link.close()
+        self.connection.close()
 
 
 _Client = TypeVar("_Client", bound=PeerClient)
@@ -136,7 +136,7 @@ class PeerServer(abc.ABC, Generic[_Client]):
         if len(unauthenticated) >= MAX_UNAUTHENTICATED:
             self._drop(unauthenticated[0], "too many clients have sent no HELLO")
         self._clients.append(client)
-        self._thread.watch(client.link.fileno(), lambda: self._serve(client))
+        self._thread.watch(client.connection.fileno(), lambda: self._serve(client))
         reference = weakref.ref(client)  # the timer must not keep the buffers of a lost client
         self._thread.call_later(HELLO_TIMEOUT_S, lambda: self._drop_unauthenticated(reference()))
 
@@ -146,13 +146,13 @@ class PeerServer(abc.ABC, Generic[_Client]):
 
     def _serve(self, client: _Client) -> None:
         try:
-            client.link.flush()
-            for kind, number, payload in client.link.receive():
+            client.connection.flush()
+            for kind, number, payload in client.connection.receive():
                 if client.name:
                     self._take(client, kind, number, payload)
                 else:
                     client.name = self._check_hello(client, kind, payload)
-                    client.link.max_payload_bytes = MAX_PAYLOAD_BYTES
+                    client.connection.max_payload_bytes = MAX_PAYLOAD_BYTES
             self._watch_writable(client)
         except (
             OSError,
@@ -164,7 +164,9 @@ class PeerServer(abc.ABC, Generic[_Client]):
         ) as error:
             self._drop(client, str(error))
         except Exception as error:  # caused by this client's bytes; other clients must continue
-            logger.exception("a request of the agent %s failed", client.name)
+            logger.exception(
+                "disconnecting the agent %s, because its request caused an error here", client.name
+            )
             self._drop(client, repr(error))
 
     def _check_unfinished(self, unfinished: Collection[bytes], request: bytes) -> None:
@@ -185,15 +187,15 @@ class PeerServer(abc.ABC, Generic[_Client]):
 
     def _answer(self, client: _Client, number: int, error: str) -> None:
         try:
-            client.link.send(ANSWER, number, error.encode())
-            if client.link.num_unsent > MAX_UNSENT_BYTES:
+            client.connection.send(ANSWER, number, error.encode())
+            if client.connection.num_unsent > MAX_UNSENT_BYTES:
                 raise ConnectionError("it does not read its answers")
             self._watch_writable(client)
         except OSError as failure:
             self._drop(client, str(failure))
 
     def _watch_writable(self, client: _Client) -> None:
-        self._thread.watch_writable(client.link.fileno(), client.link.has_outgoing)
+        self._thread.watch_writable(client.connection.fileno(), client.connection.has_outgoing)
 
     def _drop(self, client: _Client, reason: str) -> None:
         if client not in self._clients:
@@ -201,6 +203,6 @@ class PeerServer(abc.ABC, Generic[_Client]):
         agent = client.name or "an unknown agent"
         logger.info("the KV transfer connection of %s at %s ended: %s", agent, client.where, reason)
         self._clients.remove(client)
-        self._thread.unwatch(client.link.fileno())
+        self._thread.unwatch(client.connection.fileno())
         client.close()
         self._thread.take_jobs(client)

@@ -16,7 +16,7 @@ _Link = TypeVar("_Link", bound=PeerLink)
 class SocketTransport(Transport, Generic[_Link]):
     """A transport with a link to each added peer and a server for peers that connect."""
 
-    _clients: PeerServer[Any]
+    _server: PeerServer[Any]
 
     def __init__(self, context: TransportContext) -> None:
         super().__init__(context)
@@ -24,10 +24,10 @@ class SocketTransport(Transport, Generic[_Link]):
 
     @property
     def address(self) -> bytes:  # type: ignore[override]
-        return self._clients.address
+        return self._server.address
 
     def forget_region(self, region: Region) -> None:
-        self._clients.forget_region(region)
+        self._server.forget_region(region)
 
     def remove_peer(self, name: str) -> None:
         link = self._links.get(name)
@@ -35,7 +35,7 @@ class SocketTransport(Transport, Generic[_Link]):
             link.withdraw()
             # A closed transport closes all links itself.
             with contextlib.suppress(TransportError):
-                self._thread.commands.submit(lambda: link.give_up(f"agent {name} was removed"))
+                self._thread.commands.submit(lambda: link.abort(f"agent {name} was removed"))
                 del self._links[name]
 
     def send_notif(self, name: str, message: bytes) -> bool:
@@ -44,10 +44,10 @@ class SocketTransport(Transport, Generic[_Link]):
             link.post(NOTIF, message)
         return link is not None
 
-    def give_up_all(self, reason: str) -> None:
+    def remove_all_peers(self, reason: str) -> None:
         """Remove all peers, and end their transfers in ERR for this reason."""
         for name in list(self._links):
             link = self._links.pop(name, None)
             if link is not None:
                 link.withdraw()
-                link.give_up(reason)
+                link.abort(reason)

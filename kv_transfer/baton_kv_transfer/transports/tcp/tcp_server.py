@@ -34,7 +34,7 @@ class Address(msgspec.Struct, array_like=True, frozen=True):
 class TCPHello(msgspec.Struct, array_like=True):
     """First message on a connection, from the side that connects."""
 
-    #: The receiver's secret, which proves that the sender has the receiver's metadata.
+    #: The receiver's secret. Only a sender with the receiver's metadata has it.
     secret: bytes
     name: str
 
@@ -57,8 +57,8 @@ def set_options(end: socket.socket) -> None:
 
 
 class _Client(PeerClient):
-    def __init__(self, link: FramedSocket, where: str) -> None:
-        super().__init__(link, where)
+    def __init__(self, connection: FramedSocket, where: str) -> None:
+        super().__init__(connection, where)
         #: Notifications of WRITE transfers whose data is still arriving, by transfer number.
         self.notifs: dict[int, bytes] = {}
 
@@ -75,30 +75,30 @@ class TCPServer(PeerServer[_Client]):
         super().__init__(context)
         host = context.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = socket.socket(family, socket.SOCK_STREAM)
+        self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self._server.bind((host, 0))
-            self._server.setblocking(False)
-            self._server.listen(MAX_UNAUTHENTICATED)
+            self._listener.bind((host, 0))
+            self._listener.setblocking(False)
+            self._listener.listen(MAX_UNAUTHENTICATED)
         except OSError as error:
-            self._server.close()
+            self._listener.close()
             raise OSError(
                 error.errno, f"KV transfers cannot be served at {host}: {error.strerror}"
             ) from error
-        self._here: tuple[str, int] = self._server.getsockname()[:2]
-        self._listen(self._server)
+        self._here: tuple[str, int] = self._listener.getsockname()[:2]
+        self._listen(self._listener)
         self._draw_secret()
 
     def forget_region(self, region: Region) -> None:
         for client in list(self._clients):
-            for number, rows in client.link.transfers.items():
+            for number, rows in client.connection.transfers.items():
                 if not count_outside(rows.iovec, self._context.regions):
                     continue
-                if client.link.is_sending_last_frame(number):
+                if client.connection.is_sending_last_frame(number):
                     # The client would mistake the zeros that complete the frame for data.
                     self._drop(client, "memory that it was reading was deregistered")
                     break
-                client.link.stop(number)
+                client.connection.stop(number)
                 client.notifs.pop(number, None)
                 self._answer(client, number, "the memory was deregistered")
 
@@ -108,8 +108,8 @@ class TCPServer(PeerServer[_Client]):
         self._draw_secret()
 
     def close(self) -> None:
-        self._thread.unwatch(self._server.fileno())
-        self._server.close()
+        self._thread.unwatch(self._listener.fileno())
+        self._listener.close()
         super().close()
 
     def _draw_secret(self) -> None:
@@ -119,8 +119,8 @@ class TCPServer(PeerServer[_Client]):
 
     def _make_client(self, end: socket.socket, where: Any) -> _Client:
         set_options(end)
-        link = FramedSocket(end, MAX_HELLO_BYTES, moved=self._context.moved)
-        return _Client(link, f"{where[0]}:{where[1]}")
+        connection = FramedSocket(end, MAX_HELLO_BYTES, bytes_moved=self._context.bytes_moved)
+        return _Client(connection, f"{where[0]}:{where[1]}")
 
     def _take(self, client: _Client, kind: int, number: int, payload: bytes) -> None:
         if kind == DATA:  # all rows of a write have arrived
@@ -129,7 +129,7 @@ class TCPServer(PeerServer[_Client]):
             self._answer(client, number, "")
         elif kind == NOTIF:
             self._context.deliver(client.name, payload)
-        elif kind in (READ, WRITE) and number not in client.link.transfers:
+        elif kind in (READ, WRITE) and number not in client.connection.transfers:
             self._begin(client, kind, number, payload)
         else:
             raise ConnectionError(f"message {number} of kind {kind} is invalid here")
@@ -140,17 +140,17 @@ class TCPServer(PeerServer[_Client]):
         )
         if not hello.name or not hmac.compare_digest(hello.secret, self._secret):
             raise ConnectionError("it does not have this agent's metadata")
-        client.link.takes_data = True
+        client.connection.takes_data = True
         return hello.name
 
     def _begin(self, client: _Client, kind: int, number: int, request: bytes) -> None:
         notif, iovec = decode_request(request)
-        unfinished = client.link.transfers.values()
+        unfinished = client.connection.transfers.values()
         self._check_unfinished([rows.iovec for rows in unfinished], request)
         if refusal := self._context.refuse(iovec):
             self._answer(client, number, refusal)
         elif kind == READ:
-            client.link.send_rows(number, Rows(iovec))
+            client.connection.send_rows(number, Rows(iovec))
         else:
             client.notifs[number] = notif
-            client.link.expect(number, Rows(iovec))
+            client.connection.expect(number, Rows(iovec))

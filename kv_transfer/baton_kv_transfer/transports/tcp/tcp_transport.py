@@ -47,21 +47,23 @@ class _TCPLink(PeerLink):
         end = socket.socket(family, socket.SOCK_STREAM)
         try:
             set_options(end)
-            link = FramedSocket(end, takes_data=True, moved=self._context.moved)
+            connection = FramedSocket(end, takes_data=True, bytes_moved=self._context.bytes_moved)
             error = end.connect_ex((where.host, where.port))
             if error not in (0, errno.EINPROGRESS):
                 raise OSError(error, os.strerror(error))
-            link.send(HELLO, 0, msgspec.msgpack.encode(TCPHello(where.secret, self._context.name)))
+            connection.send(
+                HELLO, 0, msgspec.msgpack.encode(TCPHello(where.secret, self._context.name))
+            )
         except OSError:
             end.close()
             raise
-        return link
+        return connection
 
 
 class TCPTransport(SocketTransport[_TCPLink]):
     """The transport `tcp`."""
 
-    _clients: TCPServer
+    _server: TCPServer
 
     def __init__(self, context: TransportContext) -> None:
         """Create the server, which listens for peers.
@@ -70,7 +72,7 @@ class TCPTransport(SocketTransport[_TCPLink]):
             OSError: `context.host` is not an address of this machine.
         """
         super().__init__(context)
-        self._clients = TCPServer(context)
+        self._server = TCPServer(context)
 
     def add_peer(self, name: str, address: bytes) -> None:
         self.remove_peer(name)
@@ -97,9 +99,9 @@ class TCPTransport(SocketTransport[_TCPLink]):
         return True
 
     def fence(self) -> None:
-        self.give_up_all("this agent cut all its peers off")
-        self._clients.cut_off()
+        self.remove_all_peers("this agent cut all its peers off")
+        self._server.cut_off()
 
-    def end(self) -> None:
-        self.give_up_all("the transport was closed")
-        self._clients.close()
+    def close(self) -> None:
+        self.remove_all_peers("the transport was closed")
+        self._server.close()

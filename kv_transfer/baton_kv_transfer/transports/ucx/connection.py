@@ -22,15 +22,13 @@ if TYPE_CHECKING:  # data_messages imports this module
     from baton_kv_transfer.transports.ucx.data_messages import DataMessages
 
 
-class Outgoing:
-    """A transfer that this side started.
-
-    `is_answered` is True when the transfer waits only for the end of its data. A READ has no reply.
-    """
+class OutgoingTransfer:
+    """A transfer that this side started."""
 
     def __init__(self, transfer: Transfer, data: DataMessages) -> None:
         self.transfer = transfer
         self.data = data
+        #: Whether the peer has answered. A READ has no answer, so it waits only for its data.
         self.is_answered = transfer.op == "READ"
 
 
@@ -42,7 +40,7 @@ class UCXConnection:
         worker: UCXWorker,
         address: bytes,
         on_close: Callable[[int], None],
-        moved: Counter[str],
+        bytes_moved: Counter[str],
     ) -> None:
         """Connect to a remote UCX worker.
 
@@ -50,7 +48,7 @@ class UCXConnection:
             worker: the local worker.
             address: address of the remote worker.
             on_close: called with this connection's `session` when UCX reports a failure.
-            moved: counter to which this connection adds its bytes, by lane (see Agent.bytes_moved).
+            bytes_moved: counter of bytes by mechanism and device. This connection adds its bytes.
 
         Raises:
             UCXError: UCX cannot reach the address from here.
@@ -63,20 +61,21 @@ class UCXConnection:
         self.error = ""
         #: Number of the transport's ticks since something arrived, while the connection is in use.
         self.silent_ticks = 0
-        self.outgoing: dict[int, Outgoing] = {}
+        self.outgoing: dict[int, OutgoingTransfer] = {}
         self.incoming: dict[int, DataMessages] = {}
         self._worker = worker
-        self._moved = moved
+        self._bytes_moved = bytes_moved
         self._lanes = ""
         self._outbox: deque[tuple[bytes, Callable[[], None]]] = deque()
         self._sending: bytes | None = None
-        self._num_held = 0
+        #: Number of UCX requests that use the endpoint and have not ended.
+        self._num_requests = 0
         self._is_cut = False
         self._endpoint: Any = worker.connect(address, on_close, self.session)
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.outgoing or self.incoming or self._num_held)
+        return bool(self.outgoing or self.incoming or self._num_requests)
 
     def fail(self, reason: str) -> None:
         """Record an error, after which the transport cuts this connection."""
@@ -86,7 +85,7 @@ class UCXConnection:
         """Close the endpoint by force. Data ends once UCX has completed its requests."""
         self._outbox.clear()
         self._is_cut = True
-        self._num_held += 1
+        self._num_requests += 1
         self._worker.disconnect(self._endpoint, self._release)
         for data in [*self.incoming.values(), *(out.data for out in self.outgoing.values())]:
             data.stop(self.error)
@@ -109,22 +108,24 @@ class UCXConnection:
             self._send_next()
 
     def send(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> UCXRequest:
-        self._num_held += 1
-        return self._worker.send(self._endpoint, tag, buffer, self._counted(buffer.nbytes, on_end))
+        self._num_requests += 1
+        return self._worker.send(
+            self._endpoint, tag, buffer, self._count_at_end(buffer.nbytes, on_end)
+        )
 
     def receive(self, tag: int, buffer: Buffer, on_end: Callable[[str], None]) -> UCXRequest:
-        self._num_held += 1
-        return self._worker.receive(tag, buffer, self._counted(buffer.nbytes, on_end))
+        self._num_requests += 1
+        return self._worker.receive(tag, buffer, self._count_at_end(buffer.nbytes, on_end))
 
     def cancel(self, request: UCXRequest) -> None:
         self._worker.cancel(request)
 
-    def _counted(self, nbytes: int, on_end: Callable[[str], None]) -> Callable[[str], None]:
+    def _count_at_end(self, nbytes: int, on_end: Callable[[str], None]) -> Callable[[str], None]:
         def end(error: str) -> None:
             if not error:
                 if not (self._lanes or self._is_cut):
                     self._lanes = self._worker.query_lanes(self._endpoint)
-                self._moved[self._lanes or "unknown"] += nbytes
+                self._bytes_moved[self._lanes or "unknown"] += nbytes
                 self.silent_ticks = 0
             self._release(error)
             on_end(error)
@@ -136,7 +137,7 @@ class UCXConnection:
         self._sending = packed
         address = c.cast(c.c_char_p(packed), c.c_void_p).value
         assert address is not None, "a message is not empty"
-        self._num_held += 1
+        self._num_requests += 1
         buffer = Buffer.of(address, len(packed))
         self._worker.send(self._endpoint, messages.CONTROL_TAG, buffer, self._sent)
         then()
@@ -152,6 +153,6 @@ class UCXConnection:
             self._send_next()
 
     def _release(self, error: str) -> None:
-        self._num_held -= 1
-        if self._is_cut and not self._num_held:
+        self._num_requests -= 1
+        if self._is_cut and not self._num_requests:
             self.drop()

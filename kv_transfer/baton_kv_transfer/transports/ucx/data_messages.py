@@ -80,16 +80,18 @@ class DataMessages:
         self.has_ended = False
         self._connection = connection
         self._on_end = on_end
-        self._next = 0
-        self._held: dict[int, UCXRequest] = {}
+        self._next_piece = 0
+        self._requests: dict[int, UCXRequest] = {}
 
     def receive(self) -> None:
         """Post receives for all pieces."""
-        while self._next < len(self.pieces):
+        while self._next_piece < len(self.pieces):
             self._post(self._connection.receive)
 
     def send(self) -> None:
-        while self._next < len(self.pieces) and len(self._held) < WINDOW and not self.error:
+        while (
+            self._next_piece < len(self.pieces) and len(self._requests) < WINDOW and not self.error
+        ):
             self._post(self._connection.send)
 
     def stop(self, error: str) -> None:
@@ -100,19 +102,19 @@ class DataMessages:
         self.error = self.error or error
         if self.has_ended:
             return
-        self._next = len(self.pieces)
-        for request in self._held.values():
+        self._next_piece = len(self.pieces)
+        for request in self._requests.values():
             self._connection.cancel(request)
         self._end()
 
     def _post(self, function: Callable[..., UCXRequest]) -> None:
-        piece = self._next
-        self._next += 1
+        piece = self._next_piece
+        self._next_piece += 1
         tag = messages.data_tag(self.transfer, piece)
         is_send = function == self._connection.send
 
         def on_end(error: str) -> None:
-            del self._held[piece]
+            del self._requests[piece]
             if error and not self.error:
                 self.stop(error)
                 self._connection.fail(error)
@@ -120,9 +122,9 @@ class DataMessages:
                 self.send()
             self._end()
 
-        self._held[piece] = function(tag, self.pieces[piece], on_end)
+        self._requests[piece] = function(tag, self.pieces[piece], on_end)
 
     def _end(self) -> None:
-        if not self.has_ended and not self._held and self._next == len(self.pieces):
+        if not self.has_ended and not self._requests and self._next_piece == len(self.pieces):
             self.has_ended = True
             self._on_end(self)

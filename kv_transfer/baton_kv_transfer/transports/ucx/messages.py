@@ -9,9 +9,9 @@ A WRITE message is short if its rows and notification have up to `UCXContext.max
 A short message always arrives before data that is sent after it, so the owner posts receives in
 time. After a longer WRITE message, the writer waits for GO before it sends the data.
 
-A side sends HELLO before its first request over a new endpoint. The secret in HELLO proves that the
-sender has the receiver's metadata. HELLO also has a random session id, which every later message
-about the sender's requests carries, in both directions.
+A side sends HELLO before its first request over a new endpoint. HELLO has the secret from the
+receiver's metadata, and a random session id. Every later message about the sender's requests
+carries this session id, in both directions.
 """
 
 from __future__ import annotations

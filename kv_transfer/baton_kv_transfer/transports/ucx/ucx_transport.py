@@ -28,7 +28,7 @@ from baton_kv_transfer.transports.transfer import (
 )
 from baton_kv_transfer.transports.transport import Transport, TransportContext
 from baton_kv_transfer.transports.ucx import capabilities, messages
-from baton_kv_transfer.transports.ucx.connection import Outgoing, UCXConnection
+from baton_kv_transfer.transports.ucx.connection import OutgoingTransfer, UCXConnection
 from baton_kv_transfer.transports.ucx.data_messages import DataMessages
 from baton_kv_transfer.transports.ucx.library import UCXError
 from baton_kv_transfer.transports.ucx.messages import (
@@ -150,7 +150,7 @@ class UCXTransport(Transport):
             transfer.end(f"{transfer.op} of {transfer.peer}'s memory: {error}")
             self._context.wakeup()
             return
-        connection.outgoing[number] = Outgoing(transfer, data)
+        connection.outgoing[number] = OutgoingTransfer(transfer, data)
         if transfer.op == "READ":
             data.receive()
             connection.send_message(Read(connection.session, number, remote))
@@ -192,7 +192,7 @@ class UCXTransport(Transport):
         """
         self._replace_worker("this agent cut all its peers off; later transfers connect again")
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._cut_all("the transport was closed")
         self._drop_worker()
 
@@ -206,7 +206,7 @@ class UCXTransport(Transport):
         for _ in range(_ROUNDS):
             worker.progress()
             self._take_messages(worker)
-            # Discards data of a transfer that was given up, or of an untrusted client.
+            # Discard data of a transfer that has ended, or of an untrusted client.
             worker.discard(DATA_BIT, DATA_BIT)
             if self._cut_failed():
                 continue  # messages may arrive while an endpoint is closed
@@ -361,7 +361,9 @@ class UCXTransport(Transport):
             )
         if self._cut_reason:
             raise UCXError(self._cut_reason)
-        connection = UCXConnection(self._worker, address, self._closed.append, self._context.moved)
+        connection = UCXConnection(
+            self._worker, address, self._closed.append, self._context.bytes_moved
+        )
         self._by_address[address] = self._by_session[connection.session] = connection
         return connection
 

@@ -20,7 +20,7 @@ from baton_kv_transfer.transports.ucx import library
 from baton_kv_transfer.transports.ucx.library import UCXError
 
 #: Shorter messages are sent without waiting for the receiver. The receiver fetches longer messages,
-#: so the completion of a longer message proves that the receiver is alive.
+#: so a longer message ends only if the receiver is alive.
 RENDEZVOUS_BYTES = 2**16
 #: UCX's settings. Environment variables UCX_* override them.
 SETTINGS = {

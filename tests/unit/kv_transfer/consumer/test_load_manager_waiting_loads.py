@@ -31,7 +31,7 @@ def test_heartbeats_name_a_waiting_load_until_it_begins(rig: Rig) -> None:
         workers = tensor_parallel(2)
         for worker in workers:
             stack.callback(worker.close)
-        rig.consumer.expect("t", LoadWait(HOST, workers[0].port, "P"))
+        rig.consumer.add_wait("t", LoadWait(HOST, workers[0].port, "P"))
         for worker in workers:
             rig.handshake(worker)
         for _ in range(2):
@@ -47,7 +47,7 @@ def test_heartbeats_name_a_waiting_load_until_it_begins(rig: Rig) -> None:
 
 def test_a_waiting_load_is_dropped_with_its_producer(rig: Rig) -> None:
     with contextlib.closing(Worker()) as worker:
-        rig.consumer.expect("t", LoadWait(HOST, worker.port, "P"))
+        rig.consumer.add_wait("t", LoadWait(HOST, worker.port, "P"))
         rig.advance()
         rig.advance(60.0)  # no response
     assert rig.consumer.peers() == []

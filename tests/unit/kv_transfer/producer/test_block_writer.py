@@ -342,10 +342,10 @@ def test_writes_to_a_consumer_end_when_it_reconnects(
 
 
 def test_pushes_of_an_earlier_registration_do_not_reach_new_memory(
-    make: Callable[..., Any], producer: Producer
+    make: Callable[..., Any],
 ) -> None:
     """After a fence the worker reconnects with new metadata under its old name."""
-    producer.side._writes._max_inflight_bytes = 256
+    producer = make(Producer, max_inflight_bytes=256)
     before = make(Consumer, producer, push=True)
     producer.offer()
     before.subscribe(slots=[0, 1])

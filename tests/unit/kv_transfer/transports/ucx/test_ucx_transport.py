@@ -119,7 +119,7 @@ def test_rows_of_all_sizes_are_moved_and_nothing_else(
 ) -> None:
     one, owner = pair
     nbytes = move_rows_of_all_sizes(one, owner, op)
-    assert one.context.moved == owner.context.moved == {"tcp/lo": nbytes}
+    assert one.context.bytes_moved == owner.context.bytes_moved == {"tcp/lo": nbytes}
 
 
 def test_messages_of_any_length_arrive_in_order(
