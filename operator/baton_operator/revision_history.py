@@ -42,7 +42,7 @@ class PreviousRevision(msgspec.Struct, frozen=True):
     config_map: Object
 
 
-async def record(kube: Kube, resolved: ResolvedService, service: Object) -> str:
+async def record_spec(kube: Kube, resolved: ResolvedService, service: Object) -> str:
     """Store the service's spec as the newest ControllerRevision. Return its name.
 
     `status.specRevision` shows this name. Specs that result in equal pods share one

@@ -23,7 +23,7 @@ from baton_operator.api import llmservice
 from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.plan.plan_group import GroupPlan, Member
 from baton_operator.plan.plan_members import plan_members, update_of
-from baton_operator.plan.topology_view import TopologyView, record
+from baton_operator.plan.topology_view import TopologyView, topology_for_status
 from baton_operator.revision_history import held_back, previous_revisions_of, with_sizes
 
 START = datetime(2000, 1, 1, tzinfo=UTC)
@@ -134,7 +134,9 @@ class _Rollout:
     def _plan(self, role: names.MemberRole) -> GroupPlan:
         members: list[Member] = [*self._cluster.of_role(role)]
         topology = self._cluster.topology()
-        self._recorded = record(topology, self._recorded, self._cluster.pods, COORDINATOR)
+        self._recorded = topology_for_status(
+            topology, self._recorded, self._cluster.pods, COORDINATOR
+        )
         return plan_members(
             self._owner,
             role,

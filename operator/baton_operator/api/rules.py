@@ -19,7 +19,7 @@ import msgspec
 from baton_operator.api.llmservice import Spec, decode_spec
 from baton_operator.api.spec_access import Gateway
 from baton_operator.api.spec_engine import Engine, merged
-from baton_operator.api.spec_model import MODEL_URI, is_fetched
+from baton_operator.api.spec_model import MODEL_URI, needs_download
 
 
 class Rule(msgspec.Struct, frozen=True):
@@ -179,7 +179,7 @@ RULES = (
         "cache and credentialsSecret need a uri of hf, s3 or gs: other models are not downloaded",
         "(!has(self.cache) && !has(self.credentialsSecret)) || self.uri.matches('^(hf|s3|gs)://')",
         lambda model: (
-            (model.cache is None and model.credentials_secret is None) or is_fetched(model.uri)
+            (model.cache is None and model.credentials_secret is None) or needs_download(model.uri)
         ),
     ),
     Rule(

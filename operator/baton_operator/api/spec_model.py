@@ -15,7 +15,7 @@ IMAGE_URI = rf"image://({_IMAGE})(/[A-Za-z0-9._/-]+)?"
 MODEL_URI = rf"^(file:///.+|pvc://[a-z0-9]([-a-z0-9.]*[a-z0-9])?/.+|{_HUB}|{_STORE}|{IMAGE_URI})$"
 
 
-def is_fetched(uri: str) -> bool:
+def needs_download(uri: str) -> bool:
     """Return whether an init container must download the model at `uri`."""
     return uri.partition("://")[0] in ("hf", "s3", "gs")
 

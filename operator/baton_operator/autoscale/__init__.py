@@ -5,6 +5,7 @@
 - `scrape`: HTTP requests for the metrics of pods.
 - `windows`: measurements over a time window, from several scrapes.
 - `recommendations`: the size that each measurement recommends.
+- `holds`: why the size must stay, for example because an engine returns no metrics.
 - `policy`: the decided size, after stabilization, step limits and bounds.
 - `decision_history`: the earlier decisions on which a decision depends.
 - `queueing`: the waiting time in an M/M/c queue.

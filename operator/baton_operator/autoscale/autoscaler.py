@@ -22,8 +22,9 @@ import msgspec
 from baton_operator import names
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.autoscale.decision_history import History
+from baton_operator.autoscale.holds import RoleState
 from baton_operator.autoscale.inputs import role_states, targets_of
-from baton_operator.autoscale.policy import Decision, RoleState, decide
+from baton_operator.autoscale.policy import Decision, decide
 from baton_operator.autoscale.scrape import Scraper, ScrapeTarget
 from baton_operator.autoscale.settings import Settings, scrape_period_s, settings_of
 from baton_operator.autoscale.windows import Snapshot, Window, window

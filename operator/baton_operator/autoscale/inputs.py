@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from baton_operator import names
-from baton_operator.autoscale.policy import RoleState
+from baton_operator.autoscale.holds import RoleState
 from baton_operator.autoscale.scrape import ScrapeTarget
 from baton_operator.autoscale.settings import Settings
 from baton_operator.builders.resolved_service import ResolvedService

@@ -8,9 +8,7 @@ minutes to load. The rules apply in this order:
    measurements.
 2. A group without engines gets one engine as soon as a gateway holds a request.
 3. If the minimum is 0, a group without requests for `idle_s` is scaled to zero.
-4. The size stays while measurements are missing or stale, and while the pods differ from the
-   desired ones. After such a difference, the size still stays until all measurements in the window
-   are newer (as in Dynamo's planner).
+4. The size stays while `holds.find_hold` returns a reason, for example missing measurements.
 5. The largest size in `recommendations` is the recommendation.
 6. The size grows to the smallest recommendation of the last `up_window_s`. The size shrinks to the
    largest recommendation of the last `down_window_s`, if recommendations cover all of that time.
@@ -28,6 +26,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from baton_operator.autoscale.decision_history import Breach, History
+from baton_operator.autoscale.holds import HoldReason, RoleState, find_hold
 from baton_operator.autoscale.recommendations import (
     Recommendation,
     SizeReason,
@@ -40,17 +39,13 @@ from baton_operator.autoscale.recommendations import (
 )
 from baton_operator.autoscale.windows import RoleWindow, Window
 from baton_operator.names import MemberRole
-from baton_operator.status.reasons import METRICS_MISSING, METRICS_STALE, ON_TARGET
+from baton_operator.status.reasons import METRICS_MISSING, ON_TARGET
 
 Reason = (
     SizeReason
+    | HoldReason
     | Literal[
         "OutOfBounds",
-        "MetricsMissing",
-        "MetricsStale",
-        "PodsNotReady",
-        "OperationRunning",
-        "Settling",
         "RequestsHeld",
         "Idle",
         "Stabilizing",
@@ -104,22 +99,6 @@ class Behavior(msgspec.Struct, frozen=True, kw_only=True):
     def keep_s(self) -> float:
         """Seconds for which the history keeps entries."""
         return max(self.up_window_s, self.down_window_s, self.step_s)
-
-
-class RoleState(msgspec.Struct, frozen=True, kw_only=True):
-    """The observed state of the prefill or decode group."""
-
-    role: MemberRole
-    #: Desired number of engines.
-    size: int
-    #: Number of existing pods, including draining pods.
-    pods: int
-    #: Number of engines that serve.
-    ready: int
-    #: The operation that must end before the size changes, for example a rollout. Empty: none.
-    operation: str = ""
-    #: Whether this is the decode role of a service without prefill engines, with a TTFT target.
-    aggregated: bool = False
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,21 +185,24 @@ def _choose(
     is_idle = idle is not None and now - idle >= behavior.idle_s
     if bounds.min == 0 and is_idle and not group.operation:
         return _Choice(0, "Idle", f"no requests for {behavior.idle_s:g} s", idle_since=idle)
-    if hold := _hold(now, group, window, history, behavior):
-        reason, why, is_settled = hold
+    if hold := find_hold(
+        now, group, window, history, window_s=behavior.window_s, stale_s=behavior.stale_s
+    ):
         # The recommendation of a step down still counts while engines leave. In every other case
         # the present size is recommended.
         is_shrinking = (
-            reason in ("OperationRunning", "PodsNotReady", "Settling")
+            hold.reason in ("OperationRunning", "PodsNotReady", "Settling")
             and history.changed(now, behavior.down_window_s) < 0
         )
         recommended = history.last_recommended(now) if is_shrinking else None
-        return _Choice(n, reason, why, recommended, idle_since=idle, is_settled=is_settled)
-    assert window is not None, "_hold keeps the size while there are no measurements"
+        return _Choice(
+            n, hold.reason, hold.why, recommended, idle_since=idle, is_settled=hold.is_settled
+        )
+    assert window is not None, "find_hold returns a hold while there are no measurements"
     measured = window.roles[group.role]
     recommendations = _recommend(now, group, window, measured, targets, history, behavior)
     decisive = max(recommendations, key=lambda each: each.size)
-    size, reason, why = _limited(now, n, bounds, decisive, recommendations, history, behavior)
+    size, reason, why = _apply_limits(now, n, bounds, decisive, recommendations, history, behavior)
     breach = None
     # A breach is recorded only after a step down. After a step up, latencies are high while the
     # queue drains.
@@ -242,36 +224,6 @@ def _choose_from_zero(
     if window.answered_at is not None and window.answered_at > history.changed_at:
         return _Choice(1, "RequestsHeld", "requests arrived and were not held")
     return _Choice(0, "Idle", "no requests", idle_since=now)
-
-
-def _hold(
-    now: float, group: RoleState, window: Window | None, history: History, behavior: Behavior
-) -> tuple[Reason, str, bool] | None:
-    """Return (reason, text, is_settled) if the size must stay; None if the size may change.
-
-    `is_settled` is whether the existing pods are the desired ones. If it is False, the history
-    records this time, and later decisions use only measurements that begin after it.
-    """
-    if group.operation:
-        return "OperationRunning", f"{group.operation} is under way", False
-    if group.ready != group.size or group.pods != group.size:
-        return (
-            "PodsNotReady",
-            f"{group.ready} of {group.size} engines are ready, {group.pods} pods exist",
-            False,
-        )
-    if window is None:
-        return METRICS_MISSING, "there are no measurements yet", True
-    if now - window.end > behavior.stale_s:
-        return METRICS_STALE, f"the last measurements are {now - window.end:.0f} s old", True
-    engines = window.roles[group.role].engines
-    if window.start < history.unsettled_until or window.end - window.start < behavior.window_s / 2:
-        return "Settling", "there are too few measurements since the pods changed", True
-    if engines < group.size:
-        return METRICS_MISSING, f"{engines} of {group.size} engines answered with metrics", True
-    if window.gateways == 0:
-        return METRICS_MISSING, "no gateway answered with metrics", True
-    return None
 
 
 def _idle_since(
@@ -318,7 +270,7 @@ def _recommend(
     return recommendations
 
 
-def _limited(
+def _apply_limits(
     now: float,
     n: int,
     bounds: Bounds,
@@ -334,10 +286,10 @@ def _limited(
     """
     recommended = max(decisive.size, bounds.min)
     if recommended > n:
-        return _grown(now, n, bounds, recommended, decisive, history, behavior)
+        return _limit_growth(now, n, bounds, recommended, decisive, history, behavior)
     text = "; ".join(each.text for each in recommendations)
     if recommended < n:
-        return _shrunk(now, n, recommended, text, history, behavior)
+        return _limit_shrinking(now, n, recommended, text, history, behavior)
     unreachable = next(
         (each for each in recommendations if each.reason == "TargetUnreachable"), None
     )
@@ -346,7 +298,7 @@ def _limited(
     return n, ON_TARGET, text
 
 
-def _grown(
+def _limit_growth(
     now: float,
     n: int,
     bounds: Bounds,
@@ -369,7 +321,7 @@ def _grown(
     return size, decisive.reason, decisive.text if size == recommended else text
 
 
-def _shrunk(
+def _limit_shrinking(
     now: float, n: int, recommended: int, text: str, history: History, behavior: Behavior
 ) -> tuple[int, Reason, str]:
     size = max([recommended, *history.recommended(now, behavior.down_window_s)])

@@ -1,6 +1,7 @@
 """Compute the size that each measurement recommends for the prefill or decode group. Pure.
 
 `policy` uses the largest of these sizes, as a HorizontalPodAutoscaler (HPA) does with its metrics.
+It uses none of them while `holds` finds a reason to keep the size.
 
 Let n be the present size. A recommendation above n means that a target is missed. As in an HPA, the
 recommendation is then ceil(n * value / target). A recommendation of m < n means that m engines

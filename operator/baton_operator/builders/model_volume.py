@@ -9,7 +9,7 @@ import msgspec
 from baton_kube.client import Object
 from baton_operator import names
 from baton_operator.api.field_types import quantity_bytes
-from baton_operator.api.spec_model import IMAGE_URI, Model, is_fetched
+from baton_operator.api.spec_model import IMAGE_URI, Model, needs_download
 from baton_protocol.options.config import ENGINE_HTTP_PORT
 
 VOLUME = "model"
@@ -81,7 +81,7 @@ def fetcher(
         resources: resources of the serving container. The init container gets the same CPU and
             memory, but no devices.
     """
-    if not is_fetched(model.uri):
+    if not needs_download(model.uri):
         return None
     limit = model.cache.size_limit if model.cache else None
     path = source(model, role, namespace).path

@@ -55,7 +55,7 @@ class Kube:
         #: apiVersion of PodDisruptionBudgets; None if the server has none. Set by `discover`.
         self.policy_api: str | None = None
         #: Whether the server has HTTPRoutes of the Gateway API. Set by `discover` and
-        #: `serves_http_routes`.
+        #: `discover_http_routes`.
         self.http_routes = False
         self._own_writes: OrderedDict[str, None] = OrderedDict()
 
@@ -72,10 +72,11 @@ class Kube:
         self.http_routes = await self._serves(*self.resource("HTTPRoute"))
         return await self._serves(*self.resource(names.KIND))
 
-    async def serves_http_routes(self) -> bool:
+    async def discover_http_routes(self) -> bool:
         """Return whether the server has HTTPRoutes.
 
-        Each call repeats the discovery until HTTPRoutes are found.
+        Each call repeats the discovery until HTTPRoutes are found. The result is stored in
+        `http_routes`.
         """
         self.http_routes = self.http_routes or await self._serves(*self.resource("HTTPRoute"))
         return self.http_routes

@@ -19,9 +19,9 @@ Four cases are special:
 
 - Scale to zero: a topology has at least one member. So the last rank stays in the topology, and
   drains once all other ranks are deleted.
-- A new expert group, for example after a change of the model: old and new pods cannot share a
-  topology. When a new pod has started, the old group is scaled to zero, and then the new group is
-  formed.
+- A new expert group, for example after a change of the model: ranks of different expert groups
+  cannot share a topology. When a new pod has started, the old group is scaled to zero, and then the
+  new group is formed.
 - From independent engines to ranks: the engines drain as `plan_group` describes.
 - From ranks to independent engines: ranks leave as the engines become ready.
 """
@@ -94,20 +94,25 @@ def plan_expert_group(members: list[Member], group: ExpertGroup, now: datetime) 
     division = _divide(present, group, view, max_unavailable)
     staying, leaving = division.staying, division.leaving
 
-    create = _create(members, present, staying, len(division.current) + num_failed, group)
+    create = _ordinals_to_create(
+        members, present, staying, len(division.current) + num_failed, group
+    )
     if view is None:
         return _plan_without_view(create, delete, leaving, group)
-    revisits_s += surge_timeout.left_s
+    if surge_timeout.left_s is not None:
+        revisits_s.append(surge_timeout.left_s)
     if leaving:
         revisits_s.append(REVISIT_S)
     desired = _desired_members(present, staying, leaving, group.name, view, now)
-    request = _request(desired, group, view)
+    request = _topology_request(desired, group, view)
     last = _last_ranks(present, staying, view)
     drain = []
     for member in leaving:
         if member.expert_group and member not in last and not _has_left(member, staying, view):
             continue  # the member is still in a topology
-        why = _deletion_reason(member, last, group.target.drain_timeout_s, view, now)
+        why = _deletion_reason_outside_topology(
+            member, last, group.target.drain_timeout_s, view, now
+        )
         if why:
             delete.append(Delete(member.name, why))
         elif (member.serving or member in last) and member.drain_started is None:
@@ -159,9 +164,10 @@ def _plan_without_view(
 
 
 def _is_newest(m: Member, group: ExpertGroup) -> bool:
-    usable = m.deletion is None and not m.failed and not m.draining
+    """Return whether the member has the newest revision and expert group, and is not leaving."""
+    stays = m.deletion is None and not m.failed and not m.draining
     return (
-        usable
+        stays
         and (group.target.update.paused or m.revision == group.target.revision)
         and m.expert_group == group.name
     )
@@ -176,12 +182,14 @@ def _divide(
         max_unavailable: number of serving members that the group may lack during a replacement.
     """
     size, update = group.target.size, group.target.update
-    able = [m for m in present if m.deletion is None and not m.failed]
-    usable = [m for m in able if not m.draining]
-    newest = _by_membership([m for m in usable if _is_newest(m, group)], view)
-    others = _by_membership([m for m in usable if _is_of_another(m, group.name)], view)
+    usable = [m for m in present if m.deletion is None and not m.failed]
+    not_draining = [m for m in usable if not m.draining]
+    newest = _by_membership([m for m in not_draining if _is_newest(m, group)], view)
+    ranks_of_other_groups = _by_membership(
+        [m for m in not_draining if _is_rank_of_other_group(m, group.name)], view
+    )
     outdated = sorted(
-        (m for m in usable if m not in newest and m not in others),
+        (m for m in not_draining if m not in newest and m not in ranks_of_other_groups),
         key=lambda m: (not _serves(m, view), not m.ready, m.ordinal),
     )
 
@@ -191,13 +199,15 @@ def _divide(
     num_needed = max(0, size - max_unavailable)
     num_serving = sum(_serves(m, view if group.name else None) for m in current)
     if not group.name:  # ranks leave as the independent engines that replace them become ready
-        kept = [m for m in others if m.serving][: max(0, num_needed - num_serving)]
+        serving = [m for m in ranks_of_other_groups if m.serving]
+        kept = serving[: max(0, num_needed - num_serving)]
     else:
         # The old group leaves only when a pod of the new group has started, so a revision that
         # cannot start replaces no rank.
-        kept = [] if any(m.serving for m in current) else others[:num_needed]
+        has_started = any(m.serving for m in current)
+        kept = [] if has_started else ranks_of_other_groups[:num_needed]
     kept += outdated[: max(0, num_needed - num_serving - len(kept))]
-    return _Division(current, kept, [m for m in able if m not in current and m not in kept])
+    return _Division(current, kept, [m for m in usable if m not in current and m not in kept])
 
 
 def _by_membership(members: list[Member], view: TopologyView | None) -> list[Member]:
@@ -218,7 +228,7 @@ def _serves(member: Member, view: TopologyView | None) -> bool:
     return view.serves(member.name) if view else member.ready
 
 
-def _create(
+def _ordinals_to_create(
     members: list[Member],
     present: list[Member],
     staying: list[Member],
@@ -240,16 +250,21 @@ def _desired_members(
     present: list[Member],
     staying: list[Member],
     leaving: list[Member],
-    group: str,
+    expert_group: str,
     view: TopologyView,
     now: datetime,
 ) -> frozenset[str]:
-    """Return the names of the members that the topology should have."""
-    # The old expert group serves until it is scaled to zero.
-    if any(_is_of_another(m, group) for m in present):
-        candidates = [m for m in staying if _is_of_another(m, group)]
+    """Return the names of the members that the topology should have.
+
+    Args:
+        expert_group: `ExpertGroup.name`.
+    """
+    # Ranks of different expert groups cannot share a topology. The old group serves until it is
+    # scaled to zero.
+    if any(_is_rank_of_other_group(m, expert_group) for m in present):
+        candidates = [m for m in staying if _is_rank_of_other_group(m, expert_group)]
     else:
-        candidates = [m for m in staying if group and m.expert_group == group]
+        candidates = [m for m in staying if expert_group and m.expert_group == expert_group]
     joined = {m.name for m in candidates if m.name in view.desired or view.is_rank(m.name)}
     started = {m.name for m in candidates if m.serving and m.name not in joined}
     late = [m for m in candidates if not m.serving and m.name not in joined]
@@ -267,7 +282,7 @@ def _desired_members(
     return frozenset(m.name for m in ranks[:1]) or view.desired
 
 
-def _request(
+def _topology_request(
     desired: frozenset[str], group: ExpertGroup, view: TopologyView
 ) -> TopologyRequest | None:
     """Return the topology request to send now.
@@ -319,7 +334,7 @@ def _has_left(member: Member, staying: list[Member], view: TopologyView) -> bool
     return view.is_standby(member.name) or not view.is_registered(member.name) or not member.serving
 
 
-def _deletion_reason(
+def _deletion_reason_outside_topology(
     member: Member, last: list[Member], drain_timeout_s: float, view: TopologyView, now: datetime
 ) -> str:
     """Return why a member outside the topology may be deleted now; empty if it must stay."""
@@ -334,14 +349,16 @@ def _deletion_reason(
     return deletion_reason(member, drain_timeout_s, now)
 
 
-def _is_of_another(member: Member, group: str) -> bool:
-    return member.expert_group not in ("", group)
+def _is_rank_of_other_group(member: Member, expert_group: str) -> bool:
+    """Return whether the member is a rank of an expert group other than `expert_group`."""
+    return member.expert_group not in ("", expert_group)
 
 
-def _is_under_way(view: TopologyView, staying: list[Member], group: str) -> bool:
+def _is_under_way(view: TopologyView, staying: list[Member], expert_group: str) -> bool:
+    """Return whether the topology changes, or the operator must still request a change."""
     if view.operation is not None and view.operation.phase in ACTIVE_PHASES:
         return True
     return bool(staying) and (
         view.ranks != view.desired
-        or any(m.expert_group == group and m.name not in view.desired for m in staying)
+        or any(m.expert_group == expert_group and m.name not in view.desired for m in staying)
     )

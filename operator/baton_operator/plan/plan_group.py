@@ -131,8 +131,8 @@ class Timeout(NamedTuple):
     """
 
     has_passed: bool = False
-    #: The seconds until the timeout passes. Empty: it has passed, or does not run.
-    left_s: tuple[float, ...] = ()
+    #: Seconds until the timeout passes. None: it has passed, or does not run.
+    left_s: float | None = None
 
 
 class _Group(NamedTuple):
@@ -184,7 +184,11 @@ def plan_group(
         if (why := deletion_reason(m, target.drain_timeout_s, now))
     ]
     delete += [Delete(m.name, "it had not started") for m in to_remove if not m.serving]
-    revisits_s += [*progress_deadline.left_s, *surge_timeout.left_s]
+    revisits_s += [
+        timeout.left_s
+        for timeout in (progress_deadline, surge_timeout)
+        if timeout.left_s is not None
+    ]
     if draining or drain:
         revisits_s.append(POLL_DRAIN_S)
 
@@ -248,7 +252,7 @@ def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) 
     if since is None:
         return Timeout()
     left_s = timeout_s - (now - since).total_seconds()
-    return Timeout(left_s=(left_s,)) if left_s > 0 else Timeout(has_passed=True)
+    return Timeout(left_s=left_s) if left_s > 0 else Timeout(has_passed=True)
 
 
 def deletion_reason(member: Member, drain_timeout_s: float, now: datetime) -> str:

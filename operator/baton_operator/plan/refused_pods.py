@@ -48,7 +48,7 @@ class RefusedPods:
     def __init__(self) -> None:
         self._refused: dict[tuple[names.Key, names.Role], _Refused] = {}
 
-    def hold_back(
+    def delay_creation(
         self, key: names.Key, role: names.Role, revision: str, plan: GroupPlan, now: datetime
     ) -> GroupPlan:
         """Return `plan` or, during the retry delay after a refusal, a copy that creates no pods.

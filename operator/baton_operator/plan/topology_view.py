@@ -86,7 +86,7 @@ class TopologyView:
         return idle and not self.is_rank(name)
 
 
-def record(
+def topology_for_status(
     topology: TopologyStatus | None,
     recorded: llmservice.TopologyStatus | None,
     pods: Collection[str],
@@ -100,7 +100,7 @@ def record(
 
     Args:
         topology: the coordinator's reply; None without a reply.
-        recorded: topology in the status, see `recorded_for`.
+        recorded: topology in the status, see `recorded_topology`.
         pods: names of the pods that exist.
         coordinator: address of the coordinator's Service.
     """
@@ -157,7 +157,9 @@ def without_waiting_operation(
     return msgspec.structs.replace(status, operation=None)
 
 
-def recorded_for(service: dict[str, Any], coordinator: str) -> llmservice.TopologyStatus | None:
+def recorded_topology(
+    service: dict[str, Any], coordinator: str
+) -> llmservice.TopologyStatus | None:
     """Return the topology in the service's status.
 
     None: the status has no valid topology, or one from another coordinator address.

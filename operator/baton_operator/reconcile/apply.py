@@ -6,7 +6,7 @@ Objects of other owners are not changed.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton_kube.client import KubeError, Object
 from baton_operator import names
@@ -25,25 +25,26 @@ from baton_operator.reconcile_errors import (
 from baton_protocol.service_key import ServiceKey
 
 
-async def apply_objects(
-    kube: Kube, desired: Desired, observed: Observation
-) -> list[tuple[str, Problem]]:
+class RefusedObject(NamedTuple):
+    """An object that could not be written or deleted."""
+
+    kind: str
+    problem: Problem
+
+
+async def apply_objects(kube: Kube, desired: Desired, observed: Observation) -> list[RefusedObject]:
     """Create, update and delete the objects of a service except its member pods.
 
-    Written objects are added to `observed`. Kinds outside `observed.kinds` are skipped. If the
-    API server refuses one object, the others are still written. Exceptions are the Deployments and
-    the RoleBinding that use a refused account or role. They would use the object that has its name,
-    which may have another owner.
-
-    Returns:
-        (kind, problem) for each refused object.
+    Written objects are added to `observed`. Kinds outside `observed.kinds` are skipped. If an
+    object is refused, the others are still written, except Deployments and RoleBindings that refer
+    to a refused account or role. They would get the rights of an object of another owner.
 
     Raises:
         StaleReadError: an object must be deleted, but it may have been read from a cache.
     """
-    refused: list[tuple[str, Problem]] = []
-    if desired.resolved.spec.gateway.http_route is not None and not kube.http_routes:
-        refused.append(("HTTPRoute", GatewayAPIMissing()))
+    refused: list[RefusedObject] = []
+    if desired.resolved.spec.gateway.http_route is not None and not desired.has_http_route:
+        refused.append(RefusedObject("HTTPRoute", GatewayAPIMissing()))
     refused_accounts = set()
     for obj in desired.objects:
         key = obj["kind"], obj["metadata"]["name"]
@@ -54,7 +55,7 @@ async def apply_objects(
                 kube, desired.resolved, obj, observed.objects.get(key)
             )
         except (NameConflict, KubeError) as error:
-            refused.append((obj["kind"], problem_of(error)))
+            refused.append(RefusedObject(obj["kind"], problem_of(error)))
             if obj["kind"] in ("ServiceAccount", "Role", "RoleBinding"):  # they share their name
                 refused_accounts.add(obj["metadata"]["name"])
     for kind, name in desired.absent:
@@ -63,8 +64,24 @@ async def apply_objects(
             try:
                 await kube.delete(kind, observed.key.namespace, name, present["metadata"]["uid"])
             except KubeError as error:
-                refused.append((kind, problem_of(error)))
+                refused.append(RefusedObject(kind, problem_of(error)))
     return refused
+
+
+def missing_prerequisites(desired: Desired, observed: Observation) -> set[tuple[str, str]]:
+    """Return (kind, name) of the objects without which no member can be created.
+
+    They are the ConfigMaps and the ServiceAccount that members use. If an object of another owner
+    has the name, the object counts as missing. Another owner's account may have rights that members
+    must not get.
+    """
+    account = names.engine_account_name(desired.resolved.name)
+    needed = {("ServiceAccount", account), *(("ConfigMap", name) for name in desired.config_maps)}
+    return {
+        (kind, name)
+        for kind, name in needed
+        if kind in observed.kinds and not observed.owned(kind, name)
+    }
 
 
 def _account_of(obj: Object) -> str | None:
@@ -146,7 +163,9 @@ def contains(present: Any, desired: Any) -> bool:
     return bool(present == desired)
 
 
-async def collect_config_maps(kube: Kube, needed: Collection[str], observed: Observation) -> None:
+async def delete_unused_config_maps(
+    kube: Kube, needed: Collection[str], observed: Observation
+) -> None:
     """Delete the service's ConfigMaps that no pod mounts.
 
     Nothing is deleted if this reconcile did not list the ConfigMaps.

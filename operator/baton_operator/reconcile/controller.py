@@ -153,9 +153,11 @@ class Controller:
 
     def _start(self, key: Key) -> None:
         if self._tasks is not None:
-            self._tasks.create_task(self._keep(key, self._services[key]), name=f"reconcile {key}")
+            self._tasks.create_task(
+                self._run_service(key, self._services[key]), name=f"reconcile {key}"
+            )
 
-    async def _keep(self, key: Key, service: _Service) -> None:
+    async def _run_service(self, key: Key, service: _Service) -> None:
         """Run the queued reconciles of one service until it is deleted."""
         logs.service.set(key)
         revisit_s: float | None = None

@@ -44,6 +44,11 @@ class Desired(msgspec.Struct, frozen=True, kw_only=True):
         """Names of the desired ConfigMaps."""
         return {obj["metadata"]["name"] for obj in self.objects if obj["kind"] == "ConfigMap"}
 
+    @property
+    def has_http_route(self) -> bool:
+        """Whether the spec has an HTTPRoute and the API server supports the kind."""
+        return any(obj["kind"] == "HTTPRoute" for obj in self.objects)
+
 
 def resolve(
     observed: Observation, spec: Object, restrictions: Restrictions | None = None

@@ -20,7 +20,7 @@ from baton_operator.observe.pod_clients import CoordinatorClient
 from baton_operator.plan.plan_group import Delete, GroupPlan
 from baton_operator.plan.plan_members import plan_members
 from baton_operator.plan.refused_pods import PodRefusal, RefusedPods, refusal_of
-from baton_operator.plan.topology_view import TopologyView, filter_by_service_key, recorded_for
+from baton_operator.plan.topology_view import TopologyView, filter_by_service_key, recorded_topology
 from baton_operator.reconcile.apply import apply_object
 from baton_operator.reconcile.desired import Desired
 from baton_operator.reconcile.reconcile_state import ReconcileState
@@ -60,16 +60,16 @@ class MemberReconciler:
             state.spec_revision,
             desired.members,
         )
-        all_went_well = True
+        has_failed = False
         for role in desired.members:
             try:
                 await self._take_step(state, desired, role, previous.get(role))
             except (OSError, StaleReadError):
                 raise
             except Exception as error:  # a defect in one group does not stop the other
-                state.fail(error)
-                all_went_well = False
-        return all_went_well
+                state.add_problem(error)
+                has_failed = True
+        return not has_failed
 
     async def _take_step(
         self,
@@ -81,10 +81,9 @@ class MemberReconciler:
         """Plan the next step of one group, and take it."""
         resolved, template = desired.resolved, desired.members[role]
         observed, now = state.observed, state.now
-        key = observed.key, role, template.revision
         view = None
         if observed.coordinator is not None and observed.topology is not None:
-            recorded = recorded_for(observed.service, observed.coordinator)
+            recorded = recorded_topology(observed.service, observed.coordinator)
             recorded = filter_by_service_key(recorded, observed.pods, resolved.key_name)
             view = TopologyView(observed.topology, recorded)
         plan = plan_members(
@@ -97,7 +96,7 @@ class MemberReconciler:
             has_coordinator=observed.coordinator is not None,
             has_previous_revision=previous is not None,
         )
-        plan = self.refused_pods.hold_back(*key, plan, now)
+        plan = self.refused_pods.delay_creation(observed.key, role, template.revision, plan, now)
         if plan.revisit_s is not None:
             state.revisits.append(plan.revisit_s)
         if plan.acts:
@@ -106,7 +105,7 @@ class MemberReconciler:
             await self._request_topology(state, plan.request)
         refusal = await self._change_members(state, desired, role, previous, plan)
         if plan.create or plan.restore:
-            delay_s = self.refused_pods.record(*key, refusal, now)
+            delay_s = self.refused_pods.record(observed.key, role, template.revision, refusal, now)
             if delay_s is not None:
                 state.revisits.append(delay_s)
 

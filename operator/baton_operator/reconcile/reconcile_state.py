@@ -41,7 +41,7 @@ class ReconcileState:
     #: The desired state. None: no spec could be used.
     desired: Desired | None = None
     #: Hash of all desired objects except member pods.
-    content: str = ""
+    objects_hash: str = ""
     #: Whether all these objects are as desired. An HTTPRoute is ignored if the cluster has no
     #: Gateway API.
     objects_match: bool = False
@@ -53,7 +53,7 @@ class ReconcileState:
     #: Intervals after which to reconcile again, in seconds.
     revisits: list[float] = field(default_factory=list)
 
-    def fail(self, error: Exception) -> None:
+    def add_problem(self, error: Exception) -> None:
         """Add the error to `problems`.
 
         Only a defect keeps its traceback, for the log.

@@ -15,13 +15,19 @@ from baton_kube.client import KubeError, Object
 from baton_operator import names
 from baton_operator.autoscale.autoscaler import Autoscaler
 from baton_operator.builders import service_key_secret
+from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.builders.restrictions import Restrictions
 from baton_operator.kube.events import Events
 from baton_operator.kube.objects import Kube
 from baton_operator.observe.freshness import MOVING_KINDS, Freshness, StaleReadError
 from baton_operator.observe.observation import observe
 from baton_operator.observe.pod_clients import CoordinatorClient, Drainer
-from baton_operator.reconcile.apply import apply_objects, collect_config_maps, ensure_service_key
+from baton_operator.reconcile.apply import (
+    apply_objects,
+    delete_unused_config_maps,
+    ensure_service_key,
+    missing_prerequisites,
+)
 from baton_operator.reconcile.controller import Outcome
 from baton_operator.reconcile.desired import Desired, compute_desired, resolve
 from baton_operator.reconcile.drain import drain_members
@@ -34,8 +40,7 @@ from baton_operator.reconcile_errors import (
     drop_tracebacks,
     problem_of,
 )
-from baton_operator.revision_history import record as record_spec
-from baton_operator.revision_history import recorded_name, recorded_spec
+from baton_operator.revision_history import record_spec, recorded_name, recorded_spec
 from baton_operator.status.report import report, report_defect
 from baton_operator.status.report_events import new_events
 from baton_operator.status.report_group import ReportedGroup, gateway_group, member_group
@@ -77,8 +82,8 @@ class Reconciler:
         self._restrictions = restrictions
         self._members = MemberReconciler(kube, coordinators, Events(kube))
         self._status = StatusWriter(kube, Events(kube))
-        #: By service: `ReconcileState.content` of the last reconcile in which all objects were as
-        #: desired.
+        #: By service: `ReconcileState.objects_hash` of the last reconcile. Only services whose last
+        #: reconcile left all objects as desired have an entry.
         self._verified: dict[names.Key, str] = {}
 
     async def reconcile(self, key: names.Key, freshness: Freshness) -> Outcome:
@@ -98,7 +103,7 @@ class Reconciler:
         return state.outcome() if state is not None else Outcome(is_gone=True)
 
     async def _run_until_fresh(self, key: names.Key, freshness: Freshness) -> ReconcileState | None:
-        """Run the steps, and again with consistent reads if the first reads may be stale."""
+        """Run the steps. If a read may be stale, run them again with consistent reads."""
         try:
             return await self._run_steps(key, freshness)
         except StaleReadError as error:
@@ -119,7 +124,7 @@ class Reconciler:
         except StaleReadError:
             raise
         except Exception as error:  # after any error the status must not stay Ready
-            state.fail(error)
+            state.add_problem(error)
         # 8. Send the status probes, and pass the groups to the autoscaler, even if a step failed.
         groups = {} if state.desired is None else await self._probe_groups(state, state.desired)
         # 9. Report.
@@ -138,19 +143,19 @@ class Reconciler:
         state.observed = await drain_members(self._drainer, state.observed)
         # 3. Find members that are paused or asleep. They do not stall a rollout.
         state.observed = await self._probes.find_suspended(state.observed, state.now)
-        # 4. Compute what should exist.
-        state.desired = desired = await self._decide(state)
-        # While paused or if the spec cannot be used, the recorded spec applies.
+        # 4. Compute what should exist. Record the spec, unless the service is paused or its spec
+        # cannot be used. The recorded spec then applies.
+        state.desired = desired = await self._build_desired(state)
         if not desired.resolved.spec.paused and not state.problems:
             state.spec_revision = await record_spec(
                 self._kube, desired.resolved, state.observed.service
             )
         # 5. Write the objects other than member pods.
-        await self._write_objects(state, desired)
-        # 6. Take the next step of each group of members, even if an object was refused.
-        if await self._members.reconcile(state, desired):
+        can_create_members = await self._write_objects(state, desired)
+        # 6. Take the next step of each group of members, if the objects that they need exist.
+        if can_create_members and await self._members.reconcile(state, desired):
             # 7. Delete ConfigMaps that no pod needs.
-            await self._collect(state, desired)
+            await self._delete_unused_config_maps(state, desired)
 
     def _forget(self, key: names.Key) -> None:
         """Drop the cached state of a deleted service."""
@@ -159,8 +164,8 @@ class Reconciler:
         self._members.refused_pods.forget(key)
         self._probes.forget(key)
 
-    async def _decide(self, state: ReconcileState) -> Desired:
-        """Compute the desired state from the spec of the service.
+    async def _build_desired(self, state: ReconcileState) -> Desired:
+        """Build the desired state from the spec of the service.
 
         If that spec cannot be used, use the spec that was rolled out last.
 
@@ -171,13 +176,13 @@ class Reconciler:
         if observed.has_no_recorded_spec:
             raise Paused("spec.paused is true, and nothing was rolled out before; set it to false")
         try:
-            return await self._build(state, observed.service["spec"])
+            return await self._build_from(observed.service["spec"], state)
         except Exception as error:
-            state.fail(error)
-            return await self._build_recorded(state)
+            state.add_problem(error)
+            return await self._build_from_recorded(state)
 
-    async def _build_recorded(self, state: ReconcileState) -> Desired:
-        """Compute the desired state from the spec that was rolled out last.
+    async def _build_from_recorded(self, state: ReconcileState) -> Desired:
+        """Build the desired state from the spec that was rolled out last.
 
         Raises:
             Problem: the first problem. No such spec can be used, or the spec of the service did not
@@ -189,7 +194,7 @@ class Reconciler:
         )
         if recorded is not None:
             try:
-                return await self._build(state, recorded)
+                return await self._build_from(recorded, state)
             except Exception as error:
                 logger.warning(
                     "no object is written, because the spec that was rolled out last cannot be "
@@ -198,78 +203,72 @@ class Reconciler:
                 )
         raise problem
 
-    async def _build(self, state: ReconcileState, spec: Object) -> Desired:
-        """Compute the desired state from `spec`, and create the service's key if necessary.
+    async def _build_from(self, spec: Object, state: ReconcileState) -> Desired:
+        """Build the desired state from `spec`, and create the service's key if necessary.
 
         Raises:
             Problem: the spec or the service's key cannot be used.
             KubeError: the API server refused a request.
         """
-        observed = state.observed
-        resolved = resolve(observed, spec, self._restrictions)
-        resolved = self._autoscaler.apply_sizes(resolved, observed.service)
-        state.resolved = resolved
-        key = await ensure_service_key(self._kube, resolved, observed.key_secret)
-        state.observed = msgspec.structs.replace(observed, service_key=key)
+        resolved = resolve(state.observed, spec, self._restrictions)
+        resolved = self._autoscaler.apply_sizes(resolved, state.observed.service)
+        state.resolved = resolved  # before a further step fails, because the status needs it
+        key = await ensure_service_key(self._kube, resolved, state.observed.key_secret)
+        state.observed = msgspec.structs.replace(state.observed, service_key=key)
         resolved = msgspec.structs.replace(resolved, key_name=service_key_secret.name_of(key))
+        return await self._compute(resolved, keep_coordinator=state.observed.has_ranks)
+
+    async def _compute(self, resolved: ResolvedService, *, keep_coordinator: bool) -> Desired:
+        """Compute the desired state, for the optional APIs that the API server has.
+
+        Raises:
+            InvalidSpec: the builders reject the spec.
+            KubeError: the API server refused the discovery of HTTPRoutes.
+        """
+        has_http_routes = self._kube.http_routes
         if resolved.spec.gateway.http_route is not None:
-            await self._kube.serves_http_routes()
+            has_http_routes = await self._kube.discover_http_routes()
         try:
             return compute_desired(
                 resolved,
                 self._kube.policy_api,
-                keep_coordinator=observed.has_ranks,
+                keep_coordinator=keep_coordinator,
                 operator_namespace=self._operator_namespace,
-                http_routes=self._kube.http_routes,
+                http_routes=has_http_routes,
             )
         except ValueError as error:
             raise InvalidSpec(error) from error
 
-    async def _write_objects(self, state: ReconcileState, desired: Desired) -> None:
+    async def _write_objects(self, state: ReconcileState, desired: Desired) -> bool:
         """Write all objects except member pods. Add refused objects to the problems.
 
-        If the last reconcile left all objects as desired, and nothing may have changed since then,
-        only the objects of MOVING_KINDS are compared.
-
-        Raises:
-            Problem: a ConfigMap or the ServiceAccount of members could not be written.
+        Returns:
+            Whether the objects that members need exist.
         """
         observed, freshness = state.observed, state.observed.freshness
-        kinds = {
-            "ConfigMap",
-            *(obj["kind"] for obj in desired.objects),
-            *(kind for kind, _ in desired.absent),
-        }
         outdated = sorted(observed.mounted_config_maps - desired.config_maps)
-        state.content = names.content_hash([desired.objects, desired.absent, outdated])
+        state.objects_hash = names.content_hash([desired.objects, desired.absent, outdated])
+        is_verified = self._verified.pop(observed.key, "") == state.objects_hash
         may_have_changed = freshness.is_consistent or freshness.objects_changed
-        if self._verified.pop(observed.key, "") == state.content and not may_have_changed:
-            kinds = {obj["kind"] for obj in desired.objects} & MOVING_KINDS
+        kinds = _kinds_to_read(desired, only_moving=is_verified and not may_have_changed)
         if "status" in observed.service:
             await observed.read_objects(self._kube, kinds)
         else:  # a new service: `apply_objects` reads each object by name before it is created
             observed.kinds.update(kinds)
         refused = await apply_objects(self._kube, desired, observed)
-        # Objects without which members cannot be created come first, because the first problem
-        # decides `Ready`. Another owner's account may have rights that members must not get.
-        refused.sort(key=lambda each: each[0] not in ("ConfigMap", "ServiceAccount"))
-        for _, problem in refused:
-            state.fail(problem)
-        account = names.engine_account_name(desired.resolved.name)
-        needed = {("ConfigMap", name) for name in desired.config_maps}
-        if any(
-            kind in observed.kinds and not observed.owned(kind, name)
-            for kind, name in {*needed, ("ServiceAccount", account)}
-        ):
-            raise refused[0][1]
-        state.objects_match = all(isinstance(problem, GatewayAPIMissing) for _, problem in refused)
+        # Objects that members need come first, because the first problem decides `Ready`.
+        refused.sort(key=lambda each: each.kind not in ("ConfigMap", "ServiceAccount"))
+        for each in refused:
+            state.add_problem(each.problem)
+        state.objects_match = all(isinstance(each.problem, GatewayAPIMissing) for each in refused)
+        return not missing_prerequisites(desired, observed)
 
-    async def _collect(self, state: ReconcileState, desired: Desired) -> None:
+    async def _delete_unused_config_maps(self, state: ReconcileState, desired: Desired) -> None:
         """Delete ConfigMaps that no pod needs. If all objects are as desired, record their hash."""
         needed = desired.config_maps | state.restored_config_maps
-        await collect_config_maps(self._kube, needed, state.observed)
+        await delete_unused_config_maps(self._kube, needed, state.observed)
         if state.objects_match:
-            self._verified[state.observed.key] = state.content
+            self._verified[state.observed.key] = state.objects_hash
 
     async def _report(self, state: ReconcileState, groups: dict[names.Role, ReportedGroup]) -> bool:
         """Write the status and its Events. Return whether the service is Ready."""
@@ -293,18 +292,21 @@ class Reconciler:
     async def _probe_groups(
         self, state: ReconcileState, desired: Desired
     ) -> dict[names.Role, ReportedGroup]:
-        """Send the status probes, and pass the groups of pods to the autoscaler."""
+        """Send the status probes, and pass the groups of pods to the autoscaler.
+
+        Returns:
+            The observed groups by role, as input of the status.
+        """
         resolved = desired.resolved
-        observed = state.observed = await self._probes.fill_in(self._kube, state.observed, resolved)
+        observed = state.observed = await self._probes.probe(self._kube, state.observed, resolved)
         groups: dict[names.Role, ReportedGroup] = {}
         for role, template in desired.members.items():
             refusal = self._members.refused_pods.get(observed.key, role)
             groups[role] = member_group(
                 resolved, role, template, observed, self._autoscaler.status(resolved, role), refusal
             )
-        has_route = resolved.spec.gateway.http_route is not None and self._kube.http_routes
         groups["gateway"] = gateway_group(
-            resolved, desired.gateway_revision, observed, has_route=has_route
+            resolved, desired.gateway_revision, observed, has_route=desired.has_http_route
         )
         self._autoscaler.observe(resolved, groups, observed.pods)
         return groups
@@ -320,3 +322,13 @@ class Reconciler:
                 await self._status.emit(service, new_events(service, status, problem))
         except Exception:
             logger.exception("%s: the status could not be written after an internal error", key)
+
+
+def _kinds_to_read(desired: Desired, *, only_moving: bool) -> set[str]:
+    """Return the kinds of objects to read, compare and write.
+
+    Args:
+        only_moving: only kinds in MOVING_KINDS. All other objects are known to be as desired.
+    """
+    kinds = {obj["kind"] for obj in desired.objects}
+    return kinds & MOVING_KINDS if only_moving else kinds | {kind for kind, _ in desired.absent}

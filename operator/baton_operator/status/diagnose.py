@@ -55,13 +55,13 @@ def diagnose(pods: list[Object], missing: frozenset[Reference] = frozenset()) ->
     Args:
         missing: Secrets and ConfigMaps that do not exist.
     """
-    unready = by_name(pod for pod in pods if not is_ready(pod))
+    unready = sorted_by_name(pod for pod in pods if not is_ready(pod))
     policies: tuple[Policy, ...] = (partial(_missing_object, missing=missing), *_POLICIES)
     found = (policy(pod) for policy in policies for pod in unready)
     return next(filter(None, found), None)
 
 
-def fatal(pod: Object) -> Diagnosis | None:
+def diagnose_fatal(pod: Object) -> Diagnosis | None:
     """Return the FATAL line of a failed container as a diagnosis; None if there is no such line.
 
     In the message, the field of the spec follows each engine option. The pod must not be ready.
@@ -157,7 +157,7 @@ _IMAGE_STATES = (
 )
 _ERROR_STATES = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError")
 _POLICIES: tuple[Policy, ...] = (
-    fatal,
+    diagnose_fatal,
     partial(
         _waiting,
         reason=Failure.IMAGE_PULL,
@@ -222,7 +222,7 @@ def _ending(terminated: Object) -> str:
     return f"ended with exit code {code}" + (f": {lines[-1]}" if lines else "")
 
 
-def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis | None:
+def diagnose_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis | None:
     """Return the progress of one pod that fetches or loads the model.
 
     A pod whose last attempt to fetch or load failed is preferred.
@@ -243,19 +243,19 @@ def still_loading(pods: list[Object], health: Mapping[str, Health]) -> Diagnosis
     return Diagnosis(found.reason, f"pod {name}: {found.message}{progress}{error}")
 
 
-def tries_again(pods: list[Object], health: Mapping[str, Health]) -> str:
+def retry_text(pods: list[Object], health: Mapping[str, Health]) -> str:
     """Return the progress of a new attempt to fetch or load the model.
 
     The caller appends this text to the message of a failure.
 
     Args:
-        health: as in `still_loading`.
+        health: as in `diagnose_loading`.
 
     Returns:
         Empty if no pod reports its progress in numbers.
     """
     measured = {name: found for name, found in health.items() if str(found.progress or "")}
-    under_way = still_loading(pods, measured)
+    under_way = diagnose_loading(pods, measured)
     return f"; {under_way.message}" if under_way else ""
 
 
@@ -267,12 +267,12 @@ def is_leaving(pod: Object) -> bool:
     )
 
 
-def by_name(pods: Iterable[Object]) -> list[Object]:
+def sorted_by_name(pods: Iterable[Object]) -> list[Object]:
     """Return the pods, sorted by name."""
     return sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
 
 
-def named(pods: list[Object]) -> str:
+def pods_text(pods: list[Object]) -> str:
     """Return the names of the pods for a message, as `pod a` or `pods a, b`."""
-    names = ", ".join(pod["metadata"]["name"] for pod in by_name(pods))
+    names = ", ".join(pod["metadata"]["name"] for pod in sorted_by_name(pods))
     return f"pod{'s' if len(pods) > 1 else ''} {names}"

@@ -1,6 +1,6 @@
 """The reasons of conditions that this package decides.
 
-Other reasons come from `reconcile_errors`, `plan.refused_pods`, `autoscale.policy` and replies to
+Other reasons come from `reconcile_errors`, `plan.refused_pods`, `autoscale` and replies to
 `GET /health` of pods. A component also prints a reason before it exits, in a line `FATAL REASON:
 MESSAGE`.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-#: Reasons of the autoscaler by which the condition Scaling is computed. Its other reasons are in
-#: `autoscale.policy`.
+#: Reasons of the autoscaler by which the condition Scaling is computed. `autoscale.policy.Reason`
+#: lists all of its reasons.
 ON_TARGET: Final = "OnTarget"  # the size meets all targets
 METRICS_MISSING: Final = "MetricsMissing"
 METRICS_STALE: Final = "MetricsStale"

@@ -31,12 +31,12 @@ from baton_operator.status.reasons import (
 )
 from baton_operator.status.report_group import ReportedGroup, group_verdict, prefill_verdict
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
-from baton_operator.status.report_topology import scaling_verdict
+from baton_operator.status.report_topology import topology_verdict
 from baton_operator.status.report_update import updating_verdict
 from baton_protocol.kv_compatibility import KVCompatibility
 
 MAX_MESSAGE = 32768  # maximum length of a condition's message in the CRD
-_BLIND = (METRICS_MISSING, METRICS_STALE)  # the autoscaler has no measurements
+_NO_MEASUREMENTS = (METRICS_MISSING, METRICS_STALE)  # the autoscaler has no measurements
 
 
 def report(
@@ -64,14 +64,14 @@ def report(
     updating = Verdict("Unknown", Settled.NOT_OBSERVED, "pods were not observed yet")
     if resolved is not None and groups:
         updating = updating_verdict(resolved.spec, groups.values(), observed.held_back, now)
-    ready = _ready_verdicts(groups, updating, observed.kv)
+    ready = _group_verdicts(groups, updating, observed.kv)
     verdicts = {
-        "Ready": _summary(ready, problem, updating),
-        "Available": _available(groups, ready),
+        "Ready": _ready_verdict(ready, problem, updating),
+        "Available": _available_verdict(groups, ready),
         **ready,
         "Updating": updating,
     }
-    if scaling := _scaling(members):
+    if scaling := _scaling_verdict(members):
         verdicts["Scaling"] = scaling
     if resolved is None:
         unknown = "no spec is rolled out, so the model is not known"
@@ -80,7 +80,7 @@ def report(
         refused = [group.refusal.message for group in groups.values() if group.refusal]
         why = refused[0] if refused else str(problem or "")
         verdicts[MODEL_AVAILABLE] = model_verdict(resolved.spec.model, members, why, before)
-        if exposed := _kv_transfer_exposed(resolved):
+        if exposed := _kv_transfer_verdict(resolved):
             verdicts["KVTransferProtected"] = exposed
     is_ready = verdicts["Ready"].status == "True"
     return Status(
@@ -97,7 +97,7 @@ def report(
     )
 
 
-def _ready_verdicts(
+def _group_verdicts(
     groups: dict[names.Role, ReportedGroup], updating: Verdict, kv: Mapping[str, KVCompatibility]
 ) -> dict[str, Verdict]:
     """Return the conditions PrefillReady, DecodeReady and GatewayReady by type."""
@@ -115,7 +115,9 @@ def _ready_verdicts(
     return verdicts
 
 
-def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdict) -> Verdict:
+def _ready_verdict(
+    ready: dict[str, Verdict], problem: Problem | None, updating: Verdict
+) -> Verdict:
     """Return the condition Ready.
 
     Ready is True if all conditions in `ready` are True and there is no problem. Otherwise Ready
@@ -140,7 +142,9 @@ def _summary(ready: dict[str, Verdict], problem: Problem | None, updating: Verdi
     return updating if is_stalled else first
 
 
-def _available(groups: Mapping[names.Role, ReportedGroup], ready: Mapping[str, Verdict]) -> Verdict:
+def _available_verdict(
+    groups: Mapping[names.Role, ReportedGroup], ready: Mapping[str, Verdict]
+) -> Verdict:
     """Return the condition Available: whether the service answers requests.
 
     Available is True if a gateway pod and a decode pod of any revision are ready. Prefill pods do
@@ -156,7 +160,7 @@ def _available(groups: Mapping[names.Role, ReportedGroup], ready: Mapping[str, V
     return Verdict("True", Settled.MINIMUM_PODS_READY, message)
 
 
-def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:
+def _kv_transfer_verdict(resolved: ResolvedService) -> Verdict | None:
     """Return the condition KVTransferProtected, with status False; None if transfers are protected.
 
     NetworkPolicies count as protection, because the API does not show whether the cluster enforces
@@ -179,9 +183,9 @@ def _kv_transfer_exposed(resolved: ResolvedService) -> Verdict | None:
     return Verdict("False", Failure.NETWORK_POLICY_OFF, message)
 
 
-def _scaling(members: list[ReportedGroup]) -> Verdict | None:
+def _scaling_verdict(members: list[ReportedGroup]) -> Verdict | None:
     of_topology = [
-        scaling_verdict(group.topology, group.desired) for group in members if group.topology
+        topology_verdict(group.topology, group.desired) for group in members if group.topology
     ]
     sized = [group for group in members if group.autoscaling]
     return autoscaling_verdict(sized, of_topology[0] if of_topology else None)
@@ -210,9 +214,9 @@ def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None)
             )
     reason = min(
         (status.reason for status in statuses),
-        key=lambda reason: (reason not in _BLIND, reason == ON_TARGET),
+        key=lambda reason: (reason not in _NO_MEASUREMENTS, reason == ON_TARGET),
     )
-    return Verdict("Unknown" if reason in _BLIND else "False", reason, messages)
+    return Verdict("Unknown" if reason in _NO_MEASUREMENTS else "False", reason, messages)
 
 
 def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime) -> list[Condition]:

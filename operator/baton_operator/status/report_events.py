@@ -9,7 +9,7 @@ from baton_kube.client import Object
 from baton_operator.api.llmservice import Condition, Status
 from baton_operator.kube.events import Event
 from baton_operator.observe.observation import condition, conditions
-from baton_operator.plan.topology_view import recorded_for
+from baton_operator.plan.topology_view import recorded_topology
 from baton_operator.reconcile_errors import Problem
 from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_model import MODEL_AVAILABLE
@@ -33,7 +33,7 @@ def new_events(service: Object, status: Status, problem: Problem | None) -> list
     ]
     topology = status.decode.topology if status.decode else None
     if topology is not None:
-        events += operation_events(recorded_for(service, topology.coordinator), topology)
+        events += operation_events(recorded_topology(service, topology.coordinator), topology)
     return events
 
 

@@ -14,19 +14,23 @@ from baton_operator.builders.member_pods import MemberTemplate
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import Observation, Reference, condition, is_ready
 from baton_operator.plan.refused_pods import POD_REFUSED, PodRefusal, refusal_reason
-from baton_operator.plan.topology_view import record, recorded_for, without_waiting_operation
+from baton_operator.plan.topology_view import (
+    recorded_topology,
+    topology_for_status,
+    without_waiting_operation,
+)
 from baton_operator.status.diagnose import (
     Diagnosis,
     Verdict,
     diagnose,
+    diagnose_loading,
     is_leaving,
-    named,
-    still_loading,
-    tries_again,
+    pods_text,
+    retry_text,
 )
 from baton_operator.status.reasons import Failure, Progress, Settled, is_progress
 from baton_operator.status.report_route import diagnose_route
-from baton_operator.status.report_topology import GroupTopology, scaling_verdict
+from baton_operator.status.report_topology import GroupTopology, topology_verdict
 from baton_operator.status.suspended_engines import diagnose_suspended
 from baton_protocol.kv_compatibility import KVCompatibility, differences
 from baton_protocol.process.health import Health
@@ -181,8 +185,11 @@ def _topology(observed: Observation, resolved: ResolvedService) -> GroupTopology
     """Return the topology of the expert-parallel group, from the last reply of the coordinator."""
     assert resolved.coordinator is not None, "a group has ranks only with a coordinator"
     pods = {pod["metadata"]["name"] for pod in observed.pods}
-    topology, recorded = observed.topology, recorded_for(observed.service, resolved.coordinator)
-    status = record(topology, recorded, pods, resolved.coordinator)
+    topology, recorded = (
+        observed.topology,
+        recorded_topology(observed.service, resolved.coordinator),
+    )
+    status = topology_for_status(topology, recorded, pods, resolved.coordinator)
     return GroupTopology(
         status=status if resolved.replicas("decode") else without_waiting_operation(status),
         reachable=topology is not None,
@@ -259,11 +266,11 @@ def _obstacles(group: ReportedGroup) -> Iterator[Diagnosis]:
         else [pod for pod in group.pods if not is_leaving(pod)]
     )
     if found := diagnose([*judged, *group.coordinators], group.missing):
-        yield Diagnosis(found.reason, f"{found.message}{tries_again(group.current, group.loading)}")
+        yield Diagnosis(found.reason, f"{found.message}{retry_text(group.current, group.loading)}")
     if group.refusal is not None:
         yield Diagnosis(group.refusal.reason, group.refusal.message)
     if group.topology is not None:
-        scaling = scaling_verdict(group.topology, group.desired)
+        scaling = topology_verdict(group.topology, group.desired)
         # Without ranks the coordinator is still starting.
         is_lost = scaling.reason == Failure.COORDINATOR_UNREACHABLE and group.topology.has_ranks
         if scaling.status == "True" or scaling.reason == Failure.SCALE_FAILED or is_lost:
@@ -272,10 +279,10 @@ def _obstacles(group: ReportedGroup) -> Iterator[Diagnosis]:
     if suspended := diagnose_suspended(current, group.suspended):
         yield suspended
     if going := [pod for pod in group.pods if pod not in current]:
-        yield Diagnosis(Progress.DRAINING, f"waiting for {named(going)} to end")
+        yield Diagnosis(Progress.DRAINING, f"waiting for {pods_text(going)} to end")
     if group.outdated:
         yield Diagnosis(Progress.PROGRESSING, "pods of an earlier revision are being replaced")
-    if under_way := still_loading(current, group.loading):
+    if under_way := diagnose_loading(current, group.loading):
         yield under_way
 
 
@@ -300,13 +307,13 @@ def prefill_verdict(
     has_failed = verdict.status != "True" and not is_progress(verdict.reason)
     if has_failed or updating.status == "True":
         return verdict
-    problem = _incompatible(prefill, decode, kv)
+    problem = _incompatibility(prefill, decode, kv)
     if not problem:
         return verdict
     return Verdict("False", Failure.INCOMPATIBLE_PEERS, f"{problem}; {verdict.message}")
 
 
-def _incompatible(
+def _incompatibility(
     prefill: ReportedGroup, decode: ReportedGroup, kv: Mapping[str, KVCompatibility]
 ) -> str:
     """Return a message about pods that have no compatible peer.

@@ -8,10 +8,16 @@ from __future__ import annotations
 import msgspec
 
 from baton_kube.client import Object
-from baton_operator.api.spec_model import Model, ModelStatus, is_fetched
+from baton_operator.api.spec_model import Model, ModelStatus, needs_download
 from baton_operator.builders.model_volume import FETCHER, source
 from baton_operator.observe.observation import condition, is_ready
-from baton_operator.status.diagnose import Verdict, by_name, fatal, still_loading, tries_again
+from baton_operator.status.diagnose import (
+    Verdict,
+    diagnose_fatal,
+    diagnose_loading,
+    retry_text,
+    sorted_by_name,
+)
 from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_group import ReportedGroup
 
@@ -62,12 +68,12 @@ def model_verdict(
             "(they need Kubernetes 1.31 or newer with the feature ImageVolume)"
         )
         return Verdict("False", Failure.IMAGE_VOLUME_UNSUPPORTED, f"{text}: {refusal}")
-    pods = by_name(pod for group in members for pod in group.newest)
+    pods = sorted_by_name(pod for group in members for pod in group.newest)
     health = {name: found for group in members for name, found in group.loading.items()}
     for pod in pods:
-        found = None if is_ready(pod) else fatal(pod)
+        found = None if is_ready(pod) else diagnose_fatal(pod)
         if found and found.reason in MODEL_REASONS:
-            return Verdict("False", found.reason, f"{found.message}{tries_again([pod], health)}")
+            return Verdict("False", found.reason, f"{found.message}{retry_text([pod], health)}")
     if missing := next(filter(None, (_missing_claim(model, pod) for pod in pods)), None):
         return Verdict("False", Failure.MODEL_MISSING, missing)
     had_before = _had_model(model, before)
@@ -77,17 +83,17 @@ def model_verdict(
         return Verdict("Unknown", Settled.NOT_OBSERVED, "no pod of the newest revision exists yet")
     suspended = {name for group in members for name in group.suspended}
     have = [pod for pod in pods if _has_model(model, pod) or pod["metadata"]["name"] in suspended]
-    under_way = still_loading(pods, health)
+    under_way = diagnose_loading(pods, health)
     if have:
         counts = f"{len(have)} of {len(pods)} pods have the model"
         text = f"{counts}; {under_way.message}" if under_way else counts
         return Verdict("True", Settled.AVAILABLE, text)
-    if had_before and not is_fetched(model.uri):
+    if had_before and not needs_download(model.uri):
         text = under_way.message if under_way else "earlier pods had the model; new pods load it"
         return Verdict("True", Settled.AVAILABLE, text)
     if under_way:
         return Verdict(
-            "False" if is_fetched(model.uri) else "Unknown", under_way.reason, under_way.message
+            "False" if needs_download(model.uri) else "Unknown", under_way.reason, under_way.message
         )
     return Verdict("Unknown", Progress.STARTING, "no pod has reported progress on the model yet")
 
@@ -101,7 +107,7 @@ def _verdict_without_pods(model: Model, members: list[ReportedGroup]) -> Verdict
         text = "earlier pods had the model; no pod of the newest revision runs yet"
         return Verdict("True", Settled.AVAILABLE, text)
     is_kept = model.cache is not None and bool(model.cache.host_path or model.cache.claim)
-    again = "; the next pod downloads it again" if is_fetched(model.uri) and not is_kept else ""
+    again = "; the next pod downloads it again" if needs_download(model.uri) and not is_kept else ""
     return Verdict("True", Settled.AVAILABLE, f"earlier pods had the model; no pod runs now{again}")
 
 
@@ -138,7 +144,7 @@ def model_status(
 
 
 def _has_model(model: Model, pod: Object) -> bool:
-    return _fetcher_end(pod).get("exitCode") == 0 if is_fetched(model.uri) else is_ready(pod)
+    return _fetcher_end(pod).get("exitCode") == 0 if needs_download(model.uri) else is_ready(pod)
 
 
 def _fetcher_end(pod: Object) -> Object:

@@ -39,7 +39,7 @@ class GroupTopology(msgspec.Struct, frozen=True, kw_only=True):
         return self.status is not None and bool(self.status.ranks)
 
 
-def scaling_verdict(topology: GroupTopology, desired: int) -> Verdict:
+def topology_verdict(topology: GroupTopology, desired: int) -> Verdict:
     """Return the condition Scaling: True while the topology changes.
 
     Unknown: the coordinator does not reply.

@@ -15,7 +15,7 @@ from baton_operator.api.llmservice import Spec
 from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
 from baton_operator.plan.plan_group import STUCK_TERMINATING
 from baton_operator.plan.refused_pods import POD_REFUSED, QUOTA_EXCEEDED
-from baton_operator.status.diagnose import Diagnosis, Verdict, diagnose, is_leaving, named
+from baton_operator.status.diagnose import Diagnosis, Verdict, diagnose, is_leaving, pods_text
 from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.suspended_engines import diagnose_suspended
@@ -92,14 +92,14 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     late = [p for p in unready if now - (unready_since(p, group.suspended_at) or now) > deadline]
     if late:
         verb = "were" if len(late) > 1 else "was"
-        why = f"{named(late)} {verb} not ready within {progress_deadline_s} s"
+        why = f"{pods_text(late)} {verb} not ready within {progress_deadline_s} s"
         cause = f": {found.message}" if found else ""
         hint = "pods of the earlier revision keep serving; correct the spec or undo the edit"
         return Diagnosis(Failure.ROLLOUT_STALLED, f"{why}{cause}; {hint}")
     if any(map(no_room_since, unready)):
         return Diagnosis(
             Progress.WAITING_FOR_CAPACITY,
-            f"no node has room for {named(unready)}; add or free capacity",
+            f"no node has room for {pods_text(unready)}; add or free capacity",
         )
     if group.refusal is not None:
         is_full = group.refusal.reason == QUOTA_EXCEEDED
@@ -109,13 +109,13 @@ def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Dia
     if suspended := diagnose_suspended(unready, group.suspended):
         return suspended
     if going := [pod for pod in rollout.old if is_leaving(pod)]:
-        return Diagnosis(Progress.DRAINING, f"waiting for {named(going)} to drain and end")
+        return Diagnosis(Progress.DRAINING, f"waiting for {pods_text(going)} to drain and end")
     if unready:
         return Diagnosis(
             Progress.STARTING,
-            found.message if found else f"waiting for {named(unready)} to be ready",
+            found.message if found else f"waiting for {pods_text(unready)} to be ready",
         )
-    return Diagnosis(Progress.REPLACING, f"still to be replaced: {named(rollout.old)}")
+    return Diagnosis(Progress.REPLACING, f"still to be replaced: {pods_text(rollout.old)}")
 
 
 def _counts(rollout: _Rollout) -> str:

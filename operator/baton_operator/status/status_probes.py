@@ -25,7 +25,7 @@ from baton_operator.observe.observation import (
     member,
     unready_since,
 )
-from baton_operator.status.diagnose import by_name, is_leaving
+from baton_operator.status.diagnose import is_leaving, sorted_by_name
 from baton_operator.status.missing_references import may_lack_objects, references
 from baton_operator.status.reasons import Progress
 from baton_operator.status.suspended_engines import SUSPENSIONS
@@ -99,7 +99,7 @@ class StatusProbes:
             observed, suspended=suspended, suspended_at=suspended_at, members=members
         )
 
-    async def fill_in(
+    async def probe(
         self, kube: Kube, observed: Observation, resolved: ResolvedService
     ) -> Observation:
         """Send the probes. Return `observed` with their results: `loading`, `missing`, `kv`."""
@@ -125,7 +125,7 @@ class StatusProbes:
 
     async def loading(self, pods: list[Object]) -> dict[str, Health]:
         """Return the health replies of members that fetch or load the model, by pod name."""
-        probed = by_name(filter(_is_unready_member, pods))[:MAX_PROBED]
+        probed = sorted_by_name(filter(_is_unready_member, pods))[:MAX_PROBED]
         replies = await self._replies(probed, "/health")
         reasons = (Progress.FETCHING, Progress.LOADING)
         return {name: reply for name, reply in replies.items() if reply.reason in reasons}

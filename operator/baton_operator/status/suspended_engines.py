@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from baton_kube.client import Object
-from baton_operator.status.diagnose import Diagnosis, named
+from baton_operator.status.diagnose import Diagnosis, pods_text
 from baton_operator.status.reasons import Progress
 from baton_protocol.options.config import ENGINE_HTTP_PORT
 from baton_protocol.process.health import Health
@@ -41,10 +41,8 @@ def diagnose_suspended(pods: list[Object], replies: Mapping[str, Health]) -> Dia
         names = {name for name, health in replies.items() if health.reason == reply}
         if suspended := [pod for pod in pods if pod["metadata"]["name"] in names]:
             verb = "are" if len(suspended) > 1 else "is"
-            text = (
-                f"{named(suspended)} {verb} {state}; {remedy} on port {ENGINE_HTTP_PORT}, with the "
-                "service's token"
-            )
+            hint = f"{remedy} on port {ENGINE_HTTP_PORT}, with the service's token"
+            text = f"{pods_text(suspended)} {verb} {state}; {hint}"
             found.append(Diagnosis(reason, text))
     if not found:
         return None

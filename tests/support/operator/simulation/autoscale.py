@@ -22,7 +22,8 @@ from itertools import count, pairwise
 from baton_engine.metrics.request_metrics import Histogram as EngineHistogram
 from baton_operator.autoscale import windows
 from baton_operator.autoscale.decision_history import History
-from baton_operator.autoscale.policy import Behavior, Bounds, Decision, RoleState, decide
+from baton_operator.autoscale.holds import RoleState
+from baton_operator.autoscale.policy import Behavior, Bounds, Decision, decide
 from baton_operator.autoscale.recommendations import Targets
 from baton_operator.autoscale.windows import ScrapedSample, Snapshot, Window, window
 from baton_operator.names import MEMBER_ROLES, MemberRole

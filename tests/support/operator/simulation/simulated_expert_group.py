@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from baton_operator.api import llmservice
 from baton_operator.plan.plan_expert_group import ExpertGroup, plan_expert_group
 from baton_operator.plan.plan_group import DesiredGroup, GroupPlan, Member, Update
-from baton_operator.plan.topology_view import TopologyView, record
+from baton_operator.plan.topology_view import TopologyView, topology_for_status
 from baton_protocol.topology import (
     MemberStatus,
     OperationPhase,
@@ -125,7 +125,7 @@ class Simulation:
             pod = Pod(ordinal, self._revision, self.group, self.now, f"i{next(self._instances)}")
             assert pod.name not in self.pods, f"{pod.name} exists"
             self.pods[pod.name] = pod
-        self.recorded = record(topology, self.recorded, set(self.pods), ADDRESS)
+        self.recorded = topology_for_status(topology, self.recorded, set(self.pods), ADDRESS)
         return plan
 
     def _answered(self) -> TopologyStatus | None:

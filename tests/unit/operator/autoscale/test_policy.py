@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_operator.autoscale.decision_history import Breach, Change, DecisionRun, History
-from baton_operator.autoscale.policy import Behavior, Bounds, Decision, RoleState, decide
+from baton_operator.autoscale.holds import RoleState
+from baton_operator.autoscale.policy import Behavior, Bounds, Decision, decide
 from baton_operator.autoscale.queueing import wait_quantile_s
 from baton_operator.autoscale.recommendations import Targets
 from baton_operator.autoscale.windows import RoleWindow, Window

@@ -116,15 +116,17 @@ def test_a_changed_template_is_tried_at_once_and_unwanted_pods_are_dropped() -> 
     key, wanted = Key(NAMESPACE, "demo"), GroupPlan(create=[0])
     refusals = RefusedPods()
     assert refusals.record(key, "decode", "a", PodRefusal("QuotaExceeded", QUOTA), NOW) == 1.0
-    held = refusals.hold_back(key, "decode", "a", wanted, NOW)
+    held = refusals.delay_creation(key, "decode", "a", wanted, NOW)
     assert (held.create, held.revisit_s) == ([], 1.0)
-    assert refusals.hold_back(key, "decode", "a", wanted, NOW + timedelta(seconds=1)) == wanted
-    assert refusals.hold_back(key, "decode", "b", wanted, NOW) == wanted
+    assert refusals.delay_creation(key, "decode", "a", wanted, NOW + timedelta(seconds=1)) == wanted
+    assert refusals.delay_creation(key, "decode", "b", wanted, NOW) == wanted
     assert refusals.get(key, "decode") is None
     for _ in range(40):
         delay_s = refusals.record(key, "decode", "a", PodRefusal("QuotaExceeded", QUOTA), NOW)
     assert delay_s == LAST_DELAY_S
-    assert refusals.hold_back(key, "decode", "a", GroupPlan(revisit_s=0.5), NOW).revisit_s == 0.5
+    assert (
+        refusals.delay_creation(key, "decode", "a", GroupPlan(revisit_s=0.5), NOW).revisit_s == 0.5
+    )
     assert refusals.get(key, "decode") is None
     refusals.record(key, "decode", "a", PodRefusal("QuotaExceeded", QUOTA), NOW)
     refusals.forget(key)

@@ -28,7 +28,7 @@ def test_a_problem_does_not_keep_the_objects_that_were_read(error: Exception) ->
         try:
             raise error
         except Exception as caught:
-            state.fail(caught)
+            state.add_problem(caught)
 
     gc.disable()
     try:

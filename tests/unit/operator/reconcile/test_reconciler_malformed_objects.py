@@ -382,7 +382,7 @@ def fail_in_step(simulated: Service) -> None:
         (reconciler, "apply_objects"),
         (member_reconciler, "find_previous_revisions"),
         (member_reconciler, "plan_members"),
-        (reconciler, "collect_config_maps"),
+        (reconciler, "delete_unused_config_maps"),
         (reconciler, "gateway_group"),
         (reconciler, "report"),
     ],

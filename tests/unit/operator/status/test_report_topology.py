@@ -16,12 +16,12 @@ from baton_operator.observe.pod_clients import CoordinatorClient
 from baton_operator.plan.topology_view import (
     TopologyView,
     filter_by_service_key,
-    record,
-    recorded_for,
+    recorded_topology,
+    topology_for_status,
     without_waiting_operation,
 )
 from baton_operator.status.report_group import ReportedGroup, group_verdict
-from baton_operator.status.report_topology import GroupTopology, operation_events, scaling_verdict
+from baton_operator.status.report_topology import GroupTopology, operation_events, topology_verdict
 from baton_protocol.process.health import Health
 from baton_protocol.topology import (
     MemberStatus,
@@ -105,18 +105,20 @@ def test_a_restarted_rank_has_the_phase_of_its_new_process_and_stays_a_rank() ->
 
 def test_the_record_survives_a_restart_of_the_coordinator_but_drops_deleted_pods() -> None:
     before = status("a", "b", generation=7)
-    away = record(None, before, {"a", "b"}, ADDRESS)
+    away = topology_for_status(None, before, {"a", "b"}, ADDRESS)
     assert away == before
-    starting = record(TopologyStatus(generation=0, desired=[], members=[]), before, {"a"}, ADDRESS)
+    starting = topology_for_status(
+        TopologyStatus(generation=0, desired=[], members=[]), before, {"a"}, ADDRESS
+    )
     assert (starting.generation, [rank.name for rank in starting.ranks]) == (7, ["a"])
-    partly = record(
+    partly = topology_for_status(
         TopologyStatus(generation=7, desired=["a", "b"], members=[entry("a", 0)]),
         before,
         {"a", "b"},
         ADDRESS,
     )
     assert partly == before
-    newer = record(
+    newer = topology_for_status(
         TopologyStatus(generation=8, desired=["a"], members=[entry("a", 0)]),
         before,
         {"a", "b"},
@@ -148,10 +150,10 @@ def test_ranks_of_another_coordinator_are_ignored() -> None:
         return {"status": {"decode": {"topology": topology}}}
 
     recorded = msgspec.to_builtins(status("a"))
-    assert recorded_for(stored(recorded), ADDRESS) == status("a")
-    assert recorded_for(stored(recorded), "10.96.0.10") is None
-    assert recorded_for(stored({"generation": "?"}), ADDRESS) is None
-    assert recorded_for(service(), ADDRESS) is None
+    assert recorded_topology(stored(recorded), ADDRESS) == status("a")
+    assert recorded_topology(stored(recorded), "10.96.0.10") is None
+    assert recorded_topology(stored({"generation": "?"}), ADDRESS) is None
+    assert recorded_topology(service(), ADDRESS) is None
 
 
 def test_time_alone_does_not_change_the_status() -> None:
@@ -160,7 +162,7 @@ def test_time_alone_does_not_change_the_status() -> None:
             operation_id="op", kind="scale", phase=OperationPhase.PREPARING, generation=4,
             seconds={"waiting": 1.25, "preparing": seconds},
         )  # fmt: skip
-        return record(
+        return topology_for_status(
             TopologyStatus(generation=3, desired=[], members=[], operation=running),
             None,
             set(),
@@ -225,7 +227,7 @@ def test_the_scaling_condition(
     desired: int,
     verdict: tuple[str, str, str],
 ) -> None:
-    got = scaling_verdict(
+    got = topology_verdict(
         GroupTopology(status=topology, reachable=True, requested=frozenset(requested)), desired
     )
     assert got[:2] == verdict[:2]
@@ -233,7 +235,7 @@ def test_the_scaling_condition(
 
 
 def test_an_unreachable_coordinator_is_reported() -> None:
-    assert scaling_verdict(GroupTopology(status=status("a"), reachable=False), 1)[:2] == (
+    assert topology_verdict(GroupTopology(status=status("a"), reachable=False), 1)[:2] == (
         "Unknown",
         "CoordinatorUnreachable",
     )
