@@ -62,8 +62,7 @@ def open_file(folder: Path, name: str) -> BinaryIO:
 def path_of(file: BinaryIO) -> str:
     """Return a path of an open file that remains valid when the file is renamed or replaced.
 
-    Libraries that take a path open the same file by it. Its name leads to another one after a
-    replacement.
+    A library that opens this path reads the same file, even if another file now has its name.
     """
     return f"/proc/self/fd/{file.fileno()}"
 

@@ -72,7 +72,7 @@ NO_SAMPLING = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 def dot(first: bytes, second: bytes) -> float:
-    """Return the dot product of two results. Of normalized vectors, it is their cosine."""
+    """Return the dot product of two results, which is the cosine of normalized vectors."""
     return math.fsum(map(operator.mul, unpack_vector(first), unpack_vector(second)))
 
 

@@ -110,7 +110,7 @@ class ServiceKey:
 
     @property
     def bearer(self) -> str:
-        """Value of the Authorization header for all HTTP admin requests, for people."""
+        """Value of the Authorization header with which a person sends any HTTP admin request."""
         return f"Bearer {self.secret('http').hex()}"
 
     def sign(self, request: AdminRequest, *, now: float | None = None) -> str:

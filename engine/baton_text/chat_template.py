@@ -117,14 +117,14 @@ class ChatTemplate:
         ]
         values["add_generation_prompt"] = add_generation_prompt
         request = _encode(values)
-        process = self._take()
+        process = self._take_process()
         is_text, text = _ask(process, request)
         self._idle.append(process)
         if not is_text:
             raise ChatTemplateError(text)
         return text
 
-    def _take(self) -> _Process:
+    def _take_process(self) -> _Process:
         """Return a process that has compiled the template."""
         while True:
             try:

@@ -12,7 +12,7 @@ class RequestError(ValueError):
     """The request is invalid.
 
     Args:
-        message: what is invalid, and which values are valid.
+        message: the invalid value, and the valid values.
         param: name of the invalid field, such as `messages[0].content`; None if no single field is
             invalid.
         code: OpenAI's machine-readable error code; None if OpenAI has none for this error.

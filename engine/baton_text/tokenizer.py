@@ -318,8 +318,8 @@ def _guarded(call: Callable[[], _Result]) -> _Result:
     """Return the result of a call of the `tokenizers` library.
 
     Raises:
-        TokenizerError: the library fails. It raises plain Exception, and for a panic of its Rust
-            code an exception that is not an Exception.
+        TokenizerError: the library raised Exception, or its Rust code panicked, which raises a
+            BaseException.
     """
     try:
         return call()

@@ -206,7 +206,9 @@ class Gateway:
         await asyncio.wait([wait, self._pool_task], return_when=asyncio.FIRST_COMPLETED)
         if self._pool_task.done():
             wait.cancel()
-            raise RuntimeError("the engine pool ended") from self._pool_task.exception()
+            raise RuntimeError(
+                "the engine pool ended, so the gateway stops"
+            ) from self._pool_task.exception()
         logger.info("shutting down: running requests have %g s to end", self.config.drain_timeout_s)
         await shut_down()
 

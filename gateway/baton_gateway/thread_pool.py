@@ -4,7 +4,7 @@ The event loop serves all streams of the gateway. Work that one large request ca
 therefore run in a thread. Short work runs inline, because a thread costs more than it saves.
 
 Clients take turns in the threads, so many requests of one client delay others little. Clients are
-told apart by their API keys.
+distinguished by their API keys.
 """
 
 from __future__ import annotations

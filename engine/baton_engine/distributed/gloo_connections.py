@@ -77,7 +77,8 @@ def open_device(host: str) -> tuple[Any, Address, Collection[int]]:
             if len(addresses) == 1:
                 return device, addresses[0], older
     raise RuntimeError(
-        f"a gloo device on {host} could not be distinguished from other listeners of this process"
+        f"the port of a gloo device on {host} was not found, because other threads of this process "
+        f"opened listeners in all {MAX_ATTEMPTS} attempts; try again"
     )
 
 

@@ -254,7 +254,7 @@ class SharedMemoryGroup:
 
     def _begin_exchange(self, operation: str) -> int:
         """Return the index (0 or 1) of the buffer that this rank fills for the next exchange."""
-        self._check(operation)
+        self._require_open(operation)
         return self._exchanges % 2
 
     def _end_exchange(self, operation: str) -> None:
@@ -262,7 +262,7 @@ class SharedMemoryGroup:
         self._exchanges += 1
         self._fence()  # the data must be visible before the word
         with self._word_lock:
-            self._check(operation)
+            self._require_open(operation)
             self._words[self._word_of(self.rank)] = self._exchanges
         self._fence()
         for rank in self._others:
@@ -276,7 +276,7 @@ class SharedMemoryGroup:
         """
         wanted, waited_s, before = self._exchanges, 0.0, time.monotonic()
         while self._done(rank) < wanted:
-            self._check(operation)
+            self._require_open(operation)
             now = time.monotonic()
             waited_s += min(now - before, LONGEST_ROUND_S)
             before = now
@@ -308,7 +308,7 @@ class SharedMemoryGroup:
             self._words[self._word_of(self.rank)] |= LEFT
         self._group.abort()
 
-    def _check(self, operation: str) -> None:
+    def _require_open(self, operation: str) -> None:
         """Raise an error if the group is broken or closed."""
         if self._broken:
             raise GroupBrokenError(f"{self._where(operation)}: {self._broken}")

@@ -94,7 +94,7 @@ class CommandFailure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> CommandFailure:
-        """Create the Failure for an exception that worker `rank` raised."""
+        """Create the failure for an exception that worker `rank` raised."""
         configuration = (
             (type(error), error.reason, error.message)
             if isinstance(error, ConfigurationError)

@@ -110,16 +110,16 @@ class RayExecutor(Executor):
             for rank, bundle in enumerate(self._bundles_in_rank_order())
         ]
         for rank, actor in enumerate(self._actors):
-            self._observe(
+            self._on_result(
                 actor.hold.options(concurrency_group=WATCH).remote(), rank, Future(), lambda _: None
             )
-        places = self._ask("place", (), JOIN_TIMEOUT_S)
-        self._ask("create_worker", (places,), JOIN_TIMEOUT_S)
+        places = self._call_actors("place", (), JOIN_TIMEOUT_S)
+        self._call_actors("create_worker", (places,), JOIN_TIMEOUT_S)
         self._all_up = True
         if self._world_size > 1:
             secret = secrets.token_bytes()
             self._store = open_store(self._ray.util.get_node_ip_address(), secret=secret)
-            self._ask("join_groups", (self._store.address, secret), JOIN_TIMEOUT_S)
+            self._call_actors("join_groups", (self._store.address, secret), JOIN_TIMEOUT_S)
         return initialize_workers(self.config, self.collective_rpc)
 
     def execute_model(self, step: SchedulerOutput) -> None:
@@ -129,7 +129,7 @@ class RayExecutor(Executor):
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()
-        if not self._admit(future):
+        if not self._register(future):
             return future
 
         def take(output: ModelRunnerOutput | None) -> None:
@@ -138,13 +138,13 @@ class RayExecutor(Executor):
 
         for rank, actor in enumerate(self._actors):
             ref = actor.sample_tokens.remote(grammar, rank == self._output_rank)
-            self._observe(ref, rank, future, take, step=True)
+            self._on_result(ref, rank, future, take, step=True)
         return future
 
     def collective_rpc(
         self, method: str, args: tuple[Any, ...] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
-        return self._ask("call", (method, args), timeout_s)
+        return self._call_actors("call", (method, args), timeout_s)
 
     def set_failure_callback(self, callback: Callable[[str], None]) -> None:
         with self._lock:
@@ -166,7 +166,7 @@ class RayExecutor(Executor):
             orderly = self._failure is None and self._all_up
         if orderly:
             with contextlib.suppress(TimeoutError, WorkerError, WorkerDiedError):
-                self._ask("call", ("shutdown", ()), self.shutdown_timeout_s)
+                self._call_actors("call", ("shutdown", ()), self.shutdown_timeout_s)
         for actor in self._actors:
             self._ray.kill(actor)
         if self._bundles is not None:
@@ -211,11 +211,13 @@ class RayExecutor(Executor):
         own = self._ray.get_runtime_context().get_node_id()
         return sorted(nodes, key=lambda bundle: (nodes[bundle] != own, nodes[bundle], bundle))
 
-    def _ask(self, actor_method: str, args: tuple[Any, ...], timeout_s: float | None) -> list[Any]:
+    def _call_actors(
+        self, actor_method: str, args: tuple[Any, ...], timeout_s: float | None
+    ) -> list[Any]:
         """Call a method of every actor. Results and exceptions are those of `collective_rpc`."""
         results: dict[int, Any] = {}
         future: Future[list[Any]] = Future()
-        if not self._admit(future):
+        if not self._register(future):
             return future.result()
         what = str(args[0]) if actor_method == "call" else actor_method
 
@@ -228,7 +230,7 @@ class RayExecutor(Executor):
 
         for rank, actor in enumerate(self._actors):
             ref = getattr(actor, actor_method).remote(*args)
-            self._observe(ref, rank, future, functools.partial(take, rank=rank), doing=what)
+            self._on_result(ref, rank, future, functools.partial(take, rank=rank), doing=what)
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -239,7 +241,7 @@ class RayExecutor(Executor):
                 f"{what} was not answered within {timeout_s} s by worker {missing}"
             ) from None
 
-    def _admit(self, future: Future[Any]) -> bool:
+    def _register(self, future: Future[Any]) -> bool:
         """Register a future that fails when the executor fails.
 
         Returns:
@@ -256,7 +258,7 @@ class RayExecutor(Executor):
         future.add_done_callback(lambda _: self._pending.pop(ticket, None))
         return True
 
-    def _observe(
+    def _on_result(
         self,
         ref: Any,
         rank: int,
@@ -324,7 +326,7 @@ class _Place(NamedTuple):
 class _RankActor:
     """The Ray actor of one rank.
 
-    Methods return an exception as a Failure, because Ray would wrap a raised exception.
+    Methods return an exception as a CommandFailure, because Ray would wrap a raised exception.
     """
 
     def __init__(self, config: EngineConfig, instance_id: str, rank: int) -> None:

@@ -54,7 +54,7 @@ class ControlGroup:
         return [StepVote(*row) for row in rows.tolist()]
 
 
-class WaveCalls(Protocol):
+class WaveSender(Protocol):
     """Sends the start of a wave to the other ranks. Implemented by `RankLink`.
 
     A wave is a period in which all ranks step together.

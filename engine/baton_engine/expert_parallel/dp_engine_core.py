@@ -10,7 +10,7 @@ broken    the step in flight is discarded. Requests stay until the next generati
 left      requests end with ErrorCode.DRAINING, and the gateway continues them elsewhere.
 
 This module uses no sockets. Messages arrive through `on_directive` and `on_start_wave`, and leave
-through `WaveCalls` and `status`.
+through `WaveSender` and `status`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.elastic.rank.waves import StepDecision, StepVote, Waves, vote_for
 from baton_engine.executor.base import Executor
 from baton_engine.executor.step import SchedulerOutput
-from baton_engine.expert_parallel.control_group import ControlGroup, WaveCalls
+from baton_engine.expert_parallel.control_group import ControlGroup, WaveSender
 from baton_engine.expert_parallel.rank_status import RankReport
 from baton_engine.expert_parallel.retired_groups import RetiredGroups
 from baton_engine.expert_parallel.standby_generation import (
@@ -74,7 +74,7 @@ class DPEngineCore(EngineCore):
         executor: Executor,
         *,
         member: TopologyMember,
-        calls: WaveCalls,
+        wave_sender: WaveSender,
         join: Join,
         unreachable: Callable[[Sequence[TopologyMember]], tuple[str, ...]] = lambda members: (),
         wakeup: Callable[[], None],
@@ -87,7 +87,7 @@ class DPEngineCore(EngineCore):
             config: configuration of the engine.
             executor: runs the model.
             member: name, instance id and addresses of this rank.
-            calls: announces waves to the other ranks.
+            wave_sender: announces waves to the other ranks.
             join: joins the control group of a generation.
             unreachable: returns the instance ids of the members that cannot be reached. Another
                 thread calls it.
@@ -105,7 +105,7 @@ class DPEngineCore(EngineCore):
         counts, redundant = TopologyStats(phase=self.phase), config.parallel.num_redundant_experts
         self._report = RankReport(member, self.info, redundant, counts)
         self._pauses = commit_pauses() if pauses is None else pauses
-        self._calls = calls
+        self._wave_sender = wave_sender
         self._join = join
         self._unreachable = unreachable
         self._wakeup = wakeup
@@ -265,7 +265,7 @@ class DPEngineCore(EngineCore):
         )
         self.phase = RankPhase.SERVING
         self._report.on_generation_changed()
-        self._calls.set_peers(
+        self._wave_sender.set_peers(
             [each for each in generation.members if each.instance_id != self._instance_id]
         )
         self._waves = Waves(generation.number, generation.nonce)
@@ -278,7 +278,7 @@ class DPEngineCore(EngineCore):
             generation.number,
             standby.rank,
             generation.size,
-            generation.operation_id,
+            generation.operation_id or "-",
             pause_s,
         )
 
@@ -297,10 +297,10 @@ class DPEngineCore(EngineCore):
             "generation: %s",
             generation.number,
             self.rank or 0,
-            generation.operation_id,
+            generation.operation_id or "-",
             reason,
         )
-        self._calls.end_start()
+        self._wave_sender.end_start()
         with self._group_lock:
             group, self._group = self._group, None
             # This ends the waits of other ranks and of this engine's workers.
@@ -326,7 +326,7 @@ class DPEngineCore(EngineCore):
         assert self.generation is not None, "only a member can leave"
         logger.info("leaving generation %d: %s", self.generation.number, reason)
         self.fail_all(ErrorCode.DRAINING, f"{reason}; continue the request elsewhere")
-        self._calls.set_peers([])
+        self._wave_sender.set_peers([])
         with self._group_lock:
             self._retired.add(self._group)
             self._group = self.generation = self._waves = None
@@ -445,7 +445,7 @@ class DPEngineCore(EngineCore):
         """
         assert self._group is not None, "a rank with waves has a control group"
         if not waves.running:
-            self._calls.start_wave(waves.begin())
+            self._wave_sender.start_wave(waves.begin())
         num_tokens = step.total_num_scheduled_tokens
         # Swapped-in requests run in the next step.
         vote = StepVote(num_tokens, int(bool(num_tokens or step.swap_in)))
@@ -460,7 +460,7 @@ class DPEngineCore(EngineCore):
             self._report.counts.exchange_seconds += time.monotonic() - started
         if voted is not None:
             voted.vote_due = time.monotonic() + POLL_INTERVAL_S
-        self._calls.end_start()
+        self._wave_sender.end_start()
         # All ranks have exchanged votes in this generation, so no rank reads from an earlier group.
         self._retired.close_all()
         decision = waves.decide(votes)

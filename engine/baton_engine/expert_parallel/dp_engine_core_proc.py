@@ -122,7 +122,7 @@ class DPEngineCoreProc(EngineCoreProc):
             self.config,
             executor,
             member=self._member,
-            calls=self._link,
+            wave_sender=self._link,
             join=self._join,
             unreachable=unreachable,
             wakeup=self.io.wake_engine,

@@ -202,4 +202,4 @@ def _give_up(group: ControlGroup) -> None:
 
 
 def _names(generation: Generation) -> tuple[int, str]:
-    return generation.number, generation.operation_id
+    return generation.number, generation.operation_id or "-"

@@ -87,7 +87,7 @@ class Download:
             wanted.put(file)
         for _ in range(min(WORKERS, len(missing))):
             threading.Thread(
-                target=self._work, args=(wanted, outcomes), name="fetch", daemon=True
+                target=self._fetch_files, args=(wanted, outcomes), name="fetch", daemon=True
             ).start()
         try:
             for _ in missing:
@@ -100,7 +100,7 @@ class Download:
         finally:
             self._stop.set()
 
-    def _work(
+    def _fetch_files(
         self, wanted: queue.SimpleQueue[RemoteFile], outcomes: queue.SimpleQueue[Exception | None]
     ) -> None:
         while not self._stop.is_set():
@@ -154,7 +154,7 @@ class Download:
                     f"{file.name} was downloaded {corrupt} times, and {problem}",
                     temporary=True,
                 )
-            logger.warning("%s: %s; fetching it again", file.name, problem)
+            logger.warning("%s: %s; downloading the file again", file.name, problem)
             self._progress.fail(f"{file.name}: {problem}")
 
 

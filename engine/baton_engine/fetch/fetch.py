@@ -85,7 +85,7 @@ def _fetch_once(
         raise FetchError(
             "NoSpace",
             f"the model has {total} bytes, more than the cache's size limit of "
-            f"{request.max_bytes} bytes",
+            f"{request.max_bytes} bytes; raise the limit (cache.sizeLimit)",
         )
     partial = Partial(request.target, request.uri, listing.revision)
     try:
@@ -96,7 +96,7 @@ def _fetch_once(
             raise FetchError(
                 "NoSpace",
                 f"the model needs {lacking} bytes more, and the cache at {request.target.parent} "
-                f"has {free} bytes left",
+                f"has {free} bytes left; free space or use a larger volume",
             )
         step = f"fetching {request.uri} at {listing.revision}"
         progress.set_step(step, lambda: LoadProgress(sum(map(partial.size_of, files)), total))
@@ -113,5 +113,8 @@ def _taken(listing: Listing, only: Only) -> list[RemoteFile]:
     files = [by_name[name] for name in select(by_name, only)]
     for file in files:
         if file.size < 0:
-            raise FetchError("ModelInvalid", f"{file.name} is listed with {file.size} bytes")
+            raise FetchError(
+                "ModelInvalid",
+                f"{file.name} is listed with {file.size} bytes; check the file in its source",
+            )
     return files

@@ -221,7 +221,7 @@ class Partial:
         self._state.verified[file.name] = file
 
     def save(self) -> None:
-        """Save the list of verified files for reuse by a later fetcher. Not thread-safe."""
+        """Save the list of verified files, which a later fetcher may reuse. Not thread-safe."""
         self._write_state()
 
     def size_of(self, file: RemoteFile) -> int:

@@ -71,7 +71,11 @@ class BoundedHTTPServer(ThreadingHTTPServer):
         try:
             return super().get_request()
         except OSError as error:
-            self._log.warning("cannot accept an HTTP connection: %s", error)
+            self._log.warning(
+                "cannot accept an HTTP connection on port %s: %s; trying again",
+                self.server_port,
+                error,
+            )
             time.sleep(ACCEPT_PAUSE_S)  # without free descriptors, the next try fails at once
             raise
 
@@ -88,8 +92,9 @@ class BoundedHTTPServer(ThreadingHTTPServer):
         if oldest is not None:
             self._log.warning(
                 "closed the HTTP connection with the oldest request: the limit of %s connections "
-                "is reached",
+                "on port %s is reached",
                 MAX_CONNECTIONS,
+                self.server_port,
             )
             _end(oldest)
         super().process_request(request, client_address)
@@ -119,7 +124,12 @@ class BoundedHTTPServer(ThreadingHTTPServer):
         if isinstance(error, ConnectionError | TimeoutError):
             logger.debug("an HTTP client disconnected: %s", one_line(error))
         else:
-            logger.error("a handler of an HTTP request failed", exc_info=error)
+            logger.error(
+                "an HTTP request from %s to port %d failed in its handler",
+                client_address[0],
+                self.server_port,
+                exc_info=error,
+            )
 
 
 class _Head:

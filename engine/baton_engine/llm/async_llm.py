@@ -41,7 +41,7 @@ class AsyncLLM:
         weakref.finalize(self, self._loop.close)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of prompts without any, as in `LLM`."""
+        """Return the default sampling parameters of prompts, as in `LLM`."""
         return self._model.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:

@@ -135,7 +135,7 @@ class AsyncStepLoop:
                 command()
 
     def _take_commands(self) -> bool:
-        """Run the commands that have arrived; wait for one while there is nothing else to do.
+        """Run the commands that have arrived. Wait for a command if the engine has no work.
 
         Returns:
             False if the loop must end.

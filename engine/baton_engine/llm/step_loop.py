@@ -53,13 +53,13 @@ class StepLoop:
         if self._failure:
             raise RuntimeError(f"the engine failed earlier ({self._failure}); make a new LLM")
         running: dict[str, tuple[int, Collector]] = {}
-        with _interrupts_after_steps() as check_interrupt:
+        with _interrupts_after_steps() as raise_delayed:
             try:
                 self._add(collectors, running)
                 with _progress_bar(progress, len(collectors)) as bar:
                     left = [len(collector.requests) for collector in collectors]
                     while running:
-                        check_interrupt()
+                        raise_delayed()
                         for index in self._step_and_collect(running, bar):
                             left[index] -= 1
                             if left[index] == 0:
@@ -175,7 +175,7 @@ def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
             before(signum, frame)
         came = True
 
-    def check() -> None:
+    def raise_delayed() -> None:
         nonlocal came
         if came:
             came = False
@@ -184,7 +184,7 @@ def _interrupts_after_steps() -> Iterator[Callable[[], None]]:
 
     signal.signal(signal.SIGINT, note)
     try:
-        yield check
-        check()
+        yield raise_delayed
+        raise_delayed()
     finally:
         signal.signal(signal.SIGINT, before)

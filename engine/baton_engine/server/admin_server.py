@@ -56,7 +56,7 @@ class ProbeResult:
     progress: LoadProgress | None = None
     #: Values that must be equal on engines that exchange KV blocks. None: no such exchange.
     kv: KVCompatibility | None = None
-    #: Bytes of KV sent and received, by transport and lane (mechanism and device): `ucx tcp/lo`.
+    #: Bytes of KV sent and received, by transport, mechanism and device: `ucx tcp/lo`.
     kv_bytes: dict[str, int] = field(default_factory=dict)
     #: Seconds since the engine was last paused or asleep. None: it was not, or in a health result.
     resumed_s: float | None = None

@@ -44,21 +44,23 @@ def resolve_dtype(configured: str, checkpoint: str, device: torch.device) -> tor
         checkpoint: torch's name of the dtype in which the checkpoint stores weights.
     """
     if configured != "auto":
-        logger.info("dtype %s, as configured", configured)
+        logger.info("the model runs in dtype %s, as configured", configured)
         return DTYPES[configured]
     stored = DTYPES.get(checkpoint, torch.float32)
     if device.type != "cpu" or stored is torch.float32:
-        logger.info("dtype %s, as in the checkpoint", dtype_name(stored))
+        logger.info("the model runs in dtype %s, as in the checkpoint", dtype_name(stored))
         return stored
     if instructions := native_instructions(stored):
         logger.info(
-            "dtype %s, as in the checkpoint; this CPU has native matrix products in it (%s)",
+            "the model runs in dtype %s, as in the checkpoint; this CPU has native matrix "
+            "products in it (%s)",
             checkpoint,
             instructions,
         )
         return stored
     logger.info(
-        "dtype float32, because this CPU has no native matrix products in the checkpoint's %s",
+        "the model runs in dtype float32, because this CPU has no native matrix products in the "
+        "checkpoint's %s",
         checkpoint,
     )
     return torch.float32

@@ -137,7 +137,9 @@ class ForwardRunner:
         except Exception:
             if self.plan.compilation_is_asked_for:
                 raise
-            logger.warning("torch.compile failed, so the model runs without it", exc_info=True)
+            logger.warning(
+                "torch.compile failed, so the model runs without it, more slowly", exc_info=True
+            )
             self._forward, self.backend, self.compiler = self.model, None, None
             mode = self._dispatcher.mode
             if mode.has_pieces:
@@ -202,7 +204,8 @@ class ForwardRunner:
             if self.plan.graphs_are_asked_for:
                 raise
             logger.warning(
-                "CUDA graphs could not be captured, so steps run without them", exc_info=True
+                "CUDA graphs could not be captured, so steps run without them, more slowly",
+                exc_info=True,
             )
             self._dispatcher = CudagraphDispatcher(CudagraphMode.NONE, (), self.plan.max_num_seqs)
 

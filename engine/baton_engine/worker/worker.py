@@ -275,7 +275,7 @@ class Worker:
             current: the generation in which steps run now. Only logged.
         """
         logger.info(
-            "preparing generation %d (operation: %s; current generation: %s)",
+            "preparing generation %d (operation %s, current generation %s)",
             generation.number,
             generation.operation_id or "none",
             current.number if current is not None else "none",

@@ -359,15 +359,15 @@ class EngineClient:
             # `recv_multipart` returns a future already.
             arriving = self._arriving = asyncio.ensure_future(self._socket.recv_multipart())
             await arriving
-            self._take_arrived()
+            self._pass_received()
 
-    def _take_arrived(self) -> None:
-        """Pass the message of `_receive` to `_handle`, unless this was done already."""
+    def _pass_received(self) -> None:
+        """Pass the message of `_receive` to `_on_message`, unless this was done already."""
         if self._arriving is not None and self._arriving.done():
             frames, self._arriving = self._arriving.result(), None
-            self._handle(frames)
+            self._on_message(frames)
 
-    def _handle(self, frames: list[bytes]) -> None:
+    def _on_message(self, frames: list[bytes]) -> None:
         was_suspect = self._heartbeat.record_message()
         try:
             kind, instance_id, payload = frames
@@ -388,7 +388,7 @@ class EngineClient:
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         event = parse_monitor_message(await monitor.recv_multipart())
-        self._take_rest()
+        self._pass_remaining()
         if event["event"] & HANDSHAKE_FAILED:
             why = why_handshake_failed(event, self._service_key)
             self._die(f"cannot connect: {self.address} {why}", HandshakeFailedError)
@@ -397,14 +397,14 @@ class EngineClient:
         else:
             self._die(f"{self.address}: cannot connect ({zmq.Event(event['event']).name})")
 
-    def _take_rest(self) -> None:
-        """Pass the messages that arrived before the connection ended to `_handle`."""
+    def _pass_remaining(self) -> None:
+        """Pass the messages that arrived before the connection ended to `_on_message`."""
         assert self._socket is not None
-        self._take_arrived()
+        self._pass_received()
         queue: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
         with contextlib.suppress(zmq.Again):
             while self.dead_reason is None:
-                self._handle(queue.recv_multipart(zmq.NOBLOCK))
+                self._on_message(queue.recv_multipart(zmq.NOBLOCK))
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -464,7 +464,12 @@ class EngineClient:
         elif self._init is not None and not self._init.done():
             self._die(f"{self.address} refused the connection: {refused.reason}")
         else:
-            logger.warning("engine %s refused a message: %s", self.address, refused.reason)
+            logger.warning(
+                "engine %s refused a message (request %s): %s",
+                self.address,
+                refused.request_id or "-",
+                refused.reason,
+            )
 
     def _on_dead(self, dead: Dead) -> None:
         self._die(f"{self.address}: engine failed: {dead.reason}")

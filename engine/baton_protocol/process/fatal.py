@@ -17,7 +17,7 @@ class ConfigurationError(Exception):
 
     Args:
         reason: CamelCase word, used as the reason of a Kubernetes condition.
-        message: what is wrong and what to do.
+        message: the problem and its remedy.
     """
 
     def __init__(self, reason: str, message: str) -> None:

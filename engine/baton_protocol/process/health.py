@@ -41,7 +41,7 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
     progress: LoadProgress | None = None
     #: Set by a serving engine with a KV role.
     kv: KVCompatibility | None = None
-    #: Bytes of KV sent and received, by transport and lane (mechanism and device): `ucx tcp/lo`.
+    #: Bytes of KV sent and received, by transport, mechanism and device: `ucx tcp/lo`.
     kv_bytes: dict[str, int] = {}
     #: Error of the last failed attempt; empty once an attempt makes progress.
     error: str = ""

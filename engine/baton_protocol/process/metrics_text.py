@@ -1,4 +1,4 @@
-"""The Prometheus metrics of a process as text, for a port that anybody may flood with requests."""
+"""The Prometheus metrics of a process as text, for a port that clients may flood with requests."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class TextReader:
         self._position = 0
 
     def mark(self) -> None:
-        """Let `rewind` return to this position."""
+        """Record this position for `rewind`."""
         self.forget_mark()
         self._mark = self._position
 

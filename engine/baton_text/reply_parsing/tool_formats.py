@@ -111,13 +111,13 @@ class Calls:
         reader.mark()
 
     def cancel(self) -> None:
-        """Drop the call that has begun, unless its begin was reported already."""
+        """Drop the call that has begun, unless its start was reported."""
         if self.is_guaranteed and self._name is not None:
             self.num_calls += 1
         self._name = None
 
     def end_truncated(self) -> bool:
-        """End a call whose text a limit on tokens has cut off, with the arguments so far.
+        """End a call that a limit on tokens has cut off. It keeps the arguments so far.
 
         Returns:
             Whether a call had begun.

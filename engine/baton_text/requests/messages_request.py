@@ -119,7 +119,7 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
         return self.thinking is not None and self.thinking.type != "disabled"
 
     def validate(self) -> None:
-        """Check nothing: `chat_request` checks all fields, and is called once."""
+        """Do nothing, because `chat_request` checks all fields."""
 
     def chat_request(self) -> ChatCompletionRequest:
         """Return the same request as a checked chat completion.

@@ -37,7 +37,7 @@ class PoolingRequest(msgspec.Struct, kw_only=True):
 
     @property
     def num_sequences(self) -> int:
-        """Number of prompts, or more. The request must have been validated."""
+        """Upper bound of the number of prompts. The request must have been validated."""
         raise NotImplementedError
 
 
@@ -101,7 +101,7 @@ class ScoreRequest(PoolingRequest, kw_only=True):
         """The pairs of texts.
 
         Raises:
-            RequestError: the numbers of texts differ, and there is not one first text.
+            RequestError: the numbers of texts differ, and there are several first texts.
         """
         first, second = (
             [each] if isinstance(each, str) else each for each in (self.text_1, self.text_2)

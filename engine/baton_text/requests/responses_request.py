@@ -191,7 +191,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
         """Return the ids of the kept items to which the input refers.
 
         Raises:
-            RequestError: an item_reference has no id, or the id of another one.
+            RequestError: an item_reference has no id, or two references have the same id.
         """
         ids: dict[str, None] = {}
         for index, item in enumerate([] if isinstance(self.input, str) else self.input):

@@ -136,7 +136,7 @@ class InputTokens(msgspec.Struct, kw_only=True):
 class MessageErrorDetail(msgspec.Struct, kw_only=True):
     #: Kind of error, which the HTTP status determines.
     type: str
-    #: What is wrong, and what to do about it.
+    #: The problem and its remedy.
     message: str
 
 

@@ -251,7 +251,7 @@ class DetokenizeResponse(msgspec.Struct, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    #: What is wrong, and what to do about it.
+    #: The problem and its remedy.
     message: str
     #: Kind of error, which the HTTP status determines.
     type: str

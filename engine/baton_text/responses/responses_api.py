@@ -145,7 +145,7 @@ class DeletedResponse(msgspec.Struct, kw_only=True):
 class ResponseError(msgspec.Struct, kw_only=True):
     """The last event of a stream that failed."""
 
-    #: What is wrong, and what to do about it.
+    #: The problem and its remedy.
     message: str
     #: Machine-readable reason. Null if there is none.
     code: str | None

@@ -26,7 +26,7 @@ class Admission:
     Args:
         limit: maximum number of sequences in flight.
         client_limit: maximum number of sequences in flight for each client; None: no limit.
-            Clients are told apart by their API keys.
+            Clients are distinguished by their API keys.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ MAX_ADDRESSES = 4096
 class AuthDelays:
     """Delays of 401 responses, by address.
 
-    Only the responses to invalid keys are delayed. All clients of a proxy have its address, so a
-    client with a valid key must not wait because another one guesses.
+    Only the responses to invalid keys are delayed. Clients behind one proxy share its address, so
+    a client with a valid key must not wait when another client guesses keys.
 
     Args:
         clock: returns the time in seconds.
@@ -32,7 +32,7 @@ class AuthDelays:
         self._forgotten_at: OrderedDict[str, float] = OrderedDict()
 
     def record(self, address: str | None) -> float:
-        """Record a refusal. Return the seconds for which its response must wait."""
+        """Record a refusal of `address`. Return the delay of its response in seconds."""
         now, key = self._clock(), _network(address or "")
         forgotten_at = max(now, self._forgotten_at.pop(key, now)) + REFILL_S
         is_delayed = forgotten_at - now > BURST * REFILL_S

@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 FAIL_S = 2.0
 
 
-class Requests(Protocol):
-    """Requests that wait or run."""
+class OpenRequests(Protocol):
+    """Requests of one component that wait or run."""
 
     def fail_all(self) -> None:
-        """End all of them with an error."""
+        """End all requests with an error."""
 
 
 class GracefulShutdown:
@@ -42,7 +42,9 @@ class GracefulShutdown:
         quiet_s: the first phase ends after this many seconds without a new request.
     """
 
-    def __init__(self, admission: Admission, requests: Iterable[Requests], quiet_s: float) -> None:
+    def __init__(
+        self, admission: Admission, requests: Iterable[OpenRequests], quiet_s: float
+    ) -> None:
         self._admission = admission
         self._requests = tuple(requests)
         self._quiet_s = quiet_s
@@ -64,7 +66,7 @@ class GracefulShutdown:
             response.force_close()
 
     def end(self) -> None:
-        """End the current phase now, and those that follow. Requests that still run fail."""
+        """End the current and the later phases now. Requests that still run fail."""
         self._end.set()
 
     async def wait_quiet(self, timeout_s: float) -> None:

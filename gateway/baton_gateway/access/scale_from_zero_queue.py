@@ -62,9 +62,8 @@ class ScaleFromZeroQueue:
     async def wait(self, keep_alive: Callable[[], Awaitable[None]] | None = None) -> None:
         """Wait until a decode engine is available.
 
-        Return immediately if an engine is available. If the queue is not enabled, also return
-        immediately once the gateway has had a decode engine. If the service is scaled to zero by
-        hand, refuse the request, even if the queue is not enabled.
+        If the queue is not enabled, requests wait only for the gateway's first decode engine. If
+        the service is scaled to zero by hand, requests are refused, even without a queue.
 
         Args:
             keep_alive: called every KEEP_ALIVE_S during the wait, unless it is None.

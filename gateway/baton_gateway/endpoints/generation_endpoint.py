@@ -76,9 +76,9 @@ class GenerationEndpoint(Generic[Body]):
         self._generator = generator
 
     def route(self) -> web.RouteDef:
-        return web.post(self._api.path, self.handle)
+        return web.post(self._api.path, self.post)
 
-    async def handle(self, http: web.Request) -> web.StreamResponse:
+    async def post(self, http: web.Request) -> web.StreamResponse:
         """Serve one request and return the response.
 
         Raises:

@@ -72,23 +72,23 @@ class PoolingEndpoints:
             job = await self._builder.embedding_job(body, size, client)
             return job, lambda: self._embeddings(body, job)
 
-        return await self._handle(http, EmbeddingRequest, build)
+        return await self._serve(http, EmbeddingRequest, build)
 
     async def score(self, http: web.Request) -> web.StreamResponse:
         async def build(body: ScoreRequest, size: int, client: str | None) -> Work:
             pairs = await self._builder.pair_job(body, ("text_1", "text_2"), size, client)
             return pairs.job, lambda: self._scores(pairs)
 
-        return await self._handle(http, ScoreRequest, build)
+        return await self._serve(http, ScoreRequest, build)
 
     async def rerank(self, http: web.Request) -> web.StreamResponse:
         async def build(body: RerankRequest, size: int, client: str | None) -> Work:
             pairs = await self._builder.pair_job(body, ("query", "documents"), size, client)
             return pairs.job, lambda: self._ranking(body, pairs)
 
-        return await self._handle(http, RerankRequest, build)
+        return await self._serve(http, RerankRequest, build)
 
-    async def _handle(
+    async def _serve(
         self,
         http: web.Request,
         kind: type[_Body],

@@ -42,8 +42,8 @@ class BodyBudget:
     requests are then served beside many large ones.
 
     Args:
-        client_limit: maximum number of bodies for each client that are being read. Clients are told
-            apart by their API keys. Without a key, there is no limit.
+        client_limit: maximum number of bodies of one client that are being read. Clients are
+            distinguished by their API keys. Without a key, there is no limit.
     """
 
     def __init__(self, metrics: GatewayMetrics, *, client_limit: int) -> None:
@@ -107,7 +107,7 @@ class BodyBudget:
 
     @contextmanager
     def reading(self, client: str | None) -> Iterator[None]:
-        """Count a body of `client` that is being read until the `with` block ends.
+        """Count a body of `client` as being read, until the `with` block ends.
 
         Raises:
             APIError: 429, because too many bodies of the client are being read.
@@ -167,7 +167,7 @@ class BodyCharge:
         self._budget.add(self, num_bytes)
 
     def add_response(self, num_bytes: int) -> None:
-        """Charge a finished response until its client has read it, before any other bytes."""
+        """Charge a finished response until its client has read it. The charge must be empty."""
         self._budget.add_response(self, num_bytes)
 
     async def read(self, http: web.Request, timeout_s: float) -> bytes:

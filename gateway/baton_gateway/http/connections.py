@@ -161,10 +161,10 @@ def response_headers(request: web.BaseRequest) -> dict[str, str]:
 
 
 class ClientConnection(web.RequestHandler):
-    """A connection that `connections` counts, and that answers malformed HTTP like OpenAI.
+    """A connection that `connections` counts, and the responses to its invalid HTTP.
 
-    The path of malformed HTTP is unknown. Other failures have the shape of the path's API. Neither
-    the response nor the log quotes the request, because a header may contain an API key.
+    Malformed HTTP has no known path, so its error has OpenAI's shape. Other errors have the shape
+    of the path's API. Neither response nor log quotes the request, which may contain an API key.
     """
 
     __slots__ = ("_connections", "_cors", "_head_bytes", "_payload")
@@ -223,8 +223,8 @@ class ClientConnection(web.RequestHandler):
     def request_received(self, *, is_compressed: bool) -> None:
         """Record that the head of a request is complete.
 
-        aiohttp reads an unread body after the response, and so decompresses it. A client must not
-        make it decompress gigabytes.
+        After a response, aiohttp reads and decompresses the rest of the body. It does not read the
+        rest of a compressed body, which may expand to gigabytes.
         """
         self._lingering_time = 0.0 if is_compressed else LINGER_S
         self._connections.on_request(self)
@@ -249,7 +249,7 @@ class ClientConnection(web.RequestHandler):
         Any client could fill the log with these tracebacks.
         """
         if isinstance(kwargs.get("exc_info"), web.RequestPayloadError):
-            logger.info("the rest of a request's body is invalid and was discarded")
+            logger.info("discarded the rest of an invalid request body after its response")
         else:
             super().log_exception(*args, **kwargs)
 
@@ -264,7 +264,12 @@ class ClientConnection(web.RequestHandler):
             raise ConnectionError("a part of the response is sent already")
         name = request_id(request)
         if status >= 500:
-            logger.error("[%s] a request from %s failed", name, request.remote, exc_info=exc)
+            logger.error(
+                "[%s] a request from %s failed in the gateway, and the client gets status 500",
+                name,
+                request.remote,
+                exc_info=exc,
+            )
             error = gateway_failure(name)
         else:
             problem = type(exc).__name__
@@ -281,8 +286,8 @@ class ClientConnection(web.RequestHandler):
         return response
 
 
-def wait_for_client(request: web.BaseRequest) -> None:
-    """Let a new connection close the connection of `request`, whose response is delayed."""
+def allow_eviction(request: web.BaseRequest) -> None:
+    """Allow a new connection to evict the connection of `request`, whose response is delayed."""
     assert isinstance(request.protocol, ClientConnection)
     request.protocol.end_request()
 

@@ -16,7 +16,7 @@ from baton_gateway.access.api_keys import CLIENT, OPEN_PATHS, ApiKeys, client_na
 from baton_gateway.access.auth_delays import AuthDelays
 from baton_gateway.access.graceful_shutdown import GracefulShutdown
 from baton_gateway.errors import APIError, bad_request, error_body, gateway_failure
-from baton_gateway.http.connections import response_headers, wait_for_client
+from baton_gateway.http.connections import allow_eviction, response_headers
 from baton_gateway.http.request_id import request_id
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.thread_pool import current_client
@@ -69,7 +69,12 @@ async def convert_errors(request: web.Request, handler: _Handler) -> web.StreamR
         too_deep = RequestError("The body is nested too deeply", code="invalid_json")
         return _error_response(request, bad_request(too_deep))
     except Exception:
-        logger.exception("%s %s%s failed", request.method, request.path, client_name(request))
+        logger.exception(
+            "%s %s%s failed in the gateway, and the client gets status 500",
+            request.method,
+            request.path,
+            client_name(request),
+        )
         return _error_response(request, gateway_failure(request_id(request)))
 
 
@@ -102,7 +107,7 @@ class Authentication:
                 current_client.set(request[CLIENT])
             except APIError:
                 if delay_s := self._auth_delays.record(request.remote):
-                    wait_for_client(request)
+                    allow_eviction(request)
                     await asyncio.sleep(delay_s)
                 raise
         self._shutdown.on_request(request.path)  # a client without a key must not prolong it

@@ -53,7 +53,8 @@ class ServerCertificate:
         except OSError as error:
             if str(error) != self._failure:  # log each failure once, not at every poll
                 logger.error(
-                    "the new certificate in %s is not usable, so the old one stays in use: %s",
+                    "the new certificate in %s is not usable, so the old one stays in use: %s; "
+                    "correct tls.crt and tls.key",
                     self._folder,
                     error,
                 )

@@ -123,7 +123,11 @@ class Generator:
         except APIError as error:
             queue.fail(error)
         except Exception:  # a bug must not leave the client waiting
-            logger.exception("request %s: sequence %s failed", job.id, run.sequence.request_id)
+            logger.exception(
+                "request %s: sequence %s failed in the gateway, and the client gets an error",
+                job.id,
+                run.sequence.request_id,
+            )
             queue.fail(gateway_failure(run.sequence.request_id))
 
     async def _outputs(

@@ -156,7 +156,7 @@ class Job:
         return usage
 
     def streamed_usage(self) -> Usage:
-        """Return the token counts of the chunks so far. The time does not depend on the choices."""
+        """Return the token counts of the chunks so far, in constant time."""
         return self._usage(self.num_streamed_tokens)
 
     def _usage(self, completion_tokens: int) -> Usage:

@@ -69,7 +69,7 @@ class JobBuilder:
         size: int,
         client: str | None = None,
     ) -> Job:
-        """Return the job of `request`. A decode engine must have been available.
+        """Return the job of `request`. Call this only after a decode engine has been available.
 
         Args:
             request: the parsed body.

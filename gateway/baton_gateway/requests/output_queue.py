@@ -26,9 +26,9 @@ _PROMPT_LOGPROBS = msgspec.msgpack.Decoder(PromptLogprobs | None)
 
 
 class CollectedOutput:
-    """Outputs of one choice, to be sent as one.
+    """Joins outputs of one choice into one output.
 
-    They are kept in compact forms: a TextOutput takes 0.5 KB for each token, and its
+    The parts are kept in a compact form. In a TextOutput, each token takes 0.5 KB, and its
     log-probabilities take up to 2 KB.
     """
 

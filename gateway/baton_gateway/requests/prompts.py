@@ -199,7 +199,7 @@ class PromptReader:
         *,
         add_special_tokens: bool,
     ) -> list[int]:
-        """Return the token ids of a prompt, which may have them already.
+        """Tokenize a text, or check token ids. Return the token ids of the prompt.
 
         Raises:
             APIError, RequestError: as `encode`.

@@ -87,7 +87,7 @@ class ResponseStore:
         messages: Sequence[ChatMessage | msgspec.Raw],
         client: str | None,
     ) -> None:
-        """Keep a response. One that is too long is not kept."""
+        """Keep a response, unless it is too long."""
         stored = StoredResponse(msgspec.json.encode(response), msgspec.json.encode(messages))
         limit = self._max_bytes if client is None else self._max_bytes // CLIENT_SHARE
         if stored.size > min(limit, MAX_CONVERSATION_BYTES):
@@ -111,7 +111,7 @@ class ResponseStore:
         return self._find(response_id, client, 404).response
 
     def delete(self, response_id: str, client: str | None) -> None:
-        """Forget a response of this client.
+        """Delete a response of this client.
 
         Raises:
             APIError: 404, the response is not stored.

@@ -15,7 +15,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from baton_gateway.errors import engine_failure, internal
+from baton_gateway.errors import APIError, engine_failure, internal
 from baton_gateway.metrics import GatewayMetrics
 from baton_gateway.routing.placer import Placer
 from baton_gateway.routing.pool_member import PoolMember
@@ -54,8 +54,8 @@ class Dispatcher:
     sample that fails alone moves alone.
 
     Args:
-        inter_token_timeout_s: a sequence whose decode engine has sent a token, and sends no other
-            one for this long, moves to another decode engine. 0: no limit.
+        inter_token_timeout_s: longest time between two outputs of a decode engine. After it, the
+            sequence moves to another decode engine. 0: no limit.
     """
 
     def __init__(
@@ -96,12 +96,23 @@ class Dispatcher:
                 has_progressed = len(sequence.generated_token_ids) > num_tokens
                 state.on_failed(error, has_progressed=has_progressed)
                 logger.warning(
-                    "request %s: engine %s failed after %d tokens, trying another: %s",
+                    "request %s: engine %s failed after %d tokens, trying another engine: %s",
                     sequence.request_id,
                     placement.member.endpoint.name,
                     len(sequence.generated_token_ids),
                     error,
                 )
+            except APIError as error:
+                logger.error(
+                    "request %s: engine %s failed after %d tokens, and the client gets status "
+                    "%d: %s",
+                    sequence.request_id,
+                    placement.member.endpoint.name,
+                    len(sequence.generated_token_ids),
+                    error.status,
+                    error.__cause__ or error,
+                )
+                raise
         # The engine was lost after the last token and before its finish reason.
         yield EngineCoreOutput(sequence.request_id, [], finish_reason=FinishReason.LENGTH)
 
@@ -194,7 +205,7 @@ class Dispatcher:
         """
         if not await stage.wait():
             # PREFILL_RESULT carries the first token. Before it, the engine can only send a failure.
-            self._check(sequence, await _received(stage.decode_output))
+            self._require_continuation(sequence, await _received(stage.decode_output))
             raise AttemptError(
                 "the decode engine sent tokens before it received the first one",
                 ErrorCode.INTERNAL,
@@ -216,7 +227,7 @@ class Dispatcher:
         Returns:
             `output` with the sequence's finish reason, which is None if the sequence continues.
         """
-        self._check(sequence, output)
+        self._require_continuation(sequence, output)
         finish_reason = _finish_reason(sequence, output)
         sequence.generated_token_ids += output.new_token_ids
         sequence.num_cached_tokens = output.num_cached_tokens
@@ -241,7 +252,7 @@ class Dispatcher:
         while True:
             output = await _next_output(anext(stream) if first is None else first, timeout_s)
             first, timeout_s = None, self._inter_token_timeout_s
-            self._check(sequence, output)
+            self._require_continuation(sequence, output)
             sequence.generated_token_ids += output.new_token_ids
             if not is_resumed:  # a resumed sequence may hit blocks that it cached itself
                 sequence.num_cached_tokens = max(
@@ -251,7 +262,7 @@ class Dispatcher:
             if output.finished:
                 return
 
-    def _check(self, sequence: Sequence, output: EngineCoreOutput) -> None:
+    def _require_continuation(self, sequence: Sequence, output: EngineCoreOutput) -> None:
         """Raise an error unless `output` succeeded and continues the tokens so far.
 
         Raises:
@@ -259,12 +270,13 @@ class Dispatcher:
             APIError: the failure is final, or the output leaves out or repeats a token.
         """
         if output.finish_reason is FinishReason.ERROR or output.error:
+            failure = AttemptError(output.error, output.error_code)
             if output.error_code in _RETRIABLE or (
                 sequence.has_begun and output.error_code is not None
             ):
-                raise AttemptError(output.error, output.error_code)
-            logger.error("request %s failed: %s", sequence.request_id, output.error)
-            raise engine_failure(output.error, output.error_code, sequence.request_id)
+                raise failure
+            error = engine_failure(output.error, output.error_code, sequence.request_id)
+            raise error from failure
         if output.finish_reason is FinishReason.ABORT:
             raise AttemptError(
                 "the engine aborted the request (it is shutting down)", ErrorCode.DRAINING
@@ -273,13 +285,6 @@ class Dispatcher:
         if output.new_token_ids and output.token_offset != expected:
             self._metrics.offset_errors.inc()
             kind = "gap" if output.token_offset > expected else "repeat"
-            logger.error(
-                "request %s: the engine's output has a %s: expected token offset %d, got %d",
-                sequence.request_id,
-                kind,
-                expected,
-                output.token_offset,
-            )
             raise internal(
                 f"The engine's output has a {kind}: expected token {expected}, "
                 f"got {output.token_offset}."

@@ -91,7 +91,7 @@ class EnginePool:
         try:
             async with aclosing(self._discovery.watch()) as sets:
                 async for endpoints in sets:
-                    self._apply(endpoints)
+                    self._update_members(endpoints)
                     self._notify()
         finally:
             tasks = list(self._tasks.values())
@@ -187,7 +187,7 @@ class EnginePool:
     def _counter(self, role: str) -> Callable[[], float]:
         return lambda: float(len(self.available(role)))
 
-    def _apply(self, endpoints: list[EngineEndpoint]) -> None:
+    def _update_members(self, endpoints: list[EngineEndpoint]) -> None:
         current = {(e.name, e.host, e.engine_port): e for e in endpoints}
         for key in self._members.keys() - current.keys():
             member = self._members.pop(key)
@@ -223,13 +223,16 @@ class EnginePool:
                     return
                 backoff_s, last_failure, num_refusals = MIN_BACKOFF_S, "", 0
                 member.client = client
-                self._check_pairs(member)
+                self._report_mismatched_pairs(member)
                 self._notify()
                 logger.info("engine %s is ready: instance %s", endpoint.name, client.instance_id)
                 await self._wait_lost_or_left(member, client)
                 if not member.has_left():
                     logger.warning(
-                        "engine %s lost, reconnecting: %s", endpoint.name, client.dead_reason
+                        "engine %s is lost, and its requests move to other engines; "
+                        "reconnecting: %s",
+                        endpoint.name,
+                        client.dead_reason,
                     )
             except HandshakeFailedError as error:
                 # Refusals are counted, not compared: their text depends on the part of the refusal
@@ -338,7 +341,7 @@ class EnginePool:
             return "the engine sleeps"
         return f"the engine's requests have made no progress for {status.stalled_s:.0f} s"
 
-    def _check_pairs(self, member: PoolMember) -> None:
+    def _report_mismatched_pairs(self, member: PoolMember) -> None:
         """Log and count engines of the other role that cannot exchange KV blocks with `member`."""
         ours = _kv_properties(member.ready_client.init)
         for other in self._members.values():

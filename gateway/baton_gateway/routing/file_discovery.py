@@ -42,7 +42,7 @@ class FileDiscovery(Discovery):
                 if str(error) != last_error:  # log each failure once, not at every poll
                     last_error = str(error)
                     logger.warning(
-                        "discovery file %s is not usable, keeping the last engines: %s",
+                        "discovery file %s is not usable, so the last valid engines stay: %s",
                         self._path,
                         error,
                     )

@@ -103,7 +103,8 @@ async def _connect(stack: AsyncExitStack) -> KubeClient:
             )
         except ConfigException as error:
             logger.warning(
-                "the pod's service account is not usable, retrying in %g s: %s",
+                "engines cannot be discovered, because the pod's service account is not usable; "
+                "retrying in %g s: %s",
                 CONNECT_RETRY_S,
                 error,
             )

@@ -203,7 +203,12 @@ def _final_error(state: RetryState) -> APIError:
             )
         return unavailable("No decode engine is ready; retry later.", code="no_ready_engine")
     request_id = state.sequence.request_id
-    logger.error("request %s failed: %s", request_id, failure)
+    logger.error(
+        "request %s failed after %d attempts, and the client gets an error: %s",
+        request_id,
+        state.num_attempts,
+        failure,
+    )
     if failure.code is None:
         return unavailable(
             "The engine serving this request did not finish it, and no other took it over. "

@@ -69,7 +69,8 @@ class PrefillStage:
                 outcome = "refused"
         error = error or "the prefill engine ended without a token"
         logger.warning(
-            "request %s: prefill stage on engine %s %s, the decode engine computes the prompt: %s",
+            "request %s: the decode engine computes the prompt, because the prefill stage on "
+            "engine %s %s: %s",
             self._request_id,
             self._member.endpoint.name,
             outcome,

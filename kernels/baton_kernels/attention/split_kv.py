@@ -8,8 +8,8 @@ segments. The device divides the sequences by their lengths:
     tiles_per_segment = max(MIN_TILES, ceil(tiles of all sequences / target_segments))
     segments of a sequence = max(1, round(tiles of the sequence / tiles_per_segment))
 
-A batch has at most target_segments + num_seqs segments. This number bounds the grid, so the host
-does not read lengths from the device.
+A batch has at most target_segments + num_seqs segments. This number bounds the grid. The host
+therefore reads no lengths from the device.
 """
 
 from __future__ import annotations

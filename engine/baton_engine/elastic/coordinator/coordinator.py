@@ -176,13 +176,13 @@ class Coordinator:
     def install_signal_handlers(self) -> None:
         """Stop on the first SIGTERM or SIGINT. The second signal ends the process at once."""
 
-        def handle(*_: object) -> None:
+        def stop_once(*_: object) -> None:
             self.stop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, handle)
+            signal.signal(number, stop_once)
 
     def _close_sockets(self) -> None:
         self._router.disable_monitor()
@@ -250,7 +250,11 @@ class Coordinator:
             MemoryError,
         ) as error:
             self.metrics.bad_messages.inc()
-            self._bad_messages.warning("dropped a message that is not a valid status: %s", error)
+            self._bad_messages.warning(
+                "dropped a message that is not a valid status: %s; check that all ranks run the "
+                "coordinator's version",
+                error,
+            )
             return False
         self.metrics.statuses.inc()
         self._routes[status.member.instance_id] = route
@@ -278,6 +282,6 @@ class Coordinator:
         except zmq.Again:
             logger.warning(
                 "dropped a directive for the rank with instance id %s, because the rank does not "
-                "read its messages",
+                "read its messages; its next status is answered with a new directive",
                 instance_id,
             )

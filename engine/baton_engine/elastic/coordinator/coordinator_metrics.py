@@ -37,13 +37,13 @@ class CoordinatorMetrics:
         registry = self._registry = CollectorRegistry()
         self._operations = Counter(
             "baton:topology_operations",
-            "Operations that ended.",
+            "Topology operations that have ended.",
             ["kind", "outcome"],
             registry=registry,
         )
         self._seconds = Histogram(
             "baton:topology_operation_phase_seconds",
-            "Time that operations spent in a phase.",
+            "Time that topology operations spent in a phase.",
             ["kind", "phase"],
             buckets=SECONDS,
             registry=registry,
@@ -98,7 +98,7 @@ class CoordinatorMetrics:
         )
         self.refused = Counter(
             "baton:topology_refused",
-            "Connections and requests that were refused for lack of the service's key.",
+            "Connections and requests that were refused because they lack the service's key.",
             ["door"],
             registry=registry,
         )

@@ -132,9 +132,9 @@ def is_in(status: Status, generation: Generation) -> bool:
 
 
 def overtaken(roster: Roster, target: Generation) -> bool:
-    """Return whether a rank is in a generation that makes it refuse the target generation.
+    """Return whether a rank refuses the target, because its own generation is not older.
 
-    Such a generation is not the target, and its number is at least the target's number.
+    The rank's generation is not the target, and its number is at least the target's number.
     """
     return any(
         generation.number >= target.number and generation.nonce != target.nonce

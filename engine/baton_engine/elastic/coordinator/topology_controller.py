@@ -113,7 +113,7 @@ class TopologyController:
             self._request is None or request.operation_id != self._request.operation_id
         ):
             logger.info(
-                "operation %s: requested members %s",
+                "operation %s is requested, with members %s",
                 request.operation_id,
                 ", ".join(request.members),
             )
@@ -267,7 +267,7 @@ class TopologyController:
         operation = self._operation = resumed(target, previous, now)
         self._nonces.add(target.nonce)
         self._highest_target = max(self._highest_target, target.number)
-        logger.info("%s: continues the commit that another coordinator began", operation.label)
+        logger.info("%s: continuing the commit that another coordinator began", operation.label)
         return True
 
     def _begin(self, now: float) -> None:

@@ -188,7 +188,8 @@ class RankLink:
                     self._send_start()
         except Exception:
             logger.exception(
-                "the link to the group failed; the coordinator will declare this rank dead"
+                "the link to the coordinator failed, so this rank sends no more statuses; the "
+                "coordinator will declare this rank dead"
             )
         finally:
             self._close_sockets()
@@ -226,7 +227,8 @@ class RankLink:
                 message = decoder.decode(frames[-1])
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 self._log.warning(
-                    "dropped a message of the coordinator or a rank that cannot be decoded: %s",
+                    "dropped a message of the coordinator or a rank that cannot be decoded: %s; "
+                    "check that the ranks and the coordinator run the same version",
                     error,
                 )
                 continue

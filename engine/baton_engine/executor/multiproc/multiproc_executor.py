@@ -133,7 +133,7 @@ class MultiprocExecutor(Executor):
             environment={"OMP_NUM_THREADS": str(config.num_threads)},
             send_timeout_s=self._step_timeout_s,
             on_answer=self._take_answer,
-            on_death=self._take_death,
+            on_death=self._on_death,
         )
         self._commands = RingWriter(memory, processes.connections)
         try:
@@ -296,9 +296,9 @@ class MultiprocExecutor(Executor):
             case Wakeup():
                 self.wakeup()
 
-    def _take_death(self, rank: int, reason: str) -> None:
+    def _on_death(self, rank: int, reason: str) -> None:
         if not self._stopping:
-            logger.error("%s", reason)
+            logger.error("%s; the engine stops, because it cannot run steps without it", reason)
             self._fail(WorkerDiedError(reason), died=True)
 
     def _fail(self, error: Exception, *, died: bool) -> None:

@@ -170,7 +170,8 @@ class RingWriter:
             check()
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"reader {late[0]} has taken nothing from the full ring for {timeout_s:.0f} s"
+                    f"reader {late[0]} has taken nothing from the full ring for {timeout_s:.0f} s; "
+                    "the worker hangs or is very slow"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 5e-3)

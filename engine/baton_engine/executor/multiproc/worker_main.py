@@ -92,9 +92,9 @@ class WorkerProcess:
                 self._results.shutdown()  # when all results are sent
                 self._worker.shutdown()
                 return
-            self._obey(command)
+            self._run_command(command)
 
-    def _obey(self, command: ExecuteModel | SampleTokens | Call) -> None:
+    def _run_command(self, command: ExecuteModel | SampleTokens | Call) -> None:
         if isinstance(command, Call):
             try:
                 self._send(CallDone(command.call_id, self._call(command)))
@@ -114,7 +114,11 @@ class WorkerProcess:
                 self._broken = self._failure(error)
                 if not self._broken.group_broken:
                     raise
-                logger.warning("step %d is dropped: %s", command.step.step_id, error)
+                logger.warning(
+                    "step %d is dropped, and its requests wait for the next generation: %s",
+                    command.step.step_id,
+                    error,
+                )
             return
         broken, self._broken = self._broken, None
         if broken is not None:
@@ -144,7 +148,9 @@ class WorkerProcess:
             self._fail_step(error)
 
     def _fail_step(self, error: Exception) -> None:
-        logger.error("a step failed; this worker runs no more steps", exc_info=error)
+        logger.error(
+            "a step failed; this worker runs no more steps, and the engine stops", exc_info=error
+        )
         # No step can follow, because this worker's KV differs from the scheduler's state.
         self._step_failed = True
         self._send(StepFailed(self._failure(error)))

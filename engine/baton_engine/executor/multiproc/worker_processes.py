@@ -94,7 +94,7 @@ class WorkerProcesses:
         try:
             self._watch()
         except Exception as error:  # for example an answer that cannot be unpickled
-            logger.exception("cannot receive answers of the workers, so the workers are killed")
+            logger.exception("cannot receive the workers' answers, so all workers are killed")
             self.kill()
             for start in self._starts:
                 self._on_death(

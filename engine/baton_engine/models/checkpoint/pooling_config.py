@@ -1,7 +1,7 @@
 """Decides whether a checkpoint generates or pools, and how it pools, from its files.
 
 A checkpoint of `sentence-transformers` has modules.json: the model, its pooling, and perhaps a
-normalization. Other checkpoints are pooled as their architecture is by default.
+normalization. Other checkpoints have the default pooling of their architecture.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from baton_engine.worker import dummy_steps
 class ExpertSteps:
     """Runs dummy batches, and detects expert groups in which an exchange failed.
 
-    A dummy batch is the part of a rank without tokens in a step of the expert-parallel group.
+    In a dummy batch, a rank without tokens runs its experts on the tokens of other ranks.
     """
 
     def __init__(self, model: Model, tensor_group: Group, device: torch.device) -> None:

@@ -53,7 +53,7 @@ class Join(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertWorker:
-    """The properties of a worker that no generation (ranks and expert placement) changes."""
+    """The properties of a worker that no generation changes."""
 
     #: Id of the worker's engine.
     instance_id: str
@@ -80,7 +80,7 @@ class Generations:
         self._current: _LocalGeneration | None = None
 
     def prepare(self, generation: Generation) -> None:
-        """Start to prepare a generation (ranks and expert placement) in the background.
+        """Start to prepare a generation in the background.
 
         If `generation` is already in preparation or current, do nothing. Otherwise, drop any other
         generation that is in preparation or prepared.
@@ -102,11 +102,11 @@ class Generations:
         self._prepared = _LocalGeneration(generation, rank, self._worker, self._current)
 
     def preparation(self) -> Preparation:
-        """Return how far the next generation (ranks and expert placement) is prepared."""
+        """Return how far the next generation is prepared."""
         return Preparation() if self._prepared is None else self._prepared.status
 
     def commit(self, nonce: str) -> None:
-        """Run later steps in the prepared generation (ranks and expert placement).
+        """Run later steps in the prepared generation.
 
         Raises:
             ValueError: no generation with this nonce is prepared.
@@ -133,12 +133,12 @@ class Generations:
             retired.close(RETIREMENT_GRACE_S)
 
     def drop(self, nonce: str) -> None:
-        """Drop the prepared generation (ranks and expert placement) if it has this nonce."""
+        """Drop the prepared generation if it has this nonce."""
         if self._prepared is not None and self._prepared.generation.nonce == nonce:
             self._drop()
 
     def leave(self) -> None:
-        """Leave the current generation (ranks and expert placement), and free all experts.
+        """Leave the current generation, and free all experts.
 
         A generation that is in preparation or prepared is dropped.
         """
@@ -186,7 +186,7 @@ class Generations:
 
 
 class _LocalGeneration:
-    """One generation (ranks and expert placement) on this worker.
+    """One generation on this worker.
 
     It exists from the start of the preparation until the worker leaves the generation.
     """

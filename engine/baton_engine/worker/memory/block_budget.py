@@ -71,9 +71,9 @@ def blocks_on_gpu(
 ) -> tuple[int, int]:
     """Return (number of cache blocks, number of host swap blocks).
 
-    The room for cache blocks is a share of the GPU memory, minus the memory of the largest step, of
-    captured graphs and of other processes. The share is `cache.gpu_memory_utilization`, but 1 in
-    the second case:
+    The room for cache blocks is the usable GPU memory, minus the memory of the largest step, of
+    captured graphs and of other processes. The usable memory is the fraction
+    `cache.gpu_memory_utilization` of all memory in cases 1 and 3, and all memory in case 2:
 
     1. `cache.num_blocks` is set: the cache gets this number of blocks, which must fit in the room.
     2. Only `cache.memory_bytes` is set, for all ranks together: the cache gets the blocks that

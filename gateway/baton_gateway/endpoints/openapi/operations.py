@@ -120,7 +120,7 @@ class OpenAPIOperation:
     """A method of a path.
 
     Args:
-        summary: what it does.
+        summary: one sentence about the method.
         response: type of the JSON body of status 200; None if the body is empty or text.
         body: type of the JSON body of requests; None if requests have no body.
         events: types of the data of a stream's events. Empty if the operation has no streams.

@@ -209,7 +209,7 @@ class Rank:
             engine_config,
             self.executor,
             member=self.member,
-            calls=self,
+            wave_sender=self,
             join=self._join,
             wakeup=self.wake,
         )

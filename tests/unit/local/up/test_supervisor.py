@@ -1,4 +1,4 @@
-"""`baton up`: what it checks before it starts a process, and what it prints while it runs."""
+"""`baton up`: its checks before it starts a process, and its output while it runs."""
 
 from __future__ import annotations
 

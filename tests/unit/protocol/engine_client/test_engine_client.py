@@ -173,7 +173,7 @@ async def test_outputs_keep_their_order_when_the_connection_is_lost(router, monk
         def pass_on(read: asyncio.Future[list[bytes]]) -> None:
             if not read.cancelled():
                 arriving.set_result(read.result())
-                client._take_rest()
+                client._pass_remaining()
 
         receive(socket).add_done_callback(pass_on)
         return arriving

@@ -129,7 +129,7 @@ class Balance:
         try:
             placement = self.place(present.members, present, loads=loads)
         except ValueError as error:  # the members' statuses contradict each other
-            self._log.warning("experts are not rebalanced: %s", error)
+            self._log.warning("experts are not rebalanced in this measuring window: %s", error)
             return None
         if _mean(imbalance(placement, loads)) >= WORTHWHILE * found:
             return None

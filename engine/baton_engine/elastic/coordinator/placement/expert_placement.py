@@ -268,7 +268,7 @@ class _Packing:
             for index, expert in enumerate(experts):
                 # If not all experts fit, keep an even selection of heavy and light experts.
                 if (index + 1) * room // num_experts > index * room // num_experts:
-                    self._put(expert, rank)
+                    self._add(expert, rank)
 
     def pack(self) -> None:
         """Assign all missing copies, so that all ranks are full."""
@@ -287,7 +287,7 @@ class _Packing:
             else:
                 rank = passed.pop(0)[1]
                 expert = self._make_way(expert, rank)
-            self._put(expert, rank)
+            self._add(expert, rank)
             for item in passed:
                 heapq.heappush(free, item)
             if self._has_room(rank):
@@ -309,10 +309,10 @@ class _Packing:
             else:
                 return
             there, back = swap
-            self._take(there, heavy)
-            self._take(back, light)
-            self._put(there, light)
-            self._put(back, heavy)
+            self._remove(there, heavy)
+            self._remove(back, light)
+            self._add(there, light)
+            self._add(back, heavy)
 
     def _best_swap(self, heavy: int, light: int, good_enough: float) -> tuple[int, int] | None:
         """Return the best swap of an expert on `heavy` for one on `light`; None if no swap helps.
@@ -365,16 +365,16 @@ class _Packing:
             for other in sorted(self.ranks[full] - self.ranks[rank])
         )
         *_, full, other = min(choices)
-        self._take(other, full)
-        self._put(expert, full)
+        self._remove(other, full)
+        self._add(expert, full)
         return other
 
-    def _put(self, expert: int, rank: int) -> None:
+    def _add(self, expert: int, rank: int) -> None:
         self.ranks[rank].add(expert)
         self.rank_loads[rank] += self.weights[expert]
         self.missing[expert] -= 1
 
-    def _take(self, expert: int, rank: int) -> None:
+    def _remove(self, expert: int, rank: int) -> None:
         self.ranks[rank].remove(expert)
         self.rank_loads[rank] -= self.weights[expert]
         self.missing[expert] += 1
