@@ -22,7 +22,7 @@ from baton_protocol.options.config import EngineConfig, container_path
 
 logger = logging.getLogger(__name__)
 
-#: Fields of a step with what clients wrote, or with what the model answered. Only their sizes are
+#: Fields of a step that contain prompts, answers or parameters of clients. Only their sizes are
 #: written, because many people may read a dump.
 _CLIENT_CONTENT = frozenset(
     {

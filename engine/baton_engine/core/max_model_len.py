@@ -21,14 +21,14 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
         ConfigurationError: the KV memory is too small for the configured limit, or so is a step of
             a model whose prompts run in one step.
     """
-    asked, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
+    configured, capacity = config.model.max_model_len, info.num_blocks * config.cache.block_size
     budget = config.scheduler.max_num_batched_tokens
-    if not info.chunks_prompts and budget < (asked or info.max_position_embeddings):
-        if asked is not None:
+    if not info.chunks_prompts and budget < (configured or info.max_position_embeddings):
+        if configured is not None:
             raise ConfigurationError(
                 "InvalidConfig",
                 f"scheduler.max_num_batched_tokens is {budget}, but a prompt of this model runs in "
-                f"one step and model.max_model_len is {asked}: raise "
+                f"one step and model.max_model_len is {configured}: raise "
                 "scheduler.max_num_batched_tokens or lower model.max_model_len",
             )
         logger.warning(
@@ -38,7 +38,7 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
             info.max_position_embeddings,
         )
         return min(budget, capacity)
-    if asked is None:
+    if configured is None:
         if capacity < info.max_position_embeddings:
             logger.warning(
                 "max_model_len is %d tokens, limited by the KV memory; the model's maximum is %d; "
@@ -47,12 +47,12 @@ def fit_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
                 info.max_position_embeddings,
             )
         return min(info.max_position_embeddings, capacity)
-    if asked > capacity:
+    if configured > capacity:
         raise ConfigurationError(
             "KVMemoryTooSmall",
-            f"model.max_model_len is {asked} tokens, but the KV memory holds {capacity} "
+            f"model.max_model_len is {configured} tokens, but the KV memory holds {capacity} "
             f"({info.num_blocks} blocks of {config.cache.block_size} tokens): lower "
             "model.max_model_len, or raise cache.memory_bytes, cache.num_blocks or, on a GPU, "
             "cache.gpu_memory_utilization",
         )
-    return asked
+    return configured

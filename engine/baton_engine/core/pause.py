@@ -71,7 +71,7 @@ class PauseControl:
         self._asleep: set[str] = set()
         self._paused_by_sleep = False
         #: Pending calls: the Future and the sleep level of each.
-        self._waiting: list[tuple[Future[None], int]] = []
+        self._pending: list[tuple[Future[None], int]] = []
 
     @property
     def is_paused(self) -> bool:
@@ -161,7 +161,7 @@ class PauseControl:
         if wake := sorted(self._asleep & wanted):
             self._engine.wake_workers(wake)
             self._asleep -= set(wake)
-            logger.info("the engine has restored after a sleep: %s", ", ".join(wake))
+            logger.info("the engine woke up: restored %s", ", ".join(wake))
             if not self._asleep:
                 self._end_sleep()
         elif self._level == 0 and SCHEDULING in wanted:
@@ -172,13 +172,13 @@ class PauseControl:
 
         The engine core calls this method after requests or steps have changed.
         """
-        if not self._waiting or (self._mode == "wait" and self._engine.num_running() > 0):
+        if not self._pending or (self._mode == "wait" and self._engine.num_running() > 0):
             return
         self._engine.finish_steps()
-        self._answer(_NOT_ASLEEP)
-        if not self._waiting:
+        self._resolve(_NOT_ASLEEP)
+        if not self._pending:
             return
-        level = max(level for _, level in self._waiting)
+        level = max(level for _, level in self._pending)
         try:
             if level > 0:
                 if not self._engine.free_kv_cache():
@@ -187,10 +187,10 @@ class PauseControl:
             self._level = level
             logger.info("the engine sleeps at level %d until POST /wake_up", level)
         except Exception as error:  # the engine stays paused
-            waiting, self._waiting = self._waiting, []
-            for future, _ in waiting:
+            pending, self._pending = self._pending, []
+            for future, _ in pending:
                 future.set_exception(error)
-        self._answer(level)
+        self._resolve(level)
 
     def _sleep_workers(self, level: int) -> None:
         """Free the workers' memory, in all workers or in none.
@@ -223,16 +223,16 @@ class PauseControl:
             PauseState.PAUSED_NEW if mode == "wait" else PauseState.PAUSED_ALL
         )
         future: Future[None] = Future()
-        self._waiting.append((future, level))
+        self._pending.append((future, level))
         self.advance()
         if not future.done():
             return future
         return future.result()
 
-    def _answer(self, level: int) -> None:
+    def _resolve(self, level: int) -> None:
         """Resolve all pending pauses, and the pending sleeps whose level is at most `level`."""
-        done = [future for future, wanted in self._waiting if wanted <= level]
-        self._waiting = [(future, wanted) for future, wanted in self._waiting if wanted > level]
+        done = [future for future, wanted in self._pending if wanted <= level]
+        self._pending = [(future, wanted) for future, wanted in self._pending if wanted > level]
         for future in done:
             future.set_result(None)
 
@@ -242,8 +242,8 @@ class PauseControl:
         Returns:
             Whether any call was pending at these levels.
         """
-        void = [future for future, wanted in self._waiting if wanted >= level]
-        self._waiting = [(future, wanted) for future, wanted in self._waiting if wanted < level]
+        void = [future for future, wanted in self._pending if wanted >= level]
+        self._pending = [(future, wanted) for future, wanted in self._pending if wanted < level]
         for future in void:
             future.set_exception(RuntimeError(reason))
         return bool(void)

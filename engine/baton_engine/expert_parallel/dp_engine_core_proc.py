@@ -158,8 +158,8 @@ class DPEngineCoreProc(EngineCoreProc):
             )
         return result
 
-    def _load(self) -> Pong:
-        pong = super()._load()
+    def _make_pong(self) -> Pong:
+        pong = super()._make_pong()
         pong.draining = pong.draining or not self._is_accepting
         return pong
 
@@ -236,10 +236,10 @@ class DPEngineCoreProc(EngineCoreProc):
             self._store.forget(is_before(generation.number))
             super()._announce(core)
 
-    def _may_stop(self, core: EngineCore) -> bool:
+    def _advance_shutdown(self, core: EngineCore) -> bool:
         rank = _rank(core)
         rank.ask_to_leave()
-        may_stop = super()._may_stop(core)
+        may_stop = super()._advance_shutdown(core)
         self._publish(core)
         deadline = self._shutdown_deadline
         # Other ranks need this rank's experts until a generation without this rank is committed.

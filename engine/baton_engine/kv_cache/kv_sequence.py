@@ -12,8 +12,7 @@ from baton_protocol.block_hash import BlockHash
 class KVSequence:
     """The tokens and the KV blocks of one sequence.
 
-    Only the KV cache manager writes `blocks` and the fields after it. The scheduler writes the
-    other fields.
+    Only the KV cache manager writes `blocks` and the fields after it.
     """
 
     request_id: str

@@ -15,9 +15,8 @@ always come first.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from baton_engine.kv_cache.kv_cache_manager import CachedBlock, KVCacheManager
+from baton_engine.kv_cache.kv_cache_manager import CachedBlock
 from baton_engine.scheduling.decisions import (
     Admitted,
     AdmittedLoaded,
@@ -26,14 +25,11 @@ from baton_engine.scheduling.decisions import (
     Preempted,
     WaitsForPrompt,
 )
-from baton_engine.scheduling.queues import RunningRequests, SwappedRequests, WaitingRequests
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler_state import SchedulerState
-from baton_engine.scheduling.sequence_groups.samples import SampleGroups
 from baton_engine.scheduling.step.builder import StepBuilder
 
 
-@dataclass(slots=True)
 class BatchAdmission:
     """Selects the waiting requests that start in a step, in order.
 
@@ -41,26 +37,15 @@ class BatchAdmission:
     next one.
     """
 
-    kv: KVCacheManager
-    queues: WaitingRequests
-    running: RunningRequests
-    swapped: SwappedRequests
-    groups: SampleGroups
-    enable_chunked_prefill: bool
-    #: Blocks that stay free when a request is admitted beside running requests.
-    watermark_blocks: int
-
-    @classmethod
-    def of(cls, state: SchedulerState) -> BatchAdmission:
-        return cls(
-            kv=state.kv,
-            queues=state.queues,
-            running=state.running,
-            swapped=state.swapped,
-            groups=state.groups,
-            enable_chunked_prefill=state.config.enable_chunked_prefill,
-            watermark_blocks=state.watermark_blocks,
-        )
+    def __init__(self, state: SchedulerState) -> None:
+        self.kv = state.kv
+        self.queues = state.queues
+        self.running = state.running
+        self.swapped = state.swapped
+        self.groups = state.groups
+        self.enable_chunked_prefill = state.config.enable_chunked_prefill
+        #: Blocks that stay free when a request is admitted beside running requests.
+        self.watermark_blocks = state.watermark_blocks
 
     def admit_loaded(
         self, step: StepBuilder

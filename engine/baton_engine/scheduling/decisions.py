@@ -1,13 +1,11 @@
-"""Decisions that the scheduler's collaborators return. `RequestLifecycle` applies them.
+"""Decisions that the scheduler's collaborators return. They change no state until they are applied.
 
-A decision changes no state until it is applied. `RunningPlanner` returns no decisions for tokens:
-it allocates the blocks of decodes and adds the tokens to the step itself. One decision for each
-decoded token made the engine core take 20 % more time per request and step
-(`benchmarks/engine/overhead.py`).
+`Scheduler._apply` applies the decisions that fill a step. `Scheduler._settle` applies `Finished`
+and `Queued` at other times. Each type of decision is one method of `RequestLifecycle`.
 
-While a step is built, `Scheduler._apply` calls one method of `RequestLifecycle` for each type of
-decision. At other times only `Finished` and `Queued` occur, and `RequestLifecycle.settle` applies
-them.
+`RunningPlanner` returns no decisions for tokens: it allocates the blocks of decodes and adds the
+tokens to the step itself. One decision for each decoded token made the engine core take 20 % more
+time per request and step (`benchmarks/engine/overhead.py`).
 """
 
 from __future__ import annotations
@@ -106,7 +104,7 @@ class Finished(NamedTuple):
         return cls(request, output)
 
 
-#: Decisions that are made while a step is built.
+#: Decisions that fill a step.
 Decision = (
     Admitted
     | AdmittedSharing

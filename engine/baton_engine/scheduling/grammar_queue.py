@@ -8,7 +8,9 @@ from concurrent.futures import Future
 
 from baton_engine.executor.step import GrammarOutput
 from baton_engine.grammar.structured_output import Grammar, StructuredOutputManager
-from baton_engine.scheduling.request import Request, RequestStatus
+from baton_engine.scheduling.decisions import Finished, Queued
+from baton_engine.scheduling.request import Request
+from baton_protocol.engine_messages import ErrorCode, FinishReason
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +52,6 @@ class GrammarQueue:
 
     def wait(self, request: Request) -> None:
         """Hold a request until its grammar is compiled."""
-        request.status = RequestStatus.WAITING_FOR_GRAMMAR
         self._waiting[request.request_id] = request
 
     def discard(self, request: Request) -> None:
@@ -60,32 +61,16 @@ class GrammarQueue:
             future.cancel()
         self._waiting.pop(request.request_id, None)
 
-    def take_compiled(self) -> Iterator[tuple[Request, ValueError | None]]:
-        """Remove and yield each request whose compilation has ended, with the error or None."""
+    def take_compiled(self) -> Iterator[Finished | Queued]:
+        """Remove the requests whose compilation has ended, and yield the decision for each.
+
+        A request ends if its grammar failed or is already complete. Otherwise it is queued.
+        """
         for request in list(self._waiting.values()):
             future = self._futures[request.request_id]
-            if not future.done():
-                continue
-            self.discard(request)
-            error = future.exception()
-            if error is None:
-                request.grammar = future.result()
-                yield request, None
-            elif isinstance(error, ValueError):
-                yield request, error
-            else:  # such as a panic of the parser, which ends this request and not the engine
-                logger.error(
-                    "request %s ends with an error, because its grammar cannot be compiled",
-                    request.request_id,
-                    exc_info=error,
-                )
-                yield (
-                    request,
-                    ValueError(
-                        "structured_output cannot be compiled; the engine's log has the reason "
-                        f"under the id {request.request_id}"
-                    ),
-                )
+            if future.done():
+                self.discard(request)
+                yield _end_compilation(request, future)
 
     def bitmask(self, grammars: dict[str, Grammar]) -> GrammarOutput | None:
         """Return bitmasks of the tokens that each grammar allows next, or None without grammars.
@@ -97,6 +82,32 @@ class GrammarQueue:
             return None
         assert self._manager is not None
         return GrammarOutput(list(grammars), self._manager.bitmask(list(grammars.values())))
+
+
+def _end_compilation(request: Request, future: Future[Grammar]) -> Finished | Queued:
+    """Give a request its grammar, and return whether the request is queued or ends."""
+    error = future.exception()
+    if error is None:
+        request.grammar = future.result()
+        if not accept_tokens(request):
+            message = "the generated_token_ids contradict structured_output"
+        elif request.grammar.is_terminated:
+            return Finished.without_token(request, FinishReason.STOP)
+        else:
+            return Queued(request)
+    elif isinstance(error, ValueError):
+        message = str(error)
+    else:  # such as a panic of the parser, which ends this request and not the engine
+        logger.error(
+            "request %s ends with an error, because its grammar cannot be compiled",
+            request.request_id,
+            exc_info=error,
+        )
+        message = (
+            "structured_output cannot be compiled; the engine's log has the reason "
+            f"under the id {request.request_id}"
+        )
+    return Finished.without_token(request, FinishReason.ERROR, ErrorCode.INVALID, message)
 
 
 def accept_tokens(request: Request) -> bool:

@@ -8,42 +8,27 @@ is already in the step is preempted.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedOut
 from baton_engine.scheduling.preemption import Preemptor
-from baton_engine.scheduling.prompt_budget import PromptBudget
-from baton_engine.scheduling.queues import RequestQueue, RunningRequests
 from baton_engine.scheduling.request import BeamGroup, Request, RequestStatus
 from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.step.builder import StepBuilder
-from baton_engine.scheduling.step.in_flight import RunAhead
 
 
-@dataclass(slots=True)
 class RunningPlanner:
     """Distributes a step's token budget over the running requests."""
 
-    running: RunningRequests
-    waiting: RequestQueue
-    preemptor: Preemptor
-    prompt_budget: PromptBudget
-    run_ahead: RunAhead
-    #: 0: no limit.
-    long_prefill_token_threshold: int
-    #: Running requests with more than one token to compute, collected for the current step.
-    _prefills: list[Request] = field(default_factory=list, init=False)
-
-    @classmethod
-    def of(cls, state: SchedulerState, preemptor: Preemptor) -> RunningPlanner:
-        return cls(
-            running=state.running,
-            waiting=state.queues.waiting,
-            preemptor=preemptor,
-            prompt_budget=state.prompt_budget,
-            run_ahead=state.run_ahead,
-            long_prefill_token_threshold=state.config.long_prefill_token_threshold,
-        )
+    def __init__(self, state: SchedulerState, preemptor: Preemptor) -> None:
+        self.running = state.running
+        self.waiting = state.queues.waiting
+        self.preemptor = preemptor
+        self.prompt_budget = state.prompt_budget
+        self.run_ahead = state.run_ahead
+        #: 0: no limit.
+        self.long_prefill_token_threshold = state.config.long_prefill_token_threshold
+        #: Running requests with more than one token to compute, collected for the current step.
+        self._prefills: list[Request] = []
 
     def plan(self, step: StepBuilder) -> Iterator[Preempted | SwappedOut | Finished]:
         """Schedule tokens of running requests in `step`. Yield the preemptions that this requires.

@@ -12,43 +12,25 @@ The last request in order, (priority, arrival), is preempted first. There are tw
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.decisions import Finished, Preempted, SwappedIn, SwappedOut
-from baton_engine.scheduling.queues import (
-    RequestQueue,
-    RunningRequests,
-    SwappedRequests,
-    by_order,
-)
+from baton_engine.scheduling.queues import by_order
 from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_protocol.engine_messages import ErrorCode, FinishReason
 
 
-@dataclass(slots=True)
 class Preemptor:
     """Selects the requests to preempt and the swapped requests to resume."""
 
-    mode: str  # `SchedulerConfig.preemption_mode`
-    kv: KVCacheManager
-    running: RunningRequests
-    loaded: RequestQueue
-    swapped: SwappedRequests
-    #: Blocks that stay free when swapped requests are resumed beside running requests.
-    watermark_blocks: int
-
-    @classmethod
-    def of(cls, state: SchedulerState) -> Preemptor:
-        return cls(
-            mode=state.config.preemption_mode,
-            kv=state.kv,
-            running=state.running,
-            loaded=state.queues.loaded,
-            swapped=state.swapped,
-            watermark_blocks=state.watermark_blocks,
-        )
+    def __init__(self, state: SchedulerState) -> None:
+        self.mode = state.config.preemption_mode
+        self.kv = state.kv
+        self.running = state.running
+        self.loaded = state.queues.loaded
+        self.swapped = state.swapped
+        #: Blocks that stay free when swapped requests are resumed beside running requests.
+        self.watermark_blocks = state.watermark_blocks
 
     def preempt_for(self, request: Request) -> Preempted | SwappedOut | Finished | None:
         """Return the decision that frees blocks so that the running `request` can continue.

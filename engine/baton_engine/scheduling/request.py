@@ -1,8 +1,21 @@
 """Plain data of a request inside the engine, of its beams and of its sample group.
 
-These fields have one writer each: the KV cache manager writes the block fields of `KVSequence`,
-`WorkerMirror` writes `worker`, `RequestOutputs` writes `report`, and `step.in_flight` writes
-`num_placeholders` and `num_in_flight`. The scheduler and its collaborators write the other fields.
+Each field has one writer after the request was created:
+
+status, num_preemptions, started, num_cached_tokens        RequestLifecycle
+blocks, swapped_blocks, block_hashes, num_cached_blocks    KVCacheManager
+num_placeholders, num_in_flight                            step.in_flight
+worker                                                     WorkerMirror
+report                                                     RequestOutputs
+grammar, num_grammar_tokens                                grammar_queue
+prefill_result, kv_transfer                                RemotePrefill
+group, order                                               SampleGroups
+beams, and the status of a beam                            BeamSearches
+
+Two fields have several writers. `token_ids` grows when a token arrives: in `StepResults`,
+`BeamSearches` and, with the first token of a peer, in `RemotePrefill`. `num_computed_tokens` grows
+in `step.in_flight`. `RequestLifecycle`, `RemotePrefill` and `BeamSearches` set it when a request
+gets or loses KV blocks.
 """
 
 from __future__ import annotations
@@ -81,10 +94,17 @@ class Request(KVSequence):
     Each beam of a search is a sequence of its own.
     """
 
-    def __init__(self, core_request: EngineCoreRequest, *, root: Request | None = None) -> None:
+    def __init__(
+        self,
+        core_request: EngineCoreRequest,
+        *,
+        ignore_priority: bool = False,
+        root: Request | None = None,
+    ) -> None:
         """Create a waiting request from the client's message.
 
         Args:
+            ignore_priority: order the request by arrival only (policy `fcfs`).
             root: request of the beam search if this sequence is a beam, else None.
         """
         super().__init__(
@@ -103,7 +123,8 @@ class Request(KVSequence):
         number = next(_sequence)
         #: The request with the smallest order runs first and is preempted last. Samples of one
         #: group are adjacent.
-        self.order: Order = (core_request.priority, core_request.arrival_time, number, number)
+        priority = 0 if ignore_priority else core_request.priority
+        self.order: Order = (priority, core_request.arrival_time, number, number)
         self.group: SampleGroup | None = None
         #: Set for the root of a beam search, which runs no tokens itself.
         self.beams: BeamGroup | None = None

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton_engine.kv_cache.kv_cache_manager import CachedBlock
-from baton_engine.scheduling.decisions import Finished, Queued
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.sequence_groups.beams import BeamSearches
 from baton_engine.scheduling.step.builder import StepBuilder
-from baton_protocol.engine_messages import EngineCoreEventType, ErrorCode, FinishReason
+from baton_protocol.engine_messages import EngineCoreEventType, EngineCoreOutput, FinishReason
 
 
 @dataclass(slots=True)
@@ -26,7 +25,9 @@ class RequestLifecycle:
 
     def enqueue(self, request: Request) -> None:
         """Queue a request for admission, or hold the request until its grammar is compiled."""
+        self.state.awaiting_steps.pop(request.request_id, None)
         if self.state.grammars.must_wait(request):
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
             self.state.grammars.wait(request)
         elif request.has_loaded_kv:
             request.status = RequestStatus.WAITING
@@ -38,7 +39,14 @@ class RequestLifecycle:
     def wait_for_prompt(self, request: Request) -> None:
         """Hold a waiting request until another request of its `SampleGroup` has the prompt's KV."""
         self.state.queues.waiting.discard(request)
+        request.status = RequestStatus.WAITING_FOR_PROMPT
         self.state.groups.wait(request)
+
+    def wait_for_remote_kv(self, request: Request) -> None:
+        """Queue a new request that loads the KV of its prompt from a peer."""
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KV
+        self.state.queues.waiting_to_load.push(request)
+        self.state.handoff.wait(request)
 
     # Start
 
@@ -179,26 +187,9 @@ class RequestLifecycle:
 
     # End
 
-    def settle(self, decision: Finished | Queued | None) -> None:
-        """Apply a decision that ends or queues one request. Do nothing for None."""
-        match decision:
-            case Finished(request, output):
-                self.state.outputs.emit(request, output)
-                self._end(
-                    request,
-                    aborted=output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR),
-                )
-            case Queued(request):
-                self.state.awaiting_steps.pop(request.request_id, None)
-                self.enqueue(request)
-
-    def finish(
-        self, request: Request, reason: FinishReason, code: ErrorCode | None = None, error: str = ""
-    ) -> None:
-        """End a request with an output that has no tokens."""
-        self.settle(Finished.without_token(request, reason, code, error))
-
-    def _end(self, request: Request, *, aborted: bool) -> None:
+    def finish(self, request: Request, output: EngineCoreOutput) -> None:
+        """End a request with its last output. Free its blocks, unless a transfer may use them."""
+        self.state.outputs.emit(request, output)
         request_id = request.request_id
         if request in self.state.queues.waiting_to_load:
             self.state.handoff.decline(request)
@@ -216,4 +207,5 @@ class RequestLifecycle:
         self.state.worker.forget(request)
         if request.consumes:
             self.remote_prefill.forget(request_id)
+        aborted = output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR)
         self.state.handoff.release(request, aborted=aborted)

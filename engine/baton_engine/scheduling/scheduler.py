@@ -34,11 +34,10 @@ from baton_engine.scheduling.decisions import (
     SwappedOut,
     WaitsForPrompt,
 )
-from baton_engine.scheduling.grammar_queue import accept_tokens
 from baton_engine.scheduling.handoff.remote_prefill import RemotePrefill
 from baton_engine.scheduling.planner import RunningPlanner
 from baton_engine.scheduling.preemption import Preemptor
-from baton_engine.scheduling.request import Request, RequestStatus
+from baton_engine.scheduling.request import Request
 from baton_engine.scheduling.request_lifecycle import RequestLifecycle
 from baton_engine.scheduling.request_limits import RequestRefusedError, check_request
 from baton_engine.scheduling.scheduler_state import PauseState, SchedulerState
@@ -69,22 +68,18 @@ class Scheduler:
         self.made_progress = False
         self._in_flight: dict[int, list[ScheduledRange]] = {}
         self._num_steps = 0
-        self._beams = BeamSearches.of(state)
-        self._preemptor = Preemptor.of(state)
-        self._planner = RunningPlanner.of(state, self._preemptor)
-        self._admission = BatchAdmission.of(state)
-        self._remote_prefill = RemotePrefill.of(state)
-        self._results = StepResults.of(state, self._beams)
+        self._beams = BeamSearches(state)
+        self._preemptor = Preemptor(state)
+        self._planner = RunningPlanner(state, self._preemptor)
+        self._admission = BatchAdmission(state)
+        self._remote_prefill = RemotePrefill(state)
+        self._results = StepResults(state, self._beams)
         self._lifecycle = RequestLifecycle(state, self._beams, self._remote_prefill)
 
     # Build a step
 
     def schedule(self) -> SchedulerOutput:
-        """Build the next step.
-
-        Running requests come first, then swapped requests, then waiting requests. The step is
-        limited by the token budget, the places in the batch and the KV memory.
-        """
+        """Build the next step: `_fill` decides who runs."""
         step = StepBuilder(
             self.state.kv,
             self.state.worker,
@@ -92,32 +87,35 @@ class Scheduler:
             self.state.config.max_num_batched_tokens,
         )
         self._num_steps += 1
-        changed = self._end_waits()
+        changed = self._settle(self.state.grammars.take_compiled())
+        changed |= self._settle(self.state.groups.take_ready())
         if self.pause_state is not PauseState.PAUSED_ALL:
-            preempted = self._apply(step, self._planner.plan(step))
-            changed |= preempted
+            changed |= self._fill(step)
+        return self._finish_step(step, changed)
+
+    def _fill(self, step: StepBuilder) -> bool:
+        """Fill a step with requests, within token budget, places in the batch and KV memory.
+
+        1. Running requests get tokens: decodes first, then prompt chunks.
+        2. Requests whose KV has been loaded join the batch. They hold memory that swapped requests
+           may need.
+        3. Swapped requests get blocks back, to run from the next step on.
+        4. If no request is swapped out, waiting requests join the batch or start to load KV.
+
+        Returns:
+            Whether any request was preempted, swapped out or swapped in.
+        """
+        if self._apply(step, self._planner.plan(step)):
             # Running requests need the memory that a preemption frees, and that a request admitted
             # in the same step would take. A load could write to a block that is still to be swapped
             # out.
-            if not preempted:
-                changed |= self._schedule_others(step)
-        return self._finish_step(step, changed)
-
-    def _schedule_others(self, step: StepBuilder) -> bool:
-        """Start loaded requests, resume swapped requests, then admit waiting requests.
-
-        If there are swapped requests, no waiting request is admitted in this step.
-
-        Returns:
-            Whether any request was preempted or swapped in.
-        """
-        unpaused, preempted = self.pause_state is PauseState.UNPAUSED, False
-        if unpaused:  # first, because loaded requests hold memory that swapped requests may need
-            preempted = self._apply(step, self._admission.admit_loaded(step))
+            return True
+        admits = self.pause_state is PauseState.UNPAUSED
+        preempted = admits and self._apply(step, self._admission.admit_loaded(step))
         resumed = self._apply(step, self._preemptor.resume())
         if resumed:
             self._settle(self._results.advance_resumed())
-        elif unpaused and not self.state.swapped:
+        elif admits and not self.state.swapped:
             self._apply(step, self._admission.admit(step))
         return preempted or resumed
 
@@ -143,8 +141,8 @@ class Scheduler:
                     self._lifecycle.start_load(request, cached)
                 case WaitsForPrompt(request):
                     self._lifecycle.wait_for_prompt(request)
-                case Finished():
-                    self._lifecycle.settle(decision)
+                case Finished(request, output):
+                    self._lifecycle.finish(request, output)
                 case Preempted(request):
                     moved = True
                     self._lifecycle.preempt(request)
@@ -156,28 +154,20 @@ class Scheduler:
                     self._lifecycle.swap_in(step, requests)
         return moved
 
-    def _end_waits(self) -> bool:
-        """Queue requests whose grammar is compiled, or whose group's prompt is computed.
-
-        A request is finished instead if its grammar failed or is already complete.
+    def _settle(self, decisions: Iterable[Finished | Queued]) -> bool:
+        """Apply decisions that end or queue requests, each before the next is computed.
 
         Returns:
-            Whether there were such requests.
+            Whether there was any decision.
         """
         found = False
-        for request, error in self.state.grammars.take_compiled():
+        for decision in decisions:
             found = True
-            if error is None and not accept_tokens(request):
-                error = ValueError("the generated_token_ids contradict structured_output")
-            if error is not None:
-                self._lifecycle.finish(request, FinishReason.ERROR, ErrorCode.INVALID, str(error))
-            elif request.grammar is not None and request.grammar.is_terminated:
-                self._lifecycle.finish(request, FinishReason.STOP)
-            else:
-                self._lifecycle.enqueue(request)
-        for request in self.state.groups.take_ready():
-            found = True
-            self._lifecycle.enqueue(request)
+            match decision:
+                case Finished(request, output):
+                    self._lifecycle.finish(request, output)
+                case Queued(request):
+                    self._lifecycle.enqueue(request)
         return found
 
     def _finish_step(self, step: StepBuilder, changed: bool) -> SchedulerOutput:
@@ -250,11 +240,6 @@ class Scheduler:
         self._settle(self._results.discard(self._in_flight.pop(step.step_id, [])))
         self.state.handoff.take_back(step.connector.saves)
 
-    def _settle(self, decisions: Iterable[Finished | Queued]) -> None:
-        """Apply decisions that end or queue requests, each before the next is computed."""
-        for decision in decisions:
-            self._lifecycle.settle(decision)
-
     def take_outputs(self) -> list[EngineCoreOutput]:
         """Return the outputs for clients that were collected since the last call."""
         return self.state.outputs.take()
@@ -275,32 +260,37 @@ class Scheduler:
             num_queued=self.state.queues.num_without_memory + len(self.state.grammars),
             draining=self.draining,
         )
-        request = Request(core_request)
-        if self.state.config.policy == "fcfs":
-            request.order = (0, *request.order[1:])
-        try:
-            if core_request.group_id:
-                self.state.groups.join(core_request.group_id, request)
-            self.state.grammars.compile(request)
-        except ValueError as error:
-            if request.group is not None:
-                self.state.groups.leave(request)
-            raise RequestRefusedError(ErrorCode.INVALID, str(error)) from error
+        request = Request(core_request, ignore_priority=self.state.config.policy == "fcfs")
+        self._join_group_and_compile(request, core_request.group_id)
         self.state.requests[request.request_id] = request
         self.state.outputs.event(request, EngineCoreEventType.QUEUED)
         if request.sampling_params.beam_width:
             self._beams.start(request)
         early_result = self._remote_prefill.take_early(request.request_id)
         if request.consumes:
-            request.status = RequestStatus.WAITING_FOR_REMOTE_KV
-            self.state.queues.waiting_to_load.push(request)
-            self.state.handoff.wait(request)
+            self._lifecycle.wait_for_remote_kv(request)
             if early_result is not None:
                 self._settle(self._remote_prefill.add_result(request, early_result))
         else:
             self._lifecycle.enqueue(request)
             if request.produces:
                 self.state.handoff.offer(request)
+
+    def _join_group_and_compile(self, request: Request, group_id: str) -> None:
+        """Add a new request to its sample group, and start to compile its grammar.
+
+        Raises:
+            RequestRefusedError: the request does not fit its group, or its grammar is refused. The
+                group is unchanged.
+        """
+        try:
+            if group_id:
+                self.state.groups.join(group_id, request)
+            self.state.grammars.compile(request)
+        except ValueError as error:
+            if request.group is not None:
+                self.state.groups.leave(request)
+            raise RequestRefusedError(ErrorCode.INVALID, str(error)) from error
 
     def forget_refused(self, request_id: str) -> None:
         """Discard present and future prefill results of a refused request.
@@ -318,14 +308,14 @@ class Scheduler:
         for request_id in request_ids:
             request = self.state.requests.get(request_id)
             if request is not None:
-                self._lifecycle.finish(request, FinishReason.ABORT)
+                self._settle([Finished.without_token(request, FinishReason.ABORT)])
             else:
                 self.state.handoff.cancel_finished(request_id)
 
     def fail_all(self, code: ErrorCode, message: str) -> None:
         """End all requests with an error."""
         for request in list(self.state.requests.values()):
-            self._lifecycle.finish(request, FinishReason.ERROR, code, message)
+            self._settle([Finished.without_token(request, FinishReason.ERROR, code, message)])
 
     def add_prefill_result(self, result: PrefillResult) -> None:
         """Apply the result of a request's prefill stage on a peer: the first token, or an error.

@@ -71,8 +71,8 @@ class DrainStatus(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class PendingResult:
-    """The result of a utility call that continues after the HTTP response."""
+class AdminCallPending:
+    """The result of a slow call, which continues after the HTTP response 202."""
 
 
 class EngineAdmin(Protocol):
@@ -92,11 +92,11 @@ class EngineAdmin(Protocol):
             TimeoutError: the engine's loop does not answer.
         """
 
-    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
-        """Call a utility method with arguments from a URL's query.
+    def run_admin_call(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
+        """Run a utility method with arguments from a URL's query.
 
         Returns:
-            The method's result, or `PendingResult` if the call continues.
+            The method's result, or `AdminCallPending` if the call continues.
 
         Raises:
             ValueError: the arguments are wrong.
@@ -206,7 +206,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
             self._not_found()
             return
         try:
-            result = self.server.admin.call_utility(
+            result = self.server.admin.run_admin_call(
                 method, parse_qs(url.query, keep_blank_values=True)
             )
         except ValueError as error:
@@ -216,7 +216,7 @@ class _Handler(BoundedHandler, BaseHTTPRequestHandler):
         except Exception as error:
             self._send_reason(409, "Failed", f"{method}: {error}")
         else:
-            if isinstance(result, PendingResult):
+            if isinstance(result, AdminCallPending):
                 self._send_reason(
                     202,
                     "Pending",

@@ -36,7 +36,7 @@ from baton_engine.metrics.request_metrics import Histogram, RequestMetrics
 from baton_engine.scheduling.scheduler_state import PauseState
 from baton_engine.server import utility_calls
 from baton_engine.server.access import Access
-from baton_engine.server.admin_server import DrainStatus, PendingResult, ProbeResult
+from baton_engine.server.admin_server import AdminCallPending, DrainStatus, ProbeResult
 from baton_engine.server.engine_io import CLIENT_TIMEOUT_S, Abort, EngineIO, Input
 from baton_engine.server.request_owners import RequestOwners
 from baton_protocol.engine_messages import (
@@ -95,8 +95,8 @@ class ShutdownKind(enum.IntEnum):
 
 
 @dataclass(slots=True)
-class _LocalCall:
-    """A function that another thread of this process asks the loop to run."""
+class _LoopCall:
+    """A function that the loop runs for another thread of this process."""
 
     run: Callable[[EngineCore], Any]
     future: Future[Any] = field(default_factory=Future)
@@ -130,7 +130,7 @@ class EngineCoreProc:
             host,
             config.engine_port,
             self.instance_id,
-            self._load,
+            self._make_pong,
             access=self.access,
             client_timeout_s=client_timeout_s,
         )
@@ -182,11 +182,8 @@ class EngineCoreProc:
             return 0
         except Exception as error:
             loading = self.state is State.LOADING
-            self._fail(
-                str(error)
-                if isinstance(error, StepFailedError)
-                else f"{type(error).__name__}: {error}"
-            )
+            is_explained = isinstance(error, StepFailedError)
+            self._fail(str(error) if is_explained else f"{type(error).__name__}: {error}")
             if loading:
                 raise
             logger.exception("the engine loop failed")
@@ -314,14 +311,15 @@ class EngineCoreProc:
             return DrainStatus(draining=self._drain_requested, unfinished=0)
         # Only requests with the service key call the loop. To start the drain, the loop first
         # handles the ADD messages that are already in the input queue, so the stats count them.
-        stats: EngineStats = self._ask_loop(EngineCore.drain) if start else self._stats
+        stats: EngineStats = self._run_in_loop(EngineCore.drain) if start else self._stats
         return DrainStatus(draining=stats.draining, unfinished=stats.num_unfinished)
 
-    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
-        """Call a utility method with arguments from a URL's query.
+    def run_admin_call(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
+        """Run a utility method for the admin server, with arguments from a URL's query.
 
         Returns:
-            The method's result, or `PendingResult` if the call takes longer than ADMIN_TIMEOUT_S.
+            The method's result, or `AdminCallPending` if the call takes longer than
+            ADMIN_TIMEOUT_S.
 
         Raises:
             UtilityCallError: there is no such method, or its arguments are wrong.
@@ -335,16 +333,16 @@ class EngineCoreProc:
         if method in FROM_STATS:
             return FROM_STATS[method](self._stats)
         deadline = time.monotonic() + ADMIN_TIMEOUT_S
-        result = self._ask_loop(lambda core: getattr(core, method)(**arguments))
+        result = self._run_in_loop(lambda core: getattr(core, method)(**arguments))
         if not isinstance(result, Future):
             return result
         wait_for_futures([result], timeout=max(0.0, deadline - time.monotonic()))
         if not result.done():
-            return PendingResult()
-        self._ask_loop(lambda core: None)  # refreshes the stats
+            return AdminCallPending()
+        self._run_in_loop(lambda core: None)  # refreshes the stats
         return result.result()
 
-    def _ask_loop(self, run: Callable[[EngineCore], Any]) -> Any:
+    def _run_in_loop(self, run: Callable[[EngineCore], Any]) -> Any:
         """Run a function in the loop's thread, and return its result.
 
         Later calls of `stats` include the effect of the function.
@@ -353,7 +351,7 @@ class EngineCoreProc:
             TimeoutError: the loop did not answer within ADMIN_TIMEOUT_S.
             Exception: any exception of the function.
         """
-        call = _LocalCall(run)
+        call = _LoopCall(run)
         self.io.input_queue.put(Input(RequestType.UTILITY, payload=call))
         wait_for_futures([call.future], timeout=ADMIN_TIMEOUT_S)
         if not call.future.done():
@@ -393,7 +391,7 @@ class EngineCoreProc:
             self._take_inputs(core, wait=not busy)
             if core.info.compatibility_hash != self._hash_sent:  # wake_up has loaded other weights
                 self._send_init(core)
-            if self._shutdown and self._may_stop(core):
+            if self._shutdown and self._advance_shutdown(core):
                 return
             began = time.monotonic()
             busy = self._step(core)
@@ -410,7 +408,7 @@ class EngineCoreProc:
     def _update_stats(self, core: EngineCore, max_connector_age_s: float) -> None:
         was_paused = self._stats.paused
         self._stats = core.recent_stats(max_connector_age_s=max_connector_age_s)
-        # The previous stats count, too: the call that resumed the engine may have taken minutes.
+        # If the previous stats were paused, the call that resumed the engine has just ended.
         if was_paused or self._stats.paused:
             self._suspended_at = time.monotonic()
 
@@ -421,11 +419,14 @@ class EngineCoreProc:
         self._deliver(core.step_fn())
         return core.made_progress
 
-    def _may_stop(self, core: EngineCore) -> bool:
-        """Start the drain if it has not started. Return whether the process may stop.
+    def _advance_shutdown(self, core: EngineCore) -> bool:
+        """Start the drain, or check whether it is complete.
 
         At the drain timeout, after a second signal, or while the engine is paused, remaining
         requests end with DRAINING. The gateway continues these requests on other engines.
+
+        Returns:
+            Whether the process may stop.
         """
         now = time.monotonic()
         if self._shutdown_deadline is None:
@@ -444,13 +445,12 @@ class EngineCoreProc:
         )
         if self._shutdown is ShutdownKind.DRAIN and now < self._shutdown_deadline and not frozen:
             return False
-        why = (
-            "paused"
-            if frozen
-            else "second signal"
-            if now < self._shutdown_deadline
-            else "drain timeout"
-        )
+        if frozen:
+            why = "paused"
+        elif now < self._shutdown_deadline:
+            why = "second signal"
+        else:
+            why = "drain timeout"
         logger.warning(
             "shutdown (%s): ending %d requests; the gateway continues them elsewhere",
             why,
@@ -506,14 +506,14 @@ class EngineCoreProc:
         if isinstance(payload, EngineCoreRequest):
             self._add_request(core, client, payload)
         elif isinstance(payload, Abort):
-            core.abort_requests(self._owners.deliver(payload))
+            core.abort_requests(self._owners.ids_to_abort(payload))
         elif isinstance(payload, PrefillResult):
             if self._owners.may_touch(payload.request_id, client):
                 core.add_prefill_result(payload)
         elif isinstance(payload, UtilityRequest):
             with self._calling():
-                self._call_utility(core, client, payload)
-        elif isinstance(payload, _LocalCall):
+                self._run_utility_call(core, client, payload)
+        elif isinstance(payload, _LoopCall):
             with self._calling():
                 try:
                     result = payload.run(core)
@@ -533,12 +533,12 @@ class EngineCoreProc:
             self._in_call = False
             self._heartbeat = time.monotonic()
 
-    def _call_utility(self, core: EngineCore, client: bytes, request: UtilityRequest) -> None:
-        def answer(result: Any, failure_message: str | None) -> None:
+    def _run_utility_call(self, core: EngineCore, client: bytes, request: UtilityRequest) -> None:
+        def send_result(result: Any, failure_message: str | None) -> None:
             output = UtilityOutput(request.call_id, failure_message, result)
             self.io.send_outputs(client, EngineCoreOutputs(utility_output=output))
 
-        utility_calls.call(core, request.method, request.args, answer)
+        utility_calls.call(core, request.method, request.args, send_result)
 
     def _add_request(self, core: EngineCore, client: bytes, request: EngineCoreRequest) -> None:
         logger.debug(
@@ -554,10 +554,11 @@ class EngineCoreProc:
             self.io.send_outputs(client, EngineCoreOutputs([refusal]))
 
     def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
-        for client, client_outputs in self._owners.sort(outputs):
+        for client, client_outputs in self._owners.group_by_client(outputs):
             self.io.send_outputs(client, EngineCoreOutputs(client_outputs))
 
-    def _load(self) -> Pong:
+    def _make_pong(self) -> Pong:
+        """Return the engine's load. `EngineIO` sets the sequence number."""
         stats = self._stats
         return Pong(
             sequence=0,

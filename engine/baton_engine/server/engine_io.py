@@ -148,7 +148,7 @@ class EngineIO:
         host: str,
         port: int,
         instance_id: str,
-        load: Callable[[], Pong],
+        make_pong: Callable[[], Pong],
         *,
         access: Access,
         client_timeout_s: float,
@@ -157,8 +157,8 @@ class EngineIO:
 
         Args:
             port: 0 selects a free port. The attribute `port` contains the bound port.
-            load: returns a PONG message with the engine's load. The I/O thread sets the sequence
-                number.
+            make_pong: returns a PONG message with the engine's load. The I/O thread sets the
+                sequence number.
             access: checks whether clients have the service key.
             client_timeout_s: after this time without a message, a client is gone and its requests
                 are aborted.
@@ -174,7 +174,7 @@ class EngineIO:
         #: The ABORT messages of `input_queue`, which can be read before earlier messages.
         self.aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
         self._instance_id = instance_id.encode()
-        self._load = load
+        self._make_pong = make_pong
         self._client_timeout_s = client_timeout_s
         self._access = access
         self._clients: dict[bytes, _Client] = {}
@@ -324,7 +324,7 @@ class EngineIO:
                     state = self._clients.get(client)
                     if state is not None and not state.gone:
                         self._client_gone(client, state, "it reads no messages, or is disconnected")
-                    if error.errno == zmq.EAGAIN:  # its next messages must not start this again
+                    if error.errno == zmq.EAGAIN:  # else its next message would log this again
                         self._clients.pop(client, None)
 
     def _reply(self, client: bytes, kind: ResponseType, message: Any) -> None:
@@ -394,7 +394,7 @@ class EngineIO:
         if kind is RequestType.HELLO:
             self._hello(client, message)
         elif kind is RequestType.PING:
-            pong = self._load()
+            pong = self._make_pong()
             pong.sequence = message.sequence
             self._reply(client, ResponseType.PONG, pong)
         elif self._ready is None:

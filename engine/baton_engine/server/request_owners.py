@@ -39,7 +39,7 @@ class RequestOwners:
         """
         return self._owners.get(request_id, client) == client
 
-    def deliver(self, abort: Abort) -> list[str]:
+    def ids_to_abort(self, abort: Abort) -> list[str]:
         """Return the ids of the next ABORT message of the input queue, see `_owned_ids`."""
         if not abort.taken:  # the message is also the first of the other queue
             self._aborts.get_nowait()
@@ -71,7 +71,7 @@ class RequestOwners:
             abort.taken = True
             request_ids += self._owned_ids(abort)
 
-    def sort(
+    def group_by_client(
         self, outputs: list[EngineCoreOutput]
     ) -> Iterator[tuple[bytes, list[EngineCoreOutput]]]:
         """Group outputs by client. Outputs of requests without an owner are dropped.

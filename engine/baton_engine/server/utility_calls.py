@@ -116,12 +116,12 @@ def call(
         done(None, f"{method}: {error}")
     else:
         if isinstance(result, Future):
-            result.add_done_callback(lambda future: _answer(method, future, done))
+            result.add_done_callback(lambda future: _pass_result(method, future, done))
         else:
             done(result, None)
 
 
-def _answer(method: str, future: Future[Any], done: Callable[[Any, str | None], None]) -> None:
+def _pass_result(method: str, future: Future[Any], done: Callable[[Any, str | None], None]) -> None:
     error = future.exception()
     if error is None:
         done(future.result(), None)

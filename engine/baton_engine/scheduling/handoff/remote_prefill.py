@@ -7,49 +7,30 @@ This engine computes missing blocks itself, unless `load_failure_policy` is `fai
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
 
-from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
-from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.decisions import Finished, Queued
-from baton_engine.scheduling.handoff.kv_handoff import KVHandoff
-from baton_engine.scheduling.queues import WaitingRequests
 from baton_engine.scheduling.request import Request, RequestStatus
 from baton_engine.scheduling.scheduler_state import SchedulerState
-from baton_engine.scheduling.stop_rules import StopRules
 from baton_protocol.engine_messages import ErrorCode, FinishReason, PrefillResult
 
 #: Maximum number of prefill results that are kept for requests that have not arrived.
 EARLY_RESULTS_KEPT = 1024
 
 
-@dataclass(slots=True)
 class RemotePrefill:
     """Continues a request once both its block load and its prefill stage have ended."""
 
-    kv: KVCacheManager
-    handoff: KVHandoff
-    queues: WaitingRequests
-    stop_rules: StopRules
-    counters: EngineStats
-    #: End a request whose KV load failed. If False, this engine computes the missing blocks.
-    fail_on_load_error: bool
-    #: Results of requests that have not arrived, by request id. None: the request has ended or was
-    #: refused, and a late result must not reach a later request with the same id.
-    _early_results: OrderedDict[str, PrefillResult | None] = field(
-        default_factory=OrderedDict, init=False
-    )
-
-    @classmethod
-    def of(cls, state: SchedulerState) -> RemotePrefill:
-        return cls(
-            kv=state.kv,
-            handoff=state.handoff,
-            queues=state.queues,
-            stop_rules=state.stop_rules,
-            counters=state.counters,
-            fail_on_load_error=state.fail_on_load_error,
-        )
+    def __init__(self, state: SchedulerState) -> None:
+        self.kv = state.kv
+        self.handoff = state.handoff
+        self.queues = state.queues
+        self.stop_rules = state.stop_rules
+        self.counters = state.counters
+        #: End a request whose KV load failed. If False, this engine computes the missing blocks.
+        self.fail_on_load_error = state.fail_on_load_error
+        #: Results of requests that have not arrived, by request id. None: the request has ended or
+        #: was refused, and a late result must not reach a later request with the same id.
+        self._early_results: OrderedDict[str, PrefillResult | None] = OrderedDict()
 
     def take_early(self, request_id: str) -> PrefillResult | None:
         """Remove and return the prefill result that arrived before its request, or None."""

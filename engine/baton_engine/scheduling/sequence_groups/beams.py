@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
 from baton_engine.scheduling.request import (
     BEAM_SEPARATOR,
     Beam,
@@ -20,8 +17,6 @@ from baton_engine.scheduling.sequence_groups.beam_search import (
     FinishedBeams,
     advance,
 )
-from baton_engine.scheduling.step.worker_mirror import WorkerMirror
-from baton_engine.scheduling.stop_rules import StopRules
 from baton_protocol.engine_messages import (
     BeamOutput,
     EngineCoreRequest,
@@ -30,23 +25,14 @@ from baton_protocol.engine_messages import (
 )
 
 
-@dataclass(slots=True)
 class BeamSearches:
     """Starts, advances, restarts and ends beam searches."""
 
-    kv: KVCacheManager
-    worker: WorkerMirror
-    max_model_len: int
-    stop_rules: StopRules
-
-    @classmethod
-    def of(cls, state: SchedulerState) -> BeamSearches:
-        return cls(
-            kv=state.kv,
-            worker=state.worker,
-            max_model_len=state.max_model_len,
-            stop_rules=state.stop_rules,
-        )
+    def __init__(self, state: SchedulerState) -> None:
+        self.kv = state.kv
+        self.worker = state.worker
+        self.max_model_len = state.max_model_len
+        self.stop_rules = state.stop_rules
 
     def start(self, root: Request) -> None:
         """Start the beam search of `root`, with one beam that has the tokens of `root`."""

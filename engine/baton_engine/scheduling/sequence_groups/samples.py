@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from baton_engine.scheduling.decisions import Queued
 from baton_engine.scheduling.request import Request, RequestStatus, SampleGroup
 from baton_engine.scheduling.step.builder import StepBuilder
 
@@ -98,14 +99,16 @@ class SampleGroups:
     def wait(self, request: Request) -> None:
         """Hold `request` while another request of its group computes or loads the prompt."""
         assert request.group is not None
-        request.status = RequestStatus.WAITING_FOR_PROMPT
         request.group.waiting.append(request)
         self._with_waiting[id(request.group)] = request.group
 
-    def take_ready(self) -> Iterator[Request]:
-        """Remove and yield the held requests of groups that do not wait for their prompt."""
+    def take_ready(self) -> Iterator[Queued]:
+        """Release the held requests of groups that do not wait for their prompt.
+
+        Yield the decision that queues each request.
+        """
         for key, group in list(self._with_waiting.items()):
             if not self.is_computing_prompt(group):
                 del self._with_waiting[key]
                 ready, group.waiting = group.waiting, []
-                yield from ready
+                yield from map(Queued, ready)

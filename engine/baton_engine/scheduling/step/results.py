@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from baton_engine.executor.step import ModelRunnerOutput
-from baton_engine.kv_cache.kv_cache_manager import KVCacheManager
-from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.scheduling.decisions import Finished, Queued
-from baton_engine.scheduling.queues import RunningRequests
 from baton_engine.scheduling.request import Request, RequestStatus
-from baton_engine.scheduling.request_outputs import RequestOutputs
 from baton_engine.scheduling.scheduler_state import SchedulerState
 from baton_engine.scheduling.sequence_groups.beams import BeamSearches
 from baton_engine.scheduling.step import in_flight
 from baton_engine.scheduling.step.in_flight import ScheduledRange
-from baton_engine.scheduling.step.worker_mirror import WorkerMirror
-from baton_engine.scheduling.stop_rules import StopRules
 from baton_protocol.engine_messages import EngineCoreOutput, ErrorCode, FinishReason, TokenLogprobs
 
 
-@dataclass(slots=True)
 class StepResults:
     """Applies the results of steps, and decides which requests end or are queued again."""
 
-    kv: KVCacheManager
-    worker: WorkerMirror
-    running: RunningRequests
-    beams: BeamSearches
-    stop_rules: StopRules
-    outputs: RequestOutputs
-    counters: EngineStats
-
-    @classmethod
-    def of(cls, state: SchedulerState, beams: BeamSearches) -> StepResults:
-        return cls(
-            kv=state.kv,
-            worker=state.worker,
-            running=state.running,
-            beams=beams,
-            stop_rules=state.stop_rules,
-            outputs=state.outputs,
-            counters=state.counters,
-        )
+    def __init__(self, state: SchedulerState, beams: BeamSearches) -> None:
+        self.kv = state.kv
+        self.worker = state.worker
+        self.running = state.running
+        self.beams = beams
+        self.stop_rules = state.stop_rules
+        self.outputs = state.outputs
+        self.counters = state.counters
 
     def take(
         self, step_id: int, ranges: Sequence[ScheduledRange], ran: ModelRunnerOutput

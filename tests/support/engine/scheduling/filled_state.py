@@ -140,7 +140,7 @@ def _add(spec: Spec, arrival: int, state: SchedulerState) -> None:
     if spec.group_id:
         state.groups.join(spec.group_id, request)
     if spec.beam_width:
-        BeamSearches.of(state).start(request)
+        BeamSearches(state).start(request)
         request.beams.num_blocks_wanted = spec.num_blocks_wanted
     state.requests[spec.name] = request
 
@@ -193,6 +193,6 @@ def _compute(spec: Spec, request: Request, state: SchedulerState) -> None:
     if request.beams is not None:
         candidates = range(EOS + 1, EOS + 1 + 2 * spec.beam_width)
         request.beams.live[0].candidates = [(token_id, -float(token_id)) for token_id in candidates]
-        BeamSearches.of(state).advance(request)
+        BeamSearches(state).advance(request)
     request.num_in_flight = spec.num_in_flight
     request.token_ids += [1] * spec.num_more_tokens

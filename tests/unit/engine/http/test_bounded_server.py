@@ -57,7 +57,7 @@ class Engine:
     def drain_status(self, *, start: bool) -> DrainStatus:
         return DrainStatus(start, 0)
 
-    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> None:
+    def run_admin_call(self, method: str, query: Mapping[str, Sequence[str]]) -> None:
         return None
 
 

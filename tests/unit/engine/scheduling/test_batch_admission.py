@@ -133,7 +133,7 @@ LOADS: Cases = {
 
 
 def first_admission(state: SchedulerState, step: StepBuilder) -> Decided:
-    return decided(next(BatchAdmission.of(state).admit(step), None))
+    return decided(next(BatchAdmission(state).admit(step), None))
 
 
 @pytest.mark.parametrize(
@@ -215,10 +215,10 @@ def test_the_loaded_request_that_joins_next(
 ) -> None:
     state = fill_state(specs, **options)
     step = StepBuilder(state.kv, state.worker, 0, budget=16)
-    assert decided(next(BatchAdmission.of(state).admit_loaded(step), None)) == expected
+    assert decided(next(BatchAdmission(state).admit_loaded(step), None)) == expected
 
 
 def test_without_token_budget_no_loaded_request_joins() -> None:
     state = fill_state([loaded("l")])
     step = StepBuilder(state.kv, state.worker, 0, budget=0)
-    assert list(BatchAdmission.of(state).admit_loaded(step)) == []
+    assert list(BatchAdmission(state).admit_loaded(step)) == []

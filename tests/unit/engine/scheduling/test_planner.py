@@ -202,7 +202,7 @@ def plan_state(
     state: SchedulerState, budget: int, planner: RunningPlanner | None = None
 ) -> tuple[StepBuilder, list[tuple[Any, ...]]]:
     step = StepBuilder(state.kv, state.worker, 0, budget)
-    planner = planner or RunningPlanner.of(state, Preemptor.of(state))
+    planner = planner or RunningPlanner(state, Preemptor(state))
     return step, apply(state, step, planner.plan(step))
 
 
@@ -212,7 +212,7 @@ def apply(
     decisions: Iterable[Preempted | SwappedOut | Finished],
 ) -> list[tuple[Any, ...]]:
     """Apply each decision before the next one is computed. Return what was decided."""
-    lifecycle = RequestLifecycle(state, BeamSearches.of(state), RemotePrefill.of(state))
+    lifecycle = RequestLifecycle(state, BeamSearches(state), RemotePrefill(state))
     found = []
     for decision in decisions:
         found.append(decided(decision) or ())
@@ -221,8 +221,8 @@ def apply(
                 lifecycle.preempt(request)
             case SwappedOut(requests):
                 lifecycle.swap_out(step, requests)
-            case Finished():
-                lifecycle.settle(decision)
+            case Finished(request, output):
+                lifecycle.finish(request, output)
     return found
 
 
@@ -323,7 +323,7 @@ def test_the_first_beam_computes_the_prompt_in_chunks() -> None:
 
 def test_a_planner_collects_the_prompts_of_each_step_again() -> None:
     state = fill_state([prompt("a", 12)], async_scheduling=True)
-    planner = RunningPlanner.of(state, Preemptor.of(state))
+    planner = RunningPlanner(state, Preemptor(state))
     for budget, num_tokens in ((4, 4), (16, 8)):
         step, decisions = plan_state(state, budget, planner)
         assert (tokens_of(step), decisions) == ([("a", num_tokens)], [])

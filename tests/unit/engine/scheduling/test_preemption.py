@@ -71,7 +71,7 @@ def test_the_request_that_loses_its_memory(
     specs: list[Spec], needs: str, expected: Decided
 ) -> None:
     state = fill_state(specs, preemption_mode="recompute")
-    assert decided(Preemptor.of(state).preempt_for(state.requests[needs])) == expected
+    assert decided(Preemptor(state).preempt_for(state.requests[needs])) == expected
 
 
 SAMPLES = [running("a"), running("s1", **SAMPLE), running("s2", **SAMPLE)]
@@ -125,7 +125,7 @@ def test_requests_that_are_swapped_out(
     mode: str, num_swap_blocks: int, specs: list[Spec], needs: str, expected: Decided
 ) -> None:
     state = fill_state(specs, num_swap_blocks=num_swap_blocks, preemption_mode=mode)
-    assert decided(Preemptor.of(state).preempt_for(state.requests[needs])) == expected
+    assert decided(Preemptor(state).preempt_for(state.requests[needs])) == expected
 
 
 #: Requests, arguments of `fill_state`, and the first decision. "a" needs two blocks.
@@ -174,5 +174,5 @@ RESUMED: dict[str, tuple[list[Spec], dict[str, Any], Decided]] = {
 def test_the_swapped_request_that_is_resumed(
     specs: list[Spec], options: dict[str, Any], expected: Decided
 ) -> None:
-    preemptor = Preemptor.of(fill_state(specs, **options))
+    preemptor = Preemptor(fill_state(specs, **options))
     assert decided(next(preemptor.resume(), None)) == expected

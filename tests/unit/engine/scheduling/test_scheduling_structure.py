@@ -53,6 +53,12 @@ WRITERS = {
         ["blocks", "swapped_blocks", "block_hashes", "num_cached_blocks"], "kv_cache_manager.py"
     ),
     **dict.fromkeys(["num_placeholders", "num_in_flight"], "in_flight.py"),
+    **dict.fromkeys(["num_preemptions", "started", "num_cached_tokens"], "request_lifecycle.py"),
+    "request.status": "request_lifecycle.py",  # BeamSearches writes the status of beams
+    **dict.fromkeys(["grammar", "num_grammar_tokens"], "grammar_queue.py"),
+    **dict.fromkeys(["prefill_result", "kv_transfer"], "remote_prefill.py"),
+    **dict.fromkeys(["request.group", "order"], "samples.py"),
+    "root.beams": "beams.py",
 }
 
 

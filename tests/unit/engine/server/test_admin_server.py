@@ -19,7 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton_engine.server.access import LOG_INTERVAL_S, Access
-from baton_engine.server.admin_server import AdminServer, DrainStatus, PendingResult, ProbeResult
+from baton_engine.server.admin_server import AdminCallPending, AdminServer, DrainStatus, ProbeResult
 from baton_protocol.kv_compatibility import KVCompatibility
 from baton_protocol.process import metrics_text
 from baton_protocol.process.health import LoadProgress
@@ -42,7 +42,7 @@ class FakeAdmin:
     def drain_status(self, *, start: bool) -> DrainStatus:
         return DrainStatus(start, 0)
 
-    def call_utility(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
+    def run_admin_call(self, method: str, query: Mapping[str, Sequence[str]]) -> Any:
         self.called = (method, query)
         if isinstance(self.answer, Exception):
             raise self.answer
@@ -138,7 +138,7 @@ def test_a_call_passes_its_query_to_the_method_and_returns_the_result(server, ad
 @pytest.mark.parametrize(
     ("answer", "status", "reason"),
     [
-        (PendingResult(), 202, "Pending"),
+        (AdminCallPending(), 202, "Pending"),
         (ValueError("mode must be one of"), 400, "BadRequest"),
         (TimeoutError("no answer"), 503, "Unresponsive"),
         (RuntimeError("the engine sleeps"), 409, "Failed"),

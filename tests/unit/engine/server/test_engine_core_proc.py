@@ -414,8 +414,8 @@ def test_reads_of_the_state_do_not_call_the_loop(monkeypatch) -> None:
     proc.state = engine_core_proc.State.SERVING  # although no loop runs
     try:
         assert proc.drain_status(start=False).unfinished == 0
-        assert proc.call_utility("is_paused", {}) is False
-        assert proc.call_utility("is_sleeping", {}) is False
+        assert proc.run_admin_call("is_paused", {}) is False
+        assert proc.run_admin_call("is_sleeping", {}) is False
         assert proc.io.input_queue.empty()
         with pytest.raises(TimeoutError, match="did not answer"):
             proc.drain_status(start=True)
@@ -451,8 +451,8 @@ def test_the_time_since_a_sleep_counts_from_the_end_of_the_wake_up(monkeypatch) 
     thread.start()
     try:
         eventually(lambda: proc.readiness().ok, "the engine to be ready", DEADLINE_S)
-        proc.call_utility("sleep", {"level": ["1"]})
-        proc.call_utility("wake_up", {})
+        proc.run_admin_call("sleep", {"level": ["1"]})
+        proc.run_admin_call("wake_up", {})
         ready = proc.readiness()
         assert (ready.ok, ready.reason) == (True, "Ready")
         assert ready.resumed_s is not None
