@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.options.config import ENGINE_HTTP_PORT, GATEWAY_PORT, KVRole
 from report import Goal
-from support.integration.completions import complete_samples
+from support.completions import complete_samples
 from support.pods import Pod, pods
 
 Rows = list[dict[str, Any]]

@@ -24,7 +24,7 @@ from baton_protocol.options.config import (
     ParallelConfig,
 )
 from support.chaos import workers
-from support.integration.completions import VOCAB, complete
+from support.completions import VOCAB, complete
 from support.parity import assert_greedy, prompts, reference_model
 from support.pods import Pod, pods
 from support.waiting import until

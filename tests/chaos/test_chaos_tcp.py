@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.suspended import suspend
 
 from baton_kv_transfer.agent.agent import XferHandle
 from baton_kv_transfer.agent.agent_factory import create_agent
 from baton_kv_transfer.transports.tcp.tcp_server import SILENT_S
 from support.chaos.namespaces import Namespaces, namespaces
-from support.waiting import eventually
+from support.waiting import eventually, suspend
 
 pytestmark = pytest.mark.chaos
 SMALL, LARGE = 2**16, 2**26

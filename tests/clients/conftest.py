@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.clients.client_rig import ClientRig, client_rig
-from support.clients.programs import are_installed
+from support.clients.client_rig import ClientRig, are_installed, client_rig
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ from baton_protocol.sampling_params import (
     StructuredOutputKind,
 )
 from baton_protocol.service_key import ServiceKey
+from support.completions import generate
 from support.fuzz.fuzz_target import TIMEOUT_S, FuzzTarget
 from support.fuzz.http_cases import HTTPCases
 from support.fuzz.http_client import HTTPFuzzer
@@ -56,7 +57,6 @@ from support.fuzz.zmq_client import (
     mutate_frames,
     mutate_message,
 )
-from support.integration.completions import generate
 from support.pods import Pod, Pods, pods
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
+import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -13,31 +15,251 @@ import numpy as np
 import pytest
 import zmq
 
-from baton_kv_transfer import side_channel
-from baton_kv_transfer.agent.transport_agent import seal
-from baton_kv_transfer.side_channel import Describe, Description, Heartbeat, Release, Subscribe
+from baton_kv_transfer import auth, side_channel
+from baton_kv_transfer.agent.transport_agent import AgentMetadata, TransportAgent, seal
+from baton_kv_transfer.connector import ConnectorMetadata, LoadRequest
+from baton_kv_transfer.memory.slot_memory import HostMemory
+from baton_kv_transfer.side_channel import (
+    Describe,
+    Description,
+    Heartbeat,
+    Hello,
+    MemoryDescription,
+    Release,
+    Subscribe,
+    Welcome,
+)
+from baton_kv_transfer.transfer_connector import TransferConnector
+from baton_kv_transfer.transports.iovec import pack_run
 from baton_kv_transfer.transports.shm import shm_server
 from baton_kv_transfer.transports.shm.cross_memory import ProcessNonce
+from baton_kv_transfer.transports.shm.shm_server import encode_write
+from baton_kv_transfer.transports.sockets.framed_socket import DATA, MAX_PAYLOAD_BYTES
+from baton_kv_transfer.transports.sockets.peer_link import (
+    ANSWER,
+    HELLO,
+    NOTIF,
+    READ,
+    WRITE,
+    encode_request,
+)
 from baton_kv_transfer.transports.tcp import tcp_server
-from baton_protocol.options.config import KV_PORT
+from baton_protocol.options.config import KV_PORT, KVRole, KVTransferConfig
 from baton_protocol.service_key import ServiceKey
 from support.fuzz.fuzz_target import TIMEOUT_S, FuzzTarget
-from support.fuzz.kv_client import (
-    DIGEST_BYTES,
-    Memory,
-    addresses_in,
-    answer_welcome,
-    handshake,
-    load,
-    new_hello,
+from support.fuzz.kv_server import (
+    CHAIN_HASHES,
+    COMPATIBILITY_HASH,
+    FUZZER,
+    HONEST,
+    LAYOUT,
+    NUM_BLOCKS,
+    SERVER,
 )
-from support.fuzz.kv_server import LAYOUT, NUM_BLOCKS
-from support.fuzz.mutations import mutate_value
+from support.fuzz.mutations import mutate_bytes, mutate_value
 from support.fuzz.raw_client import connect_tcp, connect_unix, send_raw, zmtp
-from support.fuzz.transport_cases import TransportCases
 from support.fuzz.zmq_client import ZMQFuzzer, encode_msgpack, mutate_frames, mutate_message
 from support.pods import Pod, Pods, pods
 from support.waiting import eventually
+
+HEADER = struct.Struct("<IIQ")
+KINDS = (DATA, HELLO, READ, WRITE, NOTIF, ANSWER, 99, 2**32 - 1)
+#: Lengths of runs that are longer than any memory, empty or negative.
+ODD_LENGTHS = (0, -1, -(2**62), 2**23 - 2**44, 2**44, 2**62, 2**63 - 1)
+#: WRITEs of up to this size are followed by their data.
+SMALL_BYTES = 2**16
+
+
+class TransportCases:
+    """Makes the bytes of connections to one server.
+
+    Args:
+        hello: payload of a valid HELLO.
+        address: address of the server's registered memory.
+        num_bytes: size of this memory.
+        source: address of as many bytes of this process, from which the transport shm copies. None:
+            the transport tcp.
+    """
+
+    def __init__(
+        self, hello: bytes, address: int, num_bytes: int, source: int | None = None
+    ) -> None:
+        self._hello = hello
+        self._address = address
+        self._num_bytes = num_bytes
+        self._source = source
+
+    def make(self, rng: random.Random) -> bytes:
+        if rng.random() < 0.03:
+            return rng.randbytes(rng.choice((1, 15, 16, 17, 5000)))
+        hello = self._hello if rng.random() < 0.85 else mutate_bytes(self._hello, rng)
+        data = _frame(HELLO, 0, hello, rng)
+        for number in range(rng.choice((0, 1, 1, 2, 6, 30))):
+            data += self._message(number if rng.random() < 0.9 else rng.getrandbits(64), rng)
+        kind = rng.random()
+        if kind < 0.2:
+            return mutate_bytes(data, rng)
+        return data[: rng.randrange(len(data))] if kind < 0.35 else data
+
+    def _message(self, number: int, rng: random.Random) -> bytes:
+        kind = rng.random()
+        if kind < 0.15:
+            notif = rng.randbytes(rng.choice((0, 1, 50, 5000)))
+            return _frame(NOTIF, number, notif, rng)
+        if kind < 0.25:
+            payload = rng.randbytes(rng.choice((0, 1, 50, 5000)))
+            return _frame(rng.choice(KINDS), number, payload, rng)
+        runs = self._runs(self._address, rng)
+        if kind < 0.5 and self._source is None:
+            return _frame(READ, number, self._request(runs, rng), rng)
+        return self._write(number, runs, rng)
+
+    def _write(self, number: int, runs: list[tuple[int, int]], rng: random.Random) -> bytes:
+        data = _frame(WRITE, number, self._request(runs, rng), rng)
+        num_bytes = sum(length for _, length in runs)
+        if self._source is None and 0 < num_bytes <= SMALL_BYTES and rng.random() < 0.8:
+            data += _frame(DATA, number, rng.randbytes(num_bytes), rng)
+        return data
+
+    def _request(self, runs: list[tuple[int, int]], rng: random.Random) -> bytes:
+        notif = rng.randbytes(rng.choice((0, 0, 20)))
+        target = b"".join(pack_run(*run) for run in runs)
+        if self._source is None:
+            request = encode_request(notif, target)
+        else:
+            shift = self._source - self._address if rng.random() < 0.9 else 0
+            source = b"".join(pack_run(_clip(address + shift), length) for address, length in runs)
+            request = encode_write(notif, source, target)
+        return mutate_bytes(request, rng) if rng.random() < 0.15 else request
+
+    def _runs(self, address: int, rng: random.Random) -> list[tuple[int, int]]:
+        """Return (address, length) of each run. Three of five requests have valid runs only."""
+        is_valid = rng.random() < 0.6
+        runs = []
+        for _ in range(rng.choice((1, 1, 2, 17, 300))):
+            offset = rng.randrange(self._num_bytes)
+            length = rng.randrange(1, min(512, self._num_bytes - offset) + 1)
+            kind = 0.0 if is_valid else rng.random()
+            if kind > 0.9:
+                offset = rng.choice((-1, self._num_bytes, -address, 2**62))
+            elif kind > 0.8:
+                length = rng.choice(ODD_LENGTHS)
+            runs.append((_clip(address + offset), length))
+        return runs
+
+
+def _frame(kind: int, number: int, payload: bytes, rng: random.Random) -> bytes:
+    """Return a frame. One in thirty announces another length."""
+    length = len(payload)
+    if rng.random() < 0.03:
+        odd = (0, length + 1, max(0, length - 1), 2**20, MAX_PAYLOAD_BYTES, 2**32 - 1)
+        length = rng.choice(odd)
+    return HEADER.pack(length, kind, number) + payload
+
+
+def _clip(address: int) -> int:
+    return max(-(2**63), min(address, 2**63 - 1))
+
+
+#: Time in which an honest load must succeed, on a busy machine.
+LOAD_TIMEOUT_S = 120.0
+DIGEST_BYTES = 8
+_AGENT_NUMBERS = itertools.count()
+
+
+class Memory:
+    """KV memory of this process, registered with an agent."""
+
+    def __init__(self, transport: str) -> None:
+        self.words = np.zeros(LAYOUT.num_blocks * LAYOUT.block_nbytes // 8, dtype=np.uint64)
+        self.agent = TransportAgent(f"{FUZZER}/{next(_AGENT_NUMBERS)}", transport)
+        self.agent.register_memory([(self.words.ctypes.data, self.words.nbytes, 0, "kv")])
+
+    def describe(self) -> MemoryDescription:
+        return MemoryDescription(
+            self.agent.get_agent_metadata(),
+            self.words.ctypes.data,
+            LAYOUT.num_blocks,
+            LAYOUT.block_nbytes,
+            "DRAM",
+            0,
+        )
+
+
+def new_hello() -> Hello:
+    return Hello(side_channel.VERSION, COMPATIBILITY_HASH, FUZZER, SERVER, auth.new_nonce())
+
+
+def answer_welcome(
+    hello: Hello, welcome: Welcome, key: ServiceKey | None, memory: MemoryDescription | None
+) -> Describe:
+    """Return the answer to WELCOME."""
+    proof = auth.compute_proof(
+        auth.derive_token(key),
+        auth.CONSUMER,
+        consumer_nonce=hello.nonce,
+        producer_nonce=welcome.nonce,
+        consumer_id=hello.instance_id,
+        producer_id=welcome.instance_id,
+    )
+    return Describe(proof, LAYOUT, memory)
+
+
+def handshake(
+    peer: zmq.Socket[bytes], key: ServiceKey | None, memory: MemoryDescription | None = None
+) -> Description:
+    """Open a session on a new connection."""
+    hello = new_hello()
+    peer.send(side_channel.encode(hello))
+    welcome = side_channel.decode_to_consumer(peer.recv())
+    assert isinstance(welcome, Welcome), welcome
+    peer.send(side_channel.encode(answer_welcome(hello, welcome, key, memory)))
+    description = side_channel.decode_to_consumer(peer.recv())
+    assert isinstance(description, Description), description
+    return description
+
+
+def addresses_in(description: Description) -> dict[str, bytes]:
+    """Return the addresses of the producer's transports, by transport."""
+    packed = description.memory.agent_metadata[DIGEST_BYTES:]
+    metadata = msgspec.msgpack.decode(packed, type=AgentMetadata)
+    return msgspec.msgpack.decode(metadata.address, type=dict[str, bytes])
+
+
+def load(host: str, transport: str, key: ServiceKey | None = None) -> None:
+    """Load the blocks of the transfer "h" as an honest consumer.
+
+    Raises:
+        AssertionError: a block did not arrive intact.
+    """
+    connector = TransferConnector(
+        KVTransferConfig(role=KVRole.CONSUMER, transport=transport),
+        instance_id=HONEST,
+        compatibility_hash=COMPATIBILITY_HASH,
+        host="127.0.0.1",
+        service_key=key,
+    )
+    try:
+        words = np.zeros(LAYOUT.num_blocks * LAYOUT.block_nbytes // 8, dtype=np.uint64)
+        connector.register_kv_cache(HostMemory(words.ctypes.data, LAYOUT))
+
+        def is_loaded() -> bool:
+            block_ids = list(range(NUM_BLOCKS))
+            request = LoadRequest("h", host, KV_PORT, SERVER, 0, block_ids, CHAIN_HASHES)
+            connector.start(ConnectorMetadata(loads=[request]))
+            results = eventually(
+                lambda: connector.get_finished().load_results,
+                "the result of a load",
+                LOAD_TIMEOUT_S,
+            )
+            assert results["h"].num_valid_blocks == NUM_BLOCKS, results
+            return True
+
+        # The transfer is offered again soon after its end.
+        eventually(is_loaded, "an intact load", LOAD_TIMEOUT_S)
+    finally:
+        connector.shutdown()
+
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 NUM_BYTES = LAYOUT.num_blocks * LAYOUT.block_nbytes

@@ -24,8 +24,8 @@ from baton_protocol.options.config import (
     ModelConfig,
 )
 from pocketkube.control_plane.embedded import EmbeddedControlPlane
+from support.completions import complete
 from support.images.container import Image
-from support.integration.completions import complete
 from support.pods import Pod
 from support.waiting import eventually
 

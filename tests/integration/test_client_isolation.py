@@ -17,7 +17,7 @@ from baton_protocol.options.config import (
     CacheConfig,
     KVRole,
 )
-from support.integration.completions import VOCAB
+from support.completions import VOCAB
 from support.pods import Pod, pods
 
 CLIENTS = ("team-a", "team-b")

@@ -23,7 +23,7 @@ from baton_protocol.sampling_params import SamplingParams, StructuredOutput, Str
 from baton_text.reply_parsing.reasoning import REASONING_FORMATS
 from baton_text.reply_parsing.reply_grammar import ReplyGrammar
 from baton_text.tokenizer import Tokenizer
-from support.integration.completions import (
+from support.completions import (
     VOCAB,
     check_continuations,
     complete,

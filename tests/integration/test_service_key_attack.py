@@ -44,7 +44,7 @@ from baton_protocol.options.config import (
 )
 from baton_protocol.sampling_params import SamplingParams
 from baton_protocol.service_key import ServiceKey
-from support.integration.completions import VOCAB, complete, engine_client, generate
+from support.completions import VOCAB, complete, engine_client, generate
 from support.parity import prompts
 from support.pods import Pod, Pods, pods
 from support.waiting import eventually, until

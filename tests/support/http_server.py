@@ -1,4 +1,4 @@
-"""HTTP servers of tests."""
+"""Serve a few routes over HTTP. For the tests of HTTP clients."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Send load to a gateway during the body of a test, and check all responses.
 
+For the integration, chaos and end-to-end tests of services, and for benchmarks.
+
 `Load` keeps a constant number of streams open. Their requests are the same in every run.
 `fresh_connections` sends short requests, each over a new connection.
 """

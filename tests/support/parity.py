@@ -1,5 +1,7 @@
 """Compare generated tokens with those of a reference model in `transformers`.
 
+For all tests that compare generated tokens or embeddings.
+
 The reference runs once over the prompt and the generated tokens (teacher forcing). Each generated
 token is therefore compared with the reference's choice *after the same tokens*. A near-tie is a
 different token whose logit is within 1e-4 of the best logit. Only near-ties are accepted, for at

@@ -1,4 +1,7 @@
-"""Run engines, gateways and coordinators as processes, each with an address and a log file."""
+"""Run engines, gateways and coordinators as processes, each with an address and a log file.
+
+For the tests of several processes, and for benchmarks.
+"""
 
 from __future__ import annotations
 

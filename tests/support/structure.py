@@ -1,4 +1,7 @@
-"""Checks of the structure of source files."""
+"""Checks of the structure of source files.
+
+For the tests of the structure of the scheduler and the KV transfer.
+"""
 
 from __future__ import annotations
 

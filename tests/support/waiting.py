@@ -1,10 +1,16 @@
-"""Wait for conditions with a deadline and a message that names the missing condition."""
+"""Wait for conditions, with a deadline and a message that names the missing condition.
+
+For all tests.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -53,3 +59,17 @@ async def until(
             f"not within {timeout_s:g} s: {what}; last seen: {value}"
         )
         await asyncio.sleep(every_s)
+
+
+def suspend(pid: int) -> None:
+    """Send SIGSTOP to a process, and wait until all its threads have stopped.
+
+    The kernel stops a thread when the thread next runs, so until then it could still answer.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: _is_stopped(pid), f"all threads of process {pid} to stop")
+
+
+def _is_stopped(pid: int) -> bool:
+    stats = [task / "stat" for task in Path(f"/proc/{pid}/task").iterdir()]
+    return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)

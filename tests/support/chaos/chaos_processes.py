@@ -1,4 +1,7 @@
-"""Process trees of chaos tests, and checks after a kill."""
+"""Process trees of chaos tests, and checks after a kill.
+
+For the chaos tests of engines, of `baton serve` and of torchrun.
+"""
 
 from __future__ import annotations
 

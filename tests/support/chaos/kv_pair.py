@@ -1,5 +1,7 @@
 """A prefill engine and decode engines as processes, a proxy of their side channel, and a client.
 
+For the chaos tests of the hand-off.
+
 The client handles one request as the gateway does, but never retries or aborts. Each engine must
 therefore release the state of a failed request by itself.
 """

@@ -1,4 +1,7 @@
-"""Network namespaces on one bridge. Tests can cut the links. Root and iproute2 are required."""
+"""Network namespaces on one bridge. Tests can cut the links. Root and iproute2 are required.
+
+For the chaos tests of networks.
+"""
 
 from __future__ import annotations
 

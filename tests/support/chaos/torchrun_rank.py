@@ -1,4 +1,7 @@
-"""Script of one rank under torchrun: generate until an error, and write FOLDER/<rank>.error."""
+"""Script of one rank under torchrun: generate until an error, and write FOLDER/<rank>.error.
+
+For the chaos test of torchrun.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers with a fault."""
+"""Workers with a fault. For the chaos test of stalls, whose engine processes import it by name."""
 
 from __future__ import annotations
 

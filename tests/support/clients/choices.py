@@ -1,4 +1,7 @@
-"""Requests with each choice of tools. Each one has the prompt "The choice is <word>."."""
+"""Requests with each choice of tools. Each one has the prompt "The choice is <word>.".
+
+For the tests of the choice of tools, by tests/clients and at the gateway.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversation that all agents of tests/clients have: five turns of the model."""
+"""The conversation of all agents of tests/clients and at the gateway: five turns of the model."""
 
 from __future__ import annotations
 

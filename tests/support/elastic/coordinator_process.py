@@ -1,4 +1,7 @@
-"""`baton-coordinator` as a process, and simulated ranks that are connected to it over ZMQ."""
+"""`baton-coordinator` as a process, and simulated ranks that are connected to it over ZMQ.
+
+For the tests of the coordinator process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An expert-parallel group as processes on this host: coordinator, ranks and gateway."""
+"""An expert-parallel group as processes on this host: coordinator, ranks and gateway.
+
+For the integration, chaos and end-to-end tests of expert-parallel groups.
+"""
 
 from __future__ import annotations
 

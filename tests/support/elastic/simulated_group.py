@@ -1,5 +1,7 @@
 """A controller and simulated ranks, connected by a network that may lose messages.
 
+For the tests of the topology controller and the coordinator process.
+
 Time advances in steps of STEP_S. Tests let ranks die, freeze, wake up or fail. Everything else
 follows from the messages, as `protocol.topology` describes.
 """
@@ -18,6 +20,7 @@ from baton_protocol.topology import (
     Directive,
     Generation,
     OperationPhase,
+    OperationStatus,
     RankPhase,
     Status,
     TopologyMember,
@@ -213,6 +216,19 @@ class SimulatedGroup(SimulatedRanks):
     def status(self) -> TopologyStatus:
         return self.controller.status(self.now)
 
+    @property
+    def operation(self) -> OperationStatus:
+        return self.status().operation
+
+    @property
+    def has_recovered(self) -> bool:
+        return any(
+            (each.kind, each.outcome) == ("recover", OperationPhase.DONE) for each in self.ended
+        )
+
+    def directive_of(self, rank: SimulatedRank) -> Directive:
+        return self.controller.directive_for(rank.id)
+
     def serving_together(self, *names: str) -> bool:
         """Return whether exactly the ranks `names` serve together and no operation is running."""
         serving = [rank for rank in self.alive().values() if rank.generation is not None]
@@ -307,6 +323,10 @@ class SimulatedGroup(SimulatedRanks):
         due = [each for each in queue if each[0] <= self.steps]
         queue[:] = [each for each in queue if each[0] > self.steps]
         return sorted(due, key=lambda each: each[0])
+
+
+def names_of(generation: Generation) -> list[str]:
+    return [member.name for member in generation.members]
 
 
 def _short(generation: Generation | None) -> str:

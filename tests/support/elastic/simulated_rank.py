@@ -1,4 +1,7 @@
-"""A simulated rank that follows directives as `protocol.topology` describes."""
+"""A simulated rank that follows directives as `protocol.topology` describes.
+
+For the tests of the topology controller and the coordinator process.
+"""
 
 from __future__ import annotations
 

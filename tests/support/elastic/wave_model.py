@@ -1,5 +1,7 @@
 """A model checker for waves: it explores all interleavings of a few ranks, breadth first.
 
+For the exhaustive test of waves.
+
 Each state is explored once. A fault is reported with the moves that lead to it.
 """
 

@@ -1,5 +1,7 @@
 """Simulated engine loops of ranks with the real `Waves`, without sockets, threads or clocks.
 
+For the exhaustive and the stateful test of waves.
+
 Every move is one call. A rank calls `take_*` for messages that arrived, then `enter` for the
 exchange before a step. The exchange completes when every member of the generation has entered. Each
 member then ends its own step (`finish`) at any time. Requests are only counts of tokens, and a step
@@ -300,9 +302,9 @@ class Ranks:
             if self.ranks[index].settled:
                 self.take_start(index, generation, wave)
 
-    def run(self, max_turns: int = 1000) -> None:
+    def run(self) -> None:
         """Run all ranks until no rank has work. All repeated StartWaves are delivered."""
-        for _ in range(max_turns):
+        for _ in range(1000):
             for rank in list(self.ranks):
                 if rank.repeats and rank.waves:
                     self.deliver(rank.current, rank.waves.wave)

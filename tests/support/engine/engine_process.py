@@ -1,4 +1,7 @@
-"""`baton-engine` with a fake executor in a separate process, and helpers for tests of it."""
+"""`baton-engine` with a fake executor in a separate process, and helpers for tests of it.
+
+For the tests of the engine core process.
+"""
 
 from __future__ import annotations
 

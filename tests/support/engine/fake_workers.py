@@ -1,4 +1,7 @@
-"""Worker classes without a model. They record their calls, and fail or hang on request."""
+"""Worker classes without a model. They record their calls, and fail or hang on request.
+
+For the tests of executors.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from baton_engine.executor.base import ModelInfo
 from baton_engine.executor.step import (
@@ -55,6 +61,19 @@ def engine_config(
         device="cpu",
         num_threads=1,
     )
+
+
+def end_just_after_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each wait for a Future with a timeout fail when the Future has its result."""
+    result = Future.result
+
+    def result_after_timeout(self: Future[Any], timeout: float | None = None) -> Any:
+        value = result(self)
+        if timeout is not None:
+            raise TimeoutError
+        return value
+
+    monkeypatch.setattr(Future, "result", result_after_timeout)
 
 
 def step(step_id: int, *finished: str) -> SchedulerOutput:

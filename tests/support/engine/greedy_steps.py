@@ -1,4 +1,7 @@
-"""Greedy decoding of three prompts by hand-made steps, for comparing executors."""
+"""Greedy decoding of three prompts by hand-made steps, for comparing executors.
+
+For the tests of executors.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Run forward passes without an engine, run ranks as threads, and edit checkpoints."""
+"""Run forward passes without an engine, run ranks as threads, and edit checkpoints.
+
+For the tests of models, layers and checkpoints.
+"""
 
 from __future__ import annotations
 

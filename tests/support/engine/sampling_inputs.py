@@ -1,4 +1,4 @@
-"""Inputs and outputs of the sampler."""
+"""Inputs and outputs of the sampler. For the tests of the sampler."""
 
 from __future__ import annotations
 

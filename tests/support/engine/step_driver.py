@@ -1,5 +1,7 @@
 """A minimal scheduler without a policy, which drives a ModelRunner in chunks of random size.
 
+For the tests of the ModelRunner and the worker.
+
 `run` ends each step before the next is scheduled. `run_ahead` runs a step before it has the tokens
 of the previous step, as asynchronous scheduling does. Between steps a test can swap requests out
 and in, fork them, make their blocks writable, or replace a token.

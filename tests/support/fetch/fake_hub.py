@@ -1,4 +1,7 @@
-"""A Hugging Face hub on loopback with the endpoints that `huggingface_hub` uses, and faults."""
+"""A Hugging Face hub on loopback with the endpoints that `huggingface_hub` uses, and faults.
+
+For the tests of the model fetcher.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An S3 object store on loopback: listings, ranges, conditions, one access key, and faults."""
+"""An S3 object store on loopback: listings, ranges, conditions, one access key, and faults.
+
+For the tests of the model fetcher.
+"""
 
 from __future__ import annotations
 

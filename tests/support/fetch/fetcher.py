@@ -1,4 +1,4 @@
-"""Run `baton-model fetch` as a process."""
+"""Run `baton-model fetch` as a process. For the tests of the model fetcher."""
 
 from __future__ import annotations
 

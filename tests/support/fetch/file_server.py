@@ -1,4 +1,4 @@
-"""The HTTP server of the fake hub and the fake store."""
+"""The HTTP server of the fake hub and the fake store. For the tests of the model fetcher."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ http_cases       HTTP requests
 http_client      sends these requests and reads the responses
 zmq_client       sends messages to ZMQ servers
 raw_client       sends bytes to stream sockets; bytes for ZMQ ports
-transport_cases  bytes for the servers of the KV transports tcp and shm
-kv_client        the handshake of the KV side channel, and an honest consumer
 kv_server        runs a KV connector without an engine
 link_server      runs the link of a rank without an engine
 store_server     runs a rendezvous store without an engine

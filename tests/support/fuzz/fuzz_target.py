@@ -1,5 +1,7 @@
 """The loop over random cases for one port of a server, and the checks of the server's process.
 
+For all fuzz tests.
+
 Each case is derived from the seed and the case's number only. A failure prints how to repeat it.
 """
 

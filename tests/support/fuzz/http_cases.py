@@ -1,4 +1,7 @@
-"""Random HTTP requests: bodies, headers, paths, methods, framing and compression."""
+"""Random HTTP requests: bodies, headers, paths, methods, framing and compression.
+
+For the fuzz tests of HTTP ports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sends HTTP cases to a server over new connections, and reads the responses."""
+"""Sends HTTP cases to a server over new connections, and reads the responses.
+
+For the fuzz tests of HTTP ports.
+"""
 
 from __future__ import annotations
 

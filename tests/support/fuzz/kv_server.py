@@ -1,5 +1,7 @@
 """Script that runs the KV connector of a worker at $POD_IP until it is killed.
 
+For the fuzz test of KV transfers.
+
 The connector offers TRANSFERS, and offers each of them again after its end. The log has the numbers
 of refused handshakes and descriptors.
 

@@ -1,5 +1,7 @@
 """Script that runs the link of a rank at $POD_IP until it is killed.
 
+For the fuzz test of the coordinator.
+
 It logs its port, and the wave of each StartWave that has the nonce HONEST.
 
 python -m support.fuzz.link_server [KEY_FILE]

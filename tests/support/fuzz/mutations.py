@@ -1,4 +1,4 @@
-"""Random changes of values, which JSON or msgpack can encode, and of bytes."""
+"""Random changes of values, which JSON or msgpack can encode, and of bytes. For all fuzz tests."""
 
 from __future__ import annotations
 

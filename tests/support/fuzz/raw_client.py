@@ -1,4 +1,7 @@
-"""Sends random bytes to a stream socket over new connections."""
+"""Sends random bytes to a stream socket over new connections.
+
+For the fuzz tests of ports without HTTP.
+"""
 
 from __future__ import annotations
 

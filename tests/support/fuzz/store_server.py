@@ -1,5 +1,7 @@
 """Script that runs a rendezvous store at $POD_IP until it is killed.
 
+For the fuzz test of the store.
+
 python -m support.fuzz.store_server [KEY_FILE]
 """
 

@@ -1,4 +1,7 @@
-"""Sends random messages to a ZMQ server from DEALER sockets, with or without the service's key."""
+"""Sends random messages to a ZMQ server from DEALER sockets, with or without the service's key.
+
+For the fuzz tests of ZMQ ports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Certificates for tests, in the files of a kubernetes.io/tls Secret."""
+"""Certificates for tests, in the files of a kubernetes.io/tls Secret.
+
+For the tests of TLS at the gateway.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A scripted engine with the real protocol on a real ROUTER socket."""
+"""A scripted engine with the real protocol on a real ROUTER socket.
+
+For the tests of the gateway, and for its benchmark.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A gateway over scripted engines: its discovery file, its engines and its clients."""
+"""A gateway over scripted engines: its discovery file, its engines and its clients.
+
+For the tests of the gateway.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ import aiohttp
 import msgspec
 import openai
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from baton_gateway.routing.discovery import ROLES
 from baton_gateway.routing.file_discovery import FileDiscovery
@@ -30,13 +35,46 @@ from baton_text.tokenizer import Tokenizer
 from support.gateway.fake_engine import DEADLINE_S, EOS_ID, FakeEngine
 from support.waiting import until
 
+#: Tokens of the tokenizer that `save_tokenizer` trains.
+VOCAB_SIZE = 320
 #: The option `timeout` of a request that `GatewayRig.skip` must not end.
 NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
+
+
+def save_tokenizer(folder: Path, template: str) -> None:
+    """Train a byte-level BPE tokenizer, and save it and a chat template as a checkpoint does."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(
+        ["hello world, the quick brown fox says hello to the world"] * 8, trainer
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+        "pad_token": "<pad>",
+        "chat_template": template,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def http_session() -> aiohttp.ClientSession:
     """Return a session whose requests time out."""
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S))
+
+
+def openai_client(url: str) -> openai.AsyncOpenAI:
+    """Return an OpenAI client of the gateway at `url`, without retries."""
+    return openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
+    )
 
 
 class GatewayRig:
@@ -112,9 +150,7 @@ class GatewayRig:
 
     def client(self) -> openai.AsyncOpenAI:
         """Return an OpenAI client. `close()` closes the client."""
-        client = openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
-        )
+        client = openai_client(self.url)
         self._clients.append(client)
         return client
 

@@ -1,4 +1,7 @@
-"""One attack: a change of a sound checkpoint's folder."""
+"""One attack: a change of a sound checkpoint's folder.
+
+For the tests of all readers of checkpoints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks by config.json and generation_config.json."""
+"""Attacks by config.json and generation_config.json. For the tests of the loader and LLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks by chat templates."""
+"""Attacks by chat templates. For the tests of chat templates, prompts and LLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Attacks by the files of a tokenizer, and by generation_config.json on the gateway."""
+"""Attacks by the files of a tokenizer, and by generation_config.json on the gateway.
+
+For the tests of the tokenizer, the gateway and LLM.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks by the weights of a checkpoint and their index."""
+"""Attacks by the weights of a checkpoint and their index. For the tests of the loader and LLM."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Runs commands in an image as the pods of the operator do.
 
+For tests/images.
+
 The root is read-only, `/tmp` is the only writable folder, the user is the image's user, and the
 processes of other pods are invisible. The network is the test's own: a pod gets an address of
 127.0.0.0/8. This needs root, and programs of util-linux and coreutils, but no container runtime.

@@ -1,4 +1,4 @@
-"""Reads the Dockerfiles in docker/."""
+"""Reads the Dockerfiles in docker/. For the tests of the images and their Dockerfiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The modules that a command imports with import statements or loads by name."""
+"""The modules that a command imports with import statements or loads by name.
+
+For the tests of the images and their Dockerfiles.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A control plane for install tests, and the operator as a release starts it."""
+"""A control plane for install tests, and the operator as a release starts it.
+
+For the end-to-end tests of the installation.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Render the chart with Helm's engine."""
+"""Render the chart with Helm's engine. For the tests of the chart and of the examples."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Script that compiles every Triton kernel to machine code for a Hopper GPU. It needs no GPU.
 
-test_compile.py starts it as a process, because a process that interprets kernels cannot compile.
+For test_compile.py, which starts it as a process. A process that interprets kernels cannot compile.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Inputs of the elementwise Triton kernels, and comparisons with their references."""
+"""Inputs of the elementwise Triton kernels, and comparisons with their references.
+
+For the tests of activation, norm and rope.
+"""
 
 from __future__ import annotations
 

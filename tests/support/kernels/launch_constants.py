@@ -1,4 +1,7 @@
-"""Launch kernels with constants that are not the default, such as tiles that small inputs fill."""
+"""Launch kernels with constants that are not the default, such as tiles that small inputs fill.
+
+For the kernel tests.
+"""
 
 from __future__ import annotations
 

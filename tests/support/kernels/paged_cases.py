@@ -1,4 +1,7 @@
-"""Paged KV caches for tests: the engine's layout, shuffled blocks, and NaN in unwritten slots."""
+"""Paged KV caches for tests: the engine's layout, shuffled blocks, and NaN in unwritten slots.
+
+For the tests of kernels on the KV cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A minimal API server. Tests script its replies and read its requests."""
+"""A minimal API server. Tests script its replies and read its requests.
+
+For the tests of `baton_kube`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The agents under test: an agent in this process, and an agent that owns memory (the owner).
 
+For the tests of agents and transports.
+
 The owner runs in another process if the transport connects processes.
 """
 
@@ -14,12 +16,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.support.suspended import suspend
 
 from baton_kv_transfer.agent.agent import INIT_AGENT, DlistHandle, XferHandle
 from baton_kv_transfer.agent.agent_factory import create_agent
 from support.kv_transfer.kv_processes import _Process, _serve
-from support.waiting import eventually
+from support.waiting import eventually, suspend
 
 NUM_BLOCKS, BLOCK_NBYTES = 32, 65536
 BLOCK_WORDS = BLOCK_NBYTES // 8

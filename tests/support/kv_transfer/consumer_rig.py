@@ -1,4 +1,7 @@
-"""A consumer whose clock and transfers a test controls, and scripted producers."""
+"""A consumer whose clock and transfers a test controls, and scripted producers.
+
+For the tests of the consumer side.
+"""
 
 from __future__ import annotations
 

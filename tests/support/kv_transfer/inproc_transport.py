@@ -1,4 +1,7 @@
-"""A transport inside one process. The thread that starts a transfer copies the bytes."""
+"""A transport inside one process. The thread that starts a transfer copies the bytes.
+
+For the tests of agents.
+"""
 
 from __future__ import annotations
 

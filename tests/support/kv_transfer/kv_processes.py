@@ -1,4 +1,7 @@
-"""Run the connectors of engines in processes, which a test controls over pipes and may kill."""
+"""Run the connectors of engines in processes, which a test controls over pipes and may kill.
+
+For the tests of the TransferConnector.
+"""
 
 from __future__ import annotations
 

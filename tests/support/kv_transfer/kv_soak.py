@@ -1,5 +1,7 @@
 """A soak of the KV connectors: random transfers between processes that die, freeze and restart.
 
+For the soak test of KV transfers.
+
 All choices follow from one seed. The order of events also depends on the machine. Every load and
 every offer must end once, with the right blocks, and release all resources. `kv_soak_engine` checks
 this.

@@ -1,5 +1,7 @@
 """An engine for the KV soak: connectors over memory whose words follow from the chain hash.
 
+For the soak test of KV transfers.
+
 To find stray writes, free blocks and slots contain a poison, which is checked at allocation.
 """
 

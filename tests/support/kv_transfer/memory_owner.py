@@ -1,5 +1,7 @@
 """Script that registers memory, prints the agent's metadata, and runs until its stdin is closed.
 
+For the chaos test of the TCP transport.
+
 python -m support.kv_transfer.memory_owner TRANSPORT HOST NUM_BYTES
 """
 

@@ -1,4 +1,7 @@
-"""A producer whose clock, memory and writes a test controls, and scripted consumers."""
+"""A producer whose clock, memory and writes a test controls, and scripted consumers.
+
+For the tests of the producer side.
+"""
 
 from __future__ import annotations
 

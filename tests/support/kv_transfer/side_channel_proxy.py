@@ -1,5 +1,7 @@
 """A proxy of the KV side channel that can hold, drop, replace or inject messages.
 
+For the chaos tests of the hand-off.
+
 The proxy relays TCP between a consumer's DEALER and a producer's ROUTER. It parses ZMTP
 (https://rfc.zeromq.org/spec/23) only to find messages. A closed connection is therefore also closed
 on the other side, and ZMQ's own heartbeats pass while messages are held.

@@ -1,4 +1,7 @@
-"""TCP transports in this process, and scripted connections to them."""
+"""TCP transports in this process, and scripted connections to them.
+
+For the tests of the TCP transport.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""UCX transports in this process, and scripted UCX workers."""
+"""UCX transports in this process, and scripted UCX workers. For the tests of the UCX transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A proxy in front of an API server that records the requests of one client and injects faults."""
+"""A proxy in front of an API server that records the requests of one client and injects faults.
+
+For the tests of the leader election and of faults in the operator process.
+"""
 
 from __future__ import annotations
 

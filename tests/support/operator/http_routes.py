@@ -1,4 +1,7 @@
-"""A CRD that accepts any HTTPRoute. The operator uses no other part of the Gateway API."""
+"""A CRD that accepts any HTTPRoute. The operator uses no other part of the Gateway API.
+
+For the tests of the operator process and of its rights.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Run the operator process on a real kube-apiserver, with exactly the rights of its manifests.
 
+For the tests of the operator process.
+
 Tests write the status of objects, as the kubelet and the Deployment controller do.
 """
 

@@ -1,5 +1,7 @@
 """Check pods against the `restricted` profile of Kubernetes' Pod Security Standards.
 
+For the tests of the pods and of the chart.
+
 All controls of the profiles `baseline` and `restricted` are checked, with the fields and values of
 https://kubernetes.io/docs/concepts/security/pod-security-standards/.
 """

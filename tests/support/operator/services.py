@@ -1,4 +1,4 @@
-"""Services and pods for tests of the operator's pure functions."""
+"""Services and pods for the tests of the operator's pure functions."""
 
 from __future__ import annotations
 

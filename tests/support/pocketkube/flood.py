@@ -1,4 +1,7 @@
-"""Fill the buffers of a WebSocket whose server does not read."""
+"""Fill the buffers of a WebSocket whose server does not read.
+
+For the tests of the streams of the API server and the kubelet.
+"""
 
 from __future__ import annotations
 

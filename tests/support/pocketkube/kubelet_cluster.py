@@ -1,4 +1,7 @@
-"""A real API server and a kubelet process, without controllers and scheduler."""
+"""A real API server and a kubelet process, without controllers and scheduler.
+
+For the test of the kubelet process.
+"""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""A pod for tests of pure functions."""
+"""A pod for the tests of containers and of the pod status."""
 
 from typing import Any
 

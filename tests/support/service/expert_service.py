@@ -1,4 +1,7 @@
-"""A service whose decode pods are one expert-parallel group, on a local cluster."""
+"""A service whose decode pods are one expert-parallel group, on a local cluster.
+
+For the end-to-end tests of services.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A local cluster under test: `baton up --detach` with its own state folder."""
+"""A local cluster under test: `baton up --detach` with its own state folder.
+
+For the end-to-end tests of services.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Remove pods of a service, and measure how fast they are replaced."""
+"""Remove pods of a service, and measure how fast they are replaced.
+
+For the end-to-end tests of pod loss and of rolling updates.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Chat templates in the formats of the families of models, by the name of the tool parser."""
+"""Chat templates in the formats of the families of models, by the name of the tool parser.
+
+For the parity test of chat templates.
+"""
 
 from __future__ import annotations
 

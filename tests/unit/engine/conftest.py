@@ -30,7 +30,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def _restore_sampled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo `support.engine.late_tokens.defer_tokens` after the test."""
+    """Undo `support.engine.fake_gpu.defer_tokens` after the test."""
     monkeypatch.setattr(model_runner, "SampledTokens", model_runner.SampledTokens)
 
 

@@ -11,9 +11,9 @@ import pytest
 from baton_gateway.routing import engine_pool, file_discovery
 from baton_text.chat_template import ChatTemplate
 from baton_text.tokenizer import Tokenizer
+from support.clients.client_rig import ClientRig, client_rig
 from support.gateway.fake_engine import EOS_ID
-from support.gateway.gateway_rig import GatewayRig, MakeRig
-from support.gateway.small_tokenizer import save_tokenizer
+from support.gateway.gateway_rig import GatewayRig, MakeRig, save_tokenizer
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -74,3 +74,9 @@ async def make_rig(
 @pytest.fixture
 async def rig(make_rig: MakeRig) -> GatewayRig:
     return make_rig()
+
+
+@pytest.fixture
+async def clients(tmp_path: Path) -> AsyncIterator[ClientRig]:
+    async with client_rig(tmp_path) as rig:
+        yield rig

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.suspended import suspend
 
 from baton_text import chat_template
 from baton_text.chat_template import (
@@ -21,7 +20,7 @@ from baton_text.chat_template import (
     TemplateProcessError,
 )
 from support.hostile.templates import CPU, LOOPS, TEMPLATE_ATTACKS, TemplateAttack
-from support.waiting import eventually
+from support.waiting import eventually, suspend
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SECOND_TIME = "{% if messages|length > 1 %}" + LOOPS + "{% endif %}sound"

@@ -1,5 +1,7 @@
 """Corrupt received blocks before an engine verifies them, as a faulty network would.
 
+For the chaos tests of the KV wire.
+
 Blocks are corrupted while the file `$BATON_TEST_DAMAGE/$POD_IP` exists. If it contains "once", only
 the blocks of the next verification are corrupted.
 """

@@ -1,4 +1,7 @@
-"""Ranks of expert-parallel groups as threads of one process, each with its own model."""
+"""Ranks of expert-parallel groups as threads of one process, each with its own model.
+
+For the tests of expert-parallel workers and layers.
+"""
 
 from __future__ import annotations
 

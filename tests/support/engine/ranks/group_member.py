@@ -1,5 +1,7 @@
 """Run all ranks of a process group as processes, forked from a process that has imported torch.
 
+For the tests of process groups.
+
 Each rank runs the scenario and writes its results to FOLDER/<rank>, one JSON value per line.
 """
 

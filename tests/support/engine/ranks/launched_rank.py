@@ -1,4 +1,7 @@
-"""Script of one rank under torchrun: run a scenario, and write results to RESULTS/<rank>.json."""
+"""Script of one rank under torchrun: run a scenario, and write results to RESULTS/<rank>.json.
+
+For the tests of the external launcher.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Form a gloo group of three threads, and print the number of reverse name lookups.
 
+For the tests of process groups.
+
 The C library's getnameinfo is replaced by a function that counts calls and fails.
 """
 

@@ -1,5 +1,7 @@
 """Ranks of an expert-parallel group as threads of one process.
 
+For the tests of the expert-parallel engine core.
+
 The engine cores are real; models, process groups and the coordinator are fakes.
 """
 

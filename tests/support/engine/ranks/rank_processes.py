@@ -1,4 +1,7 @@
-"""Ranks as processes with a fake model, and a coordinator that tests script."""
+"""Ranks as processes with a fake model, and a coordinator that tests script.
+
+For the tests of the expert-parallel engine core process.
+"""
 
 from __future__ import annotations
 

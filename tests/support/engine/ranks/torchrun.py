@@ -1,4 +1,7 @@
-"""Run launched_rank.py on loopback, under torchrun or without a launcher's store."""
+"""Run launched_rank.py on loopback, under torchrun or without a launcher's store.
+
+For the tests of executors.
+"""
 
 from __future__ import annotations
 

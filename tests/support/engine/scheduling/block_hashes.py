@@ -1,4 +1,7 @@
-"""Hashes of all full blocks of a sequence."""
+"""Hashes of all full blocks of a sequence.
+
+For the tests of the KV cache, the hand-off and the block hash.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """A deterministic model and a connector without a network.
 
+For the tests of the scheduler and the engine core.
+
 The next token is a hash of all tokens so far, so any mistake in scheduling, resuming or offsets
 changes the text. The fake keeps a shadow KV memory and checks that each position it reads was
 written with the right tokens. A wrong block therefore fails the test.

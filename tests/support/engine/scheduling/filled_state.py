@@ -1,4 +1,7 @@
-"""A scheduler's state with requests in chosen places, for tests that ask one part for decisions."""
+"""A scheduler's state with requests in chosen places, for tests that ask one part for decisions.
+
+For the tests of admission, the planner and preemption.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A scheduler with the fake model and connector, one call per step."""
+"""A scheduler with the fake model and connector, one call per step.
+
+For the tests of the scheduler.
+"""
 
 from __future__ import annotations
 

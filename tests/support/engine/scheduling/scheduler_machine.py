@@ -1,4 +1,7 @@
-"""A scheduler with a fake model and a client that checks every output, for stateful tests."""
+"""A scheduler with a fake model and a client that checks every output, for stateful tests.
+
+For the stateful tests of the scheduler, and those of its outputs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated coordinator, which may be down or lose its state."""
+"""A simulated coordinator, which may be down or lose its state. For the tests of the Reconciler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A simulated scheduler, simulated kubelets and a simulated Deployment controller."""
+"""A simulated scheduler, simulated kubelets and a simulated Deployment controller.
+
+For the tests of the Reconciler.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """Invariants of every step of the operator.
 
+For the tests of the Reconciler.
+
 The operator's observation may be outdated. Each step is therefore checked against the observation,
 the operator's earlier actions and the current cluster.
 """

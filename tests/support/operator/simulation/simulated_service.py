@@ -1,16 +1,20 @@
 """A service on a simulated cluster, with the real operator.
 
+For the tests of the Reconciler.
+
 The API server, nodes, engines and the coordinator are simulated. kopf, the handlers, the controller
-and the Reconciler are real.
+and the Reconciler are real. The event loop has a simulated clock: it runs everything that is due,
+and never waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import selectors
+from collections.abc import Callable, Coroutine, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import kopf
 
@@ -38,10 +42,61 @@ from support.operator.simulation.api_server import (
     service_path,
 )
 from support.operator.simulation.coordinator import Coordinator
-from support.operator.simulation.loop import SimulatedLoop
 from support.operator.simulation.nodes import MEMBER_NAME, Nodes
 from support.operator.simulation.service_checks import StepChecks, is_rank
 from support.operator.simulation.watches import Wire
+
+T = TypeVar("T")
+
+
+class _Selector(selectors.DefaultSelector):
+    """A selector that calls `idle()` instead of waiting when nothing is due."""
+
+    idle: Callable[[], None]
+
+    def select(self, timeout: float | None = None) -> Any:
+        if timeout is None or timeout > 0:
+            self.idle()
+        return super().select(0)
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """An event loop on a simulated clock.
+
+    Args:
+        clock: returns seconds. Tests advance it between runs.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._simulated_clock = clock
+        self._ended_s = 0.0
+        selector = _Selector()
+        selector.idle = self.stop
+        super().__init__(selector)
+
+    def time(self) -> float:
+        return self._simulated_clock() + self._ended_s
+
+    def run_until_idle(self) -> None:
+        """Run everything that is due at the current simulated time."""
+        self.run_forever()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, and return its result.
+
+        Raises:
+            RuntimeError: the coroutine waits for something that is not due.
+        """
+        return self.run_until_complete(work)
+
+    def end(self) -> None:
+        """Wait up to 100 s of simulated time until all tasks have ended, then close the loop."""
+        while asyncio.all_tasks(self) and self._ended_s < 100.0:
+            self.run_until_idle()
+            self._ended_s += 10.0
+        assert not asyncio.all_tasks(self), asyncio.all_tasks(self)
+        self.close()
+
 
 NAME = "demo"
 KEY = Key(NAMESPACE, NAME)

@@ -1,5 +1,7 @@
 """The watch cache of the simulated API server, and its watches.
 
+For the tests of the Reconciler.
+
 Events may arrive late, in parts, twice or not at all, and watches may break.
 """
 

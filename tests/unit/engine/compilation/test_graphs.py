@@ -16,7 +16,7 @@ from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker import dummy_steps, forward_runner
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import CompilationConfig, EngineConfig, ModelConfig
-from support.engine.graph_double import RecordedRuns
+from support.engine.fake_gpu import RecordedRuns
 
 PROMPTS = [
     [3 + (7 * i + j) % 290 for j in range(length)] for i, length in enumerate((1, 5, 17, 30, 2))

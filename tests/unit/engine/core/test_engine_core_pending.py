@@ -134,7 +134,7 @@ def test_requests_that_join_end_and_are_preempted_generate_the_same(
         parallel=ParallelConfig(
             tensor_parallel_size=tensor,
             executor_class=executor,
-            worker_class="support.engine.late_tokens.DeferringWorker",
+            worker_class="support.engine.fake_gpu.DeferringWorker",
         ),
     ) as core:
         tokens = generate(core, make_requests(), random.Random(seed), aborted)

@@ -35,7 +35,7 @@ def test_the_next_forward_runs_before_the_tokens_of_a_step_are_on_the_host(
     checkpoint = create_checkpoint(tmp_path / "llama", "llama")
     expected = generate_in_one_process(model_config(checkpoint))["a"]
     config = model_config(checkpoint, tensor=tensor)
-    worker = "support.engine.late_tokens.DeferringWorker"
+    worker = "support.engine.fake_gpu.DeferringWorker"
     config = msgspec.structs.replace(
         config, parallel=msgspec.structs.replace(config.parallel, worker_class=worker)
     )

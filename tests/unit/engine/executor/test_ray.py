@@ -11,7 +11,6 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from baton_engine.random_checkpoint import create_checkpoint
 from baton_protocol.engine_messages import EngineCoreRequest
 from baton_protocol.options.config import EngineConfig, ModelConfig
 from baton_protocol.sampling_params import SamplingParams
-from support.engine.fake_workers import engine_config, step
+from support.engine.fake_workers import end_just_after_timeouts, engine_config, step
 from support.engine.greedy_steps import generate, generate_in_one_process, model_config
 from support.waiting import eventually
 
@@ -105,16 +104,8 @@ def test_steps_calls_failures_and_the_death_of_a_worker(
         executor.collective_rpc("nap", timeout_s=0.1)
     assert executor.collective_rpc("echo", (1,), timeout_s=WAIT_S) == [1, 1]  # not the late result
 
-    result = Future.result
-
-    def result_after_timeout(self: Future[Any], timeout: float | None = None) -> Any:
-        value = result(self)
-        if timeout is not None:
-            raise TimeoutError
-        return value
-
     with monkeypatch.context() as patch:
-        patch.setattr(Future, "result", result_after_timeout)
+        end_just_after_timeouts(patch)
         assert executor.collective_rpc("echo", (2,), timeout_s=WAIT_S) == [2, 2]
 
     executor.execute_model(step(9, "hang:0"))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import Future
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,7 @@ from baton_engine.executor.external_launcher import ExternalLauncherExecutor
 from baton_engine.executor.uniproc import UniProcExecutor
 from baton_engine.models.errors import ConfigurationError
 from pocketkube.ports import free_ports
-from support.engine.fake_workers import engine_config, step
+from support.engine.fake_workers import end_just_after_timeouts, engine_config, step
 from support.waiting import eventually
 
 WAIT_S = 30.0
@@ -118,16 +116,8 @@ def test_a_call_that_ends_just_after_its_timeout_has_succeeded(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     executor = kind(engine_config(), "instance", lambda: None)
     executor.initialize()
-    result = Future.result
-
-    def result_after_timeout(self: Future[Any], timeout: float | None = None) -> Any:
-        value = result(self)
-        if timeout is not None:
-            raise TimeoutError
-        return value
-
     with monkeypatch.context() as patch:
-        patch.setattr(Future, "result", result_after_timeout)
+        end_just_after_timeouts(patch)
         assert executor.collective_rpc("echo", (1,), timeout_s=WAIT_S) == [1]
     executor.shutdown()
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.suspended import suspend
 
 from baton_engine.grammar import sandboxed_compile, structured_output
 from baton_engine.grammar.compiler import NUM_THREADS
@@ -30,6 +29,7 @@ from baton_protocol.sampling_params import StructuredOutput, StructuredOutputKin
 from baton_text.reply_parsing.reasoning import REASONING_FORMATS
 from baton_text.reply_parsing.reply_grammar import ReplyGrammar
 from baton_text.tokenizer import Tokenizer
+from support.waiting import suspend
 
 TOKENIZER_SIZE = 512
 VOCAB_SIZE = 600  # a padded embedding

@@ -12,7 +12,7 @@ from baton_engine.executor.step import BlockCopy, CachedRequestData, NewRequestD
 from baton_engine.worker import input_batch
 from baton_engine.worker.input_batch import InputBatch
 from baton_protocol.sampling_params import SamplingParams
-from support.engine.late_tokens import NOT_COPIED, LateTokens
+from support.engine.fake_gpu import NOT_COPIED, LateTokens
 
 GREEDY = SamplingParams(temperature=0.0)
 BLOCK_SIZE = 4

@@ -15,7 +15,7 @@ from baton_engine.worker import model_runner
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import ObservabilityConfig, ParallelConfig, SchedulerConfig
 from baton_protocol.sampling_params import SamplingParams
-from support.engine.late_tokens import NOT_COPIED, defer_tokens
+from support.engine.fake_gpu import NOT_COPIED, defer_tokens
 from support.engine.step_driver import (
     GREEDY,
     VOCAB_SIZE,

@@ -14,7 +14,7 @@ from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import CacheConfig, CompilationConfig
 from baton_protocol.sampling_params import SamplingParams
-from support.engine.graph_double import RecordedRuns
+from support.engine.fake_gpu import RecordedRuns
 from support.engine.model_cases import run_ranks
 from support.engine.step_driver import (
     GREEDY,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from baton_engine.worker.sampled_tokens import SampledTokens
-from support.engine.gpu_tensor import GPUTensor
+from support.engine.fake_gpu import GPUTensor
 
 
 def test_tokens_in_host_memory_need_no_copy() -> None:

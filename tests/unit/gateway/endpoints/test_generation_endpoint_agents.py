@@ -6,18 +6,17 @@ Each turn sends the whole conversation.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 
 from clients.programs.python.weather_tools import QUESTION, SYSTEM, TOOLS, run_tool
-from support.clients.client_rig import ClientRig, client_rig
+from support.clients.client_rig import ClientRig
 from support.clients.weather_agent import SCRIPT, check_agent
 from support.gateway.fake_engine import DEADLINE_S
+from support.gateway.gateway_rig import openai_client
 
 FUNCTIONS = [tool["function"] for tool in TOOLS]
 #: Runs an agent. Args: the URL of the gateway, whether answers are streamed, and the list of calls.
@@ -103,18 +102,6 @@ async def run_messages_agent(url: str, is_streamed: bool, calls: list[Any]) -> s
                 text = run_tool(call.name, json.dumps(call.input))
                 results.append({"type": "tool_result", "tool_use_id": call.id, "content": text})
             messages.append({"role": "user", "content": results})
-
-
-def openai_client(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
-    )
-
-
-@pytest.fixture
-async def clients(tmp_path: Path) -> AsyncIterator[ClientRig]:
-    async with client_rig(tmp_path) as rig:
-        yield rig
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

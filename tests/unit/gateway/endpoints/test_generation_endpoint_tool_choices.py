@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anthropic
-import openai
 import pytest
 
 from support.clients.choices import CASES, SCRIPT, check_choices
-from support.clients.client_rig import ClientRig, client_rig
+from support.clients.client_rig import ClientRig
 from support.gateway.fake_engine import DEADLINE_S
+from support.gateway.gateway_rig import openai_client
 
 
 def schema(**properties: str) -> dict[str, Any]:
@@ -107,18 +106,6 @@ async def ask_messages(url: str, word: str, is_streamed: bool) -> dict[str, Any]
             message = await client.messages.create(**fields)
     text = "".join(block.text for block in message.content if block.type == "text")
     return reply(text, [block for block in message.content if block.type == "tool_use"])
-
-
-def openai_client(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="unused", max_retries=0, timeout=DEADLINE_S
-    )
-
-
-@pytest.fixture
-async def clients(tmp_path: Path) -> AsyncIterator[ClientRig]:
-    async with client_rig(tmp_path) as rig:
-        yield rig
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.support.suspended import suspend
 
 from baton_text import chat_template
 from baton_text.tokenizer import Tokenizer
 from support.gateway.gateway_rig import GatewayRig
 from support.hostile.attack import fields
 from support.hostile.templates import LOOPS
-from support.waiting import until
+from support.waiting import suspend, until
 
 TEMPLATE = (
     "{% set text = messages[0].content %}"

@@ -1,17 +1,284 @@
-"""The autoscaler with a simulated service: it reaches and keeps sizes that meet the targets."""
+"""The autoscaler with a simulated service: it reaches and keeps sizes that meet the targets.
+
+The service in simulated time:
+
+- Prefill: each engine computes one prompt at a time, in order. A request is sent to the engine with
+  the least work.
+- Decode: a step of n sequences takes `step_s + n * sequence_s`, and gives each sequence one token.
+  A sequence uses `1 / max_sequences` of the engine's KV blocks. Sequences that do not fit wait.
+- New engines need LOAD_S to become ready. Engines that are removed drain.
+- Histograms have fine buckets, so that the formulas see exact latencies.
+"""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_operator.autoscale.policy import Bounds
+from baton_engine.metrics.request_metrics import Histogram as EngineHistogram
+from baton_operator.autoscale import windows
+from baton_operator.autoscale.decision_history import History
+from baton_operator.autoscale.holds import RoleState
+from baton_operator.autoscale.policy import Behavior, Bounds, Decision, decide
 from baton_operator.autoscale.recommendations import Targets
-from baton_operator.names import MEMBER_ROLES
-from support.operator.simulation.autoscale import PERIOD_S, Simulation, Workload
+from baton_operator.autoscale.windows import ScrapedSample, Snapshot, Window, window
+from baton_operator.names import MEMBER_ROLES, MemberRole
+
+TICK_S = 0.25
+LOAD_S = 45.0
+PERIOD_S = 15.0
+FINE_S = tuple(0.001 * 1.25**power for power in range(55))
+
+
+@dataclass
+class Engine:
+    ready_at: float
+    leaves: bool = False
+    histograms: dict[str, EngineHistogram] = field(
+        default_factory=lambda: {
+            name: EngineHistogram(name, FINE_S) for name in windows.ENGINE_HISTOGRAMS
+        }
+    )
+    #: Prefill: time at which all its prompts are computed.
+    free_at: float = 0.0
+    #: Prefill: requests without a first token.
+    prompts: int = 0
+    #: Decode: tokens of a sequence that runs from the start.
+    served: float = 0.0
+    #: Decode: heap of `served` at which sequences end.
+    running: list[float] = field(default_factory=list)
+    #: Decode: tokens of waiting sequences.
+    waiting: list[float] = field(default_factory=list)
+
+    @property
+    def empty(self) -> bool:
+        return not (self.prompts or self.running or self.waiting)
+
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        self.histograms[name].observe(value, times)
+
+
+@dataclass
+class Workload:
+    #: Mean time of a prompt on an idle engine. Prompts vary by a factor of two in both directions.
+    prefill_s: float = 0.2
+    #: Mean number of generated tokens.
+    tokens: int = 100
+    step_s: float = 0.010
+    sequence_s: float = 0.0005
+    max_sequences: int = 100
+
+
+_BOUNDS = Bounds(1, 16)
+
+
+class Simulation:
+    """A simulated service.
+
+    Args:
+        rate: function from time in seconds to requests per second.
+        prefill_bounds, decode_bounds: bounds of the number of engines.
+        start: initial number of engines by role; by default the minimum, but at least 1.
+    """
+
+    def __init__(
+        self,
+        rate: Callable[[float], float],
+        targets: Targets,
+        *,
+        workload: Workload | None = None,
+        prefill_bounds: Bounds = _BOUNDS,
+        decode_bounds: Bounds = _BOUNDS,
+        start: dict[MemberRole, int] | None = None,
+        seed: int = 1,
+    ) -> None:
+        self.now = 0.0
+        self.rate, self.targets = rate, targets
+        self.behavior = Behavior()
+        self.workload = workload or Workload()
+        self.bounds: dict[MemberRole, Bounds] = {"prefill": prefill_bounds, "decode": decode_bounds}
+        sizes = start or {role: max(1, bounds.min) for role, bounds in self.bounds.items()}
+        self.engines: dict[MemberRole, dict[str, Engine]] = {role: {} for role in MEMBER_ROLES}
+        self.histories = dict.fromkeys(MEMBER_ROLES, History())
+        self.decisions: list[tuple[float, Decision]] = []
+        self.sizes: list[tuple[float, dict[MemberRole, int]]] = []
+        #: (prompt seconds, tokens) of requests without a decode engine.
+        self.held: list[tuple[float, float]] = []
+        self._wanted = dict(sizes)
+        self._random = random.Random(seed)
+        self._names = count()
+        #: (time, order, prefill engine, arrival, start, number of tokens) of future first tokens.
+        self._events: list[tuple[float, int, Engine, float, float, float]] = []
+        self._arrived = self._requests = 0
+        self._snapshots: list[Snapshot] = []
+        for role, size in sizes.items():
+            self._make(role, size, ready_at=0.0)
+
+    def run(self, until: float) -> None:
+        next_period = self.now + PERIOD_S
+        while self.now < until:
+            self._tick()
+            if self.now >= next_period:
+                next_period += PERIOD_S
+                self._scrape()
+                self._decide()
+
+    def size(self, role: MemberRole) -> int:
+        return self._wanted[role]
+
+    def changes(self, role: MemberRole, since: float = 0.0) -> list[int]:
+        """Return the changes of the group's size since `since`, in order: +1, -2, ..."""
+        return [
+            b[role] - a[role]
+            for (_, a), (at, b) in pairwise(self.sizes)
+            if at >= since and a[role] != b[role]
+        ]
+
+    def latency(self, role: MemberRole) -> float | None:
+        """Return the p95 of the last window in seconds: TTFT for prefill, ITL for decode."""
+        measured = self._window()
+        assert measured is not None, "nothing was scraped"
+        return measured.roles[role].ttft_s if role == "prefill" else measured.roles[role].itl_s
+
+    def _window(self) -> Window | None:
+        start = self.now - self.behavior.window_s
+        return window(self._snapshots, start=start, fresh_s=2.5 * PERIOD_S, quantile=0.95)
+
+    def _make(self, role: MemberRole, number: int, ready_at: float) -> None:
+        for _ in range(number):
+            self.engines[role][f"{role}-{next(self._names)}/0"] = Engine(
+                ready_at, served=0.0, free_at=ready_at
+            )
+
+    def _takers(self, role: MemberRole) -> list[Engine]:
+        return [e for e in self.engines[role].values() if not e.leaves and e.ready_at <= self.now]
+
+    def _tick(self) -> None:
+        self.now += TICK_S
+        while self._events and self._events[0][0] <= self.now:
+            self._first_token(*heapq.heappop(self._events))
+        expected = self.rate(self.now) * TICK_S
+        arrivals = int(expected) + (self._random.random() < expected % 1)
+        for _ in range(arrivals):
+            prompt_s = self.workload.prefill_s * self._random.uniform(0.5, 1.5)
+            self.held.append((prompt_s, self.workload.tokens * self._random.uniform(0.5, 1.5)))
+        held, self.held = self.held, []
+        for request in held:
+            self._arrive(*request)
+        for engine in self.engines["decode"].values():
+            self._step(engine)
+        for engines in self.engines.values():
+            for name in [
+                name for name, engine in engines.items() if engine.leaves and engine.empty
+            ]:
+                del engines[name]
+
+    def _arrive(self, prompt_s: float, tokens: float) -> None:
+        takers = self._takers("prefill")
+        if not takers or not self._takers("decode"):
+            self.held.append((prompt_s, tokens))
+            return
+        engine = min(takers, key=lambda e: e.free_at)
+        start = max(self.now, engine.free_at)
+        engine.free_at = start + prompt_s
+        engine.prompts += 1
+        self._arrived += 1
+        heapq.heappush(
+            self._events, (engine.free_at, next(self._names), engine, self.now, start, tokens)
+        )
+
+    def _first_token(
+        self, when: float, _: int, engine: Engine, arrival: float, start: float, tokens: float
+    ) -> None:
+        engine.prompts -= 1
+        engine.observe(windows.TTFT, when - arrival)
+        engine.observe(windows.QUEUE_TIME, start - arrival)
+        engine.observe(windows.PREFILL_TIME, when - start)
+        decoder = min(self._takers("decode") or list(self.engines["decode"].values()), key=_load)
+        decoder.waiting.append(tokens)
+
+    def _step(self, engine: Engine) -> None:
+        while engine.waiting and len(engine.running) < self.workload.max_sequences:
+            heapq.heappush(engine.running, engine.served + engine.waiting.pop(0))
+        if not engine.running:
+            return
+        itl = self.workload.step_s + self.workload.sequence_s * len(engine.running)
+        engine.observe(windows.ITL, itl, max(1, round(len(engine.running) * TICK_S / itl)))
+        engine.served += TICK_S / itl
+        while engine.running and engine.running[0] <= engine.served:
+            heapq.heappop(engine.running)
+            self._requests += 1
+
+    def _scrape(self) -> None:
+        samples = {
+            name: self._sample(role, engine)
+            for role, engines in self.engines.items()
+            for name, engine in engines.items()
+            if engine.ready_at <= self.now
+        }
+        in_flight = float(
+            len(self.held) + sum(map(_load, self.engines["decode"].values())) + len(self._events)
+        )
+        samples["gateway/0"] = ScrapedSample(
+            None,
+            {windows.IN_FLIGHT: in_flight, windows.HELD: float(len(self.held))},
+            {},
+            float(self._requests),
+        )
+        self._snapshots = [*self._snapshots[-20:], Snapshot(self.now, samples)]
+
+    def _sample(self, role: MemberRole, engine: Engine) -> ScrapedSample:
+        gauges = {
+            windows.RUNNING: float(len(engine.running) or min(1, engine.prompts)),
+            windows.WAITING: float(len(engine.waiting) + max(0, engine.prompts - 1)),
+            windows.WAITING_FOR_REMOTE_KV: 0.0,
+            windows.KV_USAGE: len(engine.running) / self.workload.max_sequences,
+        }
+        known = {
+            name: windows.CumulativeHistogram(dict(h.cumulative()), h.sum)
+            for name, h in engine.histograms.items()
+        }
+        return ScrapedSample(role, gauges, known)
+
+    def _decide(self) -> None:
+        measured = self._window()
+        for role in MEMBER_ROLES:
+            engines = self.engines[role].values()
+            group = RoleState(
+                role=role, size=self._wanted[role], pods=len(engines), ready=len(self._takers(role))
+            )
+            decision = decide(
+                self.now,
+                group,
+                self.bounds[role],
+                self.targets,
+                measured,
+                self.histories[role],
+                self.behavior,
+            )
+            self.histories[role] = decision.history
+            self.decisions.append((self.now, decision))
+            self._resize(role, decision.size)
+        self.sizes.append((self.now, dict(self._wanted)))
+
+    def _resize(self, role: MemberRole, size: int) -> None:
+        staying = [engine for engine in self.engines[role].values() if not engine.leaves]
+        self._make(role, size - len(staying), ready_at=self.now + LOAD_S)
+        for engine in sorted(staying, key=_load)[: max(0, len(staying) - size)]:
+            engine.leaves = True
+        self._wanted[role] = size
+
+
+def _load(engine: Engine) -> int:
+    return len(engine.running) + len(engine.waiting) + engine.prompts
+
 
 TARGETS = Targets(ttft_s=1.0, itl_s=0.025)
 

@@ -21,7 +21,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.suspended import suspend
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -31,7 +30,7 @@ from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.distributed.store.wire import LENGTH, MAX_REQUEST_BYTES, StoreAddress
 from pocketkube.ports import free_ports
 from support.engine import ranks
-from support.waiting import eventually
+from support.waiting import eventually, suspend
 
 WAIT_S = 60.0
 AT_ONCE_S = 20.0

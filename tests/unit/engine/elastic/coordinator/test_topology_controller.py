@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from baton_protocol.topology import ExpertLoads, OperationPhase, RankPhase, TopologyRequest
-from support.elastic.group_state import directive_of, generation_of, names_of, operation
-from support.elastic.simulated_group import CONFIG, STEP_S, SimulatedGroup
+from support.elastic.simulated_group import CONFIG, STEP_S, SimulatedGroup, names_of
 from support.elastic.simulated_rank import NUM_EXPERTS, SimulatedRank
 
 WINDOW_S = 3.0
@@ -19,14 +18,14 @@ class TestForming:
         group.add("a")
         group.ask("o", "a", "b")
         group.run(CONFIG.settle_s + 1.0)
-        assert operation(group).phase is OperationPhase.WAITING
-        assert "b" in operation(group).reason
+        assert group.operation.phase is OperationPhase.WAITING
+        assert "b" in group.operation.reason
         b = group.add("b", phase=RankPhase.LOADING)
         group.run(0.5)
-        assert operation(group).phase is OperationPhase.WAITING
+        assert group.operation.phase is OperationPhase.WAITING
         b.phase = RankPhase.STANDBY
         group.until(lambda: group.serving_together("a", "b"), seconds=1.0)
-        assert operation(group).kind == "form"
+        assert group.operation.kind == "form"
 
     def test_forms_with_the_registered_members_after_form_after_s(
         self, group: SimulatedGroup
@@ -49,7 +48,7 @@ class TestForming:
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("b", "a")
-        generation = generation_of(ranks["a"])
+        generation = ranks["a"].generation
         assert names_of(generation) == ["a", "b"]
         assert (generation.store_host, generation.store_port) == (
             ranks["a"].member.host,
@@ -78,12 +77,12 @@ class TestScaling:
         ranks |= {name: group.add(name) for name in ("c", "a")}
         group.ask("more", "a", "b", "c", "d")
         group.until(lambda: group.serving_together("a", "b", "c", "d"))
-        generation = generation_of(ranks["b"])
+        generation = ranks["b"].generation
         assert names_of(generation) == ["b", "d", "a", "c"]
         assert not generation.urgent
         assert generation.store_host == ranks["b"].member.host
-        assert operation(group).kind == "scale"
-        assert set(operation(group).seconds) == {"waiting", "preparing", "committing"}
+        assert group.operation.kind == "scale"
+        assert set(group.operation.seconds) == {"waiting", "preparing", "committing"}
 
     def test_a_removed_member_votes_and_is_standby_before_the_operation_is_done(
         self, group: SimulatedGroup
@@ -91,20 +90,20 @@ class TestScaling:
         ranks = group.form("a", "b", "c")
         group.ask("less", "b", "c")
         group.until(lambda: ranks["b"].committed[-1].number == 2)
-        assert names_of(generation_of(ranks["b"])) == ["b", "c"]
-        assert ranks["a"].commit_seen == generation_of(ranks["b"]).nonce, (
+        assert names_of(ranks["b"].generation) == ["b", "c"]
+        assert ranks["a"].commit_seen == ranks["b"].generation.nonce, (
             "the removed rank did not vote"
         )
-        group.until(lambda: operation(group).phase is OperationPhase.DONE, seconds=1.0)
+        group.until(lambda: group.operation.phase is OperationPhase.DONE, seconds=1.0)
         assert ranks["a"].phase is RankPhase.STANDBY
-        assert directive_of(group, ranks["a"]).target is None
+        assert group.directive_of(ranks["a"]).target is None
 
     def test_waits_for_a_new_rank_no_longer_than_wait_s(self, group: SimulatedGroup) -> None:
         group.form("a", "b")
         group.ask("swap", "a", "c")
         group.run(CONFIG.wait_s - 0.5)
         assert group.serving_together("a", "b")
-        assert operation(group).phase is OperationPhase.WAITING
+        assert group.operation.phase is OperationPhase.WAITING
         group.until(lambda: group.serving_together("a"), seconds=2.0)
         group.add("c")  # it registers late
         group.until(lambda: group.serving_together("a", "c"), seconds=2.0)
@@ -126,7 +125,7 @@ class TestScaling:
         group.ask("more", "a", "b")
         group.until(lambda: ranks["b"].prepared)
         group.run(0.3)
-        directives = [directive_of(group, rank) for rank in ranks.values()]
+        directives = [group.directive_of(rank) for rank in ranks.values()]
         assert all(each.target is not None and not each.commit for each in directives)
         assert ranks["a"].phase is RankPhase.SERVING
         group.until(lambda: group.serving_together("a", "b"))
@@ -138,10 +137,10 @@ class TestScaling:
         ranks["b"] = group.add("b", never_finishes_preparing=True)
         ranks["c"] = group.add("c")
         group.ask("one", "a", "b")
-        group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
+        group.until(lambda: group.operation.phase is OperationPhase.PREPARING)
         group.ask("two", "a", "c")
         group.step()
-        target = directive_of(group, ranks["a"]).target
+        target = group.directive_of(ranks["a"]).target
         assert (names_of(target), target.number, target.operation_id) == (["a", "c"], 3, "two")
         group.until(lambda: group.serving_together("a", "c"))
         assert ranks["b"].target is None
@@ -154,10 +153,10 @@ class TestScaling:
         ranks = group.form("a")
         ranks["b"] = group.add("b", never_commits=True)
         group.ask("one", "a", "b")
-        group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
+        group.until(lambda: group.operation.phase is OperationPhase.COMMITTING)
         group.ask("two", "a")
         group.step()
-        assert directive_of(group, ranks["b"]).commit
+        assert group.directive_of(ranks["b"]).commit
         ranks["b"].never_commits = False
         group.until(lambda: group.serving_together("a"))
         assert [generation.operation_id for generation in ranks["a"].committed] == [
@@ -172,16 +171,16 @@ class TestScaling:
         ranks = group.form("a")
         b = group.add("b", cannot_prepare=True)
         group.ask("more", "a", "b")
-        group.until(lambda: operation(group).phase is OperationPhase.FAILED)
-        assert operation(group).reason == "b: the disk is full"
+        group.until(lambda: group.operation.phase is OperationPhase.FAILED)
+        assert group.operation.reason == "b: the disk is full"
         assert ranks["a"].phase is RankPhase.SERVING
         pauses = []
         for attempt in (2, 3, 4):
             start = group.now
-            group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
+            group.until(lambda: group.operation.phase is OperationPhase.PREPARING)
             pauses.append(group.now - start)
-            group.until(lambda: operation(group).phase is OperationPhase.FAILED)
-            assert operation(group).generation == attempt + 1
+            group.until(lambda: group.operation.phase is OperationPhase.FAILED)
+            assert group.operation.generation == attempt + 1
         assert pauses == pytest.approx([0.5, 1.0, 2.0], abs=0.11)
         b.cannot_prepare = False
         group.until(lambda: group.serving_together("a", "b"))
@@ -193,9 +192,9 @@ class TestScaling:
         group.form("a")
         group.add("b", never_finishes_preparing=True)
         group.ask("more", "a", "b")
-        took = group.until(lambda: operation(group).phase is OperationPhase.FAILED)
+        took = group.until(lambda: group.operation.phase is OperationPhase.FAILED)
         assert took > CONFIG.prepare_timeout_s
-        assert operation(group).reason == "b did not prepare generation 2 within 3 s"
+        assert group.operation.reason == "b did not prepare generation 2 within 3 s"
 
     def test_a_new_rank_that_dies_during_preparation_is_waited_for_again(
         self, group: SimulatedGroup
@@ -205,7 +204,7 @@ class TestScaling:
         group.ask("more", "a", "b")
         group.until(lambda: b.target is not None)
         b.alive = False
-        group.until(lambda: operation(group).phase is OperationPhase.WAITING)
+        group.until(lambda: group.operation.phase is OperationPhase.WAITING)
         group.add("b")
         group.until(lambda: group.serving_together("a", "b"))
         assert not ranks["a"].committed[-1].urgent
@@ -245,7 +244,7 @@ class TestRequests:
         group.form("a", "b")
         group.ask("same", "b", "a")
         group.step()
-        assert (operation(group).operation_id, operation(group).phase) == (
+        assert (group.operation.operation_id, group.operation.phase) == (
             "same",
             OperationPhase.DONE,
         )
@@ -257,7 +256,7 @@ class TestRebalance:
         self, group: SimulatedGroup, ranks: dict[str, SimulatedRank], tokens: int
     ) -> set[int]:
         """Send all tokens of the first layer to the first rank's experts. Return these."""
-        hot = set(generation_of(ranks["a"]).placement[0][0])
+        hot = set(ranks["a"].generation.placement[0][0])
         loads = [
             [tokens if expert in hot else 0 for expert in range(NUM_EXPERTS)],
             [tokens] * NUM_EXPERTS,
@@ -270,13 +269,13 @@ class TestRebalance:
         ranks = group.form("a", "b")
         hot = self.load_first_rank(group, ranks, 100)
         group.run(0.5)
-        before = generation_of(ranks["a"])
+        before = ranks["a"].generation
         group.controller.on_rebalance()
         group.until(lambda: len(ranks["a"].committed) == 2)
-        after = generation_of(ranks["a"])
+        after = ranks["a"].generation
         assert after.members == before.members
         assert all(len(hot & set(slots)) == 1 for slots in after.placement[0])
-        group.until(lambda: operation(group).phase is OperationPhase.DONE)
+        group.until(lambda: group.operation.phase is OperationPhase.DONE)
         assert group.ended[-1].kind == "rebalance"
         assert group.ended[-1].moves == 2
 
@@ -284,7 +283,7 @@ class TestRebalance:
         ranks = group.form("a", "b")
         group.controller.on_rebalance()
         group.run(2.0)
-        assert (operation(group).kind, operation(group).phase) == ("rebalance", OperationPhase.DONE)
+        assert (group.operation.kind, group.operation.phase) == ("rebalance", OperationPhase.DONE)
         assert len(ranks["a"].committed) == 1
 
     def test_rebalances_automatically_once_if_configured(self) -> None:
@@ -297,7 +296,7 @@ class TestRebalance:
         assert done.rebalancing is not None
         assert done.rebalancing.before == pytest.approx(1.5)
         assert done.rebalancing.after == pytest.approx(1.0)
-        assert "1.50 times the mean load" in operation(group).reason
+        assert "1.50 times the mean load" in group.operation.reason
         assert group.controller.imbalance == pytest.approx(1.0), "measured in a later window"
 
     def test_is_off_without_a_threshold_but_measures_the_imbalance(self) -> None:
@@ -350,7 +349,7 @@ class TestRebalance:
         group.ask("grow", "a", "b", "c")
         group.run(CONFIG.wait_s + 1.0)
         self.run_skewed(group, ranks, seconds=15.0)
-        assert (operation(group).kind, operation(group).phase) == ("scale", OperationPhase.WAITING)
+        assert (group.operation.kind, group.operation.phase) == ("scale", OperationPhase.WAITING)
         assert group.controller.imbalance == pytest.approx(1.5), "the measurement continues"
         group.add("c")
         group.until(lambda: group.serving_together("a", "b", "c"))

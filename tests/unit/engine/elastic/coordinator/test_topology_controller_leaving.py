@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from baton_protocol.topology import OperationPhase, RankPhase
-from support.elastic.group_state import generation_of, operation
 from support.elastic.simulated_group import CONFIG, SimulatedGroup
 
 
@@ -15,14 +14,14 @@ class TestLeaving:
         ranks["a"].leaving = True
         took = group.until(lambda: group.serving_together("b"))
         assert took < 2.0
-        assert not generation_of(ranks["b"]).urgent
+        assert not ranks["b"].generation.urgent
         group.ask("again", "a", "b")
         group.run(CONFIG.wait_s + 1.0)
         assert ranks["a"].generation is None, "a leaving process rejoined"
         ranks["a"].alive = False
         successor = group.add("a")
         group.until(lambda: group.serving_together("a", "b"))
-        assert generation_of(ranks["b"]).rank_of(successor.id) == 1
+        assert ranks["b"].generation.rank_of(successor.id) == 1
 
     def test_if_all_leave_they_are_dismissed_after_the_last_request(
         self, group: SimulatedGroup
@@ -63,7 +62,7 @@ class TestLeaving:
         for rank in ranks.values():
             rank.leaving = True
         ranks["c"].alive = False
-        group.until(lambda: generation_of(ranks["a"]).size == 2)
+        group.until(lambda: ranks["a"].generation.size == 2)
         ranks["a"].num_requests = 0
         group.until(
             lambda: all(ranks[name].phase is RankPhase.STANDBY for name in ("a", "b")), seconds=2.0
@@ -85,9 +84,9 @@ class TestLeaving:
         ranks = group.form("a", "b")
         group.ask("others", "c")
         c = group.add("c", steps_to_prepare=20)
-        group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
+        group.until(lambda: group.operation.phase is OperationPhase.PREPARING)
         for rank in ranks.values():
             rank.leaving = True
         group.until(lambda: group.serving_together("c"))
         assert all(rank.phase is RankPhase.STANDBY for rank in ranks.values())
-        assert not generation_of(c).urgent
+        assert not c.generation.urgent

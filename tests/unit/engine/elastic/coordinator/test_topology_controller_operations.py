@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from baton_protocol.topology import OperationPhase
-from support.elastic.group_state import operation
 from support.elastic.simulated_group import CONFIG, SimulatedGroup
 from support.elastic.simulated_rank import SimulatedRank
 
@@ -74,16 +73,16 @@ class TestIds:
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")
-        assert (operation(group).kind, operation(group).operation_id) == ("form", "first")
+        assert (group.operation.kind, group.operation.operation_id) == ("form", "first")
         ranks["b"].alive = False
-        group.until(lambda: operation(group).kind == "recover")
-        assert operation(group).operation_id == ""
+        group.until(lambda: group.operation.kind == "recover")
+        assert group.operation.operation_id == ""
         group.until(lambda: group.serving_together("a", "c"))
         assert all(
             each.generation is not None and not each.generation.operation_id
             for each in group.alive().values()
         )
-        assert (operation(group).kind, operation(group).operation_id) == ("scale", "first"), (
+        assert (group.operation.kind, group.operation.operation_id) == ("scale", "first"), (
             "the operation does not wait for the lost member"
         )
 
@@ -93,10 +92,10 @@ class TestIds:
         ranks = group.form("a", "b")
         ranks["b"].alive = False
         ranks["b2"] = group.add("b")  # its successor registers before the loss is detected
-        group.until(lambda: operation(group).kind == "recover")
+        group.until(lambda: group.operation.kind == "recover")
         group.until(lambda: group.serving_together("a", "b"))
         group.run(CONFIG.wait_s)
-        assert (operation(group).kind, operation(group).operation_id) == ("recover", "")
+        assert (group.operation.kind, group.operation.operation_id) == ("recover", "")
 
     def test_after_a_recovery_the_request_waits_for_the_lost_member(
         self, group: SimulatedGroup
@@ -107,33 +106,32 @@ class TestIds:
         group.until(lambda: group.serving_together("a"))
         group.add("b")
         group.until(lambda: group.serving_together("a", "b"))
-        assert (operation(group).kind, operation(group).operation_id) == ("scale", "first")
+        assert (group.operation.kind, group.operation.operation_id) == ("scale", "first")
 
     def test_a_request_fulfilled_by_a_recovery_is_acknowledged_once(
         self, group: SimulatedGroup
     ) -> None:
         ranks = group.form("a", "b", "c")
         ranks["c"].alive = False
-        group.until(lambda: operation(group).kind == "recover")
+        group.until(lambda: group.operation.kind == "recover")
         group.ask("less", "a", "b")
         group.until(
-            lambda: group.serving_together("a", "b") and operation(group).operation_id == "less"
+            lambda: group.serving_together("a", "b") and group.operation.operation_id == "less"
         )
-        assert (operation(group).kind, operation(group).phase) == ("scale", OperationPhase.DONE)
+        assert (group.operation.kind, group.operation.phase) == ("scale", OperationPhase.DONE)
         ranks["b"].alive = False
-        group.until(lambda: operation(group).kind == "recover")
-        assert operation(group).operation_id == ""
+        group.until(lambda: group.operation.kind == "recover")
+        assert group.operation.operation_id == ""
 
     def test_a_rebalance_has_no_id(self, group: SimulatedGroup) -> None:
         group.form("a", "b")
         group.controller.on_rebalance()
         group.until(
             lambda: (
-                operation(group).kind == "rebalance"
-                and operation(group).phase is OperationPhase.DONE
+                group.operation.kind == "rebalance" and group.operation.phase is OperationPhase.DONE
             )
         )
-        assert operation(group).operation_id == ""
+        assert group.operation.operation_id == ""
 
     def test_a_restarted_controller_acknowledges_a_repeated_request(
         self, group: SimulatedGroup
@@ -145,5 +143,5 @@ class TestIds:
         group.run(CONFIG.dead_after_s + CONFIG.settle_s)
         group.ask("again", "a", "b")
         group.until(lambda: group.status().operation is not None, seconds=2.0)
-        assert operation(group).operation_id == "again"
-        assert operation(group).phase is OperationPhase.DONE
+        assert group.operation.operation_id == "again"
+        assert group.operation.phase is OperationPhase.DONE

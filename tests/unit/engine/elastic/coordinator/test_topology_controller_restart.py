@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from baton_protocol.topology import OperationPhase
-from support.elastic.group_state import generation_of, operation
 from support.elastic.simulated_group import SimulatedGroup
 from support.elastic.simulated_rank import SimulatedRank
 
@@ -26,7 +25,7 @@ class TestRestartedCoordinator:
         group.start_controller()
         group.ask("less", "a")
         group.until(lambda: group.serving_together("a"))
-        assert generation_of(ranks["a"]).number == 2
+        assert ranks["a"].generation.number == 2
         assert all(number <= 2 for number in (target.number for target in group.targets.values()))
 
     def test_continues_the_numbers_that_standby_ranks_received(self, group: SimulatedGroup) -> None:
@@ -37,7 +36,7 @@ class TestRestartedCoordinator:
         group.start_controller()
         group.ask("other", "b")
         group.until(lambda: group.serving_together("b"))
-        assert generation_of(ranks["b"]).number == 3
+        assert ranks["b"].generation.number == 3
 
     def test_a_target_that_ranks_refuse_is_replaced_by_a_higher_one(
         self, group: SimulatedGroup
@@ -45,12 +44,12 @@ class TestRestartedCoordinator:
         a = group.form("a")["a"]
         b = group.add("b", never_finishes_preparing=True)
         group.ask("more", "a", "b")
-        group.until(lambda: operation(group).phase is OperationPhase.PREPARING)
+        group.until(lambda: group.operation.phase is OperationPhase.PREPARING)
         # An earlier coordinator had committed this generation.
-        a.generation = msgspec.structs.replace(generation_of(a), number=7, nonce="7.x")
+        a.generation = msgspec.structs.replace(a.generation, number=7, nonce="7.x")
         b.never_finishes_preparing = False
         b.steps_to_prepare = 100
-        group.until(lambda: operation(group).generation == 8, seconds=1.0)
+        group.until(lambda: group.operation.generation == 8, seconds=1.0)
         group.until(lambda: group.serving_together("a", "b"))
 
     def test_sends_no_directive_before_all_had_time_to_report(self, group: SimulatedGroup) -> None:
@@ -65,7 +64,7 @@ class TestRestartedCoordinator:
         group.start_controller()
         group.ask("first", "a", "b")
         group.run(3.0)
-        assert (operation(group).operation_id, operation(group).phase) == (
+        assert (group.operation.operation_id, group.operation.phase) == (
             "first",
             OperationPhase.DONE,
         )
@@ -77,7 +76,7 @@ class TestRestartedCoordinator:
         ranks = group.form("a", "b")
         ranks["b"].alive = False
         group.start_controller()
-        group.until(lambda: generation_of(ranks["a"]).size == 1, seconds=4.0)
+        group.until(lambda: ranks["a"].generation.size == 1, seconds=4.0)
 
     def test_a_target_that_was_only_prepared_is_dropped(self, group: SimulatedGroup) -> None:
         ranks = group.form("a")
@@ -99,19 +98,19 @@ class TestRestartedCoordinator:
         group.until(lambda: ranks["b"].generation is not None)
         group.start_controller()
         group.until(lambda: group.status().operation is not None)
-        assert (operation(group).phase, operation(group).operation_id) == (
+        assert (group.operation.phase, group.operation.operation_id) == (
             OperationPhase.COMMITTING,
             "more",
         )
         ranks["a"].never_commits = False
         group.until(lambda: group.serving_together("a", "b"))
-        assert generation_of(ranks["a"]).number == 2
+        assert ranks["a"].generation.number == 2
 
     def commit_received_by_some(self, group: SimulatedGroup) -> dict[str, SimulatedRank]:
         """Commit a change of (a, b, c) to (a, b). Restart the controller before b receives it."""
         ranks = group.form("a", "b", "c")
         group.ask("less", "a", "b")
-        group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
+        group.until(lambda: group.operation.phase is OperationPhase.COMMITTING)
         ranks["b"].frozen = True
         group.until(lambda: ranks["a"].commit_seen == ranks["c"].commit_seen == "2.n2")
         group.start_controller()
@@ -122,7 +121,7 @@ class TestRestartedCoordinator:
     def test_a_commit_that_some_received_is_completed(self, group: SimulatedGroup) -> None:
         ranks = self.commit_received_by_some(group)
         group.until(lambda: len(ranks["a"].committed) == 2)
-        generation = generation_of(ranks["a"])
+        generation = ranks["a"].generation
         assert (generation.number, generation.urgent) == (2, False)
         group.run(5.0)
         assert group.serving_together("a", "b")
@@ -135,7 +134,7 @@ class TestRestartedCoordinator:
         ranks = self.commit_received_by_some(group)
         ranks["b"].target, ranks["b"].prepared = None, False
         group.until(lambda: len(ranks["a"].committed) == 2)
-        assert generation_of(ranks["a"]).number == 3
+        assert ranks["a"].generation.number == 3
         assert ranks["a"].target is None
         group.until(lambda: group.serving_together("a", "b"))
         group.run(5.0)
@@ -144,9 +143,9 @@ class TestRestartedCoordinator:
     def test_a_commit_that_all_received_is_completed(self, group: SimulatedGroup) -> None:
         ranks = group.form("a", "b", "c")
         group.ask("less", "a", "b")
-        group.until(lambda: operation(group).phase is OperationPhase.COMMITTING)
+        group.until(lambda: group.operation.phase is OperationPhase.COMMITTING)
         group.start_controller()
         group.until(lambda: group.serving_together("a", "b") or len(ranks["a"].committed) == 2)
         group.run(5.0)
-        assert generation_of(ranks["a"]).number == 2
+        assert ranks["a"].generation.number == 2
         assert group.status().desired == ["a", "b"]

@@ -9,7 +9,7 @@ import torch
 
 from baton_engine.worker.memory import kv_memory
 from baton_kv_transfer.memory.layout import KVCacheLayout
-from support.engine.gpu_tensor import GPUTensor
+from support.engine.fake_gpu import GPUTensor
 
 LAYOUT = KVCacheLayout(
     num_blocks=4,

@@ -1,12 +1,19 @@
-"""A stand-in on a CPU for a GPU whose sampled tokens reach the host late."""
+"""Fakes of a GPU on the CPU: tensors, CUDA graphs, and sampled tokens that reach the host late.
+
+For the tests of graphs, workers and pending tokens.
+"""
 
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from baton_engine.executor.step import SchedulerOutput
 from baton_engine.worker import model_runner
@@ -14,9 +21,57 @@ from baton_engine.worker.model_runner import ModelRunner
 from baton_engine.worker.sampled_tokens import Int64Array, SampledTokens
 from baton_engine.worker.worker import Worker
 
+T = TypeVar("T")
 #: The value on the host until the token is copied. It is not a token id.
 NOT_COPIED = -1
 WAIT_S = 60.0
+
+
+class GPUTensor(torch.Tensor):
+    """A tensor in host memory that claims to be on a GPU."""
+
+    is_cuda = True
+
+
+class RecordedRuns:
+    """Captures and replays functions with the memory rules of CUDA graphs.
+
+    A replay reads the input tensors of the capture and writes the result tensors of the capture.
+    Before the first replay, the result tensors are NaN.
+    """
+
+    def __init__(self) -> None:
+        self.num_captures = 0
+        self.num_replays = 0
+        self._in_session = False
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        self._in_session = True
+        yield
+        self._in_session = False
+
+    def start_over(self) -> None:
+        pass
+
+    def capture(self, run: Callable[[], T]) -> tuple[T, Callable[[], T]]:
+        assert self._in_session
+        self.num_captures += 1
+        result = pytree.tree_map_only(Tensor, torch.clone, run())
+
+        def replay() -> T:
+            self.num_replays += 1
+            for place, tensor in zip(
+                pytree.tree_leaves(result), pytree.tree_leaves(run()), strict=True
+            ):
+                if isinstance(place, Tensor):
+                    place.copy_(tensor)
+            return result
+
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+        return result, replay
 
 
 class LateTokens(SampledTokens):

@@ -1,4 +1,7 @@
-"""Token ids of completions, through the gateway or an engine client."""
+"""Token ids of completions, through the gateway or an engine client.
+
+For the integration, chaos, fuzz and image tests, and for a benchmark.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""An API client and a custom resource for the conformance tests of control planes."""

@@ -1,1 +1,0 @@
-"""Helpers that only the integration tests use."""
