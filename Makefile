@@ -58,10 +58,10 @@ e2e: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/e2e -n 3 --dist loadfile $(ARGS)
 
 chaos: $(STAMP)
-	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/unit/operator/reconcile/test_reconciler_converges_chaos.py tests/unit/operator/process/test_operator_process_faults.py tests/e2e/service/test_rolling_update.py tests/e2e/service/test_pod_loss.py -m chaos $(ARGS)
+	BATON_CHAOS_ROUNDS=20 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/chaos tests/unit/operator/reconcile/reconciler/test_convergence_chaos.py tests/unit/operator/process/operator_process/test_faults.py tests/e2e/service/test_rolling_update.py tests/e2e/service/test_pod_loss.py -m chaos $(ARGS)
 
 elastic: $(STAMP)
-	BATON_CHAOS_CYCLES=10 BATON_CHAOS_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_expert_group.py tests/chaos/test_chaos_elastic.py tests/e2e/service/test_expert_service.py -m chaos -s $(ARGS)
+	BATON_CHAOS_CYCLES=10 BATON_CHAOS_KILLS=50 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_expert_group.py tests/chaos/test_elastic.py tests/e2e/service/test_expert_service.py -m chaos -s $(ARGS)
 
 soak: $(STAMP)
 	BATON_SOAK_SECONDS=600 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/integration/test_engine_soak.py -k long -s $(ARGS)

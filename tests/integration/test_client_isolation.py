@@ -123,7 +123,7 @@ async def test_clients_share_the_cache_of_the_service_if_it_is_configured(
     assert await probe(stack.gateways["service"], seed=4) == (CACHED_TOKENS, CACHED_TOKENS)
 
 
-async def test_prompts_in_host_memory_are_isolated_too(stack: Stack) -> None:
+async def test_prompts_in_host_memory_are_isolated(stack: Stack) -> None:
     """Both engines have moved A's prompt from the prefix cache to the offload tier."""
 
     def restored() -> float:

@@ -308,7 +308,7 @@ async def test_an_overloaded_prefill_engine_leaves_no_prompt_to_the_decode_engin
     assert_greedy(stack.reference, asked, generated, "overloaded prefill engine")
 
 
-async def test_a_tiny_block_pool_preempts_and_gives_the_references_tokens(
+async def test_preemption_in_a_tiny_block_pool_keeps_the_tokens(
     checkpoints, stack, tmp_path
 ) -> None:
     if stack.arch != "qwen3":

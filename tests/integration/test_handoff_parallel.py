@@ -179,7 +179,7 @@ def reference(checkpoints) -> torch.nn.Module:
     ("producer", "consumer"),
     [("one", "left"), ("one", "right"), ("left", "one"), ("left", "right"), ("right", "left")],
 )
-def test_engines_of_all_sizes_hand_over_the_references_tokens(
+def test_a_hand_off_between_engines_of_any_size_keeps_the_tokens(
     engines: Engines, reference, producer: str, consumer: str
 ) -> None:
     """The consumer computes no prompt token, and no block is held afterwards."""

@@ -95,7 +95,7 @@ def test_a_model_of_a_private_hub_is_fetched_once_per_node_and_served(
         (URI, "hf_of_someone_else", "ModelAccessDenied"),
     ],
 )
-def test_conditions_say_why_a_model_cannot_be_fetched(
+def test_conditions_report_why_a_model_cannot_be_fetched(
     embedded: LocalClusterUnderTest,
     hub: FakeHub,
     checkpoints: dict[str, Path],

@@ -358,7 +358,7 @@ def test_only_the_bearer_is_admitted() -> None:
     assert not any(OURS.admits(each) for each in refused)
 
 
-def test_a_signature_is_of_use_for_one_request_of_one_receiver_and_for_minutes() -> None:
+def test_a_signature_is_valid_for_one_request_to_one_receiver_for_minutes() -> None:
     request = AdminRequest("POST", "/sleep?level=1", "10.0.0.1", b"body")
     now = time.time()
     signed = OURS.sign(request)

@@ -37,7 +37,7 @@ def test_steps_end_in_order_and_calls_wait_for_them(executor: UniProcExecutor) -
     executor.shutdown()
 
 
-def test_the_worker_goes_on_while_tokens_are_pending(executor: UniProcExecutor) -> None:
+def test_the_worker_continues_while_tokens_are_pending(executor: UniProcExecutor) -> None:
     executor.execute_model(step(0, "pending"))
     pending = executor.sample_tokens(None)
     executor.execute_model(step(1))

@@ -28,7 +28,7 @@ def find(model: str, revision: str | None = None) -> CachedModel:
         ("gs://bucket/m", None, "gs://bucket/m", "m"),
     ],
 )
-def test_a_name_stands_for_a_uri_with_a_revision(
+def test_a_name_is_resolved_to_a_uri_with_a_revision(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     model: str,

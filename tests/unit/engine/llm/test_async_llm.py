@@ -124,7 +124,7 @@ async def test_leaving_or_cancelling_a_stream_aborts_its_request(llm: AsyncLLM) 
     assert (await outputs_of(llm, PROMPTS[2], GREEDY))[-1].finished
 
 
-async def test_invalid_prompts_are_refused_and_others_go_on(llm: AsyncLLM) -> None:
+async def test_invalid_prompts_are_refused_and_others_continue(llm: AsyncLLM) -> None:
     async with aclosing(llm.generate(PROMPTS[0], LONG)) as outputs:
         await anext(outputs)
         for prompt, params, error, text in (

@@ -210,7 +210,7 @@ LOADED: Cases = {
 
 
 @pytest.mark.parametrize(("specs", "options", "expected"), LOADED.values(), ids=LOADED.keys())
-def test_the_loaded_request_that_joins_next(
+def test_loaded_requests_join_in_order(
     specs: list[Spec], options: dict[str, Any], expected: Decided
 ) -> None:
     state = fill_state(specs, **options)

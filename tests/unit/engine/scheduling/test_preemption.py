@@ -67,7 +67,7 @@ VICTIMS: dict[str, tuple[list[Spec], str, Decided]] = {
 
 
 @pytest.mark.parametrize(("specs", "needs", "expected"), VICTIMS.values(), ids=VICTIMS.keys())
-def test_the_request_that_loses_its_memory(
+def test_preemption_takes_the_memory_of_the_last_request_that_can_lose_it(
     specs: list[Spec], needs: str, expected: Decided
 ) -> None:
     state = fill_state(specs, preemption_mode="recompute")
@@ -121,7 +121,7 @@ SWAPS: dict[str, tuple[str, int, list[Spec], str, Decided]] = {
 @pytest.mark.parametrize(
     ("mode", "num_swap_blocks", "specs", "needs", "expected"), SWAPS.values(), ids=SWAPS.keys()
 )
-def test_requests_that_are_swapped_out(
+def test_preemption_swaps_out_if_the_mode_and_the_host_memory_allow_it(
     mode: str, num_swap_blocks: int, specs: list[Spec], needs: str, expected: Decided
 ) -> None:
     state = fill_state(specs, num_swap_blocks=num_swap_blocks, preemption_mode=mode)
@@ -171,7 +171,7 @@ RESUMED: dict[str, tuple[list[Spec], dict[str, Any], Decided]] = {
 
 
 @pytest.mark.parametrize(("specs", "options", "expected"), RESUMED.values(), ids=RESUMED.keys())
-def test_the_swapped_request_that_is_resumed(
+def test_swapped_requests_are_resumed_in_order(
     specs: list[Spec], options: dict[str, Any], expected: Decided
 ) -> None:
     preemptor = Preemptor(fill_state(specs, **options))

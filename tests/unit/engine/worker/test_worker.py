@@ -62,7 +62,7 @@ def worker(calls: list[str], runner: ScriptedRunner) -> Worker:
     return worker
 
 
-def test_blocks_are_published_while_the_step_goes_on(
+def test_blocks_are_published_while_the_step_runs(
     worker: Worker, runner: ScriptedRunner, calls: list[str]
 ) -> None:
     runner.reports = True

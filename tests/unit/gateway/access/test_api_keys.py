@@ -142,7 +142,7 @@ async def test_every_path_except_probes_requires_a_key(
                 assert await response.text() == ("ok" if path == "/" else "")
 
 
-async def test_a_key_that_sends_heads_without_bodies_leaves_places_to_others(
+async def test_a_client_that_sends_heads_without_bodies_leaves_capacity_for_others(
     make_rig: MakeRig, keys: Path
 ) -> None:
     rig = make_rig(access=AccessConfig(api_keys_dir=str(keys)), max_concurrent_requests=8)
@@ -221,7 +221,7 @@ async def test_requests_without_a_key_do_not_prolong_the_graceful_shutdown(
         ("Bearer " + "k" * 20_000, 400),
     ],
 )
-async def test_valid_and_invalid_authorization_headers(
+async def test_only_valid_authorization_headers_are_accepted(
     guarded: GatewayRig, value: str, status: int
 ) -> None:
     """The request is raw bytes, because client libraries refuse some of these headers."""
@@ -428,7 +428,7 @@ async def test_prompt_and_completion_lengths_are_limited(make_rig: MakeRig) -> N
 
 
 @pytest.mark.parametrize("lowest", [0, -5])
-async def test_no_client_overtakes_the_others_by_its_priority(
+async def test_priorities_do_not_move_a_client_before_others(
     make_rig: MakeRig, lowest: int
 ) -> None:
     access = AccessConfig() if lowest == 0 else AccessConfig(min_priority=lowest)

@@ -206,7 +206,7 @@ async def test_the_client_with_the_most_bytes_loses_its_largest_body(
         greedy[1].timeout.reschedule(None)  # the task of the request has ended
 
 
-async def test_the_values_of_a_body_count_besides_its_bytes(
+async def test_a_body_counts_with_its_bytes_and_its_values(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A text of two letters takes 5 bytes of JSON and 60 bytes of memory."""
@@ -253,7 +253,7 @@ async def test_a_response_that_exceeds_the_budget_while_it_is_sent_is_cut_off(
         await until(lambda: rig.metric(CHARGED) == 0, "the unread response dropped")
 
 
-async def test_a_body_does_not_count_besides_its_response(
+async def test_a_body_and_its_response_are_not_counted_together(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A body of 2 KB in gzip could become 98 MiB, and end all other requests."""

@@ -181,7 +181,7 @@ async def test_a_full_gateway_closes_the_longest_idle_connection(make_rig: MakeR
     assert "".join(event["choices"][0]["text"] for event in await stream) == "hello world"
 
 
-async def test_a_gateway_whose_connections_all_serve_refuses_a_new_one(make_rig: MakeRig) -> None:
+async def test_a_gateway_without_an_idle_connection_refuses_a_new_one(make_rig: MakeRig) -> None:
     rig = make_rig(max_connections=2)
     engine = rig.engine("d", "decode", "hello world", hold_after=1)
     await rig.start(engine)
@@ -197,7 +197,7 @@ async def test_a_gateway_whose_connections_all_serve_refuses_a_new_one(make_rig:
         assert b"200" in await answer(pair)
 
 
-async def test_idle_connections_without_an_end_do_not_keep_clients_away(make_rig: MakeRig) -> None:
+async def test_many_idle_connections_do_not_block_a_new_client(make_rig: MakeRig) -> None:
     rig = make_rig(max_connections=20)
     await rig.start(rig.engine("d", "decode", "hello world"))
     async with AsyncExitStack() as stack:
@@ -281,7 +281,7 @@ async def test_a_head_that_grows_in_parts_closes_the_connection(rig: GatewayRig)
         await until(is_cut, "the end of the connection")
 
 
-async def test_long_keys_many_requests_and_large_bodies_are_no_large_heads(
+async def test_long_keys_many_requests_and_large_bodies_do_not_count_as_large_heads(
     rig: GatewayRig,
 ) -> None:
     await rig.start(rig.engine("d", "decode"))

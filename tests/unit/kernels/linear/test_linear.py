@@ -206,7 +206,7 @@ def test_rounding_x_to_int8_changes_a_product_less_than_rounding_the_weight(bits
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_weights_survive_being_taken_apart(
+def test_quantized_weights_can_be_rebuilt_from_their_parts(
     bits: Bits, quantized_implementation: str
 ) -> None:
     weight = QuantizedWeight(torch.randn(70, 45), bits)

@@ -433,14 +433,14 @@ def test_huge_block_indices_are_ignored(rig: Rig, worker: Worker) -> None:
     assert rig.results == {"t": LoadResult(1)}
 
 
-def test_a_shorter_prompt_is_reported_as_such(rig: Rig, worker: Worker) -> None:
+def test_a_shorter_prompt_is_reported_as_another_prompt(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1, 2])
     rig.deliver(worker, worker.published(subscribe, [0], last=True))
     assert "1 of the 2 requested blocks" in rig.results["t"].error
     assert failures(rig) == {FailureReason.OTHER_PROMPT: 1}
 
 
-def test_other_tokens_are_reported_as_such(rig: Rig, worker: Worker) -> None:
+def test_other_tokens_are_reported_as_another_prompt(rig: Rig, worker: Worker) -> None:
     subscribe = rig.subscribed("t", worker, [1])
     publish = worker.published(subscribe, [0], last=True)
     publish.blocks[0] = msgspec.structs.replace(

@@ -81,7 +81,7 @@ def values(schema: Object) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=100, deadline=None)
 @given(values(ROOT["properties"]["spec"]))
-def test_both_agree_on_any_spec(spec: Object) -> None:
+def test_the_schema_and_the_operator_agree_on_any_spec(spec: Object) -> None:
     assert set(violations(decode_spec(stored(spec)["spec"]))) == refused(spec)
 
 
@@ -328,7 +328,7 @@ PARTS = st.sampled_from(["", ".", "..", "tmp", "etc", "baton", "baton-tls", "bat
     ),
     st.lists(PARTS, min_size=1, max_size=5),
 )
-def test_both_agree_on_any_uri(root: str, parts: list[str]) -> None:
+def test_the_schema_and_the_operator_agree_on_any_uri(root: str, parts: list[str]) -> None:
     uri = root + "/".join(parts)
     spec = {"model": {"uri": uri}}
     assert set(violations(decode_spec(spec))) == refused(spec)
@@ -380,6 +380,6 @@ def test_each_rule_is_placed_at_its_fields() -> None:
         {"engine": {"blockSize": 8}, "prefill": {}, "decode": {"engine": {"blockSize": 8}}},
     ],
 )
-def test_the_tuning_of_a_role_decides(spec: Object) -> None:
+def test_rules_check_the_options_of_a_role_after_its_overrides(spec: Object) -> None:
     assert not violations(decode_spec(M | spec))
     assert not refused(M | spec)

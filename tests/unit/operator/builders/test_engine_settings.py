@@ -243,7 +243,7 @@ def sample(option: Option) -> str:
     return f"{option.flag}={'1' if option.type is int or 'int' in str(option.type) else '0.5'}"
 
 
-def test_extra_arguments_set_the_options_that_have_no_field_and_not_those_of_the_operator() -> None:
+def test_extra_arguments_set_options_without_a_field_except_those_of_the_operator() -> None:
     accepted = {
         option.flag for option in OPTIONS if not error(engine={"extraArgs": [sample(option)]})
     }

@@ -68,7 +68,7 @@ ASLEEP = {"minReplicas": 0, "maxReplicas": 2, "itlMilliseconds": 40, "idleSecond
     ],
     ids=["by hand", "not scaled to zero", "by the autoscaler"],
 )
-def test_the_service_shows_gateways_that_no_request_starts_an_engine(
+def test_the_service_is_annotated_if_no_request_may_start_an_engine(
     decode: Object, annotations: Object | None
 ) -> None:
     service = resolved(decode=decode)
@@ -152,7 +152,7 @@ def test_during_the_switch_to_tls_each_port_selects_matching_pods(
     assert gateway_objects.scheme_in_use(service) == in_use
 
 
-def test_an_edit_of_the_models_uri_that_is_undone_gives_the_first_template_again() -> None:
+def test_undoing_an_edit_of_the_model_uri_restores_the_first_template() -> None:
     """Otherwise the Deployment would replace the pods of the first ReplicaSet."""
     types, manager = BuiltinFieldTypes("Deployment"), Manager("baton-operator", "Apply", "apps/v1")
 

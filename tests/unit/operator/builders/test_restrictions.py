@@ -111,7 +111,7 @@ def test_the_refusal_names_the_entry_that_would_allow_the_folder() -> None:
         (("/mnt/cache", "/mnt/cache/models/"), "must not overlap with /mnt/cache/models/:"),
     ],
 )
-def test_folders_that_would_allow_symbolic_links_are_no_setting(
+def test_allowed_folders_that_permit_symbolic_links_are_refused(
     host_paths: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -87,7 +87,9 @@ def test_only_the_controller_reference_makes_a_member() -> None:
         (200, "not JSON", None),
     ],
 )
-async def test_responses_to_drain(status: int, body: str, unfinished: int | None) -> None:
+async def test_only_a_valid_drain_response_has_a_count(
+    status: int, body: str, unfinished: int | None
+) -> None:
     async def drain(_: web.Request) -> web.Response:
         return web.Response(status=status, text=body, content_type="application/json")
 

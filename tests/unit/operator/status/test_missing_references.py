@@ -59,7 +59,7 @@ def condition_of(type_: str, status: Any) -> tuple[str, str, str]:
     return found.status, found.reason, found.message
 
 
-def test_references_of_a_pod_that_must_exist() -> None:
+def test_optional_references_of_a_pod_may_be_missing() -> None:
     container = {
         "name": "engine",
         "envFrom": [

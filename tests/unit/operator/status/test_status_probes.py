@@ -117,7 +117,7 @@ async def test_a_member_that_woke_up_is_unready_since_the_last_reply_of_its_slee
     assert since == [NOW, last, last, last, None, CREATED]
 
 
-async def test_a_new_operator_reads_from_a_member_how_long_ago_it_woke_up() -> None:
+async def test_a_new_operator_reads_the_time_since_the_wake_up_from_the_member() -> None:
     engines = Engines()
     observed = observation(at("127.0.0.1", 0))
     async with engines.serve() as port, aiohttp.ClientSession() as session:

@@ -16,5 +16,5 @@ from baton_protocol.process.health import LoadProgress
         (2**20, 2**20, "100 % of 1.0 MiB"),
     ],
 )
-def test_progress_as_text(done: int, total: int, text: str) -> None:
+def test_progress_is_written_as_text(done: int, total: int, text: str) -> None:
     assert str(LoadProgress(done, total)) == text

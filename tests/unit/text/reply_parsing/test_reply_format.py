@@ -58,7 +58,9 @@ def test_options_and_fields_name_all_formats() -> None:
         ("<|python_start|>", "pythonic", None),
     ],
 )
-def test_the_chat_template_decides(template: str | None, tools: str, reasoning: str | None) -> None:
+def test_the_chat_template_chooses_the_reply_format(
+    template: str | None, tools: str, reasoning: str | None
+) -> None:
     chosen = ReplyFormat.choose("auto", "auto", template)
     assert chosen.tools is TOOL_FORMATS[tools]
     assert chosen.reasoning is (REASONING_FORMATS[reasoning] if reasoning else None)

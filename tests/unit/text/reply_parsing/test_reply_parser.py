@@ -126,7 +126,7 @@ EXAMPLES: list[tuple[str, str, dict[str, object]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), EXAMPLES)
-def test_calls_of_every_family_are_found_however_the_text_is_cut(
+def test_calls_of_every_family_are_found_in_pieces_of_any_size(
     name: str, text: str, expected: dict[str, object]
 ) -> None:
     options = {"tool_format": TOOL_FORMATS[name]}

@@ -175,7 +175,7 @@ def test_invalid_requests_are_refused_with_the_field(
     assert coordinator.topology().desired == []
 
 
-def test_http_paths_and_their_status_codes(coordinator: CoordinatorProcess) -> None:
+def test_each_http_path_returns_its_status_code(coordinator: CoordinatorProcess) -> None:
     assert [
         coordinator.http("GET", path)[0] for path in ("/health", "/ready", "/metrics", "/nothing")
     ] == [*(200, 200, 200, 404)]

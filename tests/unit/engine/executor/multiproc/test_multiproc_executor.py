@@ -95,7 +95,7 @@ def test_results_arrive_in_the_order_of_the_steps(shared: MultiprocExecutor) -> 
     assert [f.result(WAIT_S).sampled_token_ids["r"] for f in futures] == list(range(20))
 
 
-def test_the_workers_go_on_while_tokens_are_pending(
+def test_the_workers_continue_while_tokens_are_pending(
     make: Callable[..., MultiprocExecutor],
 ) -> None:
     executor = make(engine_config(tensor=2))

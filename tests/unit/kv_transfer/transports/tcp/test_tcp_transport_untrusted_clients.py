@@ -167,7 +167,7 @@ def test_the_unfinished_transfers_of_a_client_are_limited(
     np.testing.assert_array_equal(owner.words, np.arange(WORDS))
 
 
-def test_lost_clients_leave_nothing_behind_before_their_handshake_would_end(
+def test_lost_clients_are_removed_before_their_handshake_timeout(
     tcp_transports: Callable[..., TCPTransportHere],
 ) -> None:
     owner = tcp_transports("owner")

@@ -333,7 +333,9 @@ def nested(path: str, value: Any) -> Object:
         ),
     ],
 )
-def test_no_value_of_a_field_passes_that_the_profile_refuses(containers: str, field: str) -> None:
+def test_values_that_the_profile_refuses_are_refused_in_every_field(
+    containers: str, field: str
+) -> None:
     num_refused = 0
     for value in EXAMPLES:
         spec = nested(field, value)
