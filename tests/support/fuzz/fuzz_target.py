@@ -26,10 +26,13 @@ FIRST = int(os.environ.get("BATON_FUZZ_FIRST", "0"))
 SEED = int(os.environ.get("BATON_FUZZ_SEED", "1")) or random.SystemRandom().randrange(1, 10**6)
 #: Cases after which memory is measured for the first time. Runs with fewer cases do not measure it.
 WARM_UP = 5000
-#: Allowed growth of the resident memory after the warm-up. Allocators keep freed pages of the
-#: largest messages, so one lost byte per case is not seen before some tens of millions of cases,
-#: but 1 KiB per case is.
+#: Allowed growth of the resident memory of each process after the warm-up. Allocators keep freed
+#: pages of the largest messages, so one lost byte per case is not seen before some tens of millions
+#: of cases, but 1 KiB per case is. A process that started after the warm-up counts from 0, because
+#: servers replace children whose input takes too long.
 MAX_GROWTH_BYTES = 64 * 2**20
+#: Processes that may have joined since the warm-up.
+MAX_NEW_PROCESSES = 2
 TIMEOUT_S = 600.0 + NUM_CASES * 0.05
 
 
@@ -51,16 +54,18 @@ class FuzzTarget:
         self.name = name
         self._pods = (pod, *behind)
         self._done = 0
-        self._warm_bytes = 0
+        #: Resident memory after the warm-up, by pid.
+        self._warm: dict[int, int] = {}
         self._log_starts = [each.log.stat().st_size for each in self._pods]
 
     def numbers(self) -> Iterator[int]:
         """Yield the numbers of all cases. Measure the memory after the warm-up."""
         for number in range(FIRST, FIRST + NUM_CASES):
             if (number - FIRST) % WARM_UP == 0 and number > FIRST:
-                nbytes = self.resident_bytes()
-                self._warm_bytes = self._warm_bytes or nbytes
-                print(f"{self.name}: {number} cases, {nbytes >> 20} MiB", flush=True)
+                resident = self._resident_bytes()
+                self._warm = self._warm or resident
+                total = sum(resident.values())
+                print(f"{self.name}: {number} cases, {total >> 20} MiB", flush=True)
             if number % 64 == 0:
                 self.check_alive(number)
             yield number
@@ -100,14 +105,15 @@ class FuzzTarget:
             log = pod.log.read_bytes()[start:].decode(errors="replace")
             assert "Traceback" not in log, f"{pod.name}: {log[log.index('Traceback') :][:4000]}"
 
-    def resident_bytes(self) -> int:
-        """Return the resident memory of the processes and of their children."""
-        roots = [psutil.Process(pod.process.pid) for pod in self._pods]
-        return sum(
-            each.memory_info().rss
-            for root in roots
-            for each in [root, *root.children(recursive=True)]
-        )
+    def _resident_bytes(self) -> dict[int, int]:
+        """Return the resident memory of the processes and of their children, by pid."""
+        resident = {}
+        for pod in self._pods:
+            root = psutil.Process(pod.process.pid)
+            for each in [root, *root.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):  # a child that has just ended
+                    resident[each.pid] = each.memory_info().rss
+        return resident
 
     def check_alive(self, number: int) -> None:
         for pod in self._pods:
@@ -118,14 +124,16 @@ class FuzzTarget:
             )
 
     def _check_memory(self) -> None:
-        """Check that the processes have not grown since the warm-up."""
-        if not self._warm_bytes:
+        """Check that no process has grown since the warm-up, and that few have joined."""
+        if not self._warm:
             return
 
         def is_flat() -> bool:
-            growth = self.resident_bytes() - self._warm_bytes
-            print(f"{self.name}: {growth / 2**20:+.0f} MiB since the warm-up", flush=True)
-            assert growth <= MAX_GROWTH_BYTES, f"grown by {growth} bytes"
+            resident = self._resident_bytes()
+            growth = max(nbytes - self._warm.get(pid, 0) for pid, nbytes in resident.items())
+            print(f"{self.name}: at most {growth / 2**20:+.0f} MiB since the warm-up", flush=True)
+            assert growth <= MAX_GROWTH_BYTES, f"a process has grown by {growth} bytes"
+            assert len(resident) <= len(self._warm) + MAX_NEW_PROCESSES, f"new: {resident}"
             return True
 
         eventually(is_flat, what=f"{self.name}: flat memory", timeout_s=30.0, every_s=2.0)
