@@ -1,7 +1,8 @@
 """Decisions that the scheduler's collaborators return. They change no state until they are applied.
 
-`Scheduler._apply` applies the decisions that fill a step. `Scheduler._settle` applies `Finished`
-and `Queued` at other times. Each type of decision is one method of `RequestLifecycle`.
+`Scheduler._apply` applies the decisions that fill a step. `Scheduler._settle` applies the results
+of steps, loads and compilations: `Finished` and `Queued`. Each type of decision is one method of
+`RequestLifecycle`.
 
 `RunningPlanner` returns no decisions for tokens: it allocates the blocks of decodes and adds the
 tokens to the step itself. One decision for each decoded token made the engine core take 20 % more

@@ -277,7 +277,7 @@ class Worker:
         logger.info(
             "preparing generation %d (operation %s, current generation %s)",
             generation.number,
-            generation.operation_id or "none",
+            generation.operation_id or "-",
             current.number if current is not None else "none",
         )
         self._expert_generations.prepare(generation)

@@ -104,7 +104,7 @@ class Dispatcher:
                 )
             except APIError as error:
                 logger.error(
-                    "request %s: engine %s failed after %d tokens, and the client gets status "
+                    "request %s: it ended on engine %s after %d tokens, and the client gets status "
                     "%d: %s",
                     sequence.request_id,
                     placement.member.endpoint.name,

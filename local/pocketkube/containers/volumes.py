@@ -267,8 +267,8 @@ class PodVolumes:
         for item in source.get("items") or []:
             if "fieldRef" not in item:
                 raise ConfigError(
-                    f"the downwardAPI file {item['path']!r} has no fieldRef; other fields are not "
-                    "supported here"
+                    f"the downwardAPI file {item.get('path')!r} has no fieldRef; other fields are "
+                    "not supported here"
                 )
             path = item["fieldRef"]["fieldPath"]
             files[item["path"]] = field_value(path, self.pod, self._addresses).encode()

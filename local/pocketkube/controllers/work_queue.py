@@ -56,7 +56,7 @@ class WorkQueue:
             self._name,
             key,
             delay,
-            str(error) or repr(error),
+            repr(error) if level == logging.ERROR else str(error) or repr(error),
             exc_info=level == logging.ERROR,
         )
         asyncio.get_running_loop().call_later(delay, self.add, key)

@@ -261,7 +261,10 @@ class Reconciler:
         for each in refused:
             state.add_problem(each.problem)
         state.objects_match = all(isinstance(each.problem, GatewayAPIMissing) for each in refused)
-        return not missing_prerequisites(desired, observed)
+        missing = missing_prerequisites(desired, observed)
+        if missing and not refused:
+            raise RuntimeError(f"objects are missing after all were written: {sorted(missing)}")
+        return not missing
 
     async def _delete_unused_config_maps(self, state: ReconcileState, desired: Desired) -> None:
         """Delete ConfigMaps that no pod needs. If all objects are as desired, record their hash."""

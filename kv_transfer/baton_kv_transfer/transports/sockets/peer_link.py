@@ -178,7 +178,7 @@ class PeerLink(abc.ABC):
             connection.close()
             transfers, self._transfers = self._transfers, {}
         level = logging.WARNING if unsent else logging.INFO
-        logger.log(level, "the KV transfer connection to %s was closed: %s", self.peer, reason)
+        logger.log(level, "KV transfer with %s ended: %s", self.peer, reason)
         for transfer in transfers.values():
             transfer.end(reason)
         self._context.wakeup()
