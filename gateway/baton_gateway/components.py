@@ -36,7 +36,6 @@ from baton_gateway.requests.prompts import PromptReader
 from baton_gateway.requests.response_store import ResponseStore
 from baton_gateway.routing.dispatcher import Dispatcher
 from baton_gateway.routing.placer import Placer
-from baton_protocol.options.config import GatewayConfig
 from baton_protocol.service_key import ServiceKey
 from baton_text.generation_defaults import GenerationDefaults
 from baton_text.reply_parsing.reply_format import ReplyFormat
@@ -66,6 +65,8 @@ def build_applications(
         shutdown.
     """
     config, metrics, pool = services.config, services.metrics, services.pool
+
+    # Running a request on the engines
     placer = Placer(
         pool,
         metrics,
@@ -76,17 +77,23 @@ def build_applications(
     dispatcher = Dispatcher(placer, metrics, inter_token_timeout_s=config.inter_token_timeout_s)
     generator = Generator(dispatcher, metrics)
     pooling_runner = PoolingRunner(dispatcher, metrics)
-    requests = (generator, pooling_runner, services.queue)
-    shutdown = GracefulShutdown(services.admission, requests, config.drain_quiet_s)
+    shutdown = GracefulShutdown(
+        services.admission, (generator, pooling_runner, services.queue), config.drain_quiet_s
+    )
 
+    # From the body of a request to what the engines run
     salts = CacheSalts(config.access, service_key)
     reader = PromptReader(tokenizer)
-    reply_format = _reply_format(config, tokenizer)
+    template = tokenizer.chat_template
+    reply_format = ReplyFormat.choose(
+        config.tool_parser, config.reasoning_parser, None if template is None else template.source
+    )
     builder = JobBuilder(
         tokenizer, reader, pool, metrics, config.access, salts, defaults, reply_format
     )
     pooling_builder = PoolingJobBuilder(reader, pool, metrics, config.access, salts)
 
+    # Routes and middlewares of the two ports
     store, name = ResponseStore(), services.served_name
     apis: list[GenerationAPI[Any]] = [
         ChatAPI(name, tokenizer),
@@ -97,35 +104,22 @@ def build_applications(
 
     status = StatusEndpoints(services, shutdown)
     openapi = OpenAPIEndpoint(needs_key=keys is not None, client_timeout_s=config.client_timeout_s)
-    counter, authentication = RequestCounter(metrics), Authentication(keys, shutdown)
+    routes = [
+        *(GenerationEndpoint(api, services, builder, generator).route() for api in apis),
+        *PoolingEndpoints(services, pooling_builder, pooling_runner).routes(),
+        *StoredResponses(services, store).routes(),
+        *TokenizeEndpoints(services, tokenizer).routes(),
+        *status.routes(),
+        openapi.route(),
+    ]
+    count = RequestCounter(metrics).middleware
+    authenticate = Authentication(keys, shutdown).middleware
     app = web.Application(
-        middlewares=[
-            log_request_id,
-            cors.middleware,
-            counter.middleware,
-            convert_errors,
-            authentication.middleware,
-        ]
+        middlewares=[log_request_id, cors.middleware, count, convert_errors, authenticate]
     )
     app.on_response_prepare.extend([set_headers, cors.set_headers, shutdown.close_connection])
-    app.add_routes(
-        [
-            *(GenerationEndpoint(api, services, builder, generator).route() for api in apis),
-            *PoolingEndpoints(services, pooling_builder, pooling_runner).routes(),
-            *StoredResponses(services, store).routes(),
-            *TokenizeEndpoints(services, tokenizer).routes(),
-            *status.routes(),
-            openapi.route(),
-        ]
-    )
-
-    metrics_app = web.Application(middlewares=[log_request_id, counter.middleware, convert_errors])
+    app.add_routes(routes)
+    metrics_app = web.Application(middlewares=[log_request_id, count, convert_errors])
     metrics_app.on_response_prepare.append(set_headers)
     metrics_app.add_routes(status.metrics_routes())
     return app, metrics_app, shutdown
-
-
-def _reply_format(config: GatewayConfig, tokenizer: Tokenizer) -> ReplyFormat:
-    template = tokenizer.chat_template
-    source = None if template is None else template.source
-    return ReplyFormat.choose(config.tool_parser, config.reasoning_parser, source)

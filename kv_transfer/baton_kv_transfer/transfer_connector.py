@@ -299,11 +299,11 @@ class TransferConnector(KVConnectorWorker):
                 # failed.
                 self._commands.popleft()
             if self._producer is not None:
-                self._finished_sending(self._producer.advance(time.monotonic()))
+                self._finished_sending(self._producer.run_round(time.monotonic()))
             if self._consumer is None:
                 self._agent.get_new_notifs()  # discards them: none are expected
                 continue
-            for transfer_id, result in self._consumer.advance(time.monotonic()):
+            for transfer_id, result in self._consumer.run_round(time.monotonic()):
                 self._load_finished(transfer_id, result)
             if self._consumer.take_fence() and self._producer is not None:
                 self._producer.fail_push_sessions()

@@ -29,8 +29,9 @@ class ReplyGrammar:
     Args:
         reasoning: how the model writes its reasoning; None: it writes none.
         is_reasoning: the prompt ends inside the reasoning.
-        thinking_budget: limit on the tokens of the reasoning, after which it is closed. The model
-            then reasons once. None: no limit.
+        thinking_budget: maximum number of tokens of the reasoning, after which the grammar closes
+            it. With a budget, a reply contains at most one reasoning: no second one may begin.
+            None: no limit.
         special_token_id: returns the id of a special token, and None for any other text.
     """
 

@@ -17,15 +17,15 @@ from baton_kv_transfer.context import ConnectorContext
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.transports.transfer import TransportError
 
-#: After verifying for this long, `advance` returns, so that messages and deadlines are handled.
+#: After this time, `verify_arrived` returns, so that messages and deadlines are handled.
 VERIFY_SLICE_S = 0.02
 
 
 class BlockVerifier:
     """Reads and verifies the blocks of all per-rank transfers.
 
-    Callers add blocks with `read()` or `verify()`. `advance()` yields the verified batches of
-    blocks, unless the load has failed.
+    Callers add blocks with `read()` or `verify()`. `verify_arrived()` yields the verified batches
+    of blocks, unless the load has failed.
     """
 
     def __init__(self, context: ConnectorContext) -> None:
@@ -37,7 +37,7 @@ class BlockVerifier:
 
     @property
     def has_unverified(self) -> bool:
-        """Whether some arrived blocks are unverified. If so, call `advance` without waiting."""
+        """Whether blocks are unverified. If so, call `verify_arrived` without waiting."""
         return bool(self._arrived)
 
     @property
@@ -80,7 +80,7 @@ class BlockVerifier:
         """Drop the queued reads from a lost peer. Reads in flight end without further calls."""
         self._windows.pop(peer, None)
 
-    def advance(self) -> Iterator[tuple[RankTransfer, list[int]]]:
+    def verify_arrived(self) -> Iterator[tuple[RankTransfer, list[int]]]:
         """Collect reads that have ended, post queued reads, and verify arrived blocks.
 
         Reads are posted before each verification, so that bytes arrive during the verification.

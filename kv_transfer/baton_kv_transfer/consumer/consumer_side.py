@@ -1,6 +1,6 @@
 """The consumer side of the connector, which the connector's thread runs.
 
-`advance` receives messages, reads and verifies blocks, and moves each load through its states. A
+`run_round` receives messages, reads and verifies blocks, and moves each load through its states. A
 per-rank transfer is the part of a load that comes from one worker of the producer. These rules
 hold:
 
@@ -50,7 +50,7 @@ class ConsumerSide:
         """
         self._context = context
         self._agent, self._clock = context.agent, context.clock
-        #: Whether `advance` has called `Agent.fence` since the last `take_fence`.
+        #: Whether `run_round` has called `Agent.fence` since the last `take_fence`.
         self._has_fenced = False
         #: Loads that wait for memory: transfer id to the lead peer (see `Load.lead_peer`).
         self._waits: dict[str, Peer] = {}
@@ -98,10 +98,10 @@ class ConsumerSide:
         if load is not None:
             now = self._clock()
             self._loads.fail(load, FailureReason.CANCELLED, "cancelled", now)
-            self._loads.advance(load, now)
+            self._loads.update_state(load, now)
 
     def fail_all(self, reason: str) -> Iterator[tuple[str, LoadResult]]:
-        """Fail every load. Return the results that `advance` has not yielded.
+        """Fail every load. Return the results that `run_round` has not yielded.
 
         Call this only after closing the agent.
         """
@@ -121,8 +121,8 @@ class ConsumerSide:
     def peers(self) -> list[Peer]:
         return list(self._peers)
 
-    def advance(self, now: float) -> Iterator[tuple[str, LoadResult]]:
-        """Receive messages, read and verify blocks, advance all loads, and send heartbeats.
+    def run_round(self, now: float) -> Iterator[tuple[str, LoadResult]]:
+        """Receive messages, read and verify blocks, update all loads, and send heartbeats.
 
         Yields:
             The transfer id and the result of each load that has ended. The engine waits for the
@@ -133,23 +133,25 @@ class ConsumerSide:
             for peer, notification in notifications:
                 self._loads.handle_message(peer, notification, now)
             self._verify_blocks()
-            yield from self._loads.advance_all(now)
+            yield from self._loads.update_states(now)  # pushed blocks may have completed loads
         for peer in self._peers:
             for message in peer.receive(now):
                 self._loads.handle_message(peer, message, now)
         self._verify_blocks()
-        yield from self._loads.advance_all(now)
+        # A load that the new messages continue or end must not time out, nor cause a fence.
+        yield from self._loads.update_states(now)
         self._loads.check_deadlines(now)
         for peer in self._peers:
             if peer.error:
                 self._lose(peer, now)
         if why_fenced := self._fence_needed(now):
             self._fence(why_fenced, now)
-        yield from self._loads.advance_all(now)
+        # Ends loads that a deadline, a lost peer or the fence has failed.
+        yield from self._loads.update_states(now)
         self._send_heartbeats(now)
 
     def take_fence(self) -> bool:
-        """Return whether `advance` has called `Agent.fence` since the last call of this function.
+        """Return whether `run_round` has called `Agent.fence` since the last call of this function.
 
         After a fence the agent has no peers, including the peers of the producer side.
         """
@@ -157,13 +159,13 @@ class ConsumerSide:
         return has_fenced
 
     def _verify_blocks(self) -> None:
-        for rank_transfer, wrong in self._verifier.advance():
+        for rank_transfer, wrong in self._verifier.verify_arrived():
             self._loads.record_verified(rank_transfer, wrong, self._clock())
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `advance` must run even without an event.
+        """Return the time at which `run_round` must run even without an event.
 
-        None means that only an event makes `advance` necessary.
+        None means that only an event makes `run_round` necessary.
         """
         is_due = self._loads.has_finished or self._verifier.has_unverified
         if is_due or any(peer.error for peer in self._peers):
@@ -238,7 +240,7 @@ class ConsumerSide:
             for rank_transfer in load.rank_transfers:
                 self._loads.release(rank_transfer)
                 rank_transfer.end_writes()
-            self._loads.advance(load, now)
+            self._loads.update_state(load, now)
         for peer in self._peers:
             self._peers.remove(peer)
             self._verifier.drop_peer(peer)

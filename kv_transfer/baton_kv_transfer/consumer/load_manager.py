@@ -94,7 +94,7 @@ class LoadManager:
             missing=np.zeros(num_blocks, dtype=np.int32),
         )
         self._loads[request.transfer_id] = load
-        self.advance(load, now)
+        self.update_state(load, now)
 
     def heartbeat_s(self, peer: Peer) -> float:
         return min(MAX_HEARTBEAT_S, self._load_timeout_s / 3, peer.lease_s / 3)
@@ -114,26 +114,26 @@ class LoadManager:
 
     # A load's states
 
-    def advance_all(self, now: float) -> Iterator[tuple[str, LoadResult]]:
-        """Advance all loads, yield the ended ones, send RELEASE messages and post reads.
+    def update_states(self, now: float) -> Iterator[tuple[str, LoadResult]]:
+        """Update all loads, yield the ended ones, send RELEASE messages and post reads.
 
-        If a load ends, all loads are advanced again, because the ended load may have freed slots.
+        If a load ends, all loads are updated again, because the ended load may have freed slots.
         """
         count = 0
         while count != len(self._loads):
             count = len(self._loads)
             for load in self:
-                self._take_steps(load, now)
+                self._change_state(load, now)
         yield from self.take_finished()
         self._send_releases()
         self._verifier.post()
 
-    def advance(self, load: Load, now: float) -> None:
-        """Advance one load through its states as far as possible."""
-        self._take_steps(load, now)
+    def update_state(self, load: Load, now: float) -> None:
+        """Move one load through its states as far as possible."""
+        self._change_state(load, now)
         self._send_releases()
 
-    def _take_steps(self, load: Load, now: float) -> None:
+    def _change_state(self, load: Load, now: float) -> None:
         if load.state is LoadState.HANDSHAKE and load.lead_peer.is_ready:
             self._open_rank_transfers(load, now)
         if load.state is LoadState.LOADING:

@@ -13,9 +13,9 @@ from baton_kv_transfer.connector import ConnectorStats
 from baton_kv_transfer.consumer.load_state import RankTransfer
 from baton_kv_transfer.memory.slot_memory import SlotMemory
 
-#: Maximum size of a batch, unless one block is larger. A batch is verified in one call, while the
-#: next batches are read.
-BATCH_BYTES = 4 * 2**20
+#: Maximum size of a batch, unless one block is larger. Loads take turns after each batch. A batch
+#: is verified in one call, while the next batches are read.
+MAX_READ_BYTES = 4 * 2**20
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class ReadBatch:
 
 
 def blocks_per_batch(rank_transfer: RankTransfer, memory: SlotMemory) -> int:
-    return max(1, min(BATCH_BYTES // rank_transfer.block_nbytes, memory.num_slots))
+    return max(1, min(MAX_READ_BYTES // rank_transfer.block_nbytes, memory.num_slots))
 
 
 def _take_slots(memory: SlotMemory, block_ids: list[int]) -> list[int]:

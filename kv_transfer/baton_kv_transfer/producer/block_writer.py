@@ -5,7 +5,7 @@ A subscriber is one worker of a consumer. A block for a subscriber has these sta
     queued      The block is in Subscriber.queue. `stop` drops the block.
     in flight   A write of the block is posted to the agent. The write ends in DONE or ERR. Removing
                 the peer ends the write in ERR.
-    written     `advance` has reported the write, and the writer has no record of it.
+    written     `write_queued` has reported the write, and the writer has no record of it.
 
 The bytes in flight to each peer are limited. The transfers to one peer take turns, so that a long
 transfer does not delay a short one.
@@ -26,7 +26,7 @@ from baton_kv_transfer.producer.transfer_state import OfferedBlock, Subscriber, 
 from baton_kv_transfer.side_channel import PublishedBlock
 from baton_kv_transfer.transports.transfer import TransportError
 
-#: Maximum size of a write, unless one block is larger.
+#: Maximum size of a write, unless one block is larger. Subscribers take turns after each write.
 MAX_WRITE_BYTES = 4 * 2**20
 
 
@@ -89,7 +89,7 @@ class BlockWriter:
         """Return whether a write to the memory of the session's consumer is in flight."""
         return any(write.subscriber.session is session for write in self._in_flight)
 
-    def advance(self) -> Iterator[EndedWrite]:
+    def write_queued(self) -> Iterator[EndedWrite]:
         """Yield ended writes. Post queued blocks, up to each peer's limit of bytes in flight.
 
         After a failed write, the caller may stop subscribers before further blocks are posted.

@@ -119,13 +119,13 @@ class ProducerSide:
     def end_all(self, reason: str) -> list[str]:
         """End every transfer without waiting for consumers. Call only after closing the agent.
 
-        Return the ids that `advance` has not returned.
+        Return the ids that `run_round` has not returned.
         """
         return self._transfers.end_all(reason)
 
     # From the thread's loop
 
-    def advance(self, now: float) -> list[str]:
+    def run_round(self, now: float) -> list[str]:
         """Carry out consumers' messages, record ended writes, post writes, end expired leases.
 
         Returns:
@@ -134,13 +134,13 @@ class ProducerSide:
         if now - self._last_round > STALL_S:
             self._no_expiry_before = self._last_empty = now + STALL_GRACE_S
         self._last_round = now
-        self._advance_writes()  # before messages, so that blocks of the last step are not delayed
+        self._write_blocks()  # before messages, so that blocks of the last step are not delayed
         drained = self._receive(now)
         if drained:
             self._last_empty = now
-        self._advance_writes()
+        self._write_blocks()
         self._transfers.expose_waiting()
-        self._advance_writes()
+        self._write_blocks()
         # Leases must not end while messages of their consumers may be unread.
         if (drained or now - self._last_empty > MAX_UNREAD_S) and now >= self._no_expiry_before:
             for session in self._transfers.expire(now):
@@ -159,9 +159,9 @@ class ProducerSide:
         return self._transfers.take_finished()
 
     def next_deadline(self) -> float | None:
-        """Return the time at which `advance` must run even without an event.
+        """Return the time at which `run_round` must run even without an event.
 
-        None means that only an event makes `advance` necessary.
+        None means that only an event makes `run_round` necessary.
         """
         deadline = max(self._transfers.next_deadline(), self._no_expiry_before)
         return deadline if deadline < math.inf else None
@@ -217,8 +217,8 @@ class ProducerSide:
             case side_channel.Heartbeat(transfer_ids=transfer_ids):
                 self._transfers.heartbeat(session, transfer_ids)
 
-    def _advance_writes(self) -> None:
-        for subscriber, blocks, error in self._writer.advance():
+    def _write_blocks(self) -> None:
+        for subscriber, blocks, error in self._writer.write_queued():
             if error and not subscriber.session.error:
                 self._cut_off(subscriber.session, f"writing to the consumer failed: {error}")
             self._transfers.record_written(subscriber, blocks)

@@ -108,25 +108,23 @@ def compute_desired(
     has_policies = resolved.spec.security.network_policy
     has_coordinator = resolved.is_expert_parallel or keep_coordinator
     gateway_deployment = gateway_objects.deployment(resolved)
+    coordinator, gateway = names.coordinator_name(resolved.name), names.gateway_name(resolved.name)
     # Each part is an object, or (kind, name) of an object that must not exist. NetworkPolicies come
     # before the pods that they protect.
     parts: list[Object | tuple[str, str]] = [
         *(config_maps.config_map(resolved, role) for role in configured),
-        _object_or_absence(
-            network_policy.members_policy(resolved, operator_namespace), is_wanted=has_policies
-        ),
-        _object_or_absence(
-            network_policy.coordinator_policy(resolved, operator_namespace),
-            is_wanted=has_policies and has_coordinator,
-        ),
+        network_policy.members_policy(resolved, operator_namespace)
+        if has_policies
+        else ("NetworkPolicy", names.members_service_name(resolved.name)),
+        network_policy.coordinator_policy(resolved, operator_namespace)
+        if has_policies and has_coordinator
+        else ("NetworkPolicy", coordinator),
         service_accounts.engine_account(resolved),
     ]
     if resolved.is_expert_parallel:
         parts += [coordinator_objects.service(resolved), coordinator_objects.deployment(resolved)]
     elif not keep_coordinator:
-        parts += [
-            (kind, names.coordinator_name(resolved.name)) for kind in ("Deployment", "Service")
-        ]
+        parts += [("Deployment", coordinator), ("Service", coordinator)]
     parts += [
         service_accounts.gateway_account(resolved),
         service_accounts.gateway_role(resolved),
@@ -134,10 +132,10 @@ def compute_desired(
         headless_service(resolved),
         gateway_objects.service(resolved),
         gateway_deployment,
-        ingress(resolved) or ("Ingress", names.gateway_name(resolved.name)),
+        ingress(resolved) or ("Ingress", gateway),
     ]
     if http_routes:
-        parts.append(http_route(resolved) or ("HTTPRoute", names.gateway_name(resolved.name)))
+        parts.append(http_route(resolved) or ("HTTPRoute", gateway))
     if policy_api:
         for role in names.CONFIGURED_ROLES:
             budget = disruption_budget(resolved, role, policy_api)
@@ -151,8 +149,3 @@ def compute_desired(
         },
         gateway_revision=gateway_objects.revision_of(gateway_deployment),
     )
-
-
-def _object_or_absence(obj: Object, *, is_wanted: bool) -> Object | tuple[str, str]:
-    """Return `obj` or, if it must not exist, its kind and name."""
-    return obj if is_wanted else (obj["kind"], obj["metadata"]["name"])

@@ -378,7 +378,7 @@ class Rig:
 
     def advance(self, seconds: float = 0.0) -> None:
         self.clock.now += seconds
-        for transfer_id, result in self.consumer.advance(self.clock.now):
+        for transfer_id, result in self.consumer.run_round(self.clock.now):
             self._finish(transfer_id, result)
         if self.consumer.take_fence():
             self.fenced.append(self.agent.num_fences)

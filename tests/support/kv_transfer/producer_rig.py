@@ -186,8 +186,8 @@ class Producer:
         while seconds > 0:
             step = min(1.0, seconds)
             self.now, seconds = self.now + step, seconds - step
-            self.finished += self.side.advance(self.now)
-        self.finished += self.side.advance(self.now)
+            self.finished += self.side.run_round(self.now)
+        self.finished += self.side.run_round(self.now)
 
     def offer(self, transfer_id: str = "t", peer: str = "D") -> None:
         self.side.offer(transfer_id, peer)

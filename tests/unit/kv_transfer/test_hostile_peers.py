@@ -201,7 +201,7 @@ def test_no_lease_ends_while_messages_of_its_consumer_are_unread(
         consumer.socket.send(side_channel.encode(Heartbeat([transfer_id])))
     for _ in range(4):
         producer.now += 0.4
-        producer.finished += producer.side.advance(producer.now)
+        producer.finished += producer.side.run_round(producer.now)
     assert producer.finished == []
 
 

@@ -92,7 +92,7 @@ class StepBuilder:
         Args:
             copies: block copies that `reserve` has returned.
         """
-        entry = in_flight.begin(request, num_tokens)
+        entry = in_flight.count_scheduled(request, num_tokens)
         self.ranges.append(entry)
         self.budget -= num_tokens
         self.output.num_scheduled_tokens[request.request_id] = num_tokens

@@ -34,7 +34,7 @@ class ScheduledRange(NamedTuple):
         return self.end - self.start == 1 and self.start >= self.request.num_prompt_tokens
 
 
-def begin(request: Request, num_tokens: int) -> ScheduledRange:
+def count_scheduled(request: Request, num_tokens: int) -> ScheduledRange:
     """Count the next `num_tokens` tokens of `request` as computed by a step in flight."""
     start = request.num_computed_tokens
     end = start + num_tokens
@@ -46,7 +46,7 @@ def begin(request: Request, num_tokens: int) -> ScheduledRange:
     return ScheduledRange(request, start, end, samples, request.num_preemptions)
 
 
-def end(entry: ScheduledRange) -> None:
+def count_returned(entry: ScheduledRange) -> None:
     """Count a range as returned. The caller then appends the token that the range sampled."""
     request, _, _, samples, _ = entry
     request.num_in_flight -= 1
@@ -54,9 +54,9 @@ def end(entry: ScheduledRange) -> None:
         request.num_placeholders -= 1
 
 
-def take_back(entry: ScheduledRange) -> None:
-    """Undo `begin` for a range whose tokens have not run, so that a later step runs them."""
-    end(entry)
+def count_dropped(entry: ScheduledRange) -> None:
+    """Undo `count_scheduled` for a range that has not run, so that a later step runs its tokens."""
+    count_returned(entry)
     # A request that has been preempted since may have no computed tokens left.
     entry.request.num_computed_tokens = min(entry.request.num_computed_tokens, entry.start)
 

@@ -44,7 +44,7 @@ class StepResults:
         has_optional_outputs = bool(ran.prompt_logprobs or ran.routed_experts)
         for entry in ranges:
             request, start, end, samples, num_preemptions = entry
-            in_flight.end(entry)
+            in_flight.count_returned(entry)
             if request.status is RequestStatus.FINISHED:  # ended while the step was in flight
                 continue
             token_id = sampled.get(request.request_id)
@@ -86,7 +86,7 @@ class StepResults:
         """
         for entry in ranges:
             request = entry.request
-            in_flight.take_back(entry)
+            in_flight.count_dropped(entry)
             if request.status is RequestStatus.FINISHED:
                 continue
             self.worker.forget(request)  # the worker may lack blocks that the step added
@@ -129,8 +129,8 @@ class StepResults:
     def advance_resumed(self) -> Iterator[Finished]:
         """Advance each beam search whose last step returned while the search was swapped out.
 
-        A search may free blocks that the step under construction swaps in. No other swap-in or load
-        of this step may write to these blocks.
+        A search may free blocks that the step under construction swaps in. So call this after the
+        last swap-in of the step, and start no load in the same step.
         """
         for request in self.running.values():
             if (finished := self.advance_beams(request)) is not None:

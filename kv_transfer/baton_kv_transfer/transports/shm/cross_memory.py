@@ -27,9 +27,9 @@ from baton_kv_transfer.transports.transfer import CopyError
 NONCE_BYTES = 16
 #: Maximum number of runs in a batch. IOV_MAX is 1024, and one run is the nonce.
 MAX_RUNS = 1023
-#: Maximum size of a batch. A batch takes about a millisecond, after which the thread does other
-#: work.
-BATCH_BYTES = 4 * 2**20
+#: Maximum size of a batch, which one system call copies. A batch takes about a millisecond, after
+#: which the thread does other work.
+MAX_COPY_BYTES = 4 * 2**20
 
 
 class ProcessNonce:
@@ -143,8 +143,8 @@ class BatchedCopy:
         #: The local runs as the caller gave them. Long runs are split in `_local`.
         self.target = local
         self.nbytes = total_bytes(local)
-        if self.nbytes > BATCH_BYTES:
-            local, remote = split(local, BATCH_BYTES), split(remote, BATCH_BYTES)
+        if self.nbytes > MAX_COPY_BYTES:
+            local, remote = split(local, MAX_COPY_BYTES), split(remote, MAX_COPY_BYTES)
         self._local, self._remote = local, remote
         self._count = len(local) // RUN_BYTES
         self._next = 0
@@ -166,8 +166,8 @@ class BatchedCopy:
             CopyError: the batch cannot be read.
         """
         first, end, until = self._next, self._count, self.nbytes
-        if end > MAX_RUNS or until > BATCH_BYTES:
-            end = min(bisect_right(self._ends, self._copied + BATCH_BYTES), first + MAX_RUNS)
+        if end > MAX_RUNS or until > MAX_COPY_BYTES:
+            end = min(bisect_right(self._ends, self._copied + MAX_COPY_BYTES), first + MAX_RUNS)
             until = int(self._ends[end - 1])
         part = slice(first * RUN_BYTES, end * RUN_BYTES)
         self._process.read(self._local[part], self._remote[part], until - self._copied)

@@ -24,7 +24,7 @@ MAX_PAYLOAD_BYTES = 64 * 2**20
 _HEADER = struct.Struct("<IIQ")
 _SEND_BYTES = 2**18
 #: Limit of the data moved in one call. This takes about 1 ms, before other sockets are served.
-_TURN_BYTES = 4 * 2**20
+_MAX_BYTES_PER_CALL = 4 * 2**20
 #: Size of the buffer for messages. One read usually empties the socket.
 _BUFFER_BYTES = 4096
 #: Maximum size of one read of a long message. The memory of a message grows with the bytes that
@@ -166,11 +166,11 @@ class FramedSocket:
 
     def flush(self) -> None:
         """Send waiting bytes until the socket accepts no more, up to the limit of one call."""
-        turn = 0
+        num_bytes = 0
         try:
-            while self.has_outgoing and turn < _TURN_BYTES:
+            while self.has_outgoing and num_bytes < _MAX_BYTES_PER_CALL:
                 if self._sending is not None and len(self._head) <= _SEND_BYTES:
-                    turn += self._send_data(*self._sending)
+                    num_bytes += self._send_data(*self._sending)
                 elif self._head:
                     self._send_head()
                 else:
@@ -187,12 +187,12 @@ class FramedSocket:
         Raises:
             ConnectionError: the other side closed the connection, or sent something invalid.
         """
-        turn, more = 0, True
+        num_bytes, more = 0, True
         while True:
             while (message := self._next_message()) is not None:
                 more = more and message[0] != DATA  # report ended transfers before reading again
                 yield message
-            if not more or turn >= _TURN_BYTES:
+            if not more or num_bytes >= _MAX_BYTES_PER_CALL:
                 return
             try:
                 received, more = self._receive_some()
@@ -200,7 +200,7 @@ class FramedSocket:
                 return
             if not received:
                 raise ConnectionError("the other side closed the connection")
-            turn += received
+            num_bytes += received
 
     def close(self) -> None:
         self._end.close()

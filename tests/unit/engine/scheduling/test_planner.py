@@ -194,7 +194,7 @@ def plan(
     if prompt_limit is not None:
         state.prompt_budget.observe(prompt_limit, num_decodes=0, seconds=TARGET_S)
     for name, num_tokens in (runs or {}).items():
-        in_flight.begin(find_sequence(state, name), num_tokens)
+        in_flight.count_scheduled(find_sequence(state, name), num_tokens)
     return plan_state(state, budget)
 
 

@@ -110,7 +110,7 @@ def test_messages_sent_during_a_stall_are_read_before_a_lease_ends(
     producer.save([3])
     producer.now += 3 * LEASE_S
     # Time for messages in the network to arrive.
-    producer.finished += producer.side.advance(producer.now)
+    producer.finished += producer.side.run_round(producer.now)
     assert producer.finished == []
     consumer.heartbeat()
     producer.advance(LEASE_S - 1)

@@ -93,7 +93,7 @@ def test_a_fence_of_the_consumer_side_fails_the_producer_sides_sessions(
     """Both sides have one agent, from which the fence removes all peers."""
     both, failed = side("B", KVRole.BOTH), threading.Event()
     monkeypatch.setattr(both.connector._producer, "fail_push_sessions", failed.set)
-    monkeypatch.setattr(both.connector._consumer, "advance", lambda now: iter(()))
+    monkeypatch.setattr(both.connector._consumer, "run_round", lambda now: iter(()))
     monkeypatch.setattr(both.connector._consumer, "_has_fenced", True)
     both.offer("t")
     assert failed.wait(timeout=60)

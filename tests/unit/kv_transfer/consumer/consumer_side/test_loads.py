@@ -136,7 +136,7 @@ def test_reads_that_disconnecting_does_not_end_are_fenced(rig: Rig, worker: Work
 def test_loads_of_one_peer_share_its_window(
     made: Callable[[Any], Any], worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton_kv_transfer.consumer.read_window.BATCH_BYTES", 2 * BLOCK_NBYTES)
+    monkeypatch.setattr("baton_kv_transfer.consumer.read_window.MAX_READ_BYTES", 2 * BLOCK_NBYTES)
     rig = made(Rig(max_inflight_bytes=4 * BLOCK_NBYTES))
     long, short = rig.subscribed("long", worker, range(12)), rig.subscribed("short", worker, [20])
     rig.agent.hold = True
@@ -163,7 +163,7 @@ def test_loads_of_one_peer_share_its_window(
 def test_a_failed_load_leaves_the_queue(
     rig: Rig, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baton_kv_transfer.consumer.read_window.BATCH_BYTES", 2**20)
+    monkeypatch.setattr("baton_kv_transfer.consumer.read_window.MAX_READ_BYTES", 2**20)
     subscribe = rig.subscribed("t", worker, range(8))
     rig.agent.hold = True
     rig.deliver(worker, worker.published(subscribe, [0]))

@@ -76,7 +76,7 @@ def side() -> Iterator[Side]:
 
 
 def test_long_and_many_runs_are_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_memory, "BATCH_BYTES", 1000 * 8)
+    monkeypatch.setattr(cross_memory, "MAX_COPY_BYTES", 1000 * 8)
     source, target, nonce = np.arange(100_000), np.zeros(100_000, dtype=np.int64), ProcessNonce()
     runs = [
         (0, 2500),
