@@ -21,7 +21,7 @@ from baton_local.preview.target import (
 from baton_operator import names
 from baton_operator.api import llmservice
 from baton_operator.builders.member_pods import MemberTemplate
-from baton_operator.plan.plan_group import GroupPlan, Member
+from baton_operator.plan.plan_group import GroupPlan, Member, progress_deadline_of
 from baton_operator.plan.plan_members import plan_members, update_of
 from baton_operator.plan.topology_view import TopologyView, topology_for_status
 from baton_operator.revision_history import held_back, previous_revisions_of, with_sizes
@@ -253,7 +253,10 @@ class _Rollout:
         """Return why `pod` is not in its final state; empty if it is in its final state."""
         update = update_of(self._owner, pod.role)
         is_outdated = pod.revision != template.revision and not update.paused
-        waited_s = (self._now - (pod.unready_since or self._now)).total_seconds()
+        deadline_s = update.progress_deadline_s
+        is_late = progress_deadline_of(
+            [(pod.unready_since, pod.no_room_since)], deadline_s, self._now
+        ).has_passed
         match pod.state:
             case "ready":
                 return (
@@ -263,10 +266,8 @@ class _Rollout:
                 )
             case "no room":
                 return "no node has room"
-            case "starting" if waited_s >= update.progress_deadline_s:
-                return (
-                    f"not ready within progressDeadlineSeconds ({update.progress_deadline_s:g} s)"
-                )
+            case "starting" if is_late:
+                return f"not ready within progressDeadlineSeconds ({deadline_s:g} s)"
             case "starting" if pod.ready_at == NEVER:
                 return "never becomes ready"
             case state:

@@ -148,7 +148,10 @@ class Cluster:
         ready_at = now + timedelta(seconds=self._conditions.ready_after_s)
         for pod in unbound[:room]:
             self._change(
-                pod.name, ready_at=ready_at if pod.becomes_ready else NEVER, no_room_since=None
+                pod.name,
+                ready_at=ready_at if pod.becomes_ready else NEVER,
+                unready_since=now,
+                no_room_since=None,
             )
         for pod in unbound[room:]:
             self._change(pod.name, no_room_since=pod.no_room_since or now)

@@ -266,15 +266,18 @@ def condition(obj: Object, type_: str) -> Object:
 
 
 def unready_since(pod: Object, suspended_at: Mapping[str, datetime] = {}) -> datetime | None:
-    """Return the latest of three times: creation, last change of condition Ready, last suspension.
+    """Return the latest of four times: creation, scheduling, last change of Ready, last suspension.
 
     Args:
         suspended_at: when pods were last paused or asleep, by name.
     """
     metadata = pod["metadata"]
-    flipped = parse_time(condition(pod, "Ready").get("lastTransitionTime"))
-    created = parse_time(metadata.get("creationTimestamp"))
-    times = [created, flipped, suspended_at.get(metadata["name"])]
+    times = [
+        parse_time(metadata.get("creationTimestamp")),
+        parse_time(condition(pod, "PodScheduled").get("lastTransitionTime")),
+        parse_time(condition(pod, "Ready").get("lastTransitionTime")),
+        suspended_at.get(metadata["name"]),
+    ]
     return max((time for time in times if time is not None), default=None)
 
 

@@ -167,8 +167,10 @@ def plan_group(
     ]
     outdated = [m for m in usable if not m.draining and m not in newest]
     progress_deadline = surge_timeout = Timeout()
+    # Without a previous revision, the plan is the same before and after the progress deadline.
     if has_previous_revision and not update.paused:
-        progress_deadline = _progress_deadline_of(newest, update, now)
+        times = [(m.unready_since, m.no_room_since) for m in newest]
+        progress_deadline = progress_deadline_of(times, update.progress_deadline_s, now)
     if outdated and not progress_deadline.has_passed:
         surge_timeout = surge_timeout_of(newest, update, now)
     group = _Group(target, present, newest, outdated, progress_deadline, surge_timeout)
@@ -233,14 +235,20 @@ def surge_timeout_of(newest: list[Member], update: Update, now: datetime) -> Tim
     return _timeout((m.no_room_since for m in newest), update.surge_timeout_s, now)
 
 
-def _progress_deadline_of(newest: list[Member], update: Update, now: datetime) -> Timeout:
+def progress_deadline_of(
+    new_pods: Iterable[tuple[datetime | None, datetime | None]], deadline_s: float, now: datetime
+) -> Timeout:
     """Return the state of the progress deadline.
 
-    After this deadline new members that are not ready stall the rollout. New members that
-    fit on no node are ignored.
+    After this deadline new pods that are not ready stall the rollout, for the planner, for the
+    condition Updating and for `baton plan`. Pods that fit on no node are ignored, because the
+    rollout waits for room, or for the surge timeout.
+
+    Args:
+        new_pods: (`Member.unready_since`, `Member.no_room_since`) of each pod.
     """
-    pending = (m for m in newest if m.no_room_since is None)
-    return _timeout((m.unready_since for m in pending), update.progress_deadline_s, now)
+    times = (unready_since for unready_since, no_room_since in new_pods if no_room_since is None)
+    return _timeout(times, deadline_s, now)
 
 
 def _timeout(times: Iterable[datetime | None], timeout_s: float, now: datetime) -> Timeout:

@@ -2,7 +2,8 @@
 
 - `report`: the whole status.
 - `report_group`: the condition of each group of pods.
-- `report_model`, `report_topology`, `report_update`: ModelAvailable, Scaling and Updating.
+- `report_model`, `report_scaling`, `report_update`: ModelAvailable, Scaling and Updating.
+- `report_topology`: the topology of an expert-parallel group, a part of Scaling, and its Events.
 - `report_route`: why no Gateway accepts the HTTPRoute, a part of GatewayReady.
 - `report_events`: the Events about changes of the status.
 - `diagnose`: why pods are not ready.

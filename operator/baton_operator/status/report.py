@@ -20,23 +20,14 @@ from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.observe.observation import Observation, conditions
 from baton_operator.reconcile_errors import Problem
 from baton_operator.status.diagnose import Verdict
-from baton_operator.status.reasons import (
-    METRICS_MISSING,
-    METRICS_STALE,
-    ON_TARGET,
-    Failure,
-    Progress,
-    Settled,
-    is_progress,
-)
+from baton_operator.status.reasons import Failure, Settled, is_progress
 from baton_operator.status.report_group import ReportedGroup, group_verdict, prefill_verdict
 from baton_operator.status.report_model import MODEL_AVAILABLE, model_status, model_verdict
-from baton_operator.status.report_topology import topology_verdict
+from baton_operator.status.report_scaling import scaling_verdict
 from baton_operator.status.report_update import updating_verdict
 from baton_protocol.kv_compatibility import KVCompatibility
 
 MAX_MESSAGE = 32768  # maximum length of a condition's message in the CRD
-_NO_MEASUREMENTS = (METRICS_MISSING, METRICS_STALE)  # the autoscaler has no measurements
 
 
 def report(
@@ -71,7 +62,7 @@ def report(
         **ready,
         "Updating": updating,
     }
-    if scaling := _scaling_verdict(members):
+    if scaling := scaling_verdict(members):
         verdicts["Scaling"] = scaling
     if resolved is None:
         unknown = "no spec is rolled out, so the model is not known"
@@ -181,42 +172,6 @@ def _kv_transfer_verdict(resolved: ResolvedService) -> Verdict | None:
         "engines. Set security.networkPolicy to true, or kvTransfer.transport to tcp"
     )
     return Verdict("False", Failure.NETWORK_POLICY_OFF, message)
-
-
-def _scaling_verdict(members: list[ReportedGroup]) -> Verdict | None:
-    of_topology = [
-        topology_verdict(group.topology, group.desired) for group in members if group.topology
-    ]
-    sized = [group for group in members if group.autoscaling]
-    return autoscaling_verdict(sized, of_topology[0] if of_topology else None)
-
-
-def autoscaling_verdict(sized: list[ReportedGroup], of_topology: Verdict | None) -> Verdict | None:
-    """Return the condition Scaling of a service; None if nothing scales its groups.
-
-    While an expert-parallel group is not at rest, and if `sized` is empty, the condition is
-    `of_topology`. Otherwise the condition describes the groups in `sized`.
-
-    Args:
-        sized: the groups with `autoscaling`.
-        of_topology: the condition Scaling of the expert-parallel group; None without such a group.
-    """
-    if not sized or (of_topology is not None and of_topology.reason != Settled.AT_REST):
-        return of_topology
-    statuses = [group.autoscaling for group in sized if group.autoscaling is not None]
-    messages = " ".join(status.message for status in statuses)
-    for group in sized:
-        if len(group.pods) != group.desired or group.ready != group.desired:
-            return Verdict(
-                "True",
-                Progress.SCALING_UP if group.ready < group.desired else Progress.SCALING_DOWN,
-                f"{group.ready} of {group.desired} {group.role} pods serve. {messages}",
-            )
-    reason = min(
-        (status.reason for status in statuses),
-        key=lambda reason: (reason not in _NO_MEASUREMENTS, reason == ON_TARGET),
-    )
-    return Verdict("Unknown" if reason in _NO_MEASUREMENTS else "False", reason, messages)
 
 
 def _conditions(service: Object, verdicts: Mapping[str, Verdict], now: datetime) -> list[Condition]:

@@ -1,37 +1,25 @@
 """Compute the condition Updating, which reports the progress of a rollout. Pure.
 
 Updating is True while pods of an earlier revision exist. The message names what the rollout waits
-for. Updating is False without such pods, in a pause, and when the rollout stalls.
+for, which `_POLICIES` finds. Updating is False without such pods, in a pause, and when the rollout
+stalls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterable
+from datetime import datetime
 from typing import NamedTuple
 
 from baton_kube.client import Object
 from baton_operator.api.llmservice import Spec
 from baton_operator.observe.observation import is_ready, no_room_since, parse_time, unready_since
-from baton_operator.plan.plan_group import STUCK_TERMINATING
+from baton_operator.plan.plan_group import STUCK_TERMINATING, progress_deadline_of
 from baton_operator.plan.refused_pods import POD_REFUSED, QUOTA_EXCEEDED
 from baton_operator.status.diagnose import Diagnosis, Verdict, diagnose, is_leaving, pods_text
 from baton_operator.status.reasons import Failure, Progress, Settled
 from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.suspended_engines import diagnose_suspended
-
-#: Reasons of the condition, the most urgent first. The condition describes the group that has the
-#: first of these reasons.
-_ORDER = (
-    Failure.ROLLOUT_STALLED,
-    POD_REFUSED,
-    Progress.WAITING_FOR_CAPACITY,
-    Progress.ENGINE_ASLEEP,
-    Progress.ENGINE_PAUSED,
-    Progress.DRAINING,
-    Progress.STARTING,
-    Progress.REPLACING,
-)
 
 
 class _Rollout(NamedTuple):
@@ -40,6 +28,20 @@ class _Rollout(NamedTuple):
     group: ReportedGroup
     newest: list[Object]
     old: list[Object]
+    progress_deadline_s: int
+    now: datetime
+
+    @property
+    def unready(self) -> list[Object]:
+        """The newest pods that are neither ready nor leaving."""
+        return [pod for pod in self.newest if not is_ready(pod) and not is_leaving(pod)]
+
+    @property
+    def failure(self) -> str:
+        """Why unready pods that fit on a node are not ready; empty if no failure was found."""
+        fitting = [pod for pod in self.unready if not no_room_since(pod)]
+        found = diagnose(fitting, self.group.missing)
+        return found.message if found else ""
 
 
 def updating_verdict(
@@ -50,7 +52,8 @@ def updating_verdict(
     Args:
         held_back: fields of the spec whose edits wait until `spec.paused` is false.
     """
-    under_way = [rollout for rollout in (_rollout(group, now) for group in groups) if rollout.old]
+    rollouts = [_rollout(group, spec.progress_deadline_seconds, now) for group in groups]
+    under_way = [rollout for rollout in rollouts if rollout.old]
     counts = "; ".join(map(_counts, under_way))
     if spec.paused:
         edits = (
@@ -65,11 +68,12 @@ def updating_verdict(
         )
     if not under_way:
         return Verdict("False", Settled.UP_TO_DATE, "no pod of an earlier revision exists")
-    obstacles = [
-        (each.group.role, _obstacle(each, spec.progress_deadline_seconds, now))
-        for each in under_way
-    ]
-    role, first = min(obstacles, key=lambda obstacle: _ORDER.index(obstacle[1].reason))
+    role, first = next(
+        (rollout.group.role, found)
+        for policy in _POLICIES
+        for rollout in under_way
+        if (found := policy(rollout))
+    )
     return Verdict(
         "False" if first.reason == Failure.ROLLOUT_STALLED else "True",
         first.reason,
@@ -77,45 +81,76 @@ def updating_verdict(
     )
 
 
-def _rollout(group: ReportedGroup, now: datetime) -> _Rollout:
+def _rollout(group: ReportedGroup, progress_deadline_s: int, now: datetime) -> _Rollout:
     alive = [pod for pod in group.pods if _exists(pod, now)]
     newest = [pod for pod in alive if group.is_newest(pod)]
-    return _Rollout(group, newest, old=[pod for pod in alive if not group.is_newest(pod)])
+    old = [pod for pod in alive if not group.is_newest(pod)]
+    return _Rollout(group, newest, old, progress_deadline_s, now)
 
 
-def _obstacle(rollout: _Rollout, progress_deadline_s: int, now: datetime) -> Diagnosis:
-    """Return what the rollout of one group waits for, as the reason and message of Updating."""
-    group = rollout.group
-    unready = [pod for pod in rollout.newest if not is_ready(pod) and not is_leaving(pod)]
-    found = diagnose(unready, group.missing)
-    deadline = timedelta(seconds=progress_deadline_s)
-    late = [p for p in unready if now - (unready_since(p, group.suspended_at) or now) > deadline]
-    if late:
-        verb = "were" if len(late) > 1 else "was"
-        why = f"{pods_text(late)} {verb} not ready within {progress_deadline_s} s"
-        cause = f": {found.message}" if found else ""
-        hint = "pods of the earlier revision keep serving; correct the spec or undo the edit"
-        return Diagnosis(Failure.ROLLOUT_STALLED, f"{why}{cause}; {hint}")
-    if any(map(no_room_since, unready)):
-        return Diagnosis(
-            Progress.WAITING_FOR_CAPACITY,
-            f"no node has room for {pods_text(unready)}; add or free capacity",
-        )
-    if group.refusal is not None:
-        is_full = group.refusal.reason == QUOTA_EXCEEDED
-        return Diagnosis(
-            Progress.WAITING_FOR_CAPACITY if is_full else POD_REFUSED, group.refusal.message
-        )
-    if suspended := diagnose_suspended(unready, group.suspended):
-        return suspended
-    if going := [pod for pod in rollout.old if is_leaving(pod)]:
-        return Diagnosis(Progress.DRAINING, f"waiting for {pods_text(going)} to drain and end")
-    if unready:
-        return Diagnosis(
-            Progress.STARTING,
-            found.message if found else f"waiting for {pods_text(unready)} to be ready",
-        )
+def _stalled(rollout: _Rollout) -> Diagnosis | None:
+    deadline_s, suspended_at = rollout.progress_deadline_s, rollout.group.suspended_at
+    late = [
+        pod
+        for pod in rollout.unready
+        if progress_deadline_of(
+            [(unready_since(pod, suspended_at), no_room_since(pod))], deadline_s, rollout.now
+        ).has_passed
+    ]
+    if not late:
+        return None
+    why = f"{pods_text(late)} {'were' if len(late) > 1 else 'was'} not ready within {deadline_s} s"
+    cause = f": {rollout.failure}" if rollout.failure else ""
+    hint = "pods of the earlier revision keep serving; correct the spec or undo the edit"
+    return Diagnosis(Failure.ROLLOUT_STALLED, f"{why}{cause}; {hint}")
+
+
+def _refused(rollout: _Rollout) -> Diagnosis | None:
+    refusal = rollout.group.refusal
+    if refusal is None or refusal.reason == QUOTA_EXCEEDED:
+        return None
+    return Diagnosis(POD_REFUSED, refusal.message)
+
+
+def _waiting_for_capacity(rollout: _Rollout) -> Diagnosis | None:
+    if roomless := [pod for pod in rollout.unready if no_room_since(pod)]:
+        message = f"no node has room for {pods_text(roomless)}; add or free capacity"
+    elif rollout.group.refusal is not None:  # of a quota: `_refused` reports other refusals
+        message = rollout.group.refusal.message
+    else:
+        return None
+    return Diagnosis(Progress.WAITING_FOR_CAPACITY, message)
+
+
+def _suspended(rollout: _Rollout) -> Diagnosis | None:
+    return diagnose_suspended(rollout.unready, rollout.group.suspended)
+
+
+def _draining(rollout: _Rollout) -> Diagnosis | None:
+    going = [pod for pod in rollout.old if is_leaving(pod)]
+    text = f"waiting for {pods_text(going)} to drain and end"
+    return Diagnosis(Progress.DRAINING, text) if going else None
+
+
+def _starting(rollout: _Rollout) -> Diagnosis | None:
+    text = rollout.failure or f"waiting for {pods_text(rollout.unready)} to be ready"
+    return Diagnosis(Progress.STARTING, text) if rollout.unready else None
+
+
+def _replacing(rollout: _Rollout) -> Diagnosis:
     return Diagnosis(Progress.REPLACING, f"still to be replaced: {pods_text(rollout.old)}")
+
+
+#: What a rollout may wait for, the most urgent first. The condition reports the first result.
+_POLICIES: tuple[Callable[[_Rollout], Diagnosis | None], ...] = (
+    _stalled,
+    _refused,
+    _waiting_for_capacity,
+    _suspended,
+    _draining,
+    _starting,
+    _replacing,
+)
 
 
 def _counts(rollout: _Rollout) -> str:

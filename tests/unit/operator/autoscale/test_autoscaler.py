@@ -25,8 +25,8 @@ from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
 from baton_operator.names import ANNOTATION_DRAINING, Key
 from baton_operator.status.diagnose import Verdict
-from baton_operator.status.report import autoscaling_verdict
 from baton_operator.status.report_group import ReportedGroup, group_verdict
+from baton_operator.status.report_scaling import autoscaling_verdict
 from baton_operator.status.report_topology import GroupTopology
 from support.operator.autoscale_pods import Clock, FakePod, scraper, serving
 from support.operator.services import resolved, service

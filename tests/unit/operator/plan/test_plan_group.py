@@ -318,6 +318,9 @@ WITH_PREVIOUS: dict[str, tuple[Update, list[Member], int, dict[str, Any]]] = {
         SURGE, [member(0, **OLD), member(1, **OLD), member(2, **STALLS, no_room_since=EXPIRED)], 2,
         {"drain": ["m-1"]},
     ),
+    "no room after the progress deadline: an old member that died is replaced by a new one": (
+        SURGE, [member(0, **OLD), member(2, **STALLS, no_room_since=EXPIRED)], 2, {"create": [1]},
+    ),
     "the new member became ready: the restored one is deleted": (
         SURGE, [member(0, **OLD), member(1, **OLD, **DOWN), member(2)], 2, {"delete": ["m-1"]},
     ),

@@ -120,6 +120,21 @@ def test_a_new_pod_that_wakes_up_has_the_whole_deadline_to_be_ready(
     assert service.condition("Updating")["reason"] == "RolloutStalled"
 
 
+def test_a_new_pod_without_room_does_not_stall_the_rollout(service: Service) -> None:
+    service.nodes.capacity = 2
+    service.patch({**EDIT, "updateStrategy": {"decode": {"surgeTimeoutSeconds": 86400}}})
+    service.rounds(40)
+    assert service.condition("Updating")["reason"] == "WaitingForCapacity"
+    assert service.condition("Ready")["reason"] == "NoCapacity"
+    (lost, kept) = (pod["metadata"]["name"] for pod in service.pods() if is_ready(pod))
+    service.nodes.pod_vanishes(lost)
+    service.reconcile()
+    old = [pod for pod in service.pods() if is_ready(pod)]
+    assert [pod["metadata"]["name"] for pod in old] == [kept]
+    assert len(revisions(service)) == 2
+    assert revisions(service).total() - len(old) == 2, "the lost pod is replaced by a new one"
+
+
 def test_pods_that_die_in_a_pause_during_a_rollout_get_the_previous_revision(
     service: Service,
 ) -> None:

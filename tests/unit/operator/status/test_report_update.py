@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from baton_kube.client import Object
+from baton_operator.plan.refused_pods import PodRefusal
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
 from baton_operator.status.report_group import ReportedGroup
@@ -40,10 +41,15 @@ NO_ROOM = {
     "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
     "lastTransitionTime": NOW.isoformat(),
 }  # fmt: skip
+NO_MATCH = {
+    **NO_ROOM, "message": "0/3 nodes are available: 3 node(s) didn't match Pod's node selector.",
+    "lastTransitionTime": LATE["creationTimestamp"],
+}  # fmt: skip
 ONCE_READY = {
     "type": "Ready", "status": "False",
     "lastTransitionTime": (NOW - timedelta(seconds=60)).isoformat(),
 }  # fmt: skip
+SCHEDULED = {**ONCE_READY, "type": "PodScheduled", "status": "True"}
 
 VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
     "all pods are of the newest revision": (
@@ -76,6 +82,22 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
         [old(0), old(1), new(2, conditions=[NO_ROOM])], "True", "WaitingForCapacity",
         "no node has room for pod demo-dec",
     ),
+    "a new pod starts, and no node has room for another": (
+        [old(0), old(1), new(2), new(3, conditions=[NO_ROOM])], "True", "WaitingForCapacity",
+        "no node has room for pod demo-decode-3;",
+    ),
+    "no room for the new pod after the deadline": (
+        [old(0), old(1), made(new(2, conditions=[NO_ROOM]), **LATE)], "True", "WaitingForCapacity",
+        "no node has room for pod demo-decode-2;",
+    ),
+    "no room for a new pod after the deadline of another": (
+        [old(0), made(new(2), **LATE), made(new(3, conditions=[NO_ROOM]), **LATE)], "False",
+        "RolloutStalled", f"pod demo-decode-2 was not ready within {DEADLINE_S} s; pods of the",
+    ),
+    "the node selector of the new pod matches no node until the deadline": (
+        [old(0), old(1), made(new(2, conditions=[NO_MATCH]), **LATE)], "False", "RolloutStalled",
+        "pod demo-decode-2 cannot be scheduled: 0/3 nodes are available: 3 node(s) didn't match",
+    ),
     "the new pod is not ready at the deadline": (
         [old(0), old(1), made(new(2), **LATE)], "False", "RolloutStalled",
         "2 of earlier revisions (2 ready)",
@@ -86,6 +108,10 @@ VERDICTS: dict[str, tuple[list[Object], str, str, str]] = {
     ),
     "the new pod was ready a minute ago": (
         [old(0), made(new(2, conditions=[ONCE_READY]), **LATE)], "True", "Starting",
+        "waiting for pod demo-decode-2",
+    ),
+    "the new pod was scheduled a minute ago": (
+        [old(0), made(new(2, conditions=[SCHEDULED]), **LATE)], "True", "Starting",
         "waiting for pod demo-decode-2",
     ),
     "an old pod on a lost node does not count": (
@@ -157,12 +183,20 @@ def test_a_new_pod_that_is_paused_or_asleep_does_not_stall_the_rollout(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "reason"), [(DEADLINE_S, "Starting"), (DEADLINE_S + 1, "RolloutStalled")]
+    ("seconds", "reason"), [(DEADLINE_S - 1, "Starting"), (DEADLINE_S, "RolloutStalled")]
 )
 def test_a_pod_that_woke_up_has_the_whole_deadline_to_be_ready(seconds: int, reason: str) -> None:
     pods = [old(0), old(1), made(new(2), **LATE)]
     woken = {"demo-decode-2": NOW - timedelta(seconds=seconds)}
     assert condition(reported(pods, suspended_at=woken), "Updating")[1] == reason
+
+
+def test_no_room_after_the_deadline_is_reported_as_missing_capacity() -> None:
+    status = reported([old(0), old(1), made(new(2, conditions=[NO_ROOM]), **LATE)])
+    assert condition(status, "Ready")[:2] == ("False", "NoCapacity")
+    events = [each.reason for each in new_failures(service(), status)]
+    assert "NoCapacity" in events
+    assert "RolloutStalled" not in events
 
 
 def test_a_pause_is_reported_with_the_waiting_pods() -> None:
@@ -195,6 +229,21 @@ def test_a_stalled_rollout_causes_one_event() -> None:
     assert "UpToDate" not in [
         each.reason for each in new_failures(service(), reported([new(0, ready=True)]))
     ]
+
+
+def test_the_group_with_the_most_urgent_obstacle_is_reported() -> None:
+    refusal = PodRefusal("PodRefused", "the API server refuses pods")
+    groups: dict[Any, ReportedGroup] = {
+        role: ReportedGroup(role=role, desired=2, pods=pods, revision="new", refusal=refused)
+        for role, pods, refused in (
+            ("prefill", [old(0), new(1, conditions=[NO_ROOM])], None),
+            ("decode", [old(2), new(3, conditions=[NO_ROOM])], refusal),
+        )
+    }
+    status = report(observed(), resolved(), groups, problem=None, now=NOW)
+    verdict = condition(status, "Updating")
+    assert verdict[:2] == ("True", "PodRefused")
+    assert verdict[2].startswith("decode: the API server refuses pods; prefill pods: 2 desired")
 
 
 def test_the_gateway_is_included() -> None:
