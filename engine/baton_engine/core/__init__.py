@@ -1,6 +1,7 @@
 """The engine core: one step is schedule, execute, sample, update. No sockets, no processes.
 
 engine_core         `EngineCore.step()`, and the same step with several batches in flight
+utility_methods     statistics, drain, pause, sleep and profiling, which clients call by name
 pause               pausing the scheduler, sleeping and waking up
 request_validation  checks of a request before it is queued
 scheduler_setup     the scheduler of a configuration and a loaded model

@@ -2,33 +2,31 @@
 
 `step` starts a step and finishes the same step. Some executors hold several batches, for pipeline
 stages or asynchronous scheduling. With such an executor, `step_with_batch_queue` starts one step
-and finishes the oldest. It schedules the next step while the previous step runs.
+and finishes the oldest. It schedules the next step while the previous step runs. The `with` block
+of a StepRecord measures a step, and writes a crash dump if the step fails.
 
 This module uses no sockets and no processes.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 
-from baton_engine.core.pause import PauseControl, PauseMode, SleepLevel
+from baton_engine.core.pause import PauseControl
 from baton_engine.core.request_validation import validate_request
 from baton_engine.core.scheduler_setup import make_scheduler
-from baton_engine.core.step_records import StepInFlight, StepRecords
+from baton_engine.core.step_records import StepRecord, StepRecords
+from baton_engine.core.utility_methods import UtilityMethods
 from baton_engine.executor.base import Executor, WorkerDiedError
-from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
+from baton_engine.executor.step import ModelRunnerOutput
 from baton_engine.grammar.structured_output import StructuredOutputManager
-from baton_engine.metrics.engine_stats import EngineStats
 from baton_engine.metrics.request_metrics import RequestMetrics
 from baton_engine.scheduling.request_limits import RequestRefusedError, refusal_of
 from baton_engine.scheduling.scheduler_state import PauseState
-from baton_kv_transfer.connector import ConnectorStats
 from baton_protocol.engine_messages import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -37,15 +35,13 @@ from baton_protocol.engine_messages import (
     PrefillResult,
     Ready,
 )
-from baton_protocol.options.config import EngineConfig, KVRole, container_path
-
-logger = logging.getLogger(__name__)
+from baton_protocol.options.config import EngineConfig, container_path
 
 #: Interval at which the wait for a step checks that the workers are alive.
 _FAILURE_CHECK_S = 0.5
 
 
-class EngineCore:
+class EngineCore(UtilityMethods):
     """The engine without sockets and processes. Only one thread may use it.
 
     The caller adds requests, calls `step_fn` while `has_requests` is true, and delivers the outputs
@@ -104,14 +100,10 @@ class EngineCore:
         self.step_fn = (
             self.step if executor.max_concurrent_batches == 1 else self.step_with_batch_queue
         )
-        #: Oldest first.
-        self._in_flight: deque[StepInFlight] = deque()
-        #: Seconds that the last call to `Scheduler.schedule` took.
-        self._schedule_s = 0.0
+        #: Records of the steps that have started and have not finished, oldest first.
+        self._in_flight: deque[StepRecord] = deque()
         #: Outputs that `take_outputs` has not returned yet.
         self._outputs: list[EngineCoreOutput] = []
-        self._connector_stats: ConnectorStats | None = None
-        self._connector_stats_time = -math.inf
         self._pause = PauseControl(self)
 
     @property
@@ -134,44 +126,71 @@ class EngineCore:
     # Steps
 
     def step(self) -> list[EngineCoreOutput]:
-        """Schedule a step, run it and return the outputs for clients."""
-        if self._can_step():
-            self._execute(self._schedule())
-        return self._end_step()
+        """Schedule a step, run it, update the scheduler and return the outputs for clients."""
+        runs = self._can_step()
+        if runs:
+            with self._records.begin() as record:
+                step = record.on_scheduled(self.scheduler.schedule())
+                self.executor.execute_model(step)
+                grammar = self.scheduler.grammar_output(step)  # while the model runs
+                output = self._wait(self.executor.sample_tokens(grammar))
+                self._update(record, output)
+            self._pause.advance()
+        return self._end_step(runs)
 
     def step_with_batch_queue(self) -> list[EngineCoreOutput]:
-        """Start a step if the queue has room, end the oldest step and return outputs for clients.
+        """Start a step if the queue has room, finish the oldest and return the outputs for clients.
 
         If the queue has room for another step and the oldest step still runs, the call returns
         without waiting. The next call then starts another step.
 
         The scheduler decides which requests may be in two steps at once, see `RunAhead`.
         """
+        has_content = False
         if self._can_step() and self._has_room:
-            step = self._schedule()
-            has_content = bool(step.reaches_model_runner or step.connector)
-            # If all requests are in flight, an empty step would only collect completed transfers,
-            # as the steps in flight already do.
-            if has_content or not self._in_flight:
-                self._execute(step)
-            if has_content and self._has_room and not self._in_flight[0].output.done():
-                self.made_progress = True
-                return self.take_outputs()
-        return self._end_step()
-
-    def _end_step(self) -> list[EngineCoreOutput]:
-        """Finish the oldest step, if there is one, and return the outputs for clients."""
-        ends_one = bool(self._in_flight)
-        if ends_one:
+            with self._records.begin() as record:
+                step = record.on_scheduled(self.scheduler.schedule())
+                has_content = bool(step.reaches_model_runner or step.connector)
+                # If all requests are in flight, an empty step would only collect completed
+                # transfers, as the steps in flight already do.
+                if has_content or not self._in_flight:
+                    self.executor.execute_model(step)
+                    grammar = self.scheduler.grammar_output(step)  # while the model runs
+                    record.output = self.executor.sample_tokens(grammar)
+                    self._in_flight.append(record)
+        steps = bool(self._in_flight)
+        may_start_another = has_content and self._has_room and not self._in_flight[0].output.done()
+        if steps and not may_start_another:
             self._finish_oldest()
             self._pause.advance()
-        self.made_progress = ends_one and (self.scheduler.made_progress or bool(self._in_flight))
-        return self.take_outputs()
+        return self._end_step(steps, must_continue=bool(self._in_flight))
 
     def finish_steps(self) -> None:
         """Wait for all steps in flight. `take_outputs()` then returns their outputs."""
         while self._in_flight:
             self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        """Wait for the output of the oldest step, and update the scheduler with it."""
+        with self._in_flight.popleft() as record:
+            self._update(record, self._wait(record.output))
+
+    def _update(self, record: StepRecord, output: ModelRunnerOutput) -> None:
+        """Apply aborts that arrived while the model ran, then the output of the step."""
+        self._records.measure(record)
+        self.scheduler.abort_requests(self._take_aborts())
+        record.outputs = self.scheduler.update_from_output(record.step, output)
+        self._outputs += record.outputs
+
+    def _end_step(self, steps: bool, must_continue: bool = False) -> list[EngineCoreOutput]:
+        """Set `made_progress`, and return the outputs for clients.
+
+        Args:
+            steps: whether this call started or finished a step.
+            must_continue: whether another step is due even if this one had nothing to do.
+        """
+        self.made_progress = steps and (self.scheduler.made_progress or must_continue)
+        return self.take_outputs()
 
     @property
     def _has_room(self) -> bool:
@@ -180,37 +199,6 @@ class EngineCore:
 
     def _can_step(self) -> bool:
         return self.scheduler.has_work and not self._pause.memory_dropped
-
-    def _schedule(self) -> SchedulerOutput:
-        """Schedule the next step."""
-        before = time.monotonic()
-        with self._records.dump_on_failure(None):
-            step = self.scheduler.schedule()
-        self._schedule_s = time.monotonic() - before
-        return step
-
-    def _execute(self, step: SchedulerOutput) -> None:
-        """Send the step that was scheduled last to the executor.
-
-        `_finish_oldest` processes the result.
-        """
-        started = time.monotonic()
-        with self._records.dump_on_failure(step):
-            self.executor.execute_model(step)
-            grammar = self.scheduler.grammar_output(step)  # while the model runs
-            output = self.executor.sample_tokens(grammar)
-        self._in_flight.append(StepInFlight(step, output, self._schedule_s, started))
-
-    def _finish_oldest(self) -> None:
-        """Wait for the result of the oldest step, and update the scheduler with it."""
-        in_flight = self._in_flight.popleft()
-        with self._records.dump_on_failure(in_flight.step):
-            output = self._wait(in_flight.output)
-            self._records.measure(in_flight)
-            self.scheduler.abort_requests(self._take_aborts())
-            outputs = self.scheduler.update_from_output(in_flight.step, output)
-        self._records.record(in_flight, outputs)
-        self._outputs += outputs
 
     def _wait(self, future: Future[ModelRunnerOutput]) -> ModelRunnerOutput:
         """Return the output of a step.
@@ -343,117 +331,6 @@ class EngineCore:
     def wake_workers(self, tags: list[str]) -> None:
         compatibility_hash, *_ = self.executor.collective_rpc("wake_up", (tags,))
         self.info = replace(self.info, compatibility_hash=compatibility_hash)
-
-    # Utility methods. Clients call them by name, see server/utility_calls.py
-
-    def get_stats(self) -> EngineStats:
-        """Return the engine's gauges and counters."""
-        return self.recent_stats(max_connector_age_s=0.0)
-
-    def recent_stats(self, *, max_connector_age_s: float) -> EngineStats:
-        """Return the engine's gauges and counters.
-
-        The KV connector's part is at most `max_connector_age_s` seconds old. The connector runs in
-        the workers, so reading its counters delays steps in flight.
-        """
-        now = time.monotonic()
-        if now - self._connector_stats_time >= max_connector_age_s:
-            self._connector_stats = self.executor.connector_stats()
-            self._connector_stats_time = now
-        stats = self.scheduler.stats()
-        stats.kv_transfer = self._connector_stats
-        stats.paused = self._pause.is_paused
-        stats.sleep_level = self._pause.sleep_level
-        return stats
-
-    def reset_prefix_cache(self, reset_running: bool = False) -> None:
-        """Clear the prefix cache. Requests keep their blocks, but later requests cannot reuse them.
-
-        Args:
-            reset_running: also free the blocks of running requests. These requests compute their KV
-                again.
-        """
-        if reset_running:
-            self.finish_steps()
-        self.scheduler.reset_prefix_cache(reset_running)
-
-    def drain(self) -> EngineStats:
-        """Start to refuse new requests, and return the engine's gauges and counters.
-
-        Accepted requests continue. Idempotent.
-        """
-        if not self.scheduler.draining:
-            self.scheduler.draining = True
-            logger.info(
-                "draining: new requests are refused, and %d unfinished requests continue",
-                self.scheduler.stats().num_unfinished,
-            )
-        return self.get_stats()
-
-    def pause(self, mode: PauseMode = "abort") -> Future[None] | None:
-        """Stop scheduling. New requests wait. `core/pause.py` describes the modes.
-
-        Returns:
-            None if the engine is paused now. Otherwise a Future that is resolved when the engine is
-            paused.
-        """
-        return self._pause.pause(mode)
-
-    def resume(self) -> None:
-        """End a pause. Raise RuntimeError if a sleep has freed memory that is not restored."""
-        self._pause.resume()
-
-    def is_paused(self) -> bool:
-        return self._pause.is_paused
-
-    def sleep(self, level: SleepLevel = 1, mode: PauseMode = "abort") -> Future[None] | None:
-        """Pause, then free memory. Level 1 moves weights to host memory, level 2 drops the weights.
-
-        Both levels drop the KV cache. Level 0 frees nothing.
-
-        Returns:
-            None if the engine sleeps now. Otherwise a Future that is resolved when the engine
-            sleeps.
-
-        Raises:
-            RuntimeError: the KV cache cannot be dropped, because other engines read and write it.
-        """
-        role = self.config.kv_transfer.role
-        if level != 0 and role is not KVRole.NONE:
-            raise RuntimeError(
-                f"an engine with kv_transfer.role={role.value} cannot sleep at level {level}: "
-                "other engines read and write its KV cache; drain it and delete its pod instead"
-            )
-        return self._pause.sleep(level, mode)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """End a sleep, or a part of it.
-
-        Args:
-            tags: parts to restore: some of "weights", "kv_cache" and "scheduling". None: all of
-                them.
-        """
-        self._pause.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        return self._pause.sleep_level is not None
-
-    def start_profile(self) -> None:
-        """Start a torch profile on every worker. Raise RuntimeError if no folder is configured."""
-        self._check_profiling()
-        self.executor.collective_rpc("start_profile")
-
-    def stop_profile(self) -> None:
-        """End the torch profile on every worker and write the traces."""
-        self._check_profiling()
-        self.executor.collective_rpc("stop_profile")
-
-    def _check_profiling(self) -> None:
-        if not self.config.observability.profiler_dir:
-            raise RuntimeError(
-                "profiling is off: set observability.profiler_dir (--profiler-dir) to a folder for "
-                "traces"
-            )
 
     def shutdown(self) -> None:
         """End workers and threads. Idempotent."""

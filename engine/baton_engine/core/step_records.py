@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from baton_engine.core.crash_dump import write_crash_dump
 from baton_engine.executor.step import ModelRunnerOutput, SchedulerOutput
@@ -28,18 +27,60 @@ class StepFailedError(RuntimeError):
     """
 
 
-@dataclass(slots=True)
-class StepInFlight:
-    """A step that has started and has not finished."""
+class StepRecord:
+    """The record of one step: its durations, and a crash dump if it fails.
 
+    All parts of a step run in a `with` block of its record. A step that finishes in a later call
+    has two blocks. If a block fails, it writes a crash dump and raises StepFailedError. Exceptions
+    after which the engine continues pass unchanged. The block that sets `outputs` adds the step to
+    the metrics and the log.
+    """
+
+    __slots__ = (
+        "_began",
+        "_records",
+        "num_decodes",
+        "output",
+        "outputs",
+        "schedule_s",
+        "started",
+        "step",
+    )
+
+    #: Unset until the step is scheduled.
     step: SchedulerOutput
-    output: Future[ModelRunnerOutput]
     #: Seconds that the scheduling of the step took.
     schedule_s: float
     #: `time.monotonic()` when the step was sent to the executor.
     started: float
-    #: Number of sequences that decode in the step. `StepRecords.measure` counts them for the log.
-    num_decodes: int = 0
+    #: Output of the model, for a step that finishes in a later call.
+    output: Future[ModelRunnerOutput]
+
+    def __init__(self, records: StepRecords) -> None:
+        self._records = records
+        self._began = time.monotonic()
+        #: Number of sequences that decode in the step, counted for the log.
+        self.num_decodes = 0
+        #: Outputs for clients. None until the scheduler is updated.
+        self.outputs: list[EngineCoreOutput] | None = None
+
+    def on_scheduled(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Set the step, which is sent to the executor next, and return it."""
+        self.step = step
+        self.started = time.monotonic()
+        self.schedule_s = self.started - self._began
+        return step
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._records.on_failure(getattr(self, "step", None), error)
+        elif self.outputs is not None:
+            self._records.add(self, self.outputs)
 
 
 class StepRecords:
@@ -66,26 +107,30 @@ class StepRecords:
         self._survivable = survivable
         self._last_step_ended = -math.inf
 
-    def measure(self, in_flight: StepInFlight) -> None:
+    def begin(self) -> StepRecord:
+        """Return the record of a step that is scheduled next."""
+        return StepRecord(self)
+
+    def measure(self, record: StepRecord) -> None:
         """Pass the duration of a step to the scheduler, and count its decodes for the log.
 
-        Call this when the result arrives, before `Scheduler.update_from_output`.
+        Call this when the output arrives, before `Scheduler.update_from_output`.
         """
         ended = time.monotonic()
         self._scheduler.observe_duration(
-            in_flight.step, ended - max(in_flight.started, self._last_step_ended)
+            record.step, ended - max(record.started, self._last_step_ended)
         )
         self._last_step_ended = ended
         if self._config.observability.log_iterations:
-            in_flight.num_decodes = self._scheduler.num_decodes(in_flight.step)
+            record.num_decodes = self._scheduler.num_decodes(record.step)
 
-    def record(self, in_flight: StepInFlight, outputs: list[EngineCoreOutput]) -> None:
+    def add(self, record: StepRecord, outputs: list[EngineCoreOutput]) -> None:
         """Add a finished step, which `measure` has measured, and its outputs to the metrics.
 
         Log the step if `observability.log_iterations` is set.
         """
-        step = in_flight.step
-        self._request_metrics.on_step(step.total_num_scheduled_tokens, in_flight.started)
+        step = record.step
+        self._request_metrics.on_step(step.total_num_scheduled_tokens, record.started)
         self._request_metrics.on_outputs(outputs)
         if self._config.observability.log_iterations and step.num_scheduled_tokens:
             update_s = time.monotonic() - self._last_step_ended
@@ -95,37 +140,30 @@ class StepRecords:
                 "%d running, %d waiting, %.1f %% of KV blocks in use; "
                 "schedule %.2f ms, model %.2f ms, update %.2f ms",
                 step.step_id,
-                step.total_num_scheduled_tokens - in_flight.num_decodes,
-                len(step.num_scheduled_tokens) - in_flight.num_decodes,
-                in_flight.num_decodes,
+                step.total_num_scheduled_tokens - record.num_decodes,
+                len(step.num_scheduled_tokens) - record.num_decodes,
+                record.num_decodes,
                 stats.num_requests_running,
                 stats.num_requests_waiting,
                 stats.kv_cache_usage * 100,
-                in_flight.schedule_s * 1e3,
-                (self._last_step_ended - in_flight.started) * 1e3,
+                record.schedule_s * 1e3,
+                (self._last_step_ended - record.started) * 1e3,
                 update_s * 1e3,
             )
 
-    @contextmanager
-    def dump_on_failure(self, step: SchedulerOutput | None) -> Iterator[None]:
-        """If the `with` block fails, write a crash dump and raise StepFailedError.
-
-        Survivable exceptions pass unchanged.
+    def on_failure(self, step: SchedulerOutput | None, error: BaseException) -> None:
+        """Write a crash dump and raise StepFailedError, unless the engine survives the exception.
 
         Args:
-            step: the step that runs. None: a step is being scheduled.
+            step: the step that failed. None: scheduling failed.
+            error: the exception that is being handled.
         """
-        try:
-            yield
-        except self._survivable:
-            raise
-        except Exception as error:
-            path = write_crash_dump(self._config, step, self._stats_or_none(), error)
-            what = f"step {step.step_id}" if step is not None else "scheduling"
-            where = f"; the crash dump is {path}" if path is not None else ""
-            raise StepFailedError(
-                f"{what} failed: {type(error).__name__}: {error}{where}"
-            ) from error
+        if not isinstance(error, Exception) or isinstance(error, self._survivable):
+            return
+        path = write_crash_dump(self._config, step, self._stats_or_none(), error)
+        what = f"step {step.step_id}" if step is not None else "scheduling"
+        where = f"; the crash dump is {path}" if path is not None else ""
+        raise StepFailedError(f"{what} failed: {type(error).__name__}: {error}{where}") from error
 
     def _stats_or_none(self) -> EngineStats | None:
         try:

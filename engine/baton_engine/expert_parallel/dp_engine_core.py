@@ -385,16 +385,15 @@ class DPEngineCore(EngineCore):
             finally:
                 self._enter(Activity.RESTS)
             self._pause.advance()
-        self.made_progress = steps and (self.scheduler.made_progress or self._must_step)
-        return self.take_outputs()
+        return self._end_step(steps, must_continue=self._must_step)
 
     def _schedule(self) -> SchedulerOutput:
         if self.phase is RankPhase.SERVING:
-            return super()._schedule()
+            return self.scheduler.schedule()
         # Without the other ranks' experts no tokens can run. Transfers continue.
         asked, self.scheduler.pause_state = self.scheduler.pause_state, PauseState.PAUSED_ALL
         try:
-            return super()._schedule()
+            return self.scheduler.schedule()
         finally:
             self.scheduler.pause_state = asked
 
@@ -403,7 +402,8 @@ class DPEngineCore(EngineCore):
 
         If all ranks voted for the next generation, commit the generation after the step.
         """
-        step = self._schedule()
+        with self._records.begin() as record:
+            step = record.on_scheduled(self._schedule())
         decision: StepDecision | None = None
         voted: StandbyGeneration | None = None
         if self._waves is not None and (step.num_scheduled_tokens or self._must_step):
@@ -416,9 +416,12 @@ class DPEngineCore(EngineCore):
                 self._break(str(error))
                 step = step.without_tokens()
         if step.reaches_model_runner or step.connector or self.scheduler.has_work:
+            record.step, record.started = step, time.monotonic()  # after the vote
             try:
-                self._execute(step)
-                self._finish_oldest()
+                with record:
+                    self.executor.execute_model(step)
+                    grammar = self.scheduler.grammar_output(step)  # while the model runs
+                    self._update(record, self._wait(self.executor.sample_tokens(grammar)))
             except GroupBrokenError as error:
                 self.scheduler.discard(step)
                 self._break(str(error))

@@ -1,4 +1,4 @@
-"""Utility calls: methods of EngineCore that clients and the admin HTTP port call by name.
+"""Utility calls: `UtilityMethods` that clients and the admin HTTP port call by name.
 
 Arguments are untrusted. A method may return a Future. Then the engine's loop continues, and the
 caller receives the response when the Future is done.
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from baton_engine.core.engine_core import EngineCore
+from baton_engine.core.utility_methods import UtilityMethods
 
 #: The methods that may be called.
 UTILITIES = frozenset(
@@ -100,7 +100,7 @@ def bind_query(method: str, query: Mapping[str, Sequence[str]]) -> dict[str, Any
 
 
 def call(
-    core: EngineCore, method: str, args: Sequence[Any], done: Callable[[Any, str | None], None]
+    core: UtilityMethods, method: str, args: Sequence[Any], done: Callable[[Any, str | None], None]
 ) -> None:
     """Call a utility method, and pass its result or an error message to `done(result, error)`.
 
@@ -139,7 +139,7 @@ def _signature(method: str) -> tuple[Mapping[str, inspect.Parameter], dict[str, 
         raise UtilityCallError(
             f"there is no utility method {method!r}; the methods are {', '.join(sorted(UTILITIES))}"
         )
-    function = getattr(EngineCore, method)
+    function = getattr(UtilityMethods, method)
     parameters = dict(inspect.signature(function).parameters)
     del parameters["self"]
     return parameters, typing.get_type_hints(function)

@@ -329,7 +329,7 @@ def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_commit
     begin(ranks, [8, 1], 100)
     target = generation(2, ranks)
     prepare(target, ranks)
-    original = ranks[1].core._execute
+    original = ranks[1].executor.execute_model
 
     def break_in_the_last_step(step) -> None:
         if (
@@ -340,7 +340,7 @@ def test_a_step_that_breaks_after_all_votes_is_dropped_and_the_generation_commit
             ranks[1].executor.breaks_at_step = ranks[1].executor.num_wave_steps + 1
         original(step)
 
-    ranks[1].core._execute = break_in_the_last_step
+    ranks[1].executor.execute_model = break_in_the_last_step
     ranks[1].receive_directive(target, commit=True)
     ranks[0].receive_directive(target, commit=True)
     for rank in ranks:
