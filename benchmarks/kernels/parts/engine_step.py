@@ -33,7 +33,8 @@ from baton_engine.executor.step import (
 )
 from baton_engine.models.factory import make_model
 from baton_engine.models.layers import CausalLM
-from baton_engine.worker import model_runner
+from baton_engine.worker import loaded_model
+from baton_engine.worker.model_runner import ModelRunner
 from baton_kernels.activation import silu_and_mul
 from baton_kernels.attention import paged_attention, plan_attention
 from baton_kernels.kv_write import plan_write, write_kv
@@ -187,20 +188,19 @@ class _Runner:
     model: CausalLM
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:
-        self.runner = model_runner.ModelRunner(config)
+        self.runner = ModelRunner(config)
 
         def load(*arguments, **options) -> CausalLM:  # type: ignore[no-untyped-def]
             self.model = _random_model(*arguments)
             return self.model
 
-        with mock.patch.object(model_runner, "load_model", load):
+        with mock.patch.object(loaded_model, "load_model", load):
             self.runner.load_model()
         self.kv_cache = self.runner.allocate_kv_cache(num_blocks)
         begin = time.perf_counter()
         self.runner.warm_up()
         self.warm_up_s = time.perf_counter() - begin
-        forward = self.runner._forward_runner
-        assert forward is not None
+        forward = self.runner.loaded.forward
         self.num_graphs = forward.num_graphs
         self.num_pieces = 0 if forward.backend is None else forward.backend.num_pieces
         generator = torch.Generator(self.kv_cache.device).manual_seed(1)  # the same for all runners

@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack
 
 from baton_engine.llm.async_step_loop import AsyncStepLoop, OutputStream
 from baton_engine.llm.collectors import Prompt, check_output
-from baton_engine.llm.engine_args import LLMArgs
+from baton_engine.llm.engine_args import EngineArgs
 from baton_engine.llm.local_model import LocalModel, check_params
 from baton_engine.llm.outputs import Metric, RequestOutput
 from baton_engine.llm.params import SamplingParams
@@ -33,8 +33,24 @@ class AsyncLLM:
         ConfigurationError, OSError, TypeError, ValueError: as `LLM`.
     """
 
-    def __init__(self, model: str | Path, **args: Unpack[LLMArgs]) -> None:
-        self._model = LocalModel(model, **args)
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int = 0,
+        generation_config: Literal["auto", "none"] = "auto",
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
+        **args: Unpack[EngineArgs],
+    ) -> None:
+        self._model = LocalModel(
+            model,
+            seed=seed,
+            generation_config=generation_config,
+            revision=revision,
+            download_dir=download_dir,
+            **args,
+        )
         self.config = self._model.config
         self._loop = AsyncStepLoop(self._model.core, self._model.wakeup)
         # The thread ends before the core, even without close().

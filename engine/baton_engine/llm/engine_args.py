@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 import msgspec
 
@@ -63,15 +63,6 @@ class EngineArgs(TypedDict, total=False):
     count_nans_in_logits: bool
     profiler_dir: str
     crash_dump_dir: str
-
-
-class LLMArgs(EngineArgs, total=False):
-    """The keyword arguments of `LLM` and `AsyncLLM`, which `LLM` describes."""
-
-    seed: int
-    generation_config: Literal["auto", "none"]
-    revision: str | None
-    download_dir: str | Path | None
 
 
 #: Options by the name of the argument. The option's flag has the same name.

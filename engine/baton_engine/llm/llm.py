@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Unpack
 
 from baton_engine.llm.collectors import BeamsCollector, Collector, Prompt
-from baton_engine.llm.engine_args import LLMArgs
+from baton_engine.llm.engine_args import EngineArgs
 from baton_engine.llm.local_model import LocalModel, check_params, params_list
 from baton_engine.llm.outputs import (
     BeamSearchOutput,
@@ -43,8 +43,8 @@ class LLM:
             as `s3://BUCKET/PREFIX`. A local folder ORG/NAME is used before the hub's model. A model
             that is not in the cache is downloaded.
         seed: seed of the random generator that draws a seed for each prompt without a seed. With
-            the same seed, the same calls return the same texts. Default: 0.
-        generation_config: "auto", the default, takes default sampling parameters from the
+            the same seed, the same calls return the same texts.
+        generation_config: "auto" takes default sampling parameters from the
             checkpoint's generation_config.json. "none" does not.
         revision: branch, tag or commit of a hub's model. None: main.
         download_dir: the cache of downloaded models. None: $XDG_CACHE_HOME/baton/models, or
@@ -59,8 +59,24 @@ class LLM:
         ValueError: a value has the wrong type or is out of bounds.
     """
 
-    def __init__(self, model: str | Path, **args: Unpack[LLMArgs]) -> None:
-        self._model = LocalModel(model, **args)
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        seed: int = 0,
+        generation_config: Literal["auto", "none"] = "auto",
+        revision: str | None = None,
+        download_dir: str | Path | None = None,
+        **args: Unpack[EngineArgs],
+    ) -> None:
+        self._model = LocalModel(
+            model,
+            seed=seed,
+            generation_config=generation_config,
+            revision=revision,
+            download_dir=download_dir,
+            **args,
+        )
         self.config = self._model.config
         self._loop = StepLoop(self._model.core, self._model.wakeup)
         self._lock = threading.Lock()

@@ -51,10 +51,10 @@ class LocalModel:
         self,
         model: str | Path,
         *,
-        seed: int = 0,
-        generation_config: Literal["auto", "none"] = "auto",
-        revision: str | None = None,
-        download_dir: str | Path | None = None,
+        seed: int,
+        generation_config: Literal["auto", "none"],
+        revision: str | None,
+        download_dir: str | Path | None,
         **args: Unpack[EngineArgs],
     ) -> None:
         if not isinstance(model, str | Path) or not str(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from baton_engine.models.forward_context import current_context
 from baton_engine.models.layers import CausalLM, DecoderLayer, GatedMLP, Model
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear
 from baton_engine.models.sparse_moe import SparseMoE
@@ -18,11 +19,38 @@ from baton_kernels.linear import PackedWeight, QuantizedWeight
 from baton_kernels.moe import ExpertList
 
 
-def fuse_layers(model: Model) -> DecoderLayers | None:
-    """Return one compiled operation that runs all layers of the model.
+class FusedModel:
+    """The forward of a model, with all layers in one compiled operation.
+
+    A step in which single layers report something runs layer by layer.
+    """
+
+    def __init__(self, model: CausalLM, layers: DecoderLayers) -> None:
+        self._model, self._layers = model, layers
+
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor | None = None
+    ) -> Tensor:
+        """As `CausalLM.forward`, with the same bits."""
+        context = current_context()
+        if context.reports_by_layer:
+            return self._model(input_ids, positions, hidden)
+        return self._layers.run(
+            input_ids if hidden is None else hidden,
+            positions,
+            context.kv_cache,
+            context.slot_mapping,
+            context.block_tables,
+            context.cu_seqlens_q,
+            context.seq_lens,
+        )
+
+
+def fuse_layers(model: Model) -> FusedModel | None:
+    """Return the forward of the model in one compiled operation.
 
     Returns:
-        The operation. None if the model is split over tensor ranks or is expert-parallel. Also None
+        The forward. None if the model is split over tensor ranks or is expert-parallel. Also None
         if a layer is of a subclass of `DecoderLayer`, if C++ cannot read the weights, or for an
         encoder.
     """
@@ -34,7 +62,7 @@ def fuse_layers(model: Model) -> DecoderLayers | None:
     if model.parallel.tensor.size > 1 or len(weights) < len(model.layers):
         return None
     attention, rotary, embedding = layers[0].self_attn, model.rotary_embedding, model.embed_tokens
-    return DecoderLayers(
+    fused = DecoderLayers(
         weights,
         attention.num_heads,
         attention.scale,
@@ -44,6 +72,7 @@ def fuse_layers(model: Model) -> DecoderLayers | None:
         embedding.weight if model.parallel.is_first_stage and embedding is not None else None,
         None if model.norm is None else model.norm.weight,
     )
+    return FusedModel(model, fused)
 
 
 def _weights_of(layer: DecoderLayer) -> LayerWeights | None:

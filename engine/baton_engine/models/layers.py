@@ -30,13 +30,11 @@ from baton_engine.models.checkpoint.sharding import (
     split_kv_heads,
     split_vocabulary,
 )
-from baton_engine.models.forward_context import current_context
 from baton_engine.models.operators import all_reduce, attend
 from baton_engine.models.projections import ColumnParallelLinear, RowParallelLinear, parameter
 from baton_engine.models.rope import RotaryAngles, RotaryEmbedding
 from baton_engine.models.sparse_moe import SparseMoE
 from baton_kernels.activation import silu_and_mul
-from baton_kernels.decoder_layers import DecoderLayers
 from baton_kernels.linear import PackedWeight, QuantizedWeight, linear
 from baton_kernels.norm import add_rms_norm, rms_norm
 from baton_kernels.rope import rotate_qk
@@ -263,8 +261,6 @@ class Model(nn.Module):
     def __init__(self, config: CheckpointConfig, parallel: ParallelContext) -> None:
         super().__init__()
         self.config, self.parallel = config, parallel
-        #: All layers as one compiled operation, see `fused_layers.py`. None: layers run one by one.
-        self.fused_layers: DecoderLayers | None = None
 
     @property
     def head(self) -> VocabParallelEmbedding | None:
@@ -369,18 +365,6 @@ class CausalLM(Model):
         """As `Model.forward`. Also write the tokens' KV into the cache."""
         if not self.parallel.is_first_stage and hidden is None:
             raise ValueError("a stage after the first needs the previous stage's hidden states")
-        if (fused := self.fused_layers) is not None and (
-            not (context := current_context()).reports_by_layer
-        ):
-            return fused.run(
-                input_ids if hidden is None else hidden,
-                positions,
-                context.kv_cache,
-                context.slot_mapping,
-                context.block_tables,
-                context.cu_seqlens_q,
-                context.seq_lens,
-            )
         if hidden is None:
             assert self.embed_tokens is not None
             hidden = self.embed_tokens(input_ids)

@@ -2,6 +2,10 @@
 
 worker.py            the methods that an executor calls by name
 model_runner.py      one step on one device, from request ids to sampled tokens
+model_spec.py        checkpoint, dtype, KV layout and compatibility hash of one rank
+loaded_model.py      the weights of one rank: load, move to the host, drop, restore
+memory_profiling.py  how many KV blocks fit beside the largest step
+sleep.py             releases weights and KV memory, and restores them
 forward_runner.py    a forward by captured graph, by compiled pieces or layer by layer
 compilation_plan.py  which of these ways a configuration selects
 input_batch.py       the persistent batch and the tensors of a step

@@ -27,6 +27,7 @@ from baton_engine.compilation.piecewise import (
     compile_model,
 )
 from baton_engine.models.forward_context import ForwardBatch, RunPiece, forward_context
+from baton_engine.models.fused_layers import FusedModel
 from baton_engine.models.layers import Model
 from baton_engine.models.operators import SPLITTING
 from baton_engine.worker.compilation_plan import CompilationPlan
@@ -49,7 +50,11 @@ class ForwardRunner:
     """
 
     def __init__(
-        self, model: Model, plan: CompilationPlan, graph_backend: GraphBackend | None
+        self,
+        model: Model,
+        plan: CompilationPlan,
+        graph_backend: GraphBackend | None,
+        fused: FusedModel | None = None,
     ) -> None:
         """Set up the compiler. Nothing is compiled or captured before `prepare`.
 
@@ -57,12 +62,13 @@ class ForwardRunner:
             model: model with weights, on the device where it runs.
             plan: what to compile and capture.
             graph_backend: graph backend of the device. None only if the plan has no graphs.
+            fused: forward of the model in one operation. None: layers run one by one.
         """
         self.plan = plan
         self.model = model
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        self._forward: Callable[..., Tensor] = model
+        self._forward: Callable[..., Tensor] = model if fused is None else fused
         self.compiler: PieceCompiler | None = None
         self.backend: PiecewiseBackend | None = None
         if plan.mode != "none":

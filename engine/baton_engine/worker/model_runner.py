@@ -7,14 +7,10 @@ step names the requests to run and their blocks.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -26,62 +22,27 @@ from baton_engine.executor.step import (
     PendingOutput,
     SchedulerOutput,
 )
-from baton_engine.models.checkpoint.checkpoint_config import (
-    CheckpointConfig,
-    load_checkpoint_config,
-)
-from baton_engine.models.checkpoint.loader import identity_files
-from baton_engine.models.checkpoint.pooling_config import PoolingType
-from baton_engine.models.checkpoint.sharding import ModelShard, shard, split_kv_heads
-from baton_engine.models.errors import ConfigurationError
-from baton_engine.models.factory import load_model
-from baton_engine.models.fused_layers import fuse_layers
 from baton_engine.models.layers import Model
 from baton_engine.worker import dummy_steps
-from baton_engine.worker.compilation_plan import plan_compilation
-from baton_engine.worker.devices import (
-    check_quantization,
-    dtype_name,
-    resolve_device,
-    resolve_dtype,
-    to_device,
-)
-from baton_engine.worker.forward_runner import ForwardRunner, graph_backend
+from baton_engine.worker.devices import to_device
+from baton_engine.worker.forward_runner import ForwardRunner
 from baton_engine.worker.input_batch import InputBatch, ScheduledRows
-from baton_engine.worker.memory.block_budget import (
-    BlockSize,
-    blocks_on_cpu,
-    blocks_on_gpu,
-    offload_blocks,
-)
-from baton_engine.worker.memory.freed_memory import keep_freed_memory, return_freed_memory
+from baton_engine.worker.loaded_model import LoadedModel
+from baton_engine.worker.memory.freed_memory import keep_freed_memory
 from baton_engine.worker.memory.host_memory import available_host_memory
 from baton_engine.worker.memory.kv_memory import KVMemory
+from baton_engine.worker.model_spec import ModelSpec
 from baton_engine.worker.optional_outputs import prompt_logprobs_of, routed_experts_of
-from baton_engine.worker.packed_weights import pack_weights, quantize_weights
 from baton_engine.worker.pooler import Pooler
-from baton_engine.worker.profiler import Profiler
 from baton_engine.worker.sampled_tokens import Int64Array, SampledTokens
 from baton_engine.worker.sampling.logprobs import count_nans
 from baton_engine.worker.sampling.sampler import fallback_token, report_logprobs, sample
 from baton_kernels import cpu
 from baton_kernels.block_copy import copy_blocks
 from baton_kernels.sampling import greedy
-from baton_kv_transfer.memory.layout import KVCacheLayout
-from baton_protocol.kv_compatibility import KVCompatibility
-from baton_protocol.options.config import EngineConfig, compatibility_hash, container_path
-from baton_protocol.pooling_params import PairFormat, Task
-
-if TYPE_CHECKING:  # an engine without expert parallelism never imports worker.experts
-    from baton_engine.worker.experts.expert_steps import ExpertSteps
-    from baton_engine.worker.experts.expert_weights import ExpertStore
+from baton_protocol.options.config import EngineConfig
 
 logger = logging.getLogger(__name__)
-
-#: Order of the KV cache's axes: num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim.
-LAYOUT_NAME = "NHL2BD"
-#: The tags of `wake_up`.
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
 
 @dataclass(slots=True)
@@ -102,11 +63,8 @@ class _StepInFlight:
 class ModelRunner:
     """Runs steps on one rank.
 
-    Call load_model(), profile_num_blocks(), allocate_kv_cache(n) and warm_up(). Then call
-    execute_model(step) and sample_tokens(grammar) for each step. Make all calls on one thread.
-
-    The first access to model_config, dtype or compatibility_hash reads the checkpoint, and raises
-    the same errors as load_model.
+    Call load_model(), allocate_kv_cache(n) and warm_up(). Then call execute_model(step) and
+    sample_tokens(grammar) for each step. Make all calls on one thread.
     """
 
     def __init__(self, config: EngineConfig, parallel: ParallelContext | None = None) -> None:
@@ -122,22 +80,13 @@ class ModelRunner:
         """
         self.config = config
         self.parallel = parallel or ParallelContext()
-        self.path: Path = container_path(config.model.path)
-        self.device = resolve_device(config.device)
-        check_quantization(config.model.quantization, self.device)
-        self._rank = (
-            self.parallel.pipeline.rank * self.parallel.tensor.size + self.parallel.tensor.rank
-        )
-        self._profiler = Profiler(config.observability.profiler_dir, self._rank, self.device)
+        self.spec = ModelSpec(config, self.parallel)
+        self.device = self.spec.device
+        self.loaded = LoadedModel(self.spec)
+        self.kv: KVMemory | None = None
         self._input_batch: InputBatch
-        self._forward_runner: ForwardRunner | None = None
-        self._model: Model | None = None
-        self._expert_steps: ExpertSteps | None = None
         #: Set if the model pools prompts.
         self._pooler: Pooler | None = None
-        #: The model while this runner sleeps at level 1 on a GPU, else None.
-        self._model_on_host: Model | None = None
-        self._kv: KVMemory | None = None
         self._in_flight: _StepInFlight | None = None
         #: Whether a step may end before its tokens are on the host. With pipeline stages, the next
         #: step carries the tokens to the first stage.
@@ -152,77 +101,11 @@ class ModelRunner:
             logger.info("CPU kernels: %s", cpu.DESCRIPTION)
 
     @cached_property
-    def model_config(self) -> CheckpointConfig:
-        model = self.config.model
-        return load_checkpoint_config(self.path, model.runner, model.classifier_from_token)
-
-    @cached_property
-    def shard(self) -> ModelShard:
-        """The layers and heads of the model that this rank holds."""
-        return shard(self.model_config, self.parallel)
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and KV cache."""
-        return resolve_dtype(self.config.model.dtype, self.model_config.dtype, self.device)
-
-    @property
-    def compatibility_hash(self) -> str:
-        """A hash that is equal on all engines that may exchange KV blocks.
-
-        Such engines have the same checkpoint (`identity_files`), dtype, quantization and layout.
-        The hash changes when `wake_up` loads other weights.
-        """
-        return self._hashes[0]
-
-    @cached_property
-    def _hashes(self) -> tuple[str, str]:
-        """(compatibility hash, hash of the checkpoint alone)."""
-        files = identity_files(self.path)
-        compatible = compatibility_hash(
-            files, dtype_name(self.dtype), LAYOUT_NAME, self.config.model.quantization
-        )
-        return compatible, compatibility_hash(files, "", "")
-
-    @cached_property
     def _fallback_token(self) -> int:
         """The token of requests for which no token is possible."""
-        return fallback_token(self.model_config.eos_token_ids, self.model_config.vocab_size)
-
-    @property
-    def task(self) -> Task:
-        pooling = self.model_config.pooling
-        return Task.GENERATE if pooling is None else pooling.task
-
-    @property
-    def pair_format(self) -> PairFormat | None:
-        """How two texts become a prompt. None: the model scores no pairs."""
-        if self.task is not Task.CLASSIFY:
-            return None
-        is_encoder = self.model_config.is_encoder
-        return PairFormat.TOKENIZER if is_encoder else PairFormat.QWEN3_RERANKER
-
-    @property
-    def runs_whole_prompts(self) -> bool:
-        """Whether the result of a prompt needs the hidden states of other tokens than the last."""
-        pooling, is_encoder = self.model_config.pooling, self.model_config.is_encoder
-        return pooling is not None and (pooling.type is not PoolingType.LAST or is_encoder)
-
-    @cached_property
-    def max_model_len(self) -> int:
-        """The maximum number of tokens of one request, prompt and generated.
-
-        Raises:
-            ConfigurationError: the configured number is not between 1 and the model's limit.
-        """
-        limit = self.model_config.max_position_embeddings
-        configured = self.config.model.max_model_len
-        if configured is not None and not 0 < configured <= limit:
-            raise ConfigurationError(
-                "InvalidConfig",
-                f"model.max_model_len must be in [1, {limit}] for this model, got {configured}",
-            )
-        return configured or limit
+        return fallback_token(
+            self.spec.model_config.eos_token_ids, self.spec.model_config.vocab_size
+        )
 
     def load_model(self) -> None:
         """Read the configuration of the model and this rank's weights.
@@ -232,86 +115,17 @@ class ModelRunner:
             ModelInvalid: a file or tensor is wrong. The message names the file or tensor.
             ConfigurationError: the model cannot be split over the configured ranks.
         """
-        if self._is_expert_parallel:
+        spec, config = self.spec, self.config
+        if config.parallel.enable_expert_parallel:
             from baton_engine.worker.experts.config_checks import check_expert_parallel
 
-            check_expert_parallel(self.config, self.model_config, self.device)
-        if (pooling := self.model_config.pooling) is not None:
+            check_expert_parallel(config, spec.model_config, self.device)
+        if (pooling := spec.model_config.pooling) is not None:
             self._pooler = Pooler(pooling)
         self._input_batch = InputBatch(
-            self.config.scheduler.max_num_seqs, self.max_model_len, self.config.cache.block_size
+            config.scheduler.max_num_seqs, spec.max_model_len, config.cache.block_size
         )
-        self._load_weights()
-
-    def expert_store(self) -> ExpertStore:
-        """Create the store that reads single experts of the loaded expert-parallel model."""
-        from baton_engine.worker.experts.expert_weights import ExpertStore, expert_form
-
-        model = self._loaded()
-        device = next(model.parameters()).device
-        form = expert_form(self.config.model.quantization, self.dtype, device)
-        return ExpertStore(self.path, model, self.dtype, device, form)
-
-    def kv_cache_layout(self, num_blocks: int) -> KVCacheLayout:
-        """Return the layout of a KV cache of `num_blocks` blocks on this rank."""
-        heads = split_kv_heads(self.model_config.num_kv_heads, self.parallel.tensor)
-        return KVCacheLayout(
-            num_blocks=num_blocks,
-            num_kv_heads=heads.length,
-            first_kv_head=heads.start,
-            total_kv_heads=heads.total,
-            num_layers=self.shard.num_layers,
-            block_size=self.config.cache.block_size,
-            head_dim=self.model_config.head_dim,
-            dtype=dtype_name(self.dtype),
-            name=LAYOUT_NAME,
-        )
-
-    def kv_compatibility(self, version: int) -> KVCompatibility:
-        """Return the properties that another engine must share to exchange KV blocks with this one.
-
-        Args:
-            version: protocol version of the KV connector's side channel.
-        """
-        layout = self.kv_cache_layout(1)
-        return KVCompatibility(
-            version=version,
-            checkpoint=self._hashes[1],
-            dtype=layout.dtype,
-            quantization=self.config.model.quantization or "none",
-            layout=layout.name,
-            block_size=layout.block_size,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_model_heads,
-            head_dim=layout.head_dim,
-            transport=self.config.kv_transfer.transport,
-        )
-
-    def profile_num_blocks(self) -> tuple[int, int]:
-        """Return the numbers of (cache blocks, host swap blocks) that fit.
-
-        On a GPU, the largest step is run to measure how much memory it takes. There are no swap
-        blocks if the scheduler never swaps.
-
-        Raises:
-            ConfigurationError: not one block fits, or the configured numbers do not fit.
-        """
-        size, cache, scheduler = self._block_size, self.config.cache, self.config.scheduler
-        if scheduler.preemption_mode == "recompute":
-            cache = msgspec.structs.replace(cache, swap_memory_bytes=0)
-        if self.device.type == "cpu":
-            return blocks_on_cpu(cache, size)
-        forward, kv = self._runner(), KVMemory(self.kv_cache_layout(1), 0, self.device)
-        largest = dummy_steps.largest(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-        forward.compile(kv.cache)
-        graph_bytes = forward.estimate_graph_bytes(kv.cache)
-        run_largest = partial(dummy_steps.run, forward, largest, None, kv.cache)
-        return blocks_on_gpu(cache, size, self.device, run_largest, graph_bytes)
-
-    @property
-    def num_offload_blocks(self) -> int:
-        """Number of host blocks for evicted prefixes. Equal on all ranks."""
-        return offload_blocks(self.config.cache, self._block_size)
+        self.loaded.load()
 
     def allocate_kv_cache(self, num_blocks: int, num_swap_blocks: int = 0) -> Tensor:
         """Allocate the KV cache, zeroed, in one allocation.
@@ -328,26 +142,27 @@ class ModelRunner:
             The cache. The runner keeps the same tensor object for its whole life. While the runner
             sleeps, the tensor has no storage. After a wake-up, the address may differ.
         """
-        layout = self.kv_cache_layout(num_blocks)
-        self._kv = KVMemory(layout, num_swap_blocks, self.device, self.num_offload_blocks)
+        layout = self.spec.kv_cache_layout(num_blocks)
+        num_offload_blocks = self.spec.num_offload_blocks
+        self.kv = KVMemory(layout, num_swap_blocks, self.device, num_offload_blocks)
         if self.device.type == "cpu":
             num_ranks = self.parallel.tensor.size * self.parallel.pipeline.size  # on this host
-            host_blocks = num_swap_blocks + self.num_offload_blocks  # not yet resident
+            host_blocks = num_swap_blocks + num_offload_blocks  # not yet resident
             available = available_host_memory() // num_ranks - host_blocks * layout.block_nbytes
             keep_freed_memory(available)
-        return self._kv.cache
+        return self.kv.cache
 
     def warm_up(self) -> None:
         """Compile the model and capture graphs as configured, then run batches of typical shapes.
 
         These batches write no KV. Afterwards, the first requests do not wait for compilations.
         """
-        _, kv = self._ready()
-        self._runner().prepare(kv.cache)
-        longest = min(kv.layout.num_blocks * self.config.cache.block_size, self.max_model_len)
+        forward, kv = self._ready()
+        forward.prepare(kv.cache)
+        longest = min(kv.layout.num_blocks * self.config.cache.block_size, self.spec.max_model_len)
         limits = (self.config.scheduler.max_num_seqs, self.config.scheduler.max_num_batched_tokens)
         for query_lens, seq_len in dummy_steps.typical(longest, *limits, self.device):
-            dummy_steps.run(self._runner(), query_lens, seq_len, kv.cache)
+            dummy_steps.run(forward, query_lens, seq_len, kv.cache)
         copy_blocks(kv.cache, torch.zeros((1, 2), dtype=torch.int64))  # block 0 onto itself
 
     @torch.inference_mode()
@@ -378,8 +193,9 @@ class ModelRunner:
                 group of only one rank broke. There is nothing to sample. Steps may follow when
                 another set of ranks is committed.
         """
-        model, kv = self._ready()
+        forward_runner, kv = self._ready()
         batch, pipeline = self._input_batch, self.parallel.pipeline
+        expert_steps = self.loaded.expert_steps
         self._in_flight = None
         batch.remove(step.finished_request_ids)
         if self._pooler is not None:
@@ -389,11 +205,11 @@ class ModelRunner:
             batch.add(new)
         batch.update(step.cached_requests)
         if not step.num_scheduled_tokens:
-            if step.wave_tokens and self._expert_steps is not None:
-                self._expert_steps.run_dummy_batch(kv.cache, step.wave_tokens)
+            if step.wave_tokens and expert_steps is not None:
+                expert_steps.run_dummy_batch(kv.cache, step.wave_tokens)
             return
-        if self._expert_steps is not None:
-            self._expert_steps.check_has_experts()
+        if expert_steps is not None:
+            expert_steps.check_has_experts()
         scheduled = batch.schedule(step.num_scheduled_tokens)
         forward = batch.make_forward_batch(scheduled, kv.cache, self.device)
         wants_experts = bool(batch.wants_routed_experts[scheduled.rows].any())
@@ -403,17 +219,17 @@ class ModelRunner:
         experts = self._receive_routed_experts(scheduled.num_tokens) if wants_experts else None
         forward.context.routed_experts = experts
         forward.context.wave_tokens = step.wave_tokens
-        if self._expert_steps is None:
+        if expert_steps is None:
             forward.context.kv_written = kv_written
-        hidden = self._runner().run(forward, received)
-        if self._expert_steps is not None:
-            self._expert_steps.check_expert_groups(forward.context)
+        hidden = forward_runner.run(forward, received)
+        if expert_steps is not None:
+            expert_steps.check_expert_groups(forward.context)
         if not self.parallel.is_last_stage:
             pipeline.send(hidden, pipeline.rank + 1)
             if experts:
                 pipeline.send(torch.stack(experts).int(), pipeline.rank + 1)
             return
-        self._in_flight = self._prepare_sampling(model, scheduled, hidden, experts)
+        self._in_flight = self._prepare_sampling(forward_runner.model, scheduled, hidden, experts)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput | PendingOutput:
@@ -434,15 +250,16 @@ class ModelRunner:
         step, self._in_flight = self._in_flight, None
         batch = self._input_batch
         if self._pooler is not None:
-            classify = self._loaded().classify
+            classify = self.loaded.model.classify
             output.pooler_output = self._pooler.pool(step.hidden, step.scheduled, batch, classify)
             return output
         if step.routed_experts is not None:
             output.routed_experts = routed_experts_of(step.routed_experts, step.scheduled, batch)
         if batch.wants_prompt_logprobs[step.scheduled.rows].any():
-            compute_logits = self._loaded().compute_logits
+            compute_logits = self.loaded.model.compute_logits
+            vocab_size = self.spec.model_config.vocab_size
             output.prompt_logprobs = prompt_logprobs_of(
-                step.hidden, step.scheduled, batch, compute_logits, self.model_config.vocab_size
+                step.hidden, step.scheduled, batch, compute_logits, vocab_size
             )
         if step.logits is None:
             return output
@@ -450,7 +267,7 @@ class ModelRunner:
             output.num_nans_in_logits = dict(
                 zip(step.sampling_ids, count_nans(step.logits), strict=True)
             )
-        eos_token_ids = self.model_config.eos_token_ids
+        eos_token_ids = self.spec.model_config.eos_token_ids
         if grammar is None and batch.is_plain[step.sampling_rows].all():
             best = greedy(step.logits, self._fallback_token)
             tokens = SampledTokens(best.token_ids, best.is_impossible)
@@ -474,145 +291,26 @@ class ModelRunner:
         return output
 
     def finish_steps(self) -> None:
-        """Wait until the device has run the steps whose tokens are pending."""
+        """Wait until the device has run the steps whose tokens are pending.
+
+        A step that ran without `sample_tokens` is dropped.
+        """
+        self._in_flight = None
         self._input_batch.settle()
 
-    def sleep(self, level: int) -> None:
-        """Release memory until `wake_up`.
-
-        Both levels release the KV cache. Level 1 also moves the weights of a GPU to host memory.
-        Level 2 drops the weights. All KV is lost, so the scheduler must compute it again.
-
-        Raises:
-            ValueError: the level is not 1 or 2.
-        """
-        if level not in (1, 2):
-            raise ValueError(
-                f"sleep level must be 1 (weights go to host memory) or 2 (weights are dropped), "
-                f"got {level}"
-            )
-        self._in_flight = None
-        self.finish_steps()
-        if self._forward_runner is not None:
-            self._forward_runner.drop_graphs()
-        if self._kv is not None:
-            self._kv.drop()
-        if level == 2:
-            self._model = self._model_on_host = None
-            self._forward_runner = None
-        elif self.device.type != "cpu" and self._model is not None:
-            self._model_on_host, self._model = self._model, None  # before the move, which may fail
-            self._model_on_host.to("cpu")
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.accelerator.empty_host_cache()  # pinned host blocks
-        return_freed_memory()
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Restore the weights and an empty KV cache after `sleep`.
-
-        Args:
-            tags: the parts to restore now: "weights", "kv_cache" or both. None restores both.
-
-        Raises:
-            ValueError: a tag is unknown.
-            ModelInvalid: the checkpoint can no longer be read.
-        """
-        wanted = {WEIGHTS, KV_CACHE} if tags is None else set(tags)
-        if unknown := wanted - {WEIGHTS, KV_CACHE}:
-            raise ValueError(
-                f"wake_up tags must be of {WEIGHTS} and {KV_CACHE}, got "
-                f"{', '.join(sorted(unknown))}"
-            )
-        slept = self._model is None or (self._kv is not None and self._kv.is_dropped)
-        if WEIGHTS in wanted and self._model is None:
-            if self._model_on_host is not None:
-                self._model, self._model_on_host = self._model_on_host.to(self.device), None
-            else:
-                vars(self).pop("_hashes", None)  # the checkpoint's files may have changed
-                self._load_weights()
-        if KV_CACHE in wanted and self._kv is not None:
-            self._kv.restore()
-        if slept and self._model is not None and self._kv is not None and not self._kv.is_dropped:
-            self._runner().prepare(self._kv.cache)
-
-    def start_profile(self) -> None:
-        """Start to record steps with torch's profiler.
-
-        Raises:
-            ValueError: observability.profiler_dir is not configured.
-        """
-        self._profiler.start()
-
-    def stop_profile(self) -> Path:
-        """Stop the profiler, write the trace and return its path."""
-        return self._profiler.stop()
-
-    def _load_weights(self) -> None:
-        show_progress = self._rank == 0 and sys.stderr.isatty()
-        self._model = load_model(
-            self.path,
-            self.model_config,
-            self.dtype,
-            self.device,
-            self.parallel,
-            expert_parallel=self._is_expert_parallel,
-            show_progress=show_progress,
-        )
-        if self._is_expert_parallel:
-            from baton_engine.worker.experts.expert_steps import ExpertSteps
-
-            self._expert_steps = ExpertSteps(self._model, self.parallel.tensor, self.device)
-        backend = graph_backend(self.device)
-        plan = plan_compilation(
-            self.config, self.model_config, self.max_model_len, has_graphs=backend is not None
-        )
-        if (quantization := self.config.model.quantization) is not None:
-            quantize_weights(self._model, quantization)
-        elif plan.mode == "none":  # a packed weight cannot be traced
-            pack_weights(self._model)
-        # The fused operation includes attention, where compiled models are cut.
-        if plan.mode == "none":
-            self._model.fused_layers = fuse_layers(self._model)
-        self._forward_runner = ForwardRunner(self._model, plan, backend)
-
-    def _loaded(self) -> Model:
-        if self._model is None:
-            raise RuntimeError(
-                "this runner has no weights: call load_model() first, or wake_up() after sleep()"
-            )
-        return self._model
-
-    def _runner(self) -> ForwardRunner:
-        self._loaded()
-        assert self._forward_runner is not None, "load_model() makes it"
-        return self._forward_runner
-
-    def _ready(self) -> tuple[Model, KVMemory]:
-        if self._kv is None or self._kv.is_dropped:
+    def _ready(self) -> tuple[ForwardRunner, KVMemory]:
+        if self.kv is None or self.kv.is_dropped:
             raise RuntimeError(
                 "this runner has no KV memory: call allocate_kv_cache() first, or wake_up() after "
                 "sleep()"
             )
-        return self._loaded(), self._kv
-
-    @property
-    def _is_expert_parallel(self) -> bool:
-        return self.config.parallel.enable_expert_parallel
-
-    @property
-    def _block_size(self) -> BlockSize:
-        own = self.kv_cache_layout(1)
-        # More heads than the model has if several ranks hold copies of a head.
-        heads = own.num_kv_heads * self.parallel.tensor.size
-        per_head_and_layer = own.block_nbytes // (own.num_kv_heads * own.num_layers)
-        return BlockSize(
-            own.block_nbytes, heads * self.model_config.num_layers * per_head_and_layer
-        )
+        return self.loaded.forward, self.kv
 
     def _receive_hidden(self, num_tokens: int) -> Tensor:
         buffer = torch.empty(
-            (num_tokens, self.model_config.hidden_size), dtype=self.dtype, device=self.device
+            (num_tokens, self.spec.model_config.hidden_size),
+            dtype=self.spec.dtype,
+            device=self.device,
         )
         return self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1)
 
@@ -622,10 +320,11 @@ class ModelRunner:
         Returns:
             One tensor per sparse layer. The sparse layers of this stage append to this list.
         """
-        earlier = sum(layer < self.shard.first_layer for layer in self.model_config.sparse_layers)
+        model, first_layer = self.spec.model_config, self.spec.shard.first_layer
+        earlier = sum(layer < first_layer for layer in model.sparse_layers)
         if not earlier:
             return []
-        shape = (earlier, num_tokens, self.model_config.num_experts_per_tok)
+        shape = (earlier, num_tokens, model.num_experts_per_tok)
         buffer = torch.empty(shape, dtype=torch.int32, device=self.device)
         return list(self.parallel.pipeline.recv(buffer, self.parallel.pipeline.rank - 1))
 

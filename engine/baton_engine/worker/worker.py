@@ -39,7 +39,10 @@ from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.devices import resolve_device
 from baton_engine.worker.kv_role_checks import check_kv_transfer
 from baton_engine.worker.memory.peer_memory import PeerMemory
+from baton_engine.worker.memory_profiling import profile_num_blocks
 from baton_engine.worker.model_runner import ModelRunner
+from baton_engine.worker.profiler import Profiler
+from baton_engine.worker.sleep import sleep, wake_up
 from baton_kv_transfer import side_channel
 from baton_kv_transfer.connector import ConnectorStats, KVConnectorWorker
 from baton_kv_transfer.memory.layout import KVCacheLayout, RankAddress
@@ -73,6 +76,7 @@ class Worker:
         self.parallel = ParallelContext()
         self.connector: KVConnectorWorker | None = None
         self._runner: ModelRunner | None = None
+        self._profiler: Profiler
         self._generations: Generations | None = None
         self._kv_cache: torch.Tensor | None = None
         self._peer_memory: PeerMemory | None = None
@@ -124,15 +128,17 @@ class Worker:
             ConfigurationError: the model or the configuration cannot be served.
         """
         self._runner = runner = ModelRunner(self.config, self.parallel)
+        folder = self.config.observability.profiler_dir
+        self._profiler = Profiler(folder, self.rank, runner.device)
         if self._transfers:
-            check_kv_transfer(self.config, runner.model_config)
+            check_kv_transfer(self.config, runner.spec.model_config)
         runner.load_model()
         if self.config.parallel.enable_expert_parallel:
             self._generations = self._make_generations(runner)
 
     def num_available_blocks(self) -> tuple[int, int]:
         """Return the numbers of (device blocks, host swap blocks) that fit on this rank."""
-        return self._loaded.profile_num_blocks()
+        return profile_num_blocks(self._loaded)
 
     def initialize_cache(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Allocate the KV cache. Pass the same numbers of blocks to all ranks.
@@ -141,29 +147,29 @@ class Worker:
             num_blocks: number of blocks on the device.
             num_swap_blocks: number of host blocks for swapped requests.
         """
-        runner = self._loaded
-        self._kv_cache = runner.allocate_kv_cache(num_blocks, num_swap_blocks)
+        self._kv_cache = self._loaded.allocate_kv_cache(num_blocks, num_swap_blocks)
+        spec, model = self._loaded.spec, self._loaded.spec.model_config
         self._info = ModelInfo(
             num_blocks=num_blocks,
-            vocab_size=runner.model_config.vocab_size,
-            eos_token_ids=tuple(runner.model_config.eos_token_ids),
-            max_position_embeddings=runner.model_config.max_position_embeddings,
-            compatibility_hash=runner.compatibility_hash,
+            vocab_size=model.vocab_size,
+            eos_token_ids=tuple(model.eos_token_ids),
+            max_position_embeddings=model.max_position_embeddings,
+            compatibility_hash=spec.compatibility_hash,
             num_swap_blocks=num_swap_blocks,
-            num_offload_blocks=runner.num_offload_blocks,
-            num_sparse_layers=len(runner.model_config.sparse_layers),
-            num_experts=runner.model_config.num_experts,
+            num_offload_blocks=spec.num_offload_blocks,
+            num_sparse_layers=len(model.sparse_layers),
+            num_experts=model.num_experts,
             expert_bytes=(
                 self.parallel.tensor.size * self._generations.expert_bytes()
                 if self._generations is not None
                 else 0
             ),
-            kv=runner.kv_compatibility(side_channel.VERSION) if self._transfers else None,
-            task=runner.task,
-            vector_size=runner.model_config.hidden_size,
-            runs_whole_prompts=runner.runs_whole_prompts,
-            chunks_prompts=not runner.model_config.is_encoder,
-            pair_format=runner.pair_format,
+            kv=spec.kv_compatibility(side_channel.VERSION) if self._transfers else None,
+            task=model.task,
+            vector_size=model.hidden_size,
+            runs_whole_prompts=model.runs_whole_prompts,
+            chunks_prompts=not model.is_encoder,
+            pair_format=model.pair_format,
         )
 
     def warm_up(self) -> None:
@@ -185,12 +191,12 @@ class Worker:
         """
         if not self._transfers:
             return None
-        runner, host = self._loaded, pod_ip()
+        spec, host = self._loaded.spec, pod_ip()
         try:
             self.connector = TransferConnector(
                 self.config.kv_transfer,
                 instance_id=self.instance_id,
-                compatibility_hash=runner.compatibility_hash,
+                compatibility_hash=spec.compatibility_hash,
                 host=host,
                 rank=self.rank,
                 service_key=ServiceKey.load(self.config.service_key_file),
@@ -198,7 +204,7 @@ class Worker:
         except (ValueError, UCXError) as error:
             raise ConfigurationError("KVTransferInvalid", str(error)) from error
         self.connector.set_wakeup(wakeup)
-        return RankAddress(host, self.connector.port, runner.kv_cache_layout(1).heads)
+        return RankAddress(host, self.connector.port, spec.kv_cache_layout(1).heads)
 
     def connect(self, ranks: Sequence[RankAddress]) -> None:
         """Start to serve the KV cache to peers, if there is a connector.
@@ -212,7 +218,7 @@ class Worker:
         if self.connector is None:
             return
         assert self._kv_cache is not None, "initialize_cache() first"
-        layout = self._loaded.kv_cache_layout(self.model_info().num_blocks)
+        layout = self._loaded.spec.kv_cache_layout(self.model_info().num_blocks)
         try:
             self._peer_memory = self.make_peer_memory(self._kv_cache, layout)
             self.connector.register_kv_cache(self._peer_memory.memory, list(ranks))
@@ -323,30 +329,35 @@ class Worker:
         return self.connector.stats() if self.connector is not None else None
 
     def sleep(self, level: int) -> None:
-        """Release memory until `wake_up`; see `ModelRunner.sleep`.
+        """Release memory until `wake_up`; see `worker.sleep.sleep`.
 
         The engine core refuses to sleep while other engines use the KV cache or the experts.
 
         Raises:
             ValueError: the level is unknown.
         """
-        self._loaded.sleep(level)
+        sleep(self._loaded, level)
 
     def wake_up(self, tags: list[str] | None = None) -> str:
-        """Restore what `sleep` has released; see `ModelRunner.wake_up`.
+        """Restore what `sleep` has released; see `worker.sleep.wake_up`.
 
         Returns:
-            `ModelRunner.compatibility_hash`, which changes if other weights were loaded.
+            `ModelSpec.compatibility_hash`, which changes if other weights were loaded.
         """
-        self._loaded.wake_up(tags)
-        return self._loaded.compatibility_hash
+        wake_up(self._loaded, tags)
+        return self._loaded.spec.compatibility_hash
 
     def start_profile(self) -> None:
-        self._loaded.start_profile()
+        """Start to record steps with torch's profiler.
+
+        Raises:
+            ValueError: observability.profiler_dir is not configured.
+        """
+        self._profiler.start()
 
     def stop_profile(self) -> Path:
         """Stop the profiler, write the trace and return its path."""
-        return self._loaded.stop_profile()
+        return self._profiler.stop()
 
     def shutdown(self) -> None:
         """Disconnect from peers and leave all groups. Idempotent."""
@@ -417,8 +428,8 @@ class Worker:
             ExpertWorker(
                 self.instance_id,
                 tensor.rank,
-                runner.expert_store(),
-                runner.compatibility_hash,
+                runner.loaded.expert_store(),
+                runner.spec.compatibility_hash,
                 partial(join_generation, join_timeout_s=timeout_s, secret=secret),
                 step_timeout_s,
             )

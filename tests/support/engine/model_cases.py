@@ -82,12 +82,20 @@ def chunk_batch(sequences: list[list[int]], start: int, end: int, kv_cache: Tens
 
 
 @torch.inference_mode()
-def run_model(model: CausalLM, sequences: list[list[int]], chunk: int) -> Tensor:
+def run_model(
+    model: CausalLM,
+    sequences: list[list[int]],
+    chunk: int,
+    forward: Callable[..., Tensor] | None = None,
+) -> Tensor:
     """Return the logits of every position, [num_seqs, num_tokens, vocab_size].
 
     Each forward pass takes `chunk` tokens of each sequence. A pipeline stage receives its input
     from the previous stage and sends its output to the next. Only the last stage returns logits.
+
+    `forward` runs instead of the model's own forward.
     """
+    forward = forward or model
     num_tokens = len(sequences[0])
     kv_cache = new_kv_cache(model, num_tokens, len(sequences))
     pipeline = model.parallel.pipeline
@@ -102,7 +110,7 @@ def run_model(model: CausalLM, sequences: list[list[int]], chunk: int) -> Tensor
             )
         batch.context.tensor_group = model.parallel.tensor
         with forward_context(batch.context):
-            hidden = model(batch.input_ids, batch.positions, hidden)
+            hidden = forward(batch.input_ids, batch.positions, hidden)
         if model.parallel.is_last_stage:
             logits.append(model.compute_logits(hidden).view(len(sequences), end - start, -1))
         else:

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton_engine.models.checkpoint.pooling_config import PoolingConfig, load_pooling_config
+from baton_engine.models.checkpoint.pooling_config import (
+    PoolingConfig,
+    PoolingType,
+    load_pooling_config,
+)
 from baton_engine.models.errors import ModelInvalid, ModelNotFound
 from baton_protocol.checkpoint_files import read_json
-from baton_protocol.pooling_params import Task
+from baton_protocol.pooling_params import PairFormat, Task
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -111,6 +115,23 @@ class CheckpointConfig:
     layer_norm_eps: float = 1e-12  # encoders only
     num_token_types: int = 0  # type_vocab_size, encoders only
     num_labels: int = 0  # of classifiers
+
+    @property
+    def task(self) -> Task:
+        return Task.GENERATE if self.pooling is None else self.pooling.task
+
+    @property
+    def pair_format(self) -> PairFormat | None:
+        """How two texts become a prompt. None: the model scores no pairs."""
+        if self.task is not Task.CLASSIFY:
+            return None
+        return PairFormat.TOKENIZER if self.is_encoder else PairFormat.QWEN3_RERANKER
+
+    @property
+    def runs_whole_prompts(self) -> bool:
+        """Whether the result of a prompt needs the hidden states of other tokens than the last."""
+        pooling = self.pooling
+        return pooling is not None and (pooling.type is not PoolingType.LAST or self.is_encoder)
 
 
 def load_checkpoint_config(

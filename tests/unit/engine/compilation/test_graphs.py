@@ -34,7 +34,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 @pytest.fixture
 def double(monkeypatch: pytest.MonkeyPatch) -> RecordedRuns:
     runs = RecordedRuns()
-    monkeypatch.setattr("baton_engine.worker.model_runner.graph_backend", lambda device: runs)
+    monkeypatch.setattr("baton_engine.worker.loaded_model.graph_backend", lambda device: runs)
     return runs
 
 
@@ -184,7 +184,7 @@ def test_the_memory_of_all_graphs_is_estimated_from_the_two_largest(
     )
     runner = ModelRunner(config)
     runner.load_model()
-    forward = runner._runner()
+    forward = runner.loaded.forward
     monkeypatch.setattr(forward, "_free_bytes", lambda: 1000 - 10 * double.num_captures)
     assert forward.estimate_graph_bytes(runner.allocate_kv_cache(2)) == 4 * 10
     assert double.num_captures == 2

@@ -137,5 +137,5 @@ def test_a_request_with_nans_in_its_logits_ends_and_the_nans_are_counted(
     runner.execute_model(step)
     result = runner.sample_tokens(None)
     assert result.num_nans_in_logits == {"sound": 0, "poisoned": VOCAB_SIZE}
-    assert result.sampled_token_ids["poisoned"] in runner.model_config.eos_token_ids
+    assert result.sampled_token_ids["poisoned"] in runner.spec.model_config.eos_token_ids
     assert "request poisoned is ended" in caplog.text

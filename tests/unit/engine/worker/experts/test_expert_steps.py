@@ -19,6 +19,7 @@ from baton_engine.executor.step import (
 from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.experts.generations import ExpertWorker, Generations
 from baton_engine.worker.experts.preparation import PreparationState
+from baton_engine.worker.memory_profiling import profile_num_blocks
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import ParallelConfig
 from baton_protocol.sampling_params import SamplingParams
@@ -92,7 +93,7 @@ def new_runner(path: Path, parallel: ParallelContext | None = None) -> ModelRunn
     runner = ModelRunner(config, parallel)
     runner.load_model()
     kv_cache = runner.allocate_kv_cache(256, NUM_SWAP_BLOCKS)
-    runner.profile_num_blocks()
+    profile_num_blocks(runner)
     runner.warm_up()
     # NaN shows reads of unwritten slots.
     kv_cache.fill_(float("nan"))
@@ -105,8 +106,8 @@ def commit_first_generation(
     worker = ExpertWorker(
         name,
         tensor_rank,
-        runner.expert_store(),
-        runner.compatibility_hash,
+        runner.loaded.expert_store(),
+        runner.spec.compatibility_hash,
         network.join,
         DEADLINE_S,
     )
@@ -194,7 +195,7 @@ def test_a_step_of_a_broken_group_samples_nothing_and_can_run_again(checkpoint: 
     request, driver = Request("r", [5, 6, 7], 6), StepDriver(runner)
     for _ in range(3):
         driver.step([request], max_chunk=24)
-    shard = runner._loaded().sparse_layers[1][1].shard
+    shard = runner.loaded.model.sparse_layers[1][1].shard
 
     def broken(*_: object) -> torch.Tensor:
         raise GroupBrokenError("a member is gone")

@@ -13,6 +13,7 @@ import torch
 from baton_engine.models.errors import ConfigurationError
 from baton_engine.worker.memory import block_budget
 from baton_engine.worker.memory.block_budget import BlockSize, blocks_on_cpu, blocks_on_gpu
+from baton_engine.worker.memory_profiling import profile_num_blocks
 from baton_engine.worker.model_runner import ModelRunner
 from baton_operator.builders.engine_settings import name_fields
 from baton_protocol.options.config import CacheConfig, EngineConfig
@@ -27,13 +28,13 @@ def with_cache(config: EngineConfig, cache: CacheConfig) -> EngineConfig:
 
 def test_a_cpu_gets_the_configured_blocks_or_as_many_as_its_budgets_hold(checkpoint: Path) -> None:
     runner = ModelRunner(runner_config(checkpoint))
-    block_nbytes = runner.kv_cache_layout(1).block_nbytes
+    block_nbytes = runner.spec.kv_cache_layout(1).block_nbytes
     cache = CacheConfig(memory_bytes=10 * block_nbytes + 1, swap_memory_bytes=4 * block_nbytes - 1)
-    assert ModelRunner(with_cache(runner.config, cache)).profile_num_blocks() == (10, 3)
+    assert profile_num_blocks(ModelRunner(with_cache(runner.config, cache))) == (10, 3)
     unset = with_cache(runner.config, CacheConfig())
-    assert ModelRunner(unset).profile_num_blocks()[0] == 256 * MIB // block_nbytes
+    assert profile_num_blocks(ModelRunner(unset))[0] == 256 * MIB // block_nbytes
     configured = CacheConfig(num_blocks=7, swap_memory_bytes=0)
-    assert ModelRunner(with_cache(runner.config, configured)).profile_num_blocks() == (7, 0)
+    assert profile_num_blocks(ModelRunner(with_cache(runner.config, configured))) == (7, 0)
 
 
 def test_budgets_below_one_block_or_above_the_available_memory_are_refused(
@@ -84,10 +85,10 @@ def test_swap_memory_on_a_cpu_is_a_part_of_the_memory_that_other_blocks_leave(
 
 def test_an_engine_that_never_swaps_has_no_swap_memory(checkpoint: Path) -> None:
     config = runner_config(checkpoint)
-    assert ModelRunner(config).profile_num_blocks()[1] > 0
+    assert profile_num_blocks(ModelRunner(config))[1] > 0
     scheduler = msgspec.structs.replace(config.scheduler, preemption_mode="recompute")
     never = msgspec.structs.replace(config, scheduler=scheduler)
-    assert ModelRunner(never).profile_num_blocks()[1] == 0
+    assert profile_num_blocks(ModelRunner(never))[1] == 0
 
 
 class FakeGpu:

@@ -20,6 +20,7 @@ from baton_engine.executor.step import SchedulerOutput
 from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker import model_runner
 from baton_engine.worker.model_runner import ModelRunner
+from baton_engine.worker.sleep import sleep, wake_up
 from baton_protocol.options.config import CacheConfig
 from support.engine.model_cases import run_ranks
 from support.engine.step_driver import (
@@ -65,7 +66,7 @@ def test_ranks_keep_freed_memory_of_what_the_host_blocks_leave_of_their_share(
 
     def allocate(parallel: ParallelContext) -> None:
         runner = ModelRunner(config, parallel)
-        swap = 10 * MIB // runner.kv_cache_layout(1).block_nbytes  # on each rank
+        swap = 10 * MIB // runner.spec.kv_cache_layout(1).block_nbytes  # on each rank
         runner.allocate_kv_cache(4, swap)
 
     run_ranks(allocate, tensor_size=1)
@@ -87,7 +88,7 @@ def resident_bytes():
 
 runner = ModelRunner(runner_config(Path(sys.argv[1])))
 runner.load_model()
-num_swap_blocks = (64 << 20) // runner.kv_cache_layout(1).block_nbytes
+num_swap_blocks = (64 << 20) // runner.spec.kv_cache_layout(1).block_nbytes
 before = resident_bytes()
 runner.allocate_kv_cache(4, num_swap_blocks)
 allocated = resident_bytes()
@@ -127,17 +128,17 @@ def test_sleep_frees_the_kv_cache_and_wake_up_restores_the_output(
 ) -> None:
     runner = make_runner(checkpoint, num_blocks=64)
     expected = generate(runner)
-    cache = runner.allocate_kv_cache(128 * MIB // runner.kv_cache_layout(1).block_nbytes)
+    cache = runner.allocate_kv_cache(128 * MIB // runner.spec.kv_cache_layout(1).block_nbytes)
     awake = resident_bytes()
-    runner.sleep(level)
+    sleep(runner, level)
     assert cache.untyped_storage().nbytes() == 0
     assert awake - resident_bytes() > 100 * MIB
     with pytest.raises(RuntimeError, match="wake_up"):
         runner.execute_model(SchedulerOutput([], [], {}, []))
-    runner.wake_up(["weights"])
+    wake_up(runner, ["weights"])
     with pytest.raises(RuntimeError, match="no KV memory"):
         runner.execute_model(SchedulerOutput([], [], {}, []))
-    runner.wake_up(["kv_cache"])
+    wake_up(runner, ["kv_cache"])
     assert not cache.any()
     assert generate(runner) == expected
 
@@ -145,13 +146,13 @@ def test_sleep_frees_the_kv_cache_and_wake_up_restores_the_output(
 def test_sleep_level_2_frees_the_weights_and_wake_up_loads_them(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, num_blocks=64)
     expected = generate(runner)
-    norm = weakref.ref(runner._loaded().norm)
-    runner.sleep(1)
+    norm = weakref.ref(runner.loaded.model.norm)
+    sleep(runner, 1)
     assert norm() is not None, "level 1 keeps weights on a CPU"
-    runner.sleep(2)
+    sleep(runner, 2)
     gc.collect()
     assert norm() is None
-    runner.wake_up()
+    wake_up(runner)
     assert generate(runner) == expected
 
 
@@ -160,17 +161,17 @@ def test_weights_that_are_replaced_in_a_sleep_change_the_hash_and_the_output(
 ) -> None:
     folder = create_checkpoint(tmp_path / "model", "llama", seed=1, **SIZES)
     runner = make_runner(folder, num_blocks=64)
-    first, output = runner.compatibility_hash, generate(runner)
-    runner.sleep(2)
-    runner.wake_up()
-    assert runner.compatibility_hash == first
-    runner.sleep(2)
+    first, output = runner.spec.compatibility_hash, generate(runner)
+    sleep(runner, 2)
+    wake_up(runner)
+    assert runner.spec.compatibility_hash == first
+    sleep(runner, 2)
     other = create_checkpoint(tmp_path / "other", "llama", seed=2, **SIZES)
     shutil.copytree(other, folder, dirs_exist_ok=True)
-    runner.wake_up(["kv_cache"])
-    assert runner.compatibility_hash == first
-    runner.wake_up()
-    assert runner.compatibility_hash == make_runner(other).compatibility_hash != first
+    wake_up(runner, ["kv_cache"])
+    assert runner.spec.compatibility_hash == first
+    wake_up(runner)
+    assert runner.spec.compatibility_hash == make_runner(other).spec.compatibility_hash != first
     assert generate(runner) == generate(make_runner(other, num_blocks=64)) != output
 
 
@@ -178,16 +179,16 @@ def test_wake_up_of_a_runner_that_is_awake_keeps_its_kv(checkpoint: Path) -> Non
     runner = make_runner(checkpoint, num_blocks=64)
     _, kv = runner._ready()
     kv.cache.fill_(1.0)
-    runner.wake_up()
+    wake_up(runner)
     assert bool((kv.cache == 1.0).all())
 
 
 def test_unknown_sleep_levels_and_wake_up_tags_are_refused(checkpoint: Path) -> None:
     runner = make_runner(checkpoint, num_blocks=1)
     with pytest.raises(ValueError, match=r"sleep level must be 1 .* or 2 .*, got 3"):
-        runner.sleep(3)
+        sleep(runner, 3)
     with pytest.raises(ValueError, match="got cache"):
-        runner.wake_up(["cache"])
+        wake_up(runner, ["cache"])
     assert runner._ready()
 
 

@@ -198,7 +198,7 @@ def test_logprobs_match_transformers(checkpoints: dict[str, Path], llama: ModelR
 
 
 def test_the_kv_cache_has_the_shape_and_size_of_its_layout(llama: ModelRunner) -> None:
-    layout = llama.kv_cache_layout(5)
+    layout = llama.spec.kv_cache_layout(5)
     runner = ModelRunner(llama.config)
     kv_cache = runner.allocate_kv_cache(5)
     assert kv_cache.shape == (
@@ -250,7 +250,7 @@ def test_the_compatibility_hash_depends_on_the_model_and_not_on_the_block_size(
     def hash_of(arch: str, block_size: int = 16) -> str:
         return make_runner(
             checkpoints[arch], num_blocks=1, block_size=block_size
-        ).compatibility_hash
+        ).spec.compatibility_hash
 
     assert hash_of("llama") == hash_of("llama")
     assert hash_of("llama") != hash_of("qwen3")
@@ -264,7 +264,7 @@ def test_the_compatibility_hash_depends_on_the_quantization(checkpoints: dict[st
                 model=ModelConfig(path=str(checkpoints["llama"]), quantization=quantization),
                 device="cpu",
             )
-        ).compatibility_hash
+        ).spec.compatibility_hash
         for quantization in (None, *QUANTIZATIONS)
     ]
     assert len(set(hashes)) == 3
@@ -291,7 +291,8 @@ def test_kv_compatibility_differs_exactly_where_the_handshake_would_refuse(
         runner(dtype="float32"),
         runner(dtype="bfloat16"),
     ]
-    for ours, theirs in itertools.product(runners, runners):
+    specs = [runner.spec for runner in runners]
+    for ours, theirs in itertools.product(specs, specs):
         refused = ours.compatibility_hash != theirs.compatibility_hash or explain_layout_mismatch(
             ours.kv_cache_layout(1), theirs.kv_cache_layout(1)
         )
@@ -299,14 +300,15 @@ def test_kv_compatibility_differs_exactly_where_the_handshake_would_refuse(
             differences(ours.kv_compatibility(2), theirs.kv_compatibility(2), "here", "there")
         )
     assert "version" in differences(
-        runners[0].kv_compatibility(2), runners[1].kv_compatibility(3), "here", "there"
+        specs[0].kv_compatibility(2), specs[1].kv_compatibility(3), "here", "there"
     )
 
 
 def test_the_compatibility_hash_depends_on_the_weights(tmp_path: Path) -> None:
     for seed in (1, 2):
         create_checkpoint(tmp_path / str(seed), "llama", seed=seed)
-    hashes = {make_runner(tmp_path / str(seed), num_blocks=1).compatibility_hash for seed in (1, 2)}
+    runners = [make_runner(tmp_path / str(seed), num_blocks=1) for seed in (1, 2)]
+    hashes = {runner.spec.compatibility_hash for runner in runners}
     assert len(hashes) == 2
 
 
@@ -359,7 +361,7 @@ def test_auto_dtype_on_a_cpu_is_one_with_instructions_for_it_and_the_log_has_the
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     runner = ModelRunner(EngineConfig(model=ModelConfig(path=str(path)), device="cpu"))
     with caplog.at_level("INFO"):
-        assert runner.dtype is expected
+        assert runner.spec.dtype is expected
     reason = (
         next(iter(capabilities))
         if checkpoint_dtype == str(expected)[6:] != "float32"
@@ -368,7 +370,7 @@ def test_auto_dtype_on_a_cpu_is_one_with_instructions_for_it_and_the_log_has_the
     assert len(caplog.records) == 1
     assert f"dtype {expected}".replace("torch.", "") in caplog.text
     assert reason in caplog.text
-    assert f"torch.{runner.kv_cache_layout(1).dtype}" == str(expected)
+    assert f"torch.{runner.spec.kv_cache_layout(1).dtype}" == str(expected)
 
 
 def test_logprobs_in_bfloat16_are_close_to_float32(

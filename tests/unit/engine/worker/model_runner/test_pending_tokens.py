@@ -11,8 +11,9 @@ import torch
 
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, PendingOutput
 from baton_engine.random_checkpoint import create_checkpoint
-from baton_engine.worker import model_runner
+from baton_engine.worker import model_spec
 from baton_engine.worker.model_runner import ModelRunner
+from baton_engine.worker.sleep import sleep
 from baton_protocol.options.config import ObservabilityConfig, ParallelConfig, SchedulerConfig
 from baton_protocol.sampling_params import SamplingParams
 from support.engine.fake_gpu import NOT_COPIED, defer_tokens
@@ -90,7 +91,7 @@ def test_a_request_without_a_possible_token_ends_when_its_tokens_are_on_the_host
     assert isinstance(pending, PendingOutput)
     assert not caplog.records
     tokens = pending.result().sampled_token_ids
-    assert tokens["poisoned"] in runner.model_config.eos_token_ids
+    assert tokens["poisoned"] in runner.spec.model_config.eos_token_ids
     assert "request poisoned is ended" in caplog.text
     assert "sound" not in caplog.text
 
@@ -141,7 +142,7 @@ def test_a_sleep_waits_for_the_tokens(runner: ModelRunner) -> None:
     runner.execute_model(driver._schedule([Request("r", [3], 4)], 1).output)
     pending = runner.sample_tokens(None)
     assert isinstance(pending, PendingOutput)
-    runner.sleep(1)
+    sleep(runner, 1)
     [row] = runner._input_batch.rows(["r"])
     assert runner._input_batch.token_ids[row, 1] == pending.result().sampled_token_ids["r"]
 
@@ -163,7 +164,7 @@ def test_tokens_are_deferred_on_a_gpu_with_asynchronous_scheduling_of_one_stage(
     stages: int,
     defers: bool,
 ) -> None:
-    monkeypatch.setattr(model_runner, "resolve_device", lambda name: torch.device(device))
+    monkeypatch.setattr(model_spec, "resolve_device", lambda name: torch.device(device))
     config = msgspec.structs.replace(
         runner_config(checkpoint),
         scheduler=SchedulerConfig(async_scheduling=asynchronous),

@@ -11,6 +11,7 @@ import pytest
 from baton_engine.distributed.group import ParallelContext
 from baton_engine.executor.step import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from baton_engine.random_checkpoint import create_checkpoint
+from baton_engine.worker.memory_profiling import profile_num_blocks
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import CacheConfig, CompilationConfig
 from baton_protocol.sampling_params import SamplingParams
@@ -101,7 +102,7 @@ def test_ranks_generate_and_report_the_same_as_one_runner(
     StepDriver(make_runner(checkpoint), seed=2).run(expected, max_chunk=13, join_probability=0.5)
     if compilation is GRAPHS:
         monkeypatch.setattr(
-            "baton_engine.worker.model_runner.graph_backend", lambda device: RecordedRuns()
+            "baton_engine.worker.loaded_model.graph_backend", lambda device: RecordedRuns()
         )
     outputs: list[queue.Queue[ModelRunnerOutput]] = [
         queue.Queue() for _ in range(tensor_size * pipeline_size)
@@ -113,7 +114,7 @@ def test_ranks_generate_and_report_the_same_as_one_runner(
         )
         runner.load_model()
         kv_cache = runner.allocate_kv_cache(256, NUM_SWAP_BLOCKS)
-        assert kv_cache[0].nbytes == runner.kv_cache_layout(1).block_nbytes
+        assert kv_cache[0].nbytes == runner.spec.kv_cache_layout(1).block_nbytes
         runner.warm_up()
         kv_cache.fill_(float("nan"))
         rank = parallel.pipeline.rank * tensor_size + parallel.tensor.rank
@@ -144,10 +145,10 @@ def test_the_memory_budget_of_an_engine_holds_as_many_blocks_with_any_number_of_
     """Each of four ranks holds half the heads and half the layers of a block."""
     cache = CacheConfig(swap_memory_bytes=8 * 2**20)  # the default depends on the free memory
     config = msgspec.structs.replace(runner_config(checkpoint), cache=cache)
-    alone = ModelRunner(config).profile_num_blocks()
+    alone = profile_num_blocks(ModelRunner(config))
     assert min(alone) > 0
 
     def profile(parallel: ParallelContext) -> tuple[int, int]:
-        return ModelRunner(config, parallel).profile_num_blocks()
+        return profile_num_blocks(ModelRunner(config, parallel))
 
     assert run_ranks(profile, tensor_size=2, pipeline_size=2) == [alone] * 4
