@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import multiprocessing
 import subprocess
 import sys
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +15,6 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
-from baton_protocol import zap
 from baton_protocol.service_key import (
     HANDSHAKE_FAILED,
     SIGNATURE_LIFETIME_S,
@@ -30,77 +25,17 @@ from baton_protocol.service_key import (
     watch_handshakes,
     why_handshake_failed,
 )
-from support.waiting import eventually
-
-DEADLINE_MS = 30_000
-OURS, THEIRS = ServiceKey(b"the key of one service"), ServiceKey(b"the key of another one")
-
-
-class UntrustedClients:
-    """Configure a client's socket without the right key, in several ways."""
-
-    @staticmethod
-    def without_key(client: zmq.Socket[Any]) -> None:
-        pass
-
-    @staticmethod
-    def with_another_key(client: zmq.Socket[Any]) -> None:
-        THEIRS.protect_client(client)
-
-    @staticmethod
-    def with_the_servers_public_key(client: zmq.Socket[Any]) -> None:
-        OURS.protect_client(client)  # only for the server's public key
-        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
-
-    @staticmethod
-    def with_plain_passwords(client: zmq.Socket[Any]) -> None:
-        client.plain_username, client.plain_password = b"baton", b"the key of one service"
-
+from support.protected_sockets import (
+    DEADLINE_MS,
+    OURS,
+    THEIRS,
+    UntrustedClients,
+    exchange_messages,
+    make_client,
+    make_server,
+)
 
 WAYS = [name for name in vars(UntrustedClients) if name.startswith("with")]
-
-
-@pytest.fixture
-def context() -> Iterator[zmq.Context[Any]]:
-    """A context that must end within the deadline, with all sockets of ZAP."""
-    context = zmq.Context()
-    context.linger = 0  # default of its sockets
-    yield context
-    ending = threading.Thread(target=context.destroy, daemon=True)
-    ending.start()
-    ending.join(DEADLINE_MS / 1000)
-    assert not ending.is_alive(), "the context does not end: some socket in it is open"
-
-
-def make_server(context: zmq.Context[Any], key: ServiceKey | None) -> tuple[zmq.Socket[bytes], str]:
-    server: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-    if key is not None:
-        key.protect_server(server)
-    port = server.bind_to_random_port("tcp://127.0.0.1")
-    return server, f"tcp://127.0.0.1:{port}"
-
-
-def make_client(
-    context: zmq.Context[Any], address: str, protect: Callable[[zmq.Socket[Any]], None]
-) -> zmq.Socket[bytes]:
-    """Return a client that connects and sends `hello`."""
-    client: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    client.setsockopt(zmq.RECONNECT_IVL, -1)
-    protect(client)
-    client.connect(address)
-    with contextlib.suppress(zmq.Again):  # already refused
-        client.send(b"hello", zmq.NOBLOCK)
-    return client
-
-
-def exchange_messages(server: zmq.Socket[bytes], client: zmq.Socket[bytes]) -> None:
-    """Receive the client's `hello` and send a response to it."""
-    assert server.poll(DEADLINE_MS), "nothing came from the client"
-    identity, message = server.recv_multipart()
-    assert message == b"hello"
-    server.send_multipart([identity, b"welcome"])
-    assert client.poll(DEADLINE_MS), "nothing came from the server"
-    assert client.recv() == b"welcome"
 
 
 def test_a_client_with_the_key_exchanges_messages(context) -> None:
@@ -183,18 +118,6 @@ def test_servers_with_different_keys_in_one_context_accept_their_own_clients(con
         )
 
 
-def test_every_context_has_one_zap_handler_for_its_sockets(context) -> None:
-    others = [zmq.Context(), zmq.Context()]
-    before = set(threading.enumerate())  # threads of earlier tests may still be running
-    servers = [make_server(each, OURS) for each in (context, context, *others)]
-    assert len(set(threading.enumerate()) - before) == 3
-    for server, address in servers:
-        exchange_messages(server, make_client(context, address, OURS.protect_client))
-    for other in others:
-        other.destroy()
-    exchange_messages(servers[0][0], make_client(context, servers[0][1], OURS.protect_client))
-
-
 async def test_an_asyncio_server_is_protected() -> None:
     context = zmq.asyncio.Context()
     context.linger = 0
@@ -213,69 +136,6 @@ async def test_an_asyncio_server_is_protected() -> None:
     for socket in (server, untrusted, trusted):
         socket.close()  # in their event loop: not thread-safe
     await asyncio.to_thread(context.term)
-
-
-def test_contexts_can_be_created_and_ended_many_times() -> None:
-    before = set(threading.enumerate())
-    for _ in range(50):
-        context = zmq.Context()
-        context.linger = 0
-        server, address = make_server(context, OURS)
-        exchange_messages(server, make_client(context, address, OURS.protect_client))
-        context.destroy()
-        assert context.closed
-    eventually(
-        lambda: set(threading.enumerate()) <= before,
-        timeout_s=DEADLINE_MS / 1000,
-        what="the end of all threads",
-    )
-    assert not [
-        address for address in zap._handlers if address != zmq.Context.instance().underlying
-    ]
-
-
-def test_every_client_is_refused_when_the_zap_handler_has_ended(context, monkeypatch) -> None:
-    """Without a handler ZeroMQ accepts every client that has the server's public key."""
-
-    class Gone:
-        def __init__(self, context: zmq.Context[Any]) -> None: ...
-
-        def admit(self, domain: bytes, client_key: bytes) -> None: ...
-
-    monkeypatch.setattr(zap, "_Handler", Gone)
-    monkeypatch.setattr(zap, "_handlers", {})
-    server, address = make_server(context, OURS)
-    handshakes = watch_handshakes(server)
-    make_client(context, address, UntrustedClients.with_the_servers_public_key)
-    assert handshakes.poll(DEADLINE_MS), "the untrusted client was not refused"
-    assert not server.poll(0)
-    handshakes.close()
-
-
-def child(queue: Any) -> None:
-    context = zmq.Context.instance()
-    server, address = make_server(context, OURS)
-    exchange_messages(server, make_client(context, address, OURS.protect_client))
-    queue.put("talked")
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_protects_its_own_sockets(method) -> None:
-    """The process forks while another thread holds the lock that protects a socket."""
-    server, address = make_server(zmq.Context.instance(), OURS)
-    processes = multiprocessing.get_context(method)
-    queue = processes.Queue()
-    process = processes.Process(target=child, args=(queue,))
-    with zap._lock:
-        process.start()
-    try:
-        assert queue.get(timeout=60) == "talked"
-        process.join(60)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-    exchange_messages(server, make_client(zmq.Context.instance(), address, OURS.protect_client))
-    server.close()
 
 
 def test_a_process_with_protected_sockets_ends_when_its_main_thread_does(tmp_path) -> None:

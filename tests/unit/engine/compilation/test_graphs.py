@@ -13,7 +13,7 @@ import torch
 from baton_engine import LLM, SamplingParams
 from baton_engine.compilation.graphs import CudaGraphs
 from baton_engine.random_checkpoint import create_checkpoint
-from baton_engine.worker import dummy_steps, forward_runner
+from baton_engine.worker import forward_runner
 from baton_engine.worker.model_runner import ModelRunner
 from baton_protocol.options.config import CompilationConfig, EngineConfig, ModelConfig
 from support.engine.fake_gpu import RecordedRuns
@@ -189,15 +189,6 @@ def test_the_memory_of_all_graphs_is_estimated_from_the_two_largest(
     assert forward.estimate_graph_bytes(runner.allocate_kv_cache(2)) == 4 * 10
     assert double.num_captures == 2
     assert forward.num_graphs == 0
-
-
-def test_warm_up_steps_are_within_the_limits_of_a_step() -> None:
-    for max_num_seqs, budget in ((1, 8), (2, 33), (40, 64)):
-        steps = dummy_steps.typical(50, max_num_seqs, budget, torch.device("cuda"))
-        assert max(len(query_lens) for query_lens, _ in steps) <= max_num_seqs
-        assert max(sum(query_lens) for query_lens, _ in steps) <= budget
-        assert max(seq_len for _, seq_len in steps) == 50
-        assert len(steps) >= 4
 
 
 def test_a_failed_capture_raises_its_cause_and_captures_outside_inference_mode(

@@ -1,8 +1,7 @@
-"""The piecewise backend of torch.compile: logits, graph splits, and the cache of pieces."""
+"""The piecewise backend of torch.compile: logits, graph splits and compiled sizes."""
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from baton_engine.compilation.cache_key import environment_key, piece_key
+from baton_engine.compilation.cache_key import piece_key
 from baton_engine.compilation.inductor import InductorCompiler
 from baton_engine.compilation.passes import RemoveNoOps
 from baton_engine.compilation.piecewise import PieceCompiler, PiecewiseBackend, compile_model
@@ -188,120 +186,6 @@ def test_pieces_are_compiled_again_for_each_compile_size(models: dict[str, Causa
     assert_same_logits(compiled, models["llama"])
     sizes = [size for _, size in compiler.requested]
     assert sizes == [None] * 4 + [10] * 4 + [2] * 4, "two sequences: 10 tokens come before 2"
-
-
-def test_cache_keys_depend_on_sources_configuration_and_operators_and_not_on_names(
-    tmp_path: Path,
-) -> None:
-    source = tmp_path / "layer.py"
-    source.write_text("a = 1")
-    key = environment_key([str(source)], ["config"], CPU)
-    assert environment_key([str(source)], ["config"], CPU) == key
-    assert environment_key([str(source)], ["other"], CPU) != key
-    source.write_text("a = 2")
-    assert environment_key([str(source)], ["config"], CPU) != key
-
-    def graph(names: tuple[str, str], factor: float) -> fx.GraphModule:
-        made = fx.Graph()
-        x, y = map(made.placeholder, names)
-        made.output(made.call_function(torch.add, (x, y), {"alpha": factor}))
-        return fx.GraphModule(nn.Module(), made)
-
-    assert piece_key(graph(("a", "b"), 1.0)) == piece_key(graph(("l_weight", "s0"), 1.0))
-    assert piece_key(graph(("a", "b"), 1.0)) != piece_key(graph(("a", "b"), 2.0))
-
-
-def test_the_cache_key_for_a_cpu_depends_on_threads_and_inductor_settings(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    key = environment_key([], [], CPU)
-    torch.set_num_threads(2)
-    assert environment_key([], [], CPU) != key
-    torch.set_num_threads(1)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    assert environment_key([], [], CPU) == key
-    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
-    assert environment_key([], [], CPU) != key
-
-
-def test_compiled_pieces_are_stored_only_in_folders_that_no_other_user_can_write(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiler = InductorCompiler(tmp_path / "cache")
-    compiler.open("key")
-    assert compiler.folder == tmp_path / "cache" / "key"
-    assert stat.S_IMODE(compiler.folder.stat().st_mode) == 0o700
-    assert not caplog.text
-
-    compiler.folder.chmod(0o777)
-    compiler.open("key")  # other users can write code into that folder
-    assert compiler.folder.is_dir()
-    assert compiler.folder.parent != tmp_path / "cache"
-    assert "writable by every user" in caplog.text
-
-
-def test_a_temporary_folder_is_used_if_the_cache_folder_cannot_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    compiler = InductorCompiler()
-    compiler.open("key")
-    (compiler.folder / "piece").touch()
-    assert "set compilation.cache_dir to a folder of this user" in caplog.text
-
-
-def test_a_piece_that_cannot_be_loaded_is_compiled_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    compiler = InductorCompiler(tmp_path)
-    compiler.open("key")
-    path = compiler.folder / "piece-dynamic"
-    path.write_bytes(b"half a piece")
-    assert compiler._load(path) is None
-    assert not path.exists()
-    assert "compiling it again" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("function", "left"),
-    [
-        (lambda x: x.view(-1, 2, 4).view(-1, 8) + 1, 1),
-        (lambda x: x[:, 0:8] * 2, 1),
-        (lambda x: x[:, 1:8] * 2, 2),
-        (lambda x: x.view(-1, 4).view(-1, 2) + 1, 2),
-    ],
-    ids=["view of a view", "slice of all", "slice of some", "views that change the shape"],
-)
-def test_operators_that_do_not_change_their_input_are_removed(
-    function: Callable[[Tensor], Tensor], left: int
-) -> None:
-    x = torch.randn(6, 8)
-    traced = make_fx(function, tracing_mode="symbolic")(x)
-    RemoveNoOps()(traced.graph)
-    traced.recompile()
-    torch.testing.assert_close(traced(x), function(x))
-    kept = [
-        node
-        for node in traced.graph.nodes
-        if node.op == "call_function" and "sym_size" not in str(node.target)
-    ]
-    assert len(kept) == left, traced.code
-
-
-@pytest.mark.parametrize(("middle", "left"), [(torch.float32, 1), (torch.bfloat16, 3)])
-def test_a_conversion_and_its_inverse_are_removed_if_they_are_exact(
-    middle: torch.dtype, left: int
-) -> None:
-    start = torch.float16
-    convert = torch.ops.prims.convert_element_type.default
-    x = torch.randn(5, 3).to(start)
-    traced = make_fx(lambda x: convert(convert(x, middle), start) + 1, tracing_mode="symbolic")(x)
-    expected = traced(x)
-    RemoveNoOps()(traced.graph)
-    traced.recompile()
-    assert torch.equal(traced(x), expected)
-    assert sum(node.op == "call_function" for node in traced.graph.nodes) == left
 
 
 def test_a_model_is_not_traced_with_one_token() -> None:

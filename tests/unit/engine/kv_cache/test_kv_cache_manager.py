@@ -1,4 +1,4 @@
-"""KV blocks: allocation, prefix cache, eviction, copy-on-write and swapping."""
+"""KV blocks of requests: allocation, prefix cache, copy-on-write and swapping."""
 
 from __future__ import annotations
 
@@ -11,28 +11,9 @@ from baton_protocol.engine_messages import (
     AllBlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    EngineCoreRequest,
 )
-from baton_protocol.sampling_params import SamplingParams
+from support.engine.kv_blocks import BLOCK, make_request, manager, run
 from support.engine.scheduling.block_hashes import hash_blocks
-
-BLOCK = 4
-
-
-def make_request(tokens: list[int], salt: str = "") -> Request:
-    return Request(EngineCoreRequest("r", tokens, SamplingParams(), cache_salt=salt))
-
-
-def manager(num_blocks: int = 8, *, enable_prefix_caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(num_blocks, BLOCK, "model", enable_prefix_caching=enable_prefix_caching)
-
-
-def run(kv: KVCacheManager, tokens: list[int], salt: str = "") -> Request:
-    """Return a computed request that holds its blocks."""
-    request = make_request(tokens, salt)
-    assert kv.allocate(request, len(tokens))
-    kv.cache_blocks(request, len(tokens))
-    return request
 
 
 def test_a_request_gets_only_the_blocks_that_its_tokens_need() -> None:
@@ -85,34 +66,6 @@ def test_other_salts_and_disabled_prefix_caching_find_no_blocks() -> None:
     off = manager(enable_prefix_caching=False)
     run(off, list(range(8)))
     assert off.find_cached_prefix(make_request(list(range(8))), 8) == []
-
-
-def test_uncached_blocks_are_evicted_first_then_the_least_recently_used_tail() -> None:
-    kv = manager(num_blocks=4)
-    first = run(kv, list(range(8)))
-    second = run(kv, list(range(100, 106)))  # one full block, one partial
-    first_ids, second_ids = first.block_ids, second.block_ids
-    kv.free(first)
-    kv.free(second)
-    order = [kv.pool.allocate(1)[0].block_id for _ in range(4)]
-    assert order == [second_ids[1], first_ids[1], first_ids[0], second_ids[0]]
-
-
-def test_a_reset_clears_the_prefix_cache_but_not_held_blocks() -> None:
-    kv = manager()
-    request = run(kv, list(range(8)))
-    kv.reset_prefix_cache()
-    assert kv.find_cached_prefix(make_request(list(range(8))), 8) == []
-    kv.free(request)
-    assert kv.pool.num_free_blocks == 8
-
-
-def test_freeing_twice_is_an_error() -> None:
-    kv = manager()
-    blocks = kv.pool.allocate(1)
-    kv.pool.free(blocks)
-    with pytest.raises(RuntimeError, match="freed twice"):
-        kv.pool.free(blocks)
 
 
 def test_block_hashes_follow_the_protocol_and_the_growth_of_the_tokens() -> None:

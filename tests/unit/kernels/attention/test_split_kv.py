@@ -16,44 +16,20 @@ from baton_kernels.attention.split_kv_triton import Partials
 from baton_kernels.kernel_arguments import Heads
 from baton_kernels.launch_configurations import Configuration, overriding
 from support.kernels.paged_cases import (
-    PagedCase,
     assert_attends,
     dtypes,
     paged_case,
     poison_what_no_query_sees,
     triton_output,
 )
+from support.kernels.split_cases import MANY, TILE, segments_of
 
 pytestmark = pytest.mark.usefixtures("_poisoned_memory")
 
 H100 = {"num_sms": 132, "programs_per_sm": 2}
 
-TILE = 16
 #: Tokens of a segment if the number of programs allows the maximum number of segments.
 SEGMENT = split_kv.MIN_TILES * TILE
-MANY = {"KV_TILE": TILE, "PROGRAMS_PER_SM": 8, "num_warps": 4, "num_stages": 2}
-FEW = MANY | {"PROGRAMS_PER_SM": 1}
-
-
-def segments_of(case: PagedCase, config: dict[str, int], device: str) -> list[int]:
-    """Return the number of segments of each sequence, as the kernel reported it."""
-    reported = []
-
-    class Reduce:
-        def __getitem__(self, grid: tuple[int, ...]) -> object:
-            def launch(
-                out: Heads, partials: Partials, cu_seqlens_q: torch.Tensor, **constants: int
-            ) -> None:
-                reported.append(partials.segments_ptr[:, 1].tolist())
-                split_kv_triton.join_segments_kernel[grid](out, partials, cu_seqlens_q, **constants)
-
-            return launch
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_kernel, "join_segments_kernel", Reduce())
-        longest = int(case.cu_seqlens_q.diff().max())
-        assert_attends(triton_output(case, device, max_seqlen_q=longest, config=config), case)
-    return reported[0] if reported else [1] * len(case.seq_lens)
 
 
 @pytest.mark.parametrize(
@@ -82,47 +58,11 @@ def test_the_target_number_of_segments_fills_the_gpu(
     assert split_kv.target_segments(num_seqs, num_kv_heads, max_tiles, **H100) == segments
 
 
-def launch_of(lengths: list[tuple[int, int]], max_seqlen_q: int | None) -> triton_plan.Launch:
-    """Plan a launch on the meta device, whose tensors have no values."""
-    case = paged_case(lengths, 8, 2, 64).to("meta")
-    plan = case.arguments(max_seqlen_q, "triton")[3]
-    assert plan.launch is not None
-    return plan.launch
-
-
-def test_a_prefill_has_an_item_per_query_block_and_sequence() -> None:
-    launch = launch_of([(70, 70), (7, 300)], None)
-    block_q = launch.constants["BLOCK_Q"]
-    assert launch.shared["BLOCK_M"] == 4 * block_q
-    assert launch.items == 2 + 77 // block_q
-    assert not launch.constants["ONE_BLOCK"]
-    assert launch.target_segments == 0
-    assert launch.partials is None
-
-
-def test_a_decode_has_an_item_per_segment() -> None:
-    launch = launch_of([(1, 2000), (3, 90)], 3)
-    assert launch.constants["ONE_BLOCK"]
-    assert launch.target_segments > 0
-    assert launch.items == 2 + launch.target_segments
-    assert launch.max_queries == 3
-    assert launch.partials.out_ptr.shape == (launch.items, 2, launch.shared["BLOCK_M"], 64)
-    assert launch_of([(1, 60)], 1).items == 1
-
-
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 def test_only_long_sequences_are_split(dtype: torch.dtype, triton_device: str) -> None:
     lengths = [(1, n) for n in (1, SEGMENT - 1, SEGMENT, 2 * SEGMENT, 2 * SEGMENT + 1, 300, 1)]
     case = paged_case(lengths, 8, 2, 24, dtype=dtype)
     assert segments_of(case, MANY, triton_device) == [1, 1, 1, 2, 2, 5, 1]
-
-
-def test_the_number_of_programs_limits_the_segments(triton_device: str) -> None:
-    case = paged_case([(1, 500), (1, 20), (1, 100)], 4, 2, 16)
-    sms = triton_plan._num_sms(torch.device(triton_device))
-    segments = segments_of(case, FEW, triton_device)
-    assert segments[0] > 1
-    assert sum(segments) <= sms // 2 + 3
 
 
 def test_one_segment_per_sequence_needs_no_reduce(triton_device: str) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from baton_kv_transfer.memory import checksum
 from baton_kv_transfer.memory.layout import HeadRange
-from baton_kv_transfer.producer import early_subscriptions, publisher
+from baton_kv_transfer.producer import publisher
 from baton_kv_transfer.side_channel import Cancelled
 from support.kv_transfer.producer_rig import (
-    LEASE_S,
     Consumer,
     Producer,
     chain_hash,
@@ -101,45 +100,6 @@ def test_a_load_without_blocks_releases_without_a_subscription(
     producer.offer("late")
     consumer.release("late")
     assert producer.finished == ["early", "late"]
-
-
-def test_a_subscription_waits_for_the_offer_and_is_refused_after_the_end(
-    producer: Producer, consumer: Consumer
-) -> None:
-    assert consumer.subscribe() == []
-    producer.offer()
-    producer.save([3], last=True)
-    assert indices(consumer.received()) == [0]
-    consumer.release()
-    (cancelled,) = consumer.subscribe(generation=8)
-    assert cancelled == Cancelled("t", 8, "transfer t has ended: released")
-
-
-def test_a_subscription_without_an_offer_is_refused_after_a_lease(
-    producer: Producer, consumer: Consumer
-) -> None:
-    consumer.subscribe()
-    producer.advance(LEASE_S / 2)
-    consumer.heartbeat()
-    producer.advance(LEASE_S / 2)
-    assert consumer.received() == []
-    producer.advance(LEASE_S / 2)
-    (cancelled,) = consumer.received()
-    assert "was not offered" in cancelled.reason
-
-
-def test_the_number_of_early_subscriptions_is_limited(
-    producer: Producer, consumer: Consumer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(early_subscriptions, "MAX_EARLY", 3)
-    for number in range(3):
-        assert consumer.subscribe(f"t{number}") == []
-    (cancelled,) = consumer.subscribe("t3")
-    assert "retry later" in cancelled.reason
-    producer.offer("t0")
-    assert consumer.subscribe("t3") == []
-    producer.advance(2 * LEASE_S)
-    assert len(producer.side._transfers._early) == 0
 
 
 @pytest.mark.parametrize(
@@ -240,16 +200,6 @@ def test_a_released_load_cannot_subscribe_again(
     (cancelled,) = left.subscribe(worker=0, of=2)
     assert "released" in cancelled.reason
     assert producer.finished == []
-
-
-def test_a_release_before_the_offer_ends_the_transfer_at_the_offer(
-    producer: Producer, consumer: Consumer
-) -> None:
-    consumer.subscribe(generation=7)
-    consumer.release(generation=6)
-    consumer.release(generation=7)
-    producer.offer()
-    assert producer.finished == ["t"]
 
 
 def test_other_peers_can_neither_load_nor_end_a_transfer(

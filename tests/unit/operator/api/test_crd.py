@@ -1,8 +1,7 @@
-"""The generated manifests: a structural schema with the structs' defaults, and no stale file."""
+"""The CRD: a structural schema with the structs' defaults, and its reference page."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from baton_operator.api import llmservice
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.rules import RULES
 from baton_operator.api.spec_groups import DEFAULT_HOLD_SECONDS
-from baton_operator.manifests import main
 from baton_protocol.options.config import (
     CacheConfig,
     CompilationConfig,
@@ -165,10 +163,6 @@ def test_errors_in_a_stored_object_are_named() -> None:
         )
 
 
-def test_the_manifests_are_up_to_date() -> None:
-    assert main(["--check", str(MANIFESTS)]) == 0
-
-
 def test_the_reference_is_up_to_date_and_a_stale_one_is_found(tmp_path: Path) -> None:
     root = MANIFESTS.parent
     stale = tmp_path / "api.md"
@@ -176,16 +170,3 @@ def test_the_reference_is_up_to_date_and_a_stale_one_is_found(tmp_path: Path) ->
     for page, code in ((root / "docs/reference/api.md", 0), (stale, 1)):
         command = [sys.executable, str(root / "hack/api_reference.py"), "--check", str(page)]
         assert subprocess.run(command, check=False).returncode == code, page
-
-
-def test_check_names_stale_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    manifests = tmp_path / "manifests"
-    shutil.copytree(MANIFESTS, manifests)
-    assert main([str(manifests)]) == 0
-    assert main(["--check", str(manifests)]) == 0
-    (manifests / "crd/llmservices.yaml").write_text("changed")
-    (tmp_path / "charts/baton/files/crd-spec.yaml").unlink()
-    assert main(["--check", str(manifests)]) == 1
-    stderr = capsys.readouterr().err
-    assert "manifests/crd/llmservices.yaml" in stderr
-    assert "charts/baton/files/crd-spec.yaml" in stderr

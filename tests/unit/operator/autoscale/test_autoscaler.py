@@ -12,7 +12,7 @@ import pytest
 from baton_operator.api.llmservice import TopologyStatus
 from baton_operator.api.spec_groups import AutoscalingStatus
 from baton_operator.autoscale.autoscaler import Autoscaler
-from baton_operator.autoscale.inputs import role_states, targets_of
+from baton_operator.autoscale.inputs import role_states
 from baton_operator.autoscale.scrape import Scraper
 from baton_operator.autoscale.settings import (
     SCRAPE_S,
@@ -23,12 +23,13 @@ from baton_operator.autoscale.settings import (
 from baton_operator.builders.config_maps import gateway_config
 from baton_operator.builders.resolved_service import ResolvedService
 from baton_operator.kube.events import Event
-from baton_operator.names import ANNOTATION_DRAINING, Key
+from baton_operator.names import Key
 from baton_operator.status.diagnose import Verdict
-from baton_operator.status.report_group import ReportedGroup, group_verdict
+from baton_operator.status.report_group import ReportedGroup
 from baton_operator.status.report_scaling import autoscaling_verdict
 from baton_operator.status.report_topology import GroupTopology
 from support.operator.autoscale_pods import Clock, FakePod, scraper, serving
+from support.operator.reported_groups import sized_group
 from support.operator.services import resolved, service
 from support.waiting import until
 
@@ -99,30 +100,6 @@ class Stand:
                 engine.serve_load(tokens=500, itl_s=itl_s)
             self.gateway.answer(3)
             await self.scrape_and_decide()
-
-
-async def test_a_fault_of_a_pod_is_reported_with_its_name_and_affects_no_other() -> None:
-    faults = ("error", "garbage", "long", "silent", "")
-    pods = [FakePod(f"demo-decode-{number}", "decode") for number in range(len(faults))]
-    gone = FakePod("demo-decode-9", "decode")
-    for pod, fault in zip(pods, faults, strict=True):
-        pod.fault = fault
-    async with scraper(timeout_s=1.0, max_bytes=2**19) as (scraping, results), serving(*pods):
-        scraped = await scraping.scrape(
-            targets_of(resolved(), [pod.object for pod in (*pods, gone)])
-        )
-    assert list(scraped.samples) == ["uid-demo-decode-4/0"]
-    for number, message in enumerate(
-        ("HTTP 500", "no metric of an engine", "more than 524288 bytes", "within 1 s")
-    ):
-        assert message in scraped.errors[f"demo-decode-{number}"]
-    assert "Cannot connect" in scraped.errors["demo-decode-9"]
-    counted = {
-        sample.labels["result"]: sample.value
-        for sample in results.collect()[0].samples
-        if "total" in sample.name
-    }
-    assert counted == {"ok": 1, "error": 5}
 
 
 async def test_a_missed_target_grows_the_group_with_one_event() -> None:
@@ -340,26 +317,6 @@ def test_running_changes_are_passed_to_the_policy() -> None:
     assert "coordinator" in operation(topology=of_topology(reachable=False))
 
 
-def test_only_serving_and_draining_containers_are_scraped() -> None:
-    ready, loading, draining = (FakePod(f"demo-decode-{number}", "decode") for number in range(3))
-    loading.is_ready = draining.is_ready = False
-    ready.restarts = 2
-    leaving = draining.object
-    leaving["metadata"]["annotations"] = {ANNOTATION_DRAINING: "true"}
-    gateway = FakePod("demo-gateway-x", None)
-    targets = targets_of(resolved(), [ready.object, loading.object, leaving, gateway.object])
-    assert [(target.pod, target.role) for target in targets] == [
-        ("demo-decode-0", "decode"),
-        ("demo-decode-2", "decode"),
-        ("demo-gateway-x", None),
-    ]
-    assert targets[0].container == "uid-demo-decode-0/2"
-    assert targets[0].url == f"http://{ready.host}:8000/metrics"
-    secure = resolved(gateway={"tls": {"secretName": "certificate"}})
-    [target] = targets_of(secure, [gateway.object])
-    assert target.url == f"http://{gateway.host}:8081/metrics", "not the port of clients"
-
-
 @pytest.mark.parametrize(
     ("autoscaling", "size", "period_s"),
     [
@@ -385,16 +342,6 @@ def test_the_gateway_holds_requests_only_if_decode_may_scale_to_zero() -> None:
     )
 
 
-def sized_group(reason: str, *, desired: int = 1) -> ReportedGroup:
-    status = AutoscalingStatus(
-        size=desired, recommended=desired, reason=reason, message=f"because of {reason}."
-    )
-    engines = [FakePod(f"demo-decode-{number}", "decode").object for number in range(1)]
-    return ReportedGroup(
-        role="decode", desired=desired, pods=engines if desired else [], autoscaling=status
-    )
-
-
 def test_the_scaling_condition_reports_the_autoscaler() -> None:
     def verdict(
         *groups: ReportedGroup, of_topology: Verdict | None = None
@@ -413,10 +360,3 @@ def test_the_scaling_condition_reports_the_autoscaler() -> None:
         "False",
         "OnTarget",
     )
-
-
-def test_a_group_at_zero_is_ready() -> None:
-    status, reason, _ = group_verdict(sized_group("Idle", desired=0))
-    assert (status, reason) == ("True", "ScaledToZero")
-    unsized = ReportedGroup(role="decode", desired=0, pods=[])
-    assert group_verdict(unsized)[:2] == ("False", "ScaledToZero")

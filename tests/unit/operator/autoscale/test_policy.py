@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from baton_operator.autoscale.decision_history import Breach, Change, DecisionRun, History
 from baton_operator.autoscale.holds import RoleState
 from baton_operator.autoscale.policy import Behavior, Bounds, Decision, decide
-from baton_operator.autoscale.queueing import wait_quantile_s
 from baton_operator.autoscale.recommendations import Targets
 from baton_operator.autoscale.windows import RoleWindow, Window
 from baton_operator.names import MemberRole
@@ -306,24 +305,6 @@ def test_a_missed_target_is_remembered_after_a_step_down_only() -> None:
         chosen(group("decode"), slow, History(changes=(Change(NOW - 900, 1),))).history.breach
         is None
     )
-
-
-def test_the_history_is_encoded_with_equal_recommendations_merged() -> None:
-    history = History(breach=Breach(1.0, 2.0))
-    for step in range(100):
-        history = history.with_decision(15.0 * step, 3 if step < 85 else 4, keep_s=300, idle=1365.0)
-    assert history.runs == (DecisionRun(3, 0.0, 1275.0), DecisionRun(4, 1275.0, 1485.0))
-    assert history.covers(1500.0, 300)
-    assert not history.covers(1485.0 + 121, 300)
-    assert msgspec.json.decode(msgspec.json.encode(history), type=History) == history
-
-
-def test_waits_of_the_queueing_model() -> None:
-    # M/M/1 with u = 0.8: P(wait) = u, the rest exponential with mean s / (1 - u).
-    assert wait_quantile_s(1, 0.8, 0.1, 0.95) == pytest.approx(1.386, abs=0.01)
-    assert wait_quantile_s(10, 8.0, 0.1, 0.95) < wait_quantile_s(9, 8.0, 0.1, 0.95)
-    assert wait_quantile_s(10, 3.0, 0.1, 0.95) == 0.0
-    assert wait_quantile_s(2, 2.0, 0.1, 0.95) == float("inf")
 
 
 fractions = st.floats(0, 1)

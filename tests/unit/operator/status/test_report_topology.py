@@ -1,46 +1,24 @@
-"""The topology in the status: requests to the coordinator, conditions and Events."""
+"""The topology in the status: ranks, conditions and Events."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
-from aiohttp import web
 
 from baton_kube.client import Object
 from baton_operator.api import llmservice
 from baton_operator.names import ANNOTATION_SERVICE_KEY
-from baton_operator.observe.pod_clients import CoordinatorClient
 from baton_operator.plan.topology_view import (
-    TopologyView,
     filter_by_service_key,
-    recorded_topology,
-    topology_for_status,
     without_waiting_operation,
 )
 from baton_operator.status.report_group import ReportedGroup, group_verdict
 from baton_operator.status.report_topology import GroupTopology, operation_events, topology_verdict
 from baton_protocol.process.health import Health
-from baton_protocol.topology import (
-    MemberStatus,
-    OperationPhase,
-    OperationStatus,
-    RankPhase,
-    TopologyRequest,
-    TopologyStatus,
-)
-from support.http_server import serving
-from support.operator.services import pod, service
-
-ADDRESS = "10.96.0.9"
-
-
-def entry(
-    name: str, rank: int | None = None, phase: RankPhase = RankPhase.SERVING, instance: str = "i"
-) -> MemberStatus:
-    return MemberStatus(name=name, instance_id=instance, phase=phase, rank=rank)
+from support.operator.services import pod
+from support.operator.topology_statuses import status
 
 
 def operation(
@@ -54,77 +32,6 @@ def operation(
         reason=reason,
         seconds=llmservice.OperationSeconds(),
     )
-
-
-def status(
-    *names: str, generation: int = 3, last: llmservice.OperationStatus | None = None
-) -> llmservice.TopologyStatus:
-    ranks = [
-        llmservice.RankStatus(name=name, rank=rank, phase="serving")
-        for rank, name in enumerate(names)
-    ]
-    return llmservice.TopologyStatus(
-        coordinator=ADDRESS, generation=generation, ranks=ranks, operation=last
-    )
-
-
-@pytest.mark.parametrize(
-    ("code", "body"),
-    [(200, b"{}"), (200, b"no JSON"), (400, b'{"reason": "BadRequest"}'), (503, b"")],
-)
-async def test_an_invalid_response_is_no_topology(code: int, body: bytes) -> None:
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(status=code, body=body)
-
-    routes = web.get("/topology", answer), web.put("/topology", answer)
-    async with serving(*routes) as port, aiohttp.ClientSession() as session:
-        client = CoordinatorClient(session, port=port)
-        assert await client.topology("127.0.0.1") is None
-        request = TopologyRequest(operation_id="x", members=["a"])
-        assert await client.request_topology("127.0.0.1", request) is None
-
-
-async def test_an_unreachable_coordinator_gives_no_topology() -> None:
-    async with aiohttp.ClientSession() as session:
-        assert await CoordinatorClient(session, port=1).topology("127.0.0.1") is None
-
-
-def test_a_restarted_rank_has_the_phase_of_its_new_process_and_stays_a_rank() -> None:
-    both = [entry("a", rank=0, instance="old"), entry("a", phase=RankPhase.LOADING, instance="new")]
-    assert TopologyView(TopologyStatus(generation=3, desired=["a"], members=both), None).is_rank(
-        "a"
-    )
-    retired = [
-        entry("a", phase=RankPhase.SERVING, instance="old"),
-        entry("a", phase=RankPhase.STANDBY, instance="new"),
-    ]
-    view = TopologyView(TopologyStatus(generation=4, desired=[], members=retired), None)
-    assert not view.is_rank("a")
-    assert view.is_standby("a")
-
-
-def test_the_record_survives_a_restart_of_the_coordinator_but_drops_deleted_pods() -> None:
-    before = status("a", "b", generation=7)
-    away = topology_for_status(None, before, {"a", "b"}, ADDRESS)
-    assert away == before
-    starting = topology_for_status(
-        TopologyStatus(generation=0, desired=[], members=[]), before, {"a"}, ADDRESS
-    )
-    assert (starting.generation, [rank.name for rank in starting.ranks]) == (7, ["a"])
-    partly = topology_for_status(
-        TopologyStatus(generation=7, desired=["a", "b"], members=[entry("a", 0)]),
-        before,
-        {"a", "b"},
-        ADDRESS,
-    )
-    assert partly == before
-    newer = topology_for_status(
-        TopologyStatus(generation=8, desired=["a"], members=[entry("a", 0)]),
-        before,
-        {"a", "b"},
-        ADDRESS,
-    )
-    assert [rank.name for rank in newer.ranks] == ["a"]
 
 
 def test_a_group_at_zero_waits_for_no_ranks() -> None:
@@ -143,34 +50,6 @@ def test_a_group_at_zero_waits_for_no_ranks() -> None:
         )
         == []
     )
-
-
-def test_ranks_of_another_coordinator_are_ignored() -> None:
-    def stored(topology: Any) -> Object:
-        return {"status": {"decode": {"topology": topology}}}
-
-    recorded = msgspec.to_builtins(status("a"))
-    assert recorded_topology(stored(recorded), ADDRESS) == status("a")
-    assert recorded_topology(stored(recorded), "10.96.0.10") is None
-    assert recorded_topology(stored({"generation": "?"}), ADDRESS) is None
-    assert recorded_topology(service(), ADDRESS) is None
-
-
-def test_time_alone_does_not_change_the_status() -> None:
-    def at(seconds: float) -> llmservice.TopologyStatus | None:
-        running = OperationStatus(
-            operation_id="op", kind="scale", phase=OperationPhase.PREPARING, generation=4,
-            seconds={"waiting": 1.25, "preparing": seconds},
-        )  # fmt: skip
-        return topology_for_status(
-            TopologyStatus(generation=3, desired=[], members=[], operation=running),
-            None,
-            set(),
-            ADDRESS,
-        )
-
-    assert at(1.0) == at(2.0)
-    assert at(1.0).operation.seconds == llmservice.OperationSeconds(waiting=1.25)
 
 
 FAILED = operation("failed", reason="c: no memory")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any
 
 import msgspec
 import pytest
 
-from baton_operator.api.spec_model import Model
-from baton_protocol.options.config import REASONING_PARSERS, TOOL_PARSERS
 from baton_protocol.sampling_params import MAX_SPEC_LENGTH
 from baton_text.errors import RequestError
 from baton_text.reply_parsing.reasoning import REASONING_FORMATS
@@ -18,25 +16,6 @@ from baton_text.reply_parsing.tool_formats import TOOL_FORMATS
 from baton_text.requests.chat_request import ChatCompletionRequest
 
 TOOL = {"type": "function", "function": {"name": "add"}}
-
-
-def names_of(field: str) -> set[str]:
-    """Return the values that a field of the LLMService's model accepts."""
-    found: set[str] = set()
-    pending: list[Any] = [get_type_hints(Model)[field]]
-    while pending:
-        kind = pending.pop()
-        if getattr(kind, "__origin__", None) is Literal:
-            found |= set(get_args(kind))
-        else:
-            pending += get_args(kind)
-    return found
-
-
-def test_options_and_fields_name_all_formats() -> None:
-    assert set(TOOL_PARSERS) == set(TOOL_FORMATS) == names_of("tool_parser") - {"auto"}
-    assert set(REASONING_PARSERS) == set(REASONING_FORMATS)
-    assert names_of("reasoning_parser") == {"auto", "none", *REASONING_FORMATS}
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,11 @@ import zmq
 
 from baton_engine.elastic.coordinator.controller_config import ControllerConfig
 from baton_engine.elastic.coordinator.coordinator import Coordinator
-from baton_engine.elastic.coordinator.placement.balance import fits
 from baton_engine.elastic.coordinator.topology_controller import TopologyController
 from baton_engine.elastic.coordinator.validation import (
-    MAX_EXPERTS,
-    MAX_FAILURE,
     MAX_MEMBERS,
-    MAX_SLOTS,
     check_request,
     check_status,
-    truncate_failure,
 )
 from baton_engine.elastic.rank.rank_link import RankLink
 from baton_engine.http.bounded_server import MAX_BODY_BYTES
@@ -40,6 +35,7 @@ from baton_protocol.topology import (
     TopologyRequest,
 )
 from support.elastic.coordinator_process import DEADLINE_S, HOST, CoordinatorProcess, LiveRanks
+from support.elastic.rank_statuses import status
 from support.waiting import eventually
 
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -181,55 +177,6 @@ def test_requests_on_one_connection_do_not_wait_for_acknowledgements(
 # Messages of ranks
 
 
-def status(**fields: object) -> Status:
-    member = TopologyMember("a", "a#0", HOST, 1, 2, 3)
-    return msgspec.structs.replace(Status(member, RankPhase.STANDBY, 4, 2), **fields)
-
-
-GENERATION = Generation(1, "1.x", (status().member,), (((0, 1, 2, 3),),) * 2, HOST, 3)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        status(member=TopologyMember("a\nb", "a#0", HOST, 1, 2, 3)),
-        status(member=TopologyMember("a" * 64, "a#0", HOST, 1, 2, 3)),
-        status(member=TopologyMember("a", "a\x1b", HOST, 1, 2, 3)),
-        status(member=TopologyMember("a", "a" * 300, HOST, 1, 2, 3)),
-        status(member=TopologyMember("a", "a#0", "host name", 1, 2, 3)),
-        status(member=TopologyMember("a", "a#0", HOST, 1, 2, 2**16)),
-        status(member=TopologyMember("a", "a#0", HOST, 1, -2, 3)),
-        status(suspects=("x",) * (MAX_MEMBERS + 1)),
-        status(suspects=("a b",)),
-        status(prepared="1.x\n"),
-        status(commit_seen="1." + "x" * 300),
-        status(failed="\x1b"),
-        status(num_redundant_experts=-1),
-        status(num_redundant_experts=2**40),
-        status(num_experts=MAX_EXPERTS, num_sparse_layers=MAX_SLOTS // MAX_EXPERTS + 1),
-        status(
-            generation=msgspec.structs.replace(
-                GENERATION, placement=(((0,) * (MAX_SLOTS // 2 + 1),),) * 2
-            )
-        ),
-        status(generation=msgspec.structs.replace(GENERATION, operation_id="o\n")),
-        status(generation=msgspec.structs.replace(GENERATION, nonce="1.x\n")),
-        status(generation=msgspec.structs.replace(GENERATION, store_host="")),
-        status(
-            committed=msgspec.structs.replace(
-                GENERATION, members=(TopologyMember("B", "b", HOST, 1, 2, 3),)
-            )
-        ),
-    ],
-)
-def test_a_status_with_invalid_names_or_numbers_is_refused(wrong: Status) -> None:
-    with pytest.raises(
-        ValueError, match=r"generation|a port is not|address is invalid|a DNS label|suspect|experts"
-    ) as refused:
-        check_status(wrong)
-    assert str(refused.value).isprintable()
-
-
 PLACEMENT = (((0, 1), (2, 3)),) * 2
 A, B = (TopologyMember(name, f"{name}#0", HOST, 1, 2, 3) for name in "ab")
 
@@ -273,19 +220,6 @@ def test_ranks_that_contradict_each_other_do_not_end_the_coordinator(
         report(B, wrong, num_experts, now)
         controller.tick(float(now))
     assert controller.status(5.0).generation == 1
-
-
-def test_a_report_with_negative_loads_is_left_out() -> None:
-    assert fits(ExpertLoads(((0, 1),)), [2])
-    assert not fits(ExpertLoads(((0, -1),)), [2])
-
-
-def test_a_status_with_a_long_reason_is_truncated() -> None:
-    check_status(status(generation=GENERATION, committed=GENERATION))
-    long = status(failure="x" * 10**6)
-    check_status(long)
-    assert len(truncate_failure(long).failure) < 2 * MAX_FAILURE
-    assert truncate_failure(status(failure="why")) == status(failure="why")
 
 
 def test_a_turn_reads_a_bounded_number_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from baton_engine.distributed.group import Group, LoneGroup
@@ -20,10 +18,10 @@ from baton_engine.distributed.group_errors import GroupBrokenError
 from baton_engine.models.errors import ModelInvalid
 from baton_engine.random_checkpoint import create_checkpoint
 from baton_engine.worker.experts import generations as generations_module
-from baton_engine.worker.experts.expert_exchange import plan_transfers, wanted_by
+from baton_engine.worker.experts.expert_exchange import wanted_by
 from baton_engine.worker.experts.expert_weights import Expert, ExpertForm, ExpertKey, ExpertStore
 from baton_engine.worker.experts.preparation import Preparation, PreparationState
-from baton_protocol.topology import ExpertLoads, Generation, Placement
+from baton_protocol.topology import ExpertLoads, Generation
 from support.engine.model_cases import Meeting, ThreadGroup, load, run_model, run_threads
 from support.engine.ranks.expert_ranks import (
     ThreadNetwork,
@@ -392,35 +390,3 @@ def test_threads_that_prepare_have_a_low_priority(
     commit_everywhere(ranks, generation_of(1, ranks))
     assert set(niceness) == {max(before, generations_module.NICENESS)}
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
-
-
-placements = st.integers(1, 5).flatmap(
-    lambda ranks: st.lists(
-        st.lists(
-            st.lists(st.integers(0, 5), min_size=2, max_size=4), min_size=ranks, max_size=ranks
-        ),
-        min_size=1,
-        max_size=3,
-    )
-)
-
-
-@given(placement=placements, data=st.data())
-def test_the_plan_sends_each_rank_the_experts_it_lacks_from_a_rank_that_holds_them(
-    placement: Placement, data: st.DataObject
-) -> None:
-    num_ranks = len(placement[0])
-    keys = st.sets(st.builds(ExpertKey, st.integers(0, len(placement) - 1), st.integers(0, 5)))
-    held = [data.draw(keys) for _ in range(num_ranks)]
-    transfers = plan_transfers(held, placement)
-    assert [transfer.key.layer for transfer in transfers] == sorted(
-        transfer.key.layer for transfer in transfers
-    )
-    for key, source, target in transfers:
-        assert key in held[source]
-        assert key not in held[target]
-    anywhere = set().union(*held)
-    for rank in range(num_ranks):
-        got = [transfer.key for transfer in transfers if transfer.target == rank]
-        assert len(got) == len(set(got))
-        assert set(got) == (wanted_by(placement, rank) - held[rank]) & anywhere

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import anthropic
@@ -11,8 +10,7 @@ import pytest
 
 from baton_gateway.errors import APIError, error_body
 from baton_protocol.options.config import AccessConfig
-from baton_text.requests.messages_request import ContentBlock, InputMessage, MessagesRequest
-from baton_text.requests.parsing import parse_request
+from baton_text.requests.messages_request import InputMessage
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 
@@ -228,71 +226,6 @@ async def test_tokens_are_counted_as_the_prompt_has_them(rig: GatewayRig) -> Non
 
 def messages(*given: dict[str, Any]) -> list[InputMessage]:
     return msgspec.convert(given, list[InputMessage])
-
-
-def test_a_body_becomes_a_chat_completion() -> None:
-    body = MessagesRequest(
-        max_tokens=7,
-        system=[ContentBlock(type="text", text=text) for text in ("A.", "B.")],
-        messages=messages(
-            {"role": "user", "content": "hi"},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "Hm.", "signature": "s"},
-                    {"type": "redacted_thinking", "data": "x"},
-                    {"type": "text", "text": "I add."},
-                    {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}},
-                ],
-            },
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "and then?"},
-                    {
-                        "type": "tool_result",
-                        "tool_use_id": "c1",
-                        "content": [{"type": "text", "text": "2"}],
-                    },
-                ],
-            },
-        ),
-    )
-    chat = body.chat_request()
-    assert [message.role for message in chat.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "user",
-    ]
-    system, _, assistant, result, user = chat.messages
-    assert system.content == "A.\nB."
-    assert (assistant.content, assistant.reasoning_content) == ("I add.", "Hm.")
-    assert assistant.tool_calls is not None
-    assert assistant.tool_calls[0].function.arguments == '{"a":1}'
-    assert (result.tool_call_id, result.content, user.content) == ("c1", "2", "and then?")
-
-
-@pytest.mark.parametrize(
-    ("choice", "expected", "is_parallel"),
-    [
-        ({"type": "auto"}, "auto", True),
-        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
-        ({"type": "none"}, "none", True),
-        (
-            {"type": "tool", "name": "add"},
-            {"type": "function", "function": {"name": "add"}},
-            True,
-        ),
-    ],
-)
-def test_a_tool_choice_becomes_that_of_a_chat_completion(
-    choice: Any, expected: Any, is_parallel: bool
-) -> None:
-    body = json.dumps(fields_of(tools=[ADD, WEATHER], tool_choice=choice)).encode()
-    chat = parse_request(body, MessagesRequest).chat_request()
-    assert (chat.tool_choice, chat.parallel_tool_calls) == (expected, is_parallel)
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "eA=="}}

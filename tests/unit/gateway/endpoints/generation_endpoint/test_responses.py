@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from typing import Any
 
@@ -13,13 +12,9 @@ import pytest
 from baton_gateway.endpoints import generation_endpoint
 from baton_gateway.http import body_budget
 from baton_gateway.http.request_body import INLINE_BODY_BYTES
-from baton_gateway.requests.response_store import (
-    ResponseStore,
-)
+from baton_gateway.requests.response_store import ResponseStore
 from baton_protocol.options.config import AccessConfig
 from baton_protocol.sampling_params import StructuredOutputKind
-from baton_text.requests.parsing import parse_request
-from baton_text.requests.responses_request import InputItem, ResponsesRequest
 from support.gateway.fake_engine import DEADLINE_S
 from support.gateway.gateway_rig import GatewayRig, MakeRig
 from support.waiting import until
@@ -323,14 +318,6 @@ async def test_a_kept_conversation_counts_as_a_part_of_the_body(
         await create(rig, model="other", previous_response_id=second.id)
 
 
-@pytest.mark.timeout(20)
-def test_the_time_for_many_calls_is_linear() -> None:
-    """130,000 calls took 18 s, in which other clients' large requests waited."""
-    items = [InputItem(type="function_call", name="a")] * 130_000
-    [message] = ResponsesRequest(input=items).input_messages()
-    assert len(message.tool_calls or ()) == len(items)
-
-
 @pytest.mark.usefixtures("agent_template")
 async def test_references_of_large_bodies_are_resolved_in_a_thread(
     rig: GatewayRig, monkeypatch: pytest.MonkeyPatch
@@ -349,28 +336,3 @@ async def test_references_of_large_bodies_are_resolved_in_a_thread(
     long = {"role": "user", "content": "hi", "ignored": "x" * INLINE_BODY_BYTES}
     await create(rig, input=[reference, long])
     assert threads == [True, False]
-
-
-def test_items_become_messages() -> None:
-    body = {
-        "input": [
-            {"role": "developer", "content": "Be brief."},
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
-            {
-                "type": "reasoning",
-                "id": "rs_1",
-                "summary": [{"type": "summary_text", "text": "Hm."}],
-            },
-            {"role": "assistant", "content": [{"type": "output_text", "text": "I add."}]},
-            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
-            {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c1", "output": "1"},
-        ]
-    }
-    messages = parse_request(json.dumps(body).encode(), ResponsesRequest).input_messages({})
-    assert [message.role for message in messages] == ["developer", "user", "assistant", "tool"]
-    assistant = messages[2]
-    assert (assistant.content, assistant.reasoning_content) == ("I add.", "Hm.")
-    assert assistant.tool_calls is not None
-    assert [call.id for call in assistant.tool_calls] == ["c1", "c2"]
-    assert messages[3].tool_call_id == "c1"

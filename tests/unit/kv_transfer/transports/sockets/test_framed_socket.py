@@ -278,3 +278,35 @@ def test_an_announced_message_takes_no_memory_before_its_bytes_arrive(
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
         tracemalloc.stop()
+
+
+def test_frames_arrive_complete_for_any_split() -> None:
+    left, right = socket.socketpair()
+    sender, receiver = FramedSocket(left), FramedSocket(right)
+    payloads = [b"", b"a", os.urandom(3_000_000)]
+    for number, payload in enumerate(payloads):
+        sender.send(7, number, payload)
+    assert sender.has_outgoing
+    received: list[tuple[int, int, bytes]] = []
+    while len(received) < len(payloads):
+        received += receiver.receive()
+        sender.flush()
+    assert received == [(7, number, payload) for number, payload in enumerate(payloads)]
+    assert list(receiver.receive()) == []
+    sender.close()
+    with pytest.raises(ConnectionError):
+        list(receiver.receive())
+    receiver.close()
+
+
+def test_a_frame_longer_than_allowed_ends_the_connection() -> None:
+    left, right = socket.socketpair()
+    sender, receiver = FramedSocket(left), FramedSocket(right, max_payload_bytes=10)
+    sender.send(1, 1, b"0123456789")
+    sender.send(1, 2, b"0123456789a")
+    frames = receiver.receive()
+    assert next(frames) == (1, 1, b"0123456789")
+    with pytest.raises(ConnectionError, match="11 bytes"):
+        next(frames)
+    sender.close()
+    receiver.close()

@@ -1,8 +1,7 @@
-"""Conditions of groups, from their pods."""
+"""Conditions of a service, from its groups."""
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import msgspec
@@ -12,168 +11,13 @@ from baton_kube.client import Object
 from baton_operator.api.crd import custom_resource_definition
 from baton_operator.api.llmservice import Condition
 from baton_operator.api.spec_groups import AutoscalingStatus
-from baton_operator.plan.refused_pods import PodRefusal
 from baton_operator.reconcile_errors import InvalidSpec, Problem
-from baton_operator.status.diagnose import diagnose
 from baton_operator.status.report import report
 from baton_operator.status.report_events import new_failures
-from baton_operator.status.report_group import ReportedGroup, group_verdict, refusal_of_deployment
-from baton_protocol.process.health import Health
+from baton_operator.status.report_group import ReportedGroup, refusal_of_deployment
 from pocketkube.apiserver.serving.tables import json_path
+from support.operator.reported_groups import BACK_OFF, FATAL, QUOTA, decode, gateway, prefill
 from support.operator.services import NOW, observed, pod, resolved, service
-
-FATAL = {
-    "exitCode": 78,
-    "message": "loading weights\nFATAL ModelNotFound: /models/x does not exist",
-}
-BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff"}}
-UNSCHEDULABLE = {
-    "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
-    "message": "0/3 nodes have a free GPU",
-}  # fmt: skip
-QUOTA = 'pods "demo-gateway-x" is forbidden: exceeded quota: gpus'
-
-
-def just_started(seconds: float) -> Object:
-    return {"running": {"startedAt": (NOW - timedelta(seconds=seconds)).isoformat()}}
-
-
-def decode(pods: list[Object], desired: int = 1, **suspended: str) -> ReportedGroup:
-    """Return a decode group.
-
-    Args:
-        suspended: reasons in the replies of paused and sleeping engines, by the pod's letter.
-    """
-    replies = {f"demo-decode-{letter}": Health(reply, "m") for letter, reply in suspended.items()}
-    return ReportedGroup(
-        role="decode", desired=desired, pods=pods, revision="new", suspended=replies
-    )
-
-
-VERDICTS: dict[str, tuple[ReportedGroup, str, str, str]] = {
-    "ready": (decode([pod(ready=True)]), "True", "PodsReady", "1 of 1"),
-    "no pods yet": (decode([]), "False", "Starting", "0 of 1"),
-    "loading": (decode([pod()]), "False", "Starting", "0 of 1"),
-    "a fatal error during the back-off": (
-        decode([pod(state=BACK_OFF, last=FATAL)]), "False", "ModelNotFound", "/models/x",
-    ),
-    "a fatal error of a terminated container": (
-        decode([pod(state={"terminated": FATAL})]), "False", "ModelNotFound", "/models/x",
-    ),
-    "a fatal error and a restart one second ago": (
-        decode([pod(state=just_started(1), last=FATAL)]), "False", "ModelNotFound", "/models/x",
-    ),
-    "a fatal error and a restart 15 minutes ago": (
-        decode([pod(state=just_started(900), last=FATAL)]), "False", "ModelNotFound", "/models/x",
-    ),
-    "a fatal error outranks missing capacity": (
-        decode([
-            pod("demo-decode-0", conditions=[UNSCHEDULABLE]),
-            pod("demo-decode-1", state=BACK_OFF, last=FATAL),
-        ], 2),
-        "False", "ModelNotFound", "demo-decode-1",
-    ),
-    "crash loop": (
-        decode([pod(state=BACK_OFF, last={"exitCode": 1, "message": "boom"}, restarts=4)]),
-        "False", "CrashLooping", "restarted 4 times, last ended with exit code 1: boom",
-    ),
-    "killed": (
-        decode([pod(state=just_started(1), last={"exitCode": 137, "signal": 9}, restarts=1)]),
-        "False", "ContainerTerminated", "by signal 9",
-    ),
-    "killed, before its first restart": (
-        decode([pod(state=BACK_OFF, last={"exitCode": 137, "signal": 9}, restarts=0)]),
-        "False", "ContainerTerminated", "by signal 9",
-    ),
-    "killed, from a kubelet that reports no signal": (
-        decode([
-            pod(state=BACK_OFF, last={"exitCode": 137, "message": "INFO serving"}, restarts=0),
-        ]),
-        "False", "ContainerTerminated", "by signal 9; 0 of",
-    ),
-    "out of memory": (
-        decode([pod(state={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})]),
-        "False", "ContainerTerminated", "more memory",
-    ),
-    "no image": (
-        decode([pod(state={"waiting": {"reason": "ImagePullBackOff", "message": "not found"}})]),
-        "False", "ImagePull", "not found",
-    ),
-    "no capacity": (decode([pod(conditions=[UNSCHEDULABLE])]), "False", "NoCapacity", "free GPU"),
-    "an engine that sleeps": (
-        decode([pod("demo-decode-a")], a="Asleep"), "False", "EngineAsleep",
-        "pod demo-decode-a is asleep; wake up with POST /wake_up on port 8000, with the service's "
-        "token; 0 of 1",
-    ),
-    "two paused engines and one that sleeps": (
-        decode(
-            [pod(f"demo-decode-{letter}") for letter in "abc"], 3, a="Paused", b="Asleep",
-            c="Paused",
-        ),
-        "False", "EngineAsleep",
-        "pod demo-decode-b is asleep; wake up with POST /wake_up on port 8000, with the service's "
-        "token; pods demo-decode-a, demo-decode-c are paused; resume with POST /resume on port "
-        "8000, with the service's token; 0 of 3",
-    ),
-    "a paused engine beside a failure": (
-        decode([pod("demo-decode-a"), pod(state=BACK_OFF, last=FATAL)], 2, a="Paused"), "False",
-        "ModelNotFound", "/models/x",
-    ),
-    "a paused engine that is being drained": (
-        decode([pod("demo-decode-a", draining=True)], a="Paused"), "False", "Draining",
-        "waiting for pod demo-decode-a to end",
-    ),
-    "a node that refuses the pod": (
-        decode([pod(phase="Failed", status={"reason": "OutOfcpu", "message": "no cpu left"})]),
-        "False", "PodFailed", "OutOfcpu: no cpu left",
-    ),
-    "old pods do not count": (
-        decode([pod(ready=True, revision="old")]), "False", "Progressing",
-        "0 of 1 decode pods of the newest revision are ready, and 1 of earlier revisions",
-    ),
-    "a draining pod does not count": (
-        decode([pod(ready=True, draining=True)]), "False", "Draining",
-        "waiting for pod demo-decode-0 to end; 0 of 1",
-    ),
-    "an evicted pod beside enough ready ones": (
-        decode([pod(ready=True), pod("demo-decode-1", phase="Failed")]), "True", "PodsReady",
-        "1 of 1",
-    ),
-    "a surplus pod that drains": (
-        decode([pod(ready=True), pod("demo-decode-1", ready=True, draining=True)]), "True",
-        "PodsReady", "1 of 1",
-    ),
-    "scaled to zero": (decode([], 0), "False", "ScaledToZero", "set spec.decode.replicas"),
-    "no prefill": (
-        ReportedGroup(role="prefill", desired=0, pods=[]), "True", "NotRequested",
-        "decode pods compute",
-    ),
-    "a gateway that starts": (
-        ReportedGroup(role="gateway", desired=1, pods=[], updated=False), "False", "Starting",
-        "0 of 1",
-    ),
-    "a gateway of an old template": (
-        ReportedGroup(role="gateway", desired=1, pods=[pod(ready=True)], updated=False), "False",
-        "Progressing", "1 of 1",
-    ),
-    "gateways of two templates": (
-        ReportedGroup(
-            role="gateway", desired=1, template_revision="new", updated=False,
-            pods=[pod(ready=True), pod("demo-gateway-1", ready=True, revision="old")],
-        ),
-        "False", "Progressing",
-        "1 of 1 gateway pods of the newest revision are ready, and 1 of earlier revisions",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("group", "status", "reason", "text"), VERDICTS.values(), ids=VERDICTS.keys()
-)
-def test_conditions_of_a_group(group: ReportedGroup, status: str, reason: str, text: str) -> None:
-    verdict = group_verdict(group)
-    assert verdict[:2] == (status, reason)
-    assert text in verdict[2]
 
 
 def conditions(
@@ -192,35 +36,11 @@ ALL_READY = {
 }
 
 
-def test_a_message_of_an_engine_names_the_fields_of_its_options() -> None:
-    text = (
-        "model.max_model_len is 9 tokens: lower model.max_model_len, or raise cache.memory_bytes "
-        "or cache.gpu_memory_utilization, not cache.watermark, model.dtype or a.memory_bytes"
-    )
-    last = {"exitCode": 78, "message": f"FATAL KVMemoryTooSmall: {text}"}
-    found = diagnose([pod("demo-decode-a", state=BACK_OFF, last=last)])
-    assert found is not None
-    assert found.message == (
-        "model.max_model_len (model.maxModelLen) is 9 tokens: lower model.max_model_len "
-        "(model.maxModelLen), or raise cache.memory_bytes (engine.kvCacheMemory) or "
-        "cache.gpu_memory_utilization (engine.gpuMemoryUtilizationPercent), not cache.watermark, "
-        "model.dtype or a.memory_bytes (pod demo-decode-a)"
-    )
-
-
 def test_a_service_is_ready_if_every_group_is() -> None:
     assert conditions(service(), ALL_READY)["Ready"].reason == "AllGroupsReady"
     failing = ALL_READY | {"decode": decode([pod(state=BACK_OFF, last=FATAL)])}
     ready = conditions(service(), failing)["Ready"]
     assert (ready.status, ready.reason) == ("False", "ModelNotFound")
-
-
-def gateway(pods: list[Object]) -> ReportedGroup:
-    return ReportedGroup(role="gateway", desired=1, pods=pods, template_revision="new")
-
-
-def prefill(pods: list[Object]) -> ReportedGroup:
-    return ReportedGroup(role="prefill", desired=1, pods=pods, revision="new")
 
 
 def sleeping(autoscaling: AutoscalingStatus | None) -> ReportedGroup:
@@ -442,14 +262,3 @@ def test_a_refused_pod_of_a_deployment_is_the_reason_of_its_group() -> None:
     (ready,) = [each for each in status.conditions or [] if each.type == "GatewayReady"]
     assert (ready.status, ready.reason) == ("False", "QuotaExceeded")
     assert [each.reason for each in new_failures(service(), status)] == ["QuotaExceeded"]
-
-
-def test_a_fatal_line_of_a_pod_precedes_a_refusal() -> None:
-    group = ReportedGroup(
-        role="decode",
-        desired=2,
-        pods=[pod(state={"terminated": FATAL})],
-        revision="new",
-        refusal=PodRefusal("QuotaExceeded", QUOTA),
-    )
-    assert group_verdict(group).reason == "ModelNotFound"

@@ -1,4 +1,4 @@
-"""Masks, grammars, beams, logprobs and invalid logits in the sampler."""
+"""Masks, grammars, beams and invalid logits in the sampler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_engine.worker.sampling.logprobs import MIN_LOGPROB, count_nans, prompt_logprobs
+from baton_engine.worker.sampling.logprobs import MIN_LOGPROB
 from baton_kernels.sampling.noise import (
     gumbel,
     keys_tensor,
@@ -102,12 +102,6 @@ def test_a_nan_logit_is_never_sampled_and_an_infinite_one_always(fields: dict[st
     assert sample(logits, [sampling_input(SamplingParams(**fields))] * 2, EOS).token_ids == [2, 3]
 
 
-def test_nans_are_counted_per_row() -> None:
-    logits = torch.zeros(3, 5)
-    logits[1, 2:] = math.nan
-    assert count_nans(logits) == [0, 3, 0]
-
-
 def test_a_beam_row_gets_the_best_continuations_of_the_processed_logits() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(beam_width=3, min_tokens=1, logit_bias={7: 8.0}, temperature=1.0)
@@ -137,21 +131,6 @@ def test_a_beam_row_lists_only_possible_continuations() -> None:
     assert {token for token, _ in masked.top} == {5, 6}
     impossible = sample(torch.full((1, 40), math.nan), [beam], EOS).logprobs[0]
     assert impossible.top == []
-
-
-def test_prompt_logprobs_are_those_of_the_following_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    logits = torch.randn(7, 30, generator=torch.Generator().manual_seed(2))
-    following = [3, 1, 4, 1, 5, 9, 2]
-    monkeypatch.setattr("baton_kernels.sampling.vocabulary_blocks.CPU_CHUNK", 60)
-    reported = prompt_logprobs(logits, following, 2)
-    expected = logits.log_softmax(-1)
-    for position, (token, entry) in enumerate(zip(following, reported, strict=True)):
-        assert entry.token_id == token
-        assert entry.logprob == pytest.approx(float(expected[position, token]))
-        assert entry.rank == int((expected[position] > expected[position, token]).sum()) + 1
-        assert [top for top, _ in entry.top] == expected[position].topk(2).indices.tolist()
-    assert prompt_logprobs(logits[:0], [], 2) == []
-    assert prompt_logprobs(logits[:1], [3], 0)[0].top == []
 
 
 # ---- draw_tokens reads few tokens and must choose the same token as a search of the whole row

@@ -1,44 +1,16 @@
-"""Plans of the Deployment and ReplicaSet controllers, checked over whole rollouts."""
+"""Plans of the Deployment controller, checked over whole rollouts."""
 
 import copy
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton_kube.client import Object
 from pocketkube.controllers.deployment import plan_deployment, rolling_limits, template_hash
-from pocketkube.controllers.replicaset import plan_replica_set, pod_of
+from support.pocketkube.deployments import deployment
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-def deployment(replicas: int = 2, version: str = "1", **spec: Any) -> Object:
-    template = {
-        "metadata": {"labels": {"app": "web"}},
-        "spec": {"containers": [{"name": "main", "image": version}]},
-    }
-    return {
-        "metadata": {"name": "web", "namespace": "ns", "uid": "d1", "generation": 1},
-        "spec": {
-            "replicas": replicas,
-            "selector": {"matchLabels": {"app": "web"}},
-            "template": template,
-            **spec,
-        },
-    }
-
-
-def pod(
-    name: str, *, ready: bool = True, node: str = "n", phase: str = "Running", **metadata: Any
-) -> Object:
-    conditions = [{"type": "Ready", "status": "True" if ready else "False"}]
-    return {
-        "metadata": {"name": name, "creationTimestamp": "2026-01-01T00:00:00Z", **metadata},
-        "spec": {"nodeName": node},
-        "status": {"phase": phase, "conditions": conditions},
-    }
 
 
 class SimulatedCluster:
@@ -159,33 +131,3 @@ def test_the_status_follows_the_rollout() -> None:
     done = plan_deployment({**owner, "status": first}, list(world.sets.values()), NOW).status
     assert done["conditions"][0]["reason"] == "MinimumReplicasAvailable"
     assert done["updatedReplicas"] == done["availableReplicas"] == 2
-
-
-def test_a_replica_set_creates_missing_pods_and_deletes_unready_ones_first() -> None:
-    replica_set = {
-        "metadata": {"name": "web-1", "uid": "r", "generation": 2},
-        "spec": {"replicas": 2},
-    }
-    gone = [pod("f", phase="Failed"), pod("t", deletionTimestamp="2026-01-01T00:00:00Z")]
-    assert plan_replica_set(replica_set, [*gone, pod("a")]).create == 1
-    plan = plan_replica_set(
-        replica_set,
-        [
-            pod("ready"),
-            pod("unready", ready=False),
-            pod("pending", ready=False, node=""),
-            pod("also"),
-        ],
-    )
-    assert plan.delete == ["pending", "unready"]
-    assert plan.status["readyReplicas"] == 2
-    assert plan.status["observedGeneration"] == 2
-
-
-def test_a_pod_of_a_replica_set_is_owned_by_it() -> None:
-    owner = deployment()
-    created = plan_deployment(owner, [], NOW).create
-    created["metadata"]["uid"] = "r1"
-    made = pod_of(created)
-    assert made["metadata"]["ownerReferences"][0]["uid"] == "r1"
-    assert made["metadata"]["labels"].items() >= created["spec"]["selector"]["matchLabels"].items()

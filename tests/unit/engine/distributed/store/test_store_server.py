@@ -1,4 +1,4 @@
-"""Limits of the store: authentication, and the time, memory and descriptors per client."""
+"""Limits of the store: time, memory and descriptors per client."""
 
 from __future__ import annotations
 
@@ -7,68 +7,35 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import psutil
 import pytest
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistNetworkError, DistStoreError
 
 from baton_engine import bounded_log
 from baton_engine.distributed.store import store_server
-from baton_engine.distributed.store import values as store_values
-from baton_engine.distributed.store.handshake import Challenge, Proof, StoreHello, authenticate
 from baton_engine.distributed.store.socket_store import connect_store
 from baton_engine.distributed.store.store_server import StoreServer, open_store
 from baton_engine.distributed.store.wire import (
     LENGTH,
     CountKeys,
     Get,
-    Set,
     StoreReply,
     exchange,
     frame,
 )
+from support.engine.store_clients import AT_ONCE_S, connection_to, deadline, read_until_closed
 from support.waiting import eventually
 
 HOST = "127.0.0.1"
 WAIT_S = 60.0
-AT_ONCE_S = 10.0
-SECRET, ANOTHER = b"s" * 32, b"t" * 32
-
-
-@pytest.fixture
-def locked() -> Iterator[StoreServer]:
-    """A store with a secret."""
-    with contextlib.closing(open_store(HOST, secret=SECRET)) as server:
-        yield server
-
-
-def connection_to(server: StoreServer) -> socket.socket:
-    connection = socket.create_connection(server.address, AT_ONCE_S)
-    connection.settimeout(AT_ONCE_S)
-    return connection
 
 
 def is_served(server: StoreServer) -> bool:
     with contextlib.suppress(OSError), connection_to(server) as connection:
         return exchange(connection, frame(CountKeys()), StoreReply, deadline()).number > 0
     return False
-
-
-def read_until_closed(connection: socket.socket) -> int:
-    """Read until the other side closes the connection, at most AT_ONCE_S; return the bytes."""
-    total = 0
-    with contextlib.suppress(ConnectionResetError):
-        while data := connection.recv(2**20):
-            total += len(data)
-    return total
-
-
-def deadline() -> float:
-    return time.monotonic() + AT_ONCE_S
 
 
 # Limits per client
@@ -125,45 +92,6 @@ def test_the_client_with_the_most_buffered_bytes_is_dropped_at_the_limit(
         small.setblocking(False)
         with pytest.raises(BlockingIOError):
             small.recv(1)
-
-
-def test_a_request_with_thousands_of_keys_is_refused(store: Store) -> None:
-    store.set("key", "x" * 10_000)
-    for count in (2_000, store_values.MAX_KEYS_AT_ONCE + 1):
-        with pytest.raises(
-            DistStoreError, match=r"refused Get.*(the values have|a request has at most)"
-        ):
-            store.multi_get(["key"] * count)
-    with pytest.raises(DistStoreError, match="a request has at most"):
-        store.check(["key"] * (store_values.MAX_KEYS_AT_ONCE + 1))
-    assert store.multi_get(["key"] * 1_000) == [b"x" * 10_000] * 1_000
-
-
-def test_the_numbers_of_keys_and_bytes_are_limited(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_values, "MAX_KEYS", 3)
-    monkeypatch.setattr(store_values, "MAX_BYTES", 1000)
-    store.multi_set(["a", "b", "c"], ["1", "1", "x" * 900])
-    with pytest.raises(DistStoreError, match="the store is full: it holds 3 keys"):
-        store.set("d", "1")
-    for call in (lambda: store.append("a", "x" * 100), lambda: store.set("b", "x" * 100)):
-        with pytest.raises(DistStoreError, match="the store is full: it holds 1000 bytes"):
-            call()
-    store.set("c", "x" * 800)
-    store.append("a", "x" * 100)
-    assert store.delete_key("c")
-    store.set("d", "x" * 800)
-    assert store.multi_get(["a", "b"]) == [b"1" + b"x" * 100, b"1"]
-
-
-def test_the_length_of_a_value_is_limited(store: Store) -> None:
-    store.set("key", "x" * 2**19)
-    with pytest.raises(DistStoreError, match="values have at most"):
-        store.append("key", "x" * (2**19 + 1))
-    store.set("number", "9" * 5000)
-    with pytest.raises(DistStoreError, match="is not a number"):
-        store.add("number", 1)
 
 
 def test_many_large_answers_do_not_delay_other_clients(server: StoreServer, store: Store) -> None:
@@ -273,121 +201,3 @@ def test_invalid_messages_are_logged_once_with_a_count(
         timeout_s=AT_ONCE_S,
         what="the count",
     )
-
-
-def test_untrusted_text_is_logged_as_one_line() -> None:
-    assert bounded_log.one_line("a\n2026-01-01 ERROR forged\x1b[2J\u2028\ud800") == (
-        "a\\n2026-01-01 ERROR forged\\x1b[2J\\u2028\\ud800"
-    )
-    assert len(bounded_log.one_line("x" * 10**6)) < 400
-
-
-# The secret
-
-
-def test_clients_with_the_secret_are_served(locked: StoreServer) -> None:
-    store = connect_store(locked.address, WAIT_S, SECRET)
-    with ThreadPoolExecutor(4) as pool:
-        answers = [pool.submit(store.get, "key") for _ in range(4)]
-        store.set("key", "value")
-        assert [answer.result(WAIT_S) for answer in answers] == [b"value"] * 4
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        frame(CountKeys()),
-        frame(Set({"key": b"forged"})),
-        frame(Get(["key"])),
-        frame(StoreHello(b"short")),
-        frame(Proof(bytes(32))),
-        LENGTH.pack(2**20),
-        b"GET / HTTP/1.1\r\n\r\n",
-    ],
-)
-def test_clients_without_the_secret_can_neither_read_nor_set(
-    message: bytes, locked: StoreServer
-) -> None:
-    store = connect_store(locked.address, WAIT_S, SECRET)
-    store.set("key", "value")
-    with connection_to(locked) as connection:
-        connection.sendall(message)
-        assert connection.recv(1) == b""
-    assert store.get("key") == b"value"
-    assert store.num_keys() == 1
-
-
-def test_clients_with_another_secret_are_refused(locked: StoreServer) -> None:
-    with pytest.raises(TimeoutError, match="the rendezvous store has another service's key"):
-        connect_store(locked.address, 0.3, ANOTHER)
-    with connection_to(locked) as connection:
-        challenge = exchange(connection, frame(StoreHello(bytes(32))), Challenge, deadline())
-        connection.sendall(frame(Proof(challenge.proof)))  # the store's own proof is not a client's
-        assert connection.recv(1) == b""
-    with connection_to(locked) as connection:
-        exchange(connection, frame(StoreHello(bytes(32))), Challenge, deadline())
-        connection.sendall(frame(StoreHello(bytes(32))))
-        assert connection.recv(1) == b""
-
-
-def test_a_proof_is_valid_for_one_connection_only(locked: StoreServer) -> None:
-    sent: list[bytes] = []
-
-    class Recorder:
-        """A connection that records the sent data."""
-
-        def __init__(self, connection: socket.socket) -> None:
-            self._connection = connection
-
-        def sendall(self, data: bytes) -> None:
-            sent.append(data)
-            self._connection.sendall(data)
-
-        def __getattr__(self, name: str) -> object:
-            return getattr(self._connection, name)
-
-    with connection_to(locked) as trusted:
-        authenticate(Recorder(trusted), SECRET, deadline())  # type: ignore[arg-type]
-    with connection_to(locked) as connection:
-        exchange(connection, sent[0], Challenge, deadline())
-        connection.sendall(sent[1])
-        assert connection.recv(1) == b""
-
-
-def test_a_client_with_the_secret_does_not_connect_to_a_store_without_one(
-    server: StoreServer,
-) -> None:
-    with pytest.raises(TimeoutError, match="no rendezvous store responded"):
-        connect_store(server.address, 0.3, SECRET)
-    assert connect_store(server.address, WAIT_S).num_keys() == 0
-
-
-def test_calls_of_a_client_without_the_secret_fail(locked: StoreServer) -> None:
-    store = connect_store(locked.address, WAIT_S)
-    with pytest.raises(DistNetworkError, match="is gone"):
-        store.num_keys()
-
-
-def test_unauthenticated_connections_are_limited_in_number_and_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(store_server, "MAX_UNAUTHENTICATED", 20)
-    with contextlib.closing(open_store(HOST, secret=SECRET)) as locked:
-        store = connect_store(locked.address, WAIT_S, SECRET)
-        store.set("key", "value")
-        with contextlib.ExitStack() as stack:
-            connections = [stack.enter_context(connection_to(locked)) for _ in range(30)]
-            for connection in connections[:10]:
-                read_until_closed(connection)
-            for connection in connections[10:]:
-                connection.setblocking(False)
-                with pytest.raises(BlockingIOError):  # it is connected
-                    connection.recv(1)
-            assert connect_store(locked.address, WAIT_S, SECRET).get("key") == b"value"
-            assert store.get("key") == b"value"
-        monkeypatch.setattr(store_server, "HANDSHAKE_TIMEOUT_S", 0.2)
-        connection_to(locked).close()  # before its deadline
-        with connection_to(locked) as connection:
-            connection.sendall(b"\0")
-            read_until_closed(connection)
-        assert store.get("key") == b"value"

@@ -1,4 +1,4 @@
-"""The kubelet against a real kube-apiserver: life cycle, probes, volumes and logs of pods."""
+"""Pods of a kubelet on a real kube-apiserver: life cycle, probes, volumes, logs, restarts."""
 
 import os
 import random

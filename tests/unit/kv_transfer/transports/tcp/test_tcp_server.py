@@ -1,4 +1,4 @@
-"""The TCP transport with untrusted clients, invalid requests and wrong responses."""
+"""The TCP server with untrusted clients and invalid requests; wrong responses at its clients."""
 
 from __future__ import annotations
 
