@@ -39,8 +39,8 @@ MAX_BODY_BYTES = 2**17
 MAX_HEAD_BYTES = 2**14
 #: Pause after an accept that failed, for example because no file descriptor was free.
 ACCEPT_PAUSE_S = 0.1
-#: Keep reading for this long after an early refusal. Closing at once would reset the connection and
-#: lose the response.
+#: Keep reading for this long after a response to an unread body. Closing at once would reset the
+#: connection and lose the response.
 LINGER_S = 1.0
 
 
@@ -159,19 +159,30 @@ class BoundedHandler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
     timeout = SOCKET_TIMEOUT_S
     protocol_version = "HTTP/1.1"
+    #: Whether the client may still send a body, because it was not read.
+    _has_unread_body = False
 
     def parse_request(self) -> bool:
         """Parse the head. A head that is too large gets status 431."""
         connection = self.rfile
         self.rfile = cast(BufferedIOBase, _Head(connection))
         try:
-            return super().parse_request()
+            is_valid = super().parse_request()
         finally:
             self.rfile = connection
+        if is_valid:
+            self._has_unread_body = (
+                self.headers.get("Content-Length", "0") != "0"
+                or self.headers.get("Transfer-Encoding") is not None
+            )
+        return is_valid
 
     def handle_one_request(self) -> None:
+        self._has_unread_body = False
         super().handle_one_request()
         self.server.on_answered(self.request)
+        if self.close_connection and self._has_unread_body:
+            self._discard_body()
 
     def body(self) -> bytes | None:
         """Read the request's body. If the length is invalid, refuse the request and return None.
@@ -193,6 +204,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(length))
         if len(body) < int(length):
             raise ConnectionError("the body ended early")
+        self._has_unread_body = False
         return body
 
     def ignore_body(self) -> None:
@@ -201,11 +213,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
         Handlers that expect no body call this method. Otherwise the unread body would be parsed as
         the next request.
         """
-        if (
-            self.headers.get("Content-Length", "0") != "0"
-            or self.headers.get("Transfer-Encoding") is not None
-        ):
-            self.close_connection = True
+        self.close_connection |= self._has_unread_body
 
     def not_allowed(self, *methods: str) -> None:
         """Respond with 405 and the allowed methods, and close the connection."""
@@ -256,12 +264,15 @@ class BoundedHandler(BaseHTTPRequestHandler):
 
     def _refuse(self, code: int, message: str) -> None:
         """Respond with an error and close the connection. Unread bytes are discarded."""
-        self.close_connection = True
+        self.close_connection = self._has_unread_body = True
         # `http.server` treats an unread request as HTTP/0.9, whose responses have no headers.
         self.request_version = self.protocol_version
         self._send_reason(
             code, http.HTTPStatus(code).phrase.replace(" ", "").replace("-", ""), message
         )
+
+    def _discard_body(self) -> None:
+        """End the response, and read until the client ends the connection, at most for LINGER_S."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(LINGER_S)

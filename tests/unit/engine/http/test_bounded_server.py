@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry, Metric
 from baton_engine.elastic.coordinator.coordinator_http import CoordinatorServer
 from baton_engine.fetch import fetch_progress
 from baton_engine.http import bounded_server
+from baton_engine.server.access import Access
 from baton_engine.server.admin_server import AdminServer, DrainStatus, ProbeResult
-from baton_protocol.service_key import AdminRequest
+from baton_protocol.service_key import AdminRequest, ServiceKey
 from baton_protocol.topology import TopologyRequest, TopologyStatus
 from support.waiting import eventually
 
@@ -162,6 +163,22 @@ def test_the_body_of_a_get_request_is_not_parsed_as_the_next_request(serve: Serv
             while part := connection.recv(65536):
                 response += part
     assert response.count(b"HTTP/1.1 ") == 1
+
+
+def test_a_client_without_the_key_that_still_sends_its_body_gets_the_response() -> None:
+    """Otherwise the connection would be reset, and the client might not see the status."""
+    access = Access(ServiceKey(bytes(32)))
+    server = AdminServer(HOST, 0, Engine(), CollectorRegistry(), access)
+    server.start()
+    with connect(server.port) as connection:
+        connection.sendall(b"POST /drain HTTP/1.1\r\nContent-Length: 20\r\n\r\n0123456789")
+        response = connection.recv(2**16)
+        assert response.startswith(b"HTTP/1.1 401 ")
+        while chunk := connection.recv(2**16):  # until the server has ended its response
+            response += chunk
+        for byte in b"0123456789":
+            connection.sendall(bytes([byte]))
+        assert connection.recv(1) == b"", "the connection was reset"
 
 
 def test_many_simultaneous_clients_get_responses() -> None:
